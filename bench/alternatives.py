@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.evidence import PREP, log, make_model, remove, run_checked
 from bench.meter import CommandCost, drop_page_cache
 from bench.published import PUBLISHED
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 
 TORCH_SCRIPT = """
 import sys

@@ -27,13 +27,13 @@ import numpy as np
 
 import prepcli as prep
 from bench.evidence import log
-from prepcli.console.notebook import run_observer_of
-from prepcli.training_runs.recipe_data import open_datasets
+from prepcli.commands.console.notebook import run_observer_of
 from tests.helpers.training_folder import RECIPE, make_training_folder
 from trainer.data.batches import BatchDigest, Batches
 from trainer.data.order import RowOrder
 from trainer.data.packing import Arrays, Dataset
 from trainer.recipe import load_recipe
+from trainer.run.recipe_data import open_datasets
 from trainer.training.source_datasets import make_order
 
 STEPS = 16

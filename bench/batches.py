@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 from trainer.data.batches import Batches
 from trainer.data.order import SampleOrder
 from trainer.data.packing import Arrays, PackedDataset

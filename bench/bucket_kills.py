@@ -29,16 +29,16 @@ from pathlib import Path
 
 from bench.bucket_outputs import FileWatch, empty_folder, run_module
 from bench.meter import anonymous_nbytes
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE
-from prepcli.training_runs.run_record import ENVIRONMENT_FILE
 from tests.helpers.fork_server import ForkedProcess, start_prep
 from tests.helpers.object_server import OTHER_FAULTS, WRITE_FAULTS, FakeObjectStore, serve_objects
 from tests.helpers.processes import start_processes
 from tests.helpers.tiny_checkpoints import LLAMA
 from tests.helpers.training_folder import make_training_folder
 from tests.helpers.waiting import MAX_S, wait_until
+from trainer.run.run_record import ENVIRONMENT_FILE
 from trainer.training.metrics import METRICS_FILE
 
 ROOT = Path(__file__).parents[1]

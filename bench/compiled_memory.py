@@ -5,7 +5,7 @@
     python -m bench.compiled_memory --tokens 131072 --mesh sp:8 --kernel blockwise --remat nothing_saveable
 
 The step computes the mean loss and its gradients. `temp` is the compiler's plan for one device without arguments and
-results. `estimated` is the estimate of `trainer.models.memory_estimate`. A mesh of N devices is compiled for N
+results. `estimated` is the estimate of `prepcli.models.memory_estimate`. A mesh of N devices is compiled for N
 simulated CPU devices, which widen bfloat16 to float32. `--topology` compiles for one chip of a TPU. It needs the
 package libtpu, but no TPU.
 """
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.model_configs import MODEL_SIZES
-from trainer.models import mesh as meshes
-from trainer.models.remat import ACTIVATION_NAMES, RematPolicy
+from prepcli.models import mesh as meshes
+from prepcli.models.remat import ACTIVATION_NAMES, RematPolicy
 
 if TYPE_CHECKING:
     from jax.stages import Lowered
@@ -59,7 +59,7 @@ def lower_step(
     import jax
     import jax.numpy as jnp
 
-    from trainer.models.param_tree import Tree, unflatten_tree
+    from prepcli.models.param_tree import Tree, unflatten_tree
     from trainer.nn.transformer import loss_sums
 
     def mean(params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
@@ -102,8 +102,8 @@ def topology_sharding(topology: str) -> ShardingContext:
     import jax
     from jax.experimental import topologies
 
+    from prepcli.models.mesh import parse_mesh
     from trainer.distributed.sharding import ShardingContext
-    from trainer.models.mesh import parse_mesh
 
     mesh = parse_mesh("1,1,1")
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
@@ -172,10 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
     mesh = meshes.parse_mesh(options.mesh)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(mesh.n_devices)
+    from prepcli.models.memory_estimate import estimate_memory
+    from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
+    from prepcli.models.registry import FAMILIES
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
-    from trainer.models.memory_estimate import estimate_memory
-    from trainer.models.memory_inputs import FLOAT32, MemoryInputs
-    from trainer.models.registry import FAMILIES
     from trainer.nn.kernels.options import AttentionOptions
     from trainer.nn.model_spec import ForwardConfig, build_model
 

@@ -4,7 +4,7 @@
 
 The step is that of `prep train`: gradients, optimizer, donated state. libtpu compiles it (`pip install
 'prepcli[tpu]'`); without `--topology` it is compiled for simulated CPU devices, where bfloat16 takes more memory.
-`estimated` is the estimate of `trainer.models.memory_estimate`.
+`estimated` is the estimate of `prepcli.models.memory_estimate`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 from bench.compiled_memory import parse_policy
 from bench.model_configs import MODEL_CONFIGS
-from trainer.models.compiled_plan import CompiledPlan
-from trainer.models.memory_estimate import estimate_memory
-from trainer.models.mesh import Mesh, parse_mesh
-from trainer.models.registry import family_of
+from prepcli.models.memory_estimate import estimate_memory
+from prepcli.models.mesh import Mesh, parse_mesh
+from prepcli.models.registry import family_of
+from trainer.planning.compiled_plan import CompiledPlan
 from trainer.recipe import Recipe
 
 
@@ -121,7 +121,7 @@ def report_lines(plan: CompiledPlan, estimated_nbytes: int) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the plan of one step."""
-    from trainer.models.rules import DEFAULT_RULES
+    from prepcli.models.rules import DEFAULT_RULES
     from trainer.planning.step_inputs import step_inputs
     from trainer.training.compiled_plan import compiled_plan
     from trainer.training.manifest_model import model_from_manifest

@@ -21,8 +21,8 @@ from bench.compiled_memory import CompiledMemory, compile_step, lower_step
 from bench.evidence import log
 from bench.model_configs import MODEL_SIZES
 from bench.svg_files import svg_file
-from prepcli.console.tables import format_table
-from prepcli.pages.charts import Curve, line_chart
+from prepcli.commands.pages.charts import Curve, line_chart
+from prepcli.core.tables import format_table
 
 if TYPE_CHECKING:
     from trainer.nn.model_spec import ForwardConfig, ModelSpec
@@ -72,7 +72,7 @@ def method_config(method: str, dtype: str = "float32") -> ForwardConfig:
 
 def llama(config: Mapping[str, Any]) -> ModelSpec:
     """Return the LLaMA of a config."""
-    from trainer.models.registry import FAMILIES
+    from prepcli.models.registry import FAMILIES
     from trainer.nn.model_spec import build_model
 
     return build_model(FAMILIES["llama"], config, is_tied=False)

@@ -26,7 +26,7 @@ import prepcli as prep
 from bench.bucket_kills import MemoryWatch
 from bench.models import write_model
 from bench.published import published_config
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.execution.bucket_executor import FIRST_LOOK_S, LOOK_S_PER_PROCESS, MAX_LOOK_S
 from prepcli.execution.bucket_publication import write_last_objects

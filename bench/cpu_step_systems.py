@@ -129,10 +129,10 @@ def _prep_setup(options: argparse.Namespace) -> Any:
     """Return the setup of prep's step, as `prep train` builds it."""
     import jax
 
+    from prepcli.models.mesh import parse_mesh
+    from prepcli.models.registry import FAMILIES
     from trainer.distributed.mesh_devices import device_kind
     from trainer.distributed.sharding import make_sharding_context
-    from trainer.models.mesh import parse_mesh
-    from trainer.models.registry import FAMILIES
     from trainer.nn.model_spec import build_model
     from trainer.training.attention_choice import preferred_kernel
     from trainer.training.setup import build_step_setup

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bench.damage_readers import RefusedError, Subject, make_outputs, make_subjects
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.shared_steps import share_steps
 from tests.helpers.training_folder import make_training_folder

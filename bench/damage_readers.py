@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import prepcli as prep
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
 from prepcli.formats.manifest import MANIFEST_FILE
 from tests.helpers.foreign_names import FAMILY_MAP, STACKED_MAP
 from tests.helpers.object_server import FakeObjectStore

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bench.evidence import log
 from bench.meter import measure
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 

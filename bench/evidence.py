@@ -29,8 +29,8 @@ from bench.meter import CommandCost, drop_page_cache, measure
 from bench.models import FREE_BITS, SHARD_NBYTES, tensor_entries, write_model
 from bench.published import PUBLISHED, published_config
 from bench.slow_disk import measure_rates, slow_disk
-from prepcli.console.formatting import format_bytes
-from trainer.models.parameters import HFConfig
+from prepcli.core.formatting import format_bytes
+from prepcli.models.parameters import HFConfig
 
 PREP = Path(sys.executable).with_name("prep")
 BUDGETS = ("512MiB", "128MiB")

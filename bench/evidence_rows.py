@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 
 # The target is the larger one of two times: these factors times the fastest cp, and times the floor.
 CP_TARGET, FLOOR_TARGET = (

@@ -34,9 +34,9 @@ def build_setups(mesh: str, accumulate: int, num_shards: int) -> dict[str, Any]:
     """Return the setups of fast and exact steps."""
     import jax
 
+    from prepcli.models.mesh import parse_mesh
+    from prepcli.models.registry import FAMILIES
     from trainer.distributed.sharding import make_sharding_context
-    from trainer.models.mesh import parse_mesh
-    from trainer.models.registry import FAMILIES
     from trainer.nn.model_spec import ForwardConfig, build_model
     from trainer.recipe.optimizer_tables import AdamWTable
     from trainer.training.optimizers import build_optimizer

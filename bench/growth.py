@@ -17,8 +17,8 @@ from bench.evidence import BenchPaths, log, make_model, measure_case, remove
 from bench.evidence_rows import EvidenceRow
 from bench.published import PUBLISHED
 from bench.svg_files import svg_file
-from prepcli.console.tables import format_table
-from prepcli.pages.charts import Curve, line_chart
+from prepcli.commands.pages.charts import Curve, line_chart
+from prepcli.core.tables import format_table
 
 GB, MIB = 10**9, 1 << 20
 CASE, MEMORY = "save-init", "512MiB"

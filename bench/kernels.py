@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from prepcli.models.attention_kernels import KERNEL_NAMES, KERNEL_SPECS, unmet_needs
+from prepcli.models.attention_needs import AttentionFeature, AttentionNeeds
+from prepcli.models.registry import FAMILIES
 from trainer.distributed.mesh_devices import kind_of_device
-from trainer.models.attention_kernels import KERNEL_NAMES, KERNEL_SPECS, unmet_needs
-from trainer.models.attention_needs import AttentionFeature, AttentionNeeds
-from trainer.models.registry import FAMILIES
 from trainer.nn.attention_mask import AttentionMask
 from trainer.nn.block import BLOCKS
 from trainer.nn.context import LayerContext

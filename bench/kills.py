@@ -26,9 +26,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from bench.damage import damage_file
-from prepcli.cli.main import main as prep
-from prepcli.console.tables import format_table
-from prepcli.demo.tiny_model import VOCABULARY, write_tiny_model
+from prepcli.commands.cli.main import main as prep
+from prepcli.commands.demo.tiny_model import VOCABULARY, write_tiny_model
+from prepcli.core.tables import format_table
 from prepcli.execution.locks import is_locked
 from prepcli.formats.run_steps import saved_steps
 

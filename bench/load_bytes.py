@@ -65,7 +65,7 @@ def load_with_prep(options: argparse.Namespace) -> tuple[Any, int, int]:
     from prepcli.sources.folders import Access
     from prepcli.sources.locate import locate
     from prepcli.sources.opening import open_source
-    from prepcli.training_runs.params import open_model
+    from trainer.run.params import open_model
     from trainer.training.leaf_loading import LeafLoader
     from trainer.training.loading import load_leaves
 

@@ -36,8 +36,8 @@ from pathlib import Path
 from bench.meter import anonymous_nbytes, process_tree
 from bench.race_loaders import LOADERS, NORM, SPLITS, Job, LoadResult, word_sum
 from bench.throttled_store import Traffic
-from prepcli.console.formatting import format_bytes
-from prepcli.console.tables import format_table
+from prepcli.core.formatting import format_bytes
+from prepcli.core.tables import format_table
 from prepcli.launch.local import free_port
 
 ROOT = Path(__file__).parent.parent

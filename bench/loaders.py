@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import prepcli as prep
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 from tests.helpers.tiny_checkpoints import LLAMA, checkpoint_tensors
 
 Tensors = dict[str, np.ndarray]

@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.evidence import PREP, compile_packages, log, make_model, remove, run_checked
 from bench.meter import CommandCost, drop_page_cache
 from bench.published import PUBLISHED
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 
 PLAIN = "plain"
 LOCKED = "--lock"

@@ -19,7 +19,7 @@ from bench.compiled_memory import compile_step, topology_sharding
 from bench.context import DENSE, GIB, METHODS, TILES, llama, method_config
 from bench.evidence import log
 from bench.model_configs import MODEL_SIZES
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 
 if TYPE_CHECKING:
     from trainer.nn.model_spec import ForwardConfig

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.presets import PRESETS
+from prepcli.models.rules import DEFAULT_RULES
 from trainer.distributed.watchdog import WatchSettings
-from trainer.models.mesh import parse_mesh
-from trainer.models.presets import PRESETS
-from trainer.models.rules import DEFAULT_RULES
 from trainer.planning.model_shapes import model_of_config
 
 GB = 10**9

@@ -19,11 +19,11 @@ from importlib.util import find_spec
 
 from bench.compiled_step import make_manifest, make_parser, make_recipe
 from bench.evidence import log
-from prepcli.console.tables import format_table
-from trainer.models.memory_estimate import MemoryEstimate, estimate_memory
-from trainer.models.memory_inputs import MemoryInputs
-from trainer.models.mesh import Mesh, parse_mesh
-from trainer.models.rules import DEFAULT_RULES
+from prepcli.core.tables import format_table
+from prepcli.models.memory_estimate import MemoryEstimate, estimate_memory
+from prepcli.models.memory_inputs import MemoryInputs
+from prepcli.models.mesh import Mesh, parse_mesh
+from prepcli.models.rules import DEFAULT_RULES
 from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import step_inputs
 from trainer.recipe import Recipe

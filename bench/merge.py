@@ -27,7 +27,7 @@ from bench.evidence import log
 from bench.meter import CommandCost, measure
 from bench.models import tensor_entries, write_model
 from bench.published import PUBLISHED, override_config
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 
 BASE, ADAPTER, MERGED = "base", "adapter", "merged"
 RANK, ALPHA, STD = 16, 32.0, 0.02

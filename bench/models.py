@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.published import PUBLISHED, override_config
-from prepcli.console.formatting import format_bytes
-from prepcli.errors import PrepError
+from prepcli.algebra.axis_map import bind_row
+from prepcli.core.errors import PrepError
+from prepcli.core.formatting import format_bytes
 from prepcli.formats.safetensors import INDEX_FILE
 from prepcli.formats.safetensors_layout import (
     LayoutEntry,
@@ -29,11 +30,10 @@ from prepcli.formats.safetensors_layout import (
     lay_out_files,
     split_into_shards,
 )
+from prepcli.models.parameters import LAYER_ATOMS, HFConfig, parameter_rows, read_size
+from prepcli.models.registry import family_of
 from prepcli.planning.tensors import itemsize
 from prepcli.targets.hf_folder import json_bytes
-from trainer.models.axis_map import bind_row
-from trainer.models.parameters import LAYER_ATOMS, HFConfig, parameter_rows, read_size
-from trainer.models.registry import family_of
 
 BLOCK_NBYTES = 8 << 20
 SHARD_NBYTES = 5 * 10**9

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, nn
 
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.chunk_sizes import expert_block_length
+from prepcli.models.registry import FAMILIES
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig
-from trainer.models.chunk_sizes import expert_block_length
-from trainer.models.registry import FAMILIES
 from trainer.nn.expert_blocks import Routing
 from trainer.nn.expert_sharding import ExpertSharding
 from trainer.nn.linear import linear

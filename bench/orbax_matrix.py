@@ -26,8 +26,8 @@ import numpy as np
 import safetensors.numpy
 
 import prepcli as prep
-from prepcli.console.tables import format_table
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
+from prepcli.core.tables import format_table
 
 EQUAL = "equal"
 WRONG = "WRONG"

@@ -19,7 +19,7 @@ from bench.evidence import log
 from bench.meter import CommandCost, measure
 from bench.models import write_model
 from bench.published import PUBLISHED, override_config
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 
 MODEL = "model"
 # Command and output of each step. Its source is the output of the step before.

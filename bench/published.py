@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.models.parameters import HFConfig
+from prepcli.models.parameters import HFConfig
 
 ConfigFields = dict[str, Any]
 GPT2_TOKEN_IDS = {"bos_token_id": 50256, "eos_token_id": 50256}

@@ -25,7 +25,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from bench.meter import drop_page_cache, measure
-from prepcli.console.formatting import format_bytes
+from prepcli.core.formatting import format_bytes
 
 VOCABULARY = 1024
 SHARD_NBYTES = 10**9

@@ -31,11 +31,11 @@ SPLITS = (ROWS, COLUMNS)
 OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "attn.o.", "mlp.down.")
 NORM = "norm"
 PREP_MODULES = (
-    "prepcli.operations.load_params",
-    "prepcli.training_runs.params",
+    "prepcli.commands.operations.load_params",
+    "trainer.run.params",
     "prepcli.sources.bucket_folders",
     "prepcli.sources.openers.safetensors_folder",
-    "trainer.models.families.llama",
+    "prepcli.models.families.llama",
     "trainer.training.loading",
     "trainer.training.manifest_model",
     "obstore.store",

@@ -37,9 +37,9 @@ import numpy as np
 import xxhash
 import zstandard
 
-from prepcli.console.tables import format_table
+from prepcli.core.errors import PrepError
+from prepcli.core.tables import format_table
 from prepcli.engine.blobs import Blob
-from prepcli.errors import PrepError
 from prepcli.formats.gguf import GgufArray, read_gguf_header
 from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.formats.torch_dcp import METADATA_FILE, read_dcp_folder

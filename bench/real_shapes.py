@@ -23,7 +23,8 @@ from typing import Any
 from bench.evidence import PREP, log, remove, run_checked
 from bench.meter import CommandCost, measure
 from bench.models import SHARD_NBYTES
-from prepcli.console.tables import format_table
+from prepcli.commands.testing.torch_transformers import to_file_tensors
+from prepcli.core.tables import format_table
 from prepcli.formats.safetensors import INDEX_FILE
 from prepcli.formats.safetensors_layout import (
     LayoutEntry,
@@ -33,7 +34,6 @@ from prepcli.formats.safetensors_layout import (
 )
 from prepcli.planning.tensors import itemsize
 from prepcli.targets.hf_folder import json_bytes
-from prepcli.testing.torch_transformers import to_file_tensors
 
 Shape = tuple[int, ...]
 ConfigFields = dict[str, Any]

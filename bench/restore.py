@@ -106,8 +106,8 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> RestoreCost:
 
 def make_setup(reader: Any, mesh: str) -> Any:
     """Return the StepSetup of a checkpoint's model with AdamW on a mesh."""
+    from prepcli.models.mesh import parse_mesh
     from trainer.distributed.sharding import make_sharding_context
-    from trainer.models.mesh import parse_mesh
     from trainer.nn.model_spec import ForwardConfig
     from trainer.recipe.optimizer_tables import AdamWTable
     from trainer.training.manifest_model import model_from_manifest, rules_from_manifest

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from prepcli.commands.operations.report import PAGE
 from prepcli.formats.run_steps import RECIPE_FILE
-from prepcli.operations.report import PAGE
 from trainer.training.metrics import METRICS_FILE
 
 EVAL_EVERY = 100

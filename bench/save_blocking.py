@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.evidence import log, remove, run_checked
 from bench.models import write_model
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 from prepcli.engine.budget import MIB, anonymous_nbytes
 from prepcli.launch.local import free_port, process_environment
 
@@ -157,8 +157,8 @@ def measure_save(
 
 def run_worker(work: Path, rounds: int, systems: Sequence[str]) -> None:
     """Save with each system in turn, and print the costs as JSON."""
+    from prepcli.core.process_address import ProcessSettings, process_address
     from trainer.distributed.start import start_processes
-    from trainer.models.process_address import ProcessSettings, process_address
 
     address = process_address(ProcessSettings(), os.environ)
     group = start_processes(address, start_timeout_s=300, heartbeat_timeout_s=100)

@@ -16,16 +16,16 @@ import sys
 import time
 from collections.abc import Sequence
 
+from prepcli.algebra.boxes import Box, strides
+from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.execution.box_exchange import decode_boxes, encode_boxes
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_write import WrittenChunk, encode_item_metadata
-from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
 from prepcli.planning.process_files import plan_process_files
 from prepcli.planning.state_names import identity_axis_map
-from prepcli.planning.strided_copies import ChunkedLocation
-from trainer.models.boxes import Box, strides
 
 LAYERS = 32
 WIDTH = 4096

@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.evidence import PREP, log, make_model, remove, run_checked
 from bench.models import write_model
 from bench.published import PUBLISHED, published_config
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 from prepcli.sources.aliases import ALIASES, ALIASES_BY_NAME
 
 GB, MIB = 10**9, 1 << 20

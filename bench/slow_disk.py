@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.console.formatting import format_bytes
+from prepcli.core.formatting import format_bytes
 
 MB = 10**6
 CONTROLLER = Path("/sys/fs/cgroup/blkio")

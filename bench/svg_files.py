@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prepcli.pages.charts import CHART_STYLE, WIDE
+from prepcli.commands.pages.charts import CHART_STYLE, WIDE
 
 GAP = 10
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from bench.meter import measure
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.store import META_FILE
 from trainer.data.tokenize import TokenizeConfig, tokenize_files

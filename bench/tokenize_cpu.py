@@ -20,11 +20,11 @@ from pathlib import Path
 
 from bench.meter import measure
 from bench.tokenize import CORPUS, STORES, TOKENIZER, VOCAB, cpu_seconds, write_corpus
-from prepcli.console.tables import format_table
+from prepcli.core.json_types import JsonObject
+from prepcli.core.tables import format_table
 from trainer.data.codecs import FastCodec
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
-from trainer.models.json_types import JsonObject
 
 
 def web_records(texts: Iterator[str]) -> Iterator[JsonObject]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from bench.evidence import log
 from bench.meter import anonymous_nbytes
 from bench.tokenize import CORPUS, STORES, TOKENIZER, VOCAB, write_corpus
-from prepcli.console.tables import format_table
+from prepcli.core.tables import format_table
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.store import StoreMeta, read_meta
 from trainer.data.token_shards import tokenize_share

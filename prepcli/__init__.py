@@ -16,21 +16,27 @@ from __future__ import annotations
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from prepcli.console.observer import Observer
-    from prepcli.console.progress import Progress
-    from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
-    from prepcli.operations.add_tokens import add_tokens
-    from prepcli.operations.batches import BatchDigest, Batches, batches
-    from prepcli.operations.chain import verify_chain
-    from prepcli.operations.compute_options import EvaluateOptions, GenerateOptions, TrainOptions
-    from prepcli.operations.data_options import DataOptions
-    from prepcli.operations.evaluate import evaluate
-    from prepcli.operations.export import export
-    from prepcli.operations.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
-    from prepcli.operations.generate import generate
-    from prepcli.operations.harness_model import harness_model
-    from prepcli.operations.inspect import inspect
-    from prepcli.operations.inspection_options import (
+    from prepcli.commands.operations.add_tokens import add_tokens
+    from prepcli.commands.operations.batches import BatchDigest, Batches, batches
+    from prepcli.commands.operations.chain import verify_chain
+    from prepcli.commands.operations.compute_options import (
+        EvaluateOptions,
+        GenerateOptions,
+        TrainOptions,
+    )
+    from prepcli.commands.operations.data_options import DataOptions
+    from prepcli.commands.operations.evaluate import evaluate
+    from prepcli.commands.operations.export import export
+    from prepcli.commands.operations.flax_models import (
+        from_hf_flax,
+        linen_model,
+        nnx_model,
+        to_hf_flax,
+    )
+    from prepcli.commands.operations.generate import generate
+    from prepcli.commands.operations.harness_model import harness_model
+    from prepcli.commands.operations.inspect import inspect
+    from prepcli.commands.operations.inspection_options import (
         ChainOptions,
         InspectOptions,
         LockOptions,
@@ -39,11 +45,11 @@ if TYPE_CHECKING:
         RoundtripOptions,
         VerifyOptions,
     )
-    from prepcli.operations.load_params import load_params
-    from prepcli.operations.lock import lock
-    from prepcli.operations.map_options import ExportMapOptions, MapOptions
-    from prepcli.operations.merge import merge
-    from prepcli.operations.options import (
+    from prepcli.commands.operations.load_params import load_params
+    from prepcli.commands.operations.lock import lock
+    from prepcli.commands.operations.map_options import ExportMapOptions, MapOptions
+    from prepcli.commands.operations.merge import merge
+    from prepcli.commands.operations.options import (
         ConversionOptions,
         DropOptions,
         ExportOptions,
@@ -58,11 +64,11 @@ if TYPE_CHECKING:
         SourceOptions,
         VerbatimOptions,
     )
-    from prepcli.operations.pad_vocab import pad_vocab
-    from prepcli.operations.plan import plan
-    from prepcli.operations.remove_tokens import remove_tokens
-    from prepcli.operations.report import report
-    from prepcli.operations.results import (
+    from prepcli.commands.operations.pad_vocab import pad_vocab
+    from prepcli.commands.operations.plan import plan
+    from prepcli.commands.operations.remove_tokens import remove_tokens
+    from prepcli.commands.operations.report import report
+    from prepcli.commands.operations.results import (
         Chain,
         ChainLink,
         Conversion,
@@ -82,18 +88,23 @@ if TYPE_CHECKING:
         TokenizedData,
         TrainingRun,
     )
-    from prepcli.operations.roundtrip import roundtrip
-    from prepcli.operations.save_init import reshard, save_init
-    from prepcli.operations.save_params import save_params
-    from prepcli.operations.strict_options import StrictOptions
-    from prepcli.operations.suggest_map import suggest_map
-    from prepcli.operations.suggestion_options import SuggestMapOptions
-    from prepcli.operations.token_options import AddTokensOptions, RemoveTokensOptions
-    from prepcli.operations.tokenize import SampleCounts, SamplePart, TokenSample, tokenize_shard
-    from prepcli.operations.towers_options import TowersOptions
-    from prepcli.operations.train import train
-    from prepcli.operations.training_state_options import TrainingStateOptions
-    from prepcli.operations.verification_results import (
+    from prepcli.commands.operations.roundtrip import roundtrip
+    from prepcli.commands.operations.save_init import reshard, save_init
+    from prepcli.commands.operations.save_params import save_params
+    from prepcli.commands.operations.strict_options import StrictOptions
+    from prepcli.commands.operations.suggest_map import suggest_map
+    from prepcli.commands.operations.suggestion_options import SuggestMapOptions
+    from prepcli.commands.operations.token_options import AddTokensOptions, RemoveTokensOptions
+    from prepcli.commands.operations.tokenize import (
+        SampleCounts,
+        SamplePart,
+        TokenSample,
+        tokenize_shard,
+    )
+    from prepcli.commands.operations.towers_options import TowersOptions
+    from prepcli.commands.operations.train import train
+    from prepcli.commands.operations.training_state_options import TrainingStateOptions
+    from prepcli.commands.operations.verification_results import (
         AcceptedChange,
         LeftOutTensor,
         LogitComparison,
@@ -104,8 +115,13 @@ if TYPE_CHECKING:
         TensorDistance,
         Verification,
     )
-    from prepcli.operations.verify import verify
-    from prepcli.operations.verify_logits import verify_logits
+    from prepcli.commands.operations.verify import verify
+    from prepcli.commands.operations.verify_logits import verify_logits
+    from prepcli.commands.testing.kit import CheckResult, check_family
+    from prepcli.commands.testing.tiny_config import scale_down
+    from prepcli.core.errors import DamagedError, OutputExistsError, PrepError, UsageError
+    from prepcli.core.observer import Observer
+    from prepcli.core.progress import Progress
     from prepcli.planning.plan import Plan
 
     __version__: str
@@ -118,6 +134,7 @@ __all__ = [
     "Chain",
     "ChainLink",
     "ChainOptions",
+    "CheckResult",
     "Conversion",
     "ConversionOptions",
     "DamagedError",
@@ -185,6 +202,7 @@ __all__ = [
     "__version__",
     "add_tokens",
     "batches",
+    "check_family",
     "evaluate",
     "export",
     "from_hf_flax",
@@ -204,6 +222,7 @@ __all__ = [
     "roundtrip",
     "save_init",
     "save_params",
+    "scale_down",
     "suggest_map",
     "to_hf_flax",
     "tokenize_shard",
@@ -214,11 +233,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "prepcli.operations.add_tokens": ("add_tokens",),
-    "prepcli.operations.batches": ("BatchDigest", "Batches", "batches"),
-    "prepcli.operations.data_options": ("DataOptions",),
-    "prepcli.operations.compute_options": ("EvaluateOptions", "GenerateOptions", "TrainOptions"),
-    "prepcli.operations.options": (
+    "prepcli.commands.operations.add_tokens": ("add_tokens",),
+    "prepcli.commands.operations.batches": ("BatchDigest", "Batches", "batches"),
+    "prepcli.commands.operations.data_options": ("DataOptions",),
+    "prepcli.commands.operations.compute_options": (
+        "EvaluateOptions",
+        "GenerateOptions",
+        "TrainOptions",
+    ),
+    "prepcli.commands.operations.options": (
         "ConversionOptions",
         "DropOptions",
         "ExportOptions",
@@ -233,14 +256,14 @@ _MODULES = {
         "SourceOptions",
         "VerbatimOptions",
     ),
-    "prepcli.operations.token_options": ("AddTokensOptions", "RemoveTokensOptions"),
-    "prepcli.operations.strict_options": ("StrictOptions",),
-    "prepcli.operations.towers_options": ("TowersOptions",),
-    "prepcli.operations.map_options": ("ExportMapOptions", "MapOptions"),
-    "prepcli.operations.suggestion_options": ("SuggestMapOptions",),
-    "prepcli.operations.training_state_options": ("TrainingStateOptions",),
-    "prepcli.operations.inspect": ("inspect",),
-    "prepcli.operations.inspection_options": (
+    "prepcli.commands.operations.token_options": ("AddTokensOptions", "RemoveTokensOptions"),
+    "prepcli.commands.operations.strict_options": ("StrictOptions",),
+    "prepcli.commands.operations.towers_options": ("TowersOptions",),
+    "prepcli.commands.operations.map_options": ("ExportMapOptions", "MapOptions"),
+    "prepcli.commands.operations.suggestion_options": ("SuggestMapOptions",),
+    "prepcli.commands.operations.training_state_options": ("TrainingStateOptions",),
+    "prepcli.commands.operations.inspect": ("inspect",),
+    "prepcli.commands.operations.inspection_options": (
         "ChainOptions",
         "InspectOptions",
         "LockOptions",
@@ -249,9 +272,9 @@ _MODULES = {
         "RoundtripOptions",
         "VerifyOptions",
     ),
-    "prepcli.operations.plan": ("plan",),
-    "prepcli.operations.report": ("report",),
-    "prepcli.operations.results": (
+    "prepcli.commands.operations.plan": ("plan",),
+    "prepcli.commands.operations.report": ("report",),
+    "prepcli.commands.operations.results": (
         "Chain",
         "ChainLink",
         "Conversion",
@@ -271,7 +294,7 @@ _MODULES = {
         "TokenizedData",
         "TrainingRun",
     ),
-    "prepcli.operations.verification_results": (
+    "prepcli.commands.operations.verification_results": (
         "AcceptedChange",
         "LeftOutTensor",
         "LogitComparison",
@@ -282,28 +305,40 @@ _MODULES = {
         "TensorDistance",
         "Verification",
     ),
-    "prepcli.console.observer": ("Observer",),
-    "prepcli.console.progress": ("Progress",),
-    "prepcli.operations.chain": ("verify_chain",),
-    "prepcli.operations.evaluate": ("evaluate",),
-    "prepcli.operations.export": ("export",),
-    "prepcli.operations.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
-    "prepcli.operations.generate": ("generate",),
-    "prepcli.operations.harness_model": ("harness_model",),
-    "prepcli.operations.load_params": ("load_params",),
-    "prepcli.operations.lock": ("lock",),
-    "prepcli.operations.merge": ("merge",),
-    "prepcli.operations.pad_vocab": ("pad_vocab",),
-    "prepcli.operations.remove_tokens": ("remove_tokens",),
-    "prepcli.operations.roundtrip": ("roundtrip",),
-    "prepcli.operations.suggest_map": ("suggest_map",),
-    "prepcli.operations.save_init": ("reshard", "save_init"),
-    "prepcli.operations.save_params": ("save_params",),
-    "prepcli.operations.tokenize": ("SampleCounts", "SamplePart", "TokenSample", "tokenize_shard"),
-    "prepcli.operations.train": ("train",),
-    "prepcli.operations.verify": ("verify",),
-    "prepcli.operations.verify_logits": ("verify_logits",),
-    "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
+    "prepcli.core.observer": ("Observer",),
+    "prepcli.core.progress": ("Progress",),
+    "prepcli.commands.operations.chain": ("verify_chain",),
+    "prepcli.commands.operations.evaluate": ("evaluate",),
+    "prepcli.commands.operations.export": ("export",),
+    "prepcli.commands.operations.flax_models": (
+        "from_hf_flax",
+        "linen_model",
+        "nnx_model",
+        "to_hf_flax",
+    ),
+    "prepcli.commands.operations.generate": ("generate",),
+    "prepcli.commands.operations.harness_model": ("harness_model",),
+    "prepcli.commands.operations.load_params": ("load_params",),
+    "prepcli.commands.operations.lock": ("lock",),
+    "prepcli.commands.operations.merge": ("merge",),
+    "prepcli.commands.operations.pad_vocab": ("pad_vocab",),
+    "prepcli.commands.operations.remove_tokens": ("remove_tokens",),
+    "prepcli.commands.operations.roundtrip": ("roundtrip",),
+    "prepcli.commands.operations.suggest_map": ("suggest_map",),
+    "prepcli.commands.operations.save_init": ("reshard", "save_init"),
+    "prepcli.commands.operations.save_params": ("save_params",),
+    "prepcli.commands.operations.tokenize": (
+        "SampleCounts",
+        "SamplePart",
+        "TokenSample",
+        "tokenize_shard",
+    ),
+    "prepcli.commands.operations.train": ("train",),
+    "prepcli.commands.operations.verify": ("verify",),
+    "prepcli.commands.operations.verify_logits": ("verify_logits",),
+    "prepcli.commands.testing.kit": ("CheckResult", "check_family"),
+    "prepcli.commands.testing.tiny_config": ("scale_down",),
+    "prepcli.core.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -15,7 +15,7 @@ from types import FrameType
 def main() -> int:
     """Run the command of `sys.argv`, and return its exit code."""
     _handle_interrupt(_quit)
-    from prepcli.cli.main import main as run_command
+    from prepcli.commands.cli.main import main as run_command
 
     try:
         code = run_command()
@@ -45,7 +45,7 @@ def _handle_interrupt(handler: Callable[[int, FrameType | None], None]) -> None:
 def _quit(number: int, frame: FrameType | None) -> None:
     # Printed without the Ui, which may not be imported yet. A KeyboardInterrupt would print the traceback of an import.
     os.write(2, b"error: interrupted\n")
-    # 128 + SIGINT, as in `prepcli.errors`, which may not be imported yet.
+    # 128 + SIGINT, as in `prepcli.core.errors`, which may not be imported yet.
     os._exit(130)
 
 

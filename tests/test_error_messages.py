@@ -17,16 +17,20 @@ import trainer
 QUOTED = re.compile(r"`--[a-z]|`prep [a-z]|^--set ")
 # These modules write for a terminal only: commands, their printed results, and pages about commands.
 TERMINAL_MODULES = (
-    "prepcli/cli",
-    "prepcli/demo",
-    "prepcli/rendering",
-    "prepcli/testing",
+    "prepcli/commands/cli",
+    "prepcli/commands/demo",
+    "prepcli/commands/rendering",
+    "prepcli/commands/testing",
     "trainer/recipe/docs_page.py",
 )
 ERRORS = {"PrepError", "UsageError", "DamagedError", "OutputExistsError", "usage_error"}
 # Errors of these modules need no hint: a user stopped a command without kept work, a step of the demo has a wrong
 # result, and two checkpoints differ.
-WITHOUT_HINT = {"prepcli/cli/main.py", "prepcli/demo/steps.py", "prepcli/rendering/inspection.py"}
+WITHOUT_HINT = {
+    "prepcli/commands/cli/main.py",
+    "prepcli/commands/demo/steps.py",
+    "prepcli/commands/rendering/inspection.py",
+}
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

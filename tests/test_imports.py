@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
-from tools.import_graph import ROOTS, imported_names, module_paths, package_of, read_graph
+from tools.import_graph import COMMANDS, ROOTS, imported_names, module_paths, package_of, read_graph
 
 FRAMEWORKS = {
     "jax",
@@ -21,66 +21,50 @@ FRAMEWORKS = {
     "safetensors",
 }
 
-# Lowest first: a package imports only from packages above it in its list.
-TRAINER = (
+# Lowest first: a package imports only packages above it in this list. So trainer imports prepcli without its commands,
+# and of prepcli only the commands import trainer.
+ORDER = (
     *(
-        "models",
-        "files",
-        "tables",
-        "distributed",
-        "nn",
-        "flax_modules",
-        "recipe",
-        "planning",
-        "data",
+        f"prepcli.{name}"
+        for name in (
+            *("core", "stores", "algebra", "models", "planning", "engine", "formats"),
+            *("quantized", "remote", "sources", "restore", "targets", "execution"),
+            *("inspection", "launch"),
+        )
     ),
-    *("generation", "training"),
+    *(
+        f"trainer.{name}"
+        for name in (
+            *("tables", "distributed", "nn", "flax_modules", "recipe", "planning", "data"),
+            *("generation", "training", "run"),
+        )
+    ),
+    *(
+        f"{COMMANDS}.{name}"
+        for name in ("console", "pages", "demo", "operations", "testing", "rendering", "cli")
+    ),
+    "prepcli.__main__",
 )
-PREPCLI = (
-    *(
-        "errors",
-        "option_spec",
-        "console",
-        "planning",
-        "engine",
-        "formats",
-        "quantized",
-        "remote",
-        "sources",
-        "restore",
-        "targets",
-    ),
-    *(
-        "execution",
-        "inspection",
-        "training_runs",
-        "pages",
-        "demo",
-        "launch",
-        "operations",
-        "testing",
-        "rendering",
-        "cli",
-        "__main__",
-    ),
-)
-ORDER = (*(f"trainer.{name}" for name in TRAINER), *(f"prepcli.{name}" for name in PREPCLI))
 # Modules of `prepcli.planning`. A module imports only modules before it in this list.
-PLANNING = ("grids", "strided_copies", "plan", "slabs", "coverage")
+PLANNING = ("plan", "slabs", "coverage")
 
-PURE_PACKAGES = ("trainer.models", "prepcli.planning")
+PURE_PACKAGES = ("prepcli.algebra", "prepcli.models", "prepcli.planning")
 # Libraries that turn values into text, without I/O.
 PURE_LIBRARIES = {"yaml"}
-# The checkpoint protocols exchange NumPy arrays.
-USES_NUMPY = {"trainer.models.checkpoint_store"}
 PURE_MODULES = {
-    "prepcli.console.formatting",
-    "prepcli.console.lists",
-    "prepcli.errors",
+    "prepcli.core.formatting",
+    "prepcli.core.lists",
+    "prepcli.core.errors",
     "prepcli.formats.meta_llama_config",
     "prepcli.inspection.shard_map",
-    "prepcli.option_spec",
-    "trainer.files.json_values",
+    "prepcli.core.option_spec",
+    *(
+        f"prepcli.core.{name}"
+        for name in (
+            *("coordinator_address", "counts", "decimal_text", "json_types", "json_values"),
+            *("launchers", "process_address", "suggest"),
+        )
+    ),
     *(
         f"prepcli.launch.{name}"
         for name in (
@@ -102,15 +86,7 @@ PURE_MODULES = {
 # Modules that start jax, or list its devices.
 COMPUTES = {
     *(
-        f"prepcli.training_runs.{name}"
-        for name in (
-            *("checks", "continued_state", "environment", "export", "metrics", "observe"),
-            *("params", "prepare", "processes", "random_params", "recipe_data", "remote_data"),
-            *("run", "start", "stops", "storage", "summary", "train", "verbatim_params"),
-        )
-    ),
-    *(
-        f"prepcli.operations.{name}"
+        f"prepcli.commands.operations.{name}"
         for name in (
             "batches",
             "chat",
@@ -134,11 +110,13 @@ COMPUTES = {
             "verify_logits",
         )
     ),
-    "prepcli.operations.env",
-    "prepcli.operations.plan_compile",
-    "prepcli.testing",
+    # A plan of a recipe checks its data.
+    "trainer.run.recipe_data",
+    "prepcli.commands.operations.env",
+    "prepcli.commands.operations.plan_compile",
+    "prepcli.commands.testing",
     *(
-        f"prepcli.testing.{name}"
+        f"prepcli.commands.testing.{name}"
         for name in (
             "checks",
             "greedy",
@@ -150,9 +128,6 @@ COMPUTES = {
         )
     ),
 }
-
-# Modules of a package that may import jax, without jax themselves: the package and a protocol.
-PROTOCOLS = {"trainer.distributed", "trainer.distributed.process_group"}
 
 # The imports of a module are read when a test needs them, not when tests are collected.
 MODULES = module_paths()
@@ -176,10 +151,7 @@ def modules_in(package: str) -> list[str]:
 
 PURE = sorted(
     {*PURE_MODULES, *(module for package in PURE_PACKAGES for module in modules_in(package))}
-    - USES_NUMPY
 )
-
-
 CONVERTS = sorted({*modules_in("prepcli")} - COMPUTES)
 
 
@@ -189,13 +161,13 @@ def test_imported_names_include_function_bodies():
 
 
 def test_graph_covers_the_packages():
-    assert {"prepcli.planning.strided_copies", "trainer.models.axis_map"} <= reachable(
-        "prepcli.operations.export"
+    assert {"prepcli.algebra.strided_copies", "prepcli.algebra.axis_map"} <= reachable(
+        "prepcli.commands.operations.export"
     )
     assert "numpy" in read_graph()["prepcli.engine.files"]
     assert {*PURE_MODULES, *COMPUTES} <= set(MODULES)
     assert {f"prepcli.planning.{name}" for name in PLANNING} <= set(MODULES)
-    assert {package_of(module) for module in MODULES} == {*ORDER, *ROOTS}
+    assert {package_of(module) for module in MODULES} == {*ORDER, *ROOTS, COMMANDS}
 
 
 @pytest.mark.parametrize("package", ORDER)
@@ -209,11 +181,6 @@ def test_packages_import_only_packages_below_them(package: str):
 def test_planning_imports_only_modules_below(number: int):
     above = {f"prepcli.planning.{name}" for name in PLANNING[number + 1 :]}
     assert not above & reachable(f"prepcli.planning.{PLANNING[number]}")
-
-
-def test_trainer_does_not_import_prepcli():
-    for module in modules_in("trainer"):
-        assert not [name for name in reachable(module) if name.startswith("prepcli")], module
 
 
 def test_pure_modules_import_only_the_standard_library():
@@ -232,17 +199,9 @@ def test_conversions_import_no_framework():
         assert not FRAMEWORKS & reachable(module, without=COMPUTES), module
 
 
-def test_conversions_import_only_models_and_recipes():
-    allowed = {f"trainer.{name}" for name in ("models", "files", "recipe", "planning", "training")}
-    for module in CONVERTS:
-        reached = reachable(module, without=COMPUTES) - PROTOCOLS
-        used = {package_of(name) for name in reached if name.startswith("trainer.")}
-        assert used <= allowed, module
-
-
 def test_loading_parameters_imports_no_training_loop():
     unused = {"trainer.training.loop", "trainer.training.evaluation", "tokenizers"}
-    for module in ("prepcli.training_runs.params", "prepcli.training_runs.random_params"):
+    for module in ("trainer.run.params", "trainer.run.random_params"):
         reached = reachable(module)
         assert not unused & reached, module
         assert "trainer.generation" not in set(map(package_of, reached)), module
@@ -253,8 +212,9 @@ def test_modules_have_no_import_cycle():
 
 
 def test_formats_are_independent_of_models_and_plans():
-    above = {"tensor_match", "coverage", "strided_copies", "plan", "slabs"}
-    forbidden = {f"prepcli.planning.{name}" for name in above} | {"trainer.models.parameters"}
+    above = {"tensor_match", "coverage", "plan", "slabs"}
+    forbidden = {f"prepcli.planning.{name}" for name in above}
+    forbidden |= {"prepcli.algebra.strided_copies", "prepcli.models.parameters"}
     assert forbidden <= set(MODULES)
     for module in modules_in("prepcli.formats"):
         assert not forbidden & reachable(module), module
@@ -264,8 +224,8 @@ def test_engine_is_independent_of_models_and_formats():
     models = (
         "prepcli.formats",
         "prepcli.planning.tensor_match",
-        "trainer.models.families",
-        "trainer.models.parameters",
+        "prepcli.models.families",
+        "prepcli.models.parameters",
     )
     for module in modules_in("prepcli.engine"):
         assert not [name for name in reachable(module) if name.startswith(models)], module
@@ -283,12 +243,15 @@ PROCESS_QUERIES = {
     ),
 }
 ENVIRONMENT = {"environ", "getenv"}
-# Loading a recipe expands `${NAME}` in paths.
-READS_ENVIRONMENT = {"trainer.recipe.loading"}
-# Modules with settings under JAX's names, or with the variables of launchers.
+# Loading a recipe expands `${NAME}` in paths. A run reads the retries of requests and the variables of launchers.
+READS_ENVIRONMENT = {
+    "trainer.recipe.loading",
+    *(f"trainer.run.{name}" for name in ("export", "processes", "storage")),
+}
+# Modules with settings under JAX's names, or with the devices of a mesh.
 NAMES_PROCESSES = {
-    *(f"trainer.models.{name}" for name in ("coordinator_address", "launchers", "process_address")),
     "trainer.recipe.run_tables",
+    *(f"trainer.run.{name}" for name in ("checks", "params", "verbatim_params")),
 }
 
 
@@ -315,5 +278,5 @@ def test_only_trainer_distributed_queries_processes():
         used = attributes_used(MODULES[module].read_text())
         assert module in NAMES_PROCESSES or not PROCESS_QUERIES & used, module
         assert module in READS_ENVIRONMENT or not ENVIRONMENT & used, module
-        launchers = "trainer.models.launchers"
+        launchers = "prepcli.core.launchers"
         assert module in NAMES_PROCESSES or launchers not in read_graph()[module], module

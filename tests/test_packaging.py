@@ -95,7 +95,7 @@ def test_wheel_has_the_packages_recipes_and_docs(wheel: Path):
     modules = {name for name in files if name.startswith(("prepcli/", "trainer/"))}
     recipes = {f"prepcli/_{name}" for name in files if name.startswith("recipes/")}
     docs = {f"prepcli/_{name}" for name in files if name.startswith("docs/")}
-    assert {"prepcli/testing/kit.py", "prepcli/py.typed", "trainer/py.typed"} <= modules
+    assert {"prepcli/commands/testing/kit.py", "prepcli/py.typed", "trainer/py.typed"} <= modules
     assert recipes
     assert "prepcli/_docs/how-to/add-a-family.md" in docs
     assert {
@@ -133,7 +133,7 @@ def test_wheel_runs_without_the_checkout(wheel: Path, tmp_path: Path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     script = (
-        "import sys; from pathlib import Path; from prepcli.cli.main import main; import prepcli;"
+        "import sys; from pathlib import Path; from prepcli.commands.cli.main import main; import prepcli;"
         "assert Path(prepcli.__file__).parents[1] == Path(sys.argv[1]), prepcli.__file__;"
         "sys.exit(main(['--version']) or main(['recipes']))"
     )

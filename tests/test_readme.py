@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prepcli.cli.docs_page import cli_page
-from prepcli.cli.main import main
-from prepcli.cli.root import COMMANDS, command_group, command_name
-from prepcli.testing.checkpoints import read_checkpoint
+from prepcli.commands.cli.docs_page import cli_page
+from prepcli.commands.cli.main import main
+from prepcli.commands.cli.root import COMMANDS, command_group, command_name
+from prepcli.commands.testing.checkpoints import read_checkpoint
 from tests.helpers.adapters import make_adapter
 from tests.helpers.foreign_names import write_foreign_folder
 from tests.helpers.pickle_builder import make_torch_file

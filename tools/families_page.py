@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 
-from trainer.models.registry import FAMILIES, MODEL_TYPE_ALIASES
-from trainer.models.text_part import OTHER_COMPUTATION, TEXT_FAMILIES
+from prepcli.models.registry import FAMILIES, MODEL_TYPE_ALIASES
+from prepcli.models.text_part import OTHER_COMPUTATION, TEXT_FAMILIES
 
 HEAD = """# Model families
 

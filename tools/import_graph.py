@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOTS = ("prepcli", "trainer")
+COMMANDS = "prepcli.commands"  # a package of packages
 
 
 def imported_names(text: str) -> Iterator[str]:
@@ -48,15 +49,15 @@ def read_graph() -> Mapping[str, set[str]]:
 
 
 def package_of(module: str) -> str:
-    """Return the first two components of a module's name."""
-    return ".".join(module.split(".")[:2])
+    """Return the package of a module: two components of its name, and three inside of `prepcli.commands`."""
+    parts = module.split(".")
+    return ".".join(parts[: 3 if parts[:2] == COMMANDS.split(".") else 2])
 
 
 def package_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """Return, per package of the project, the other packages that its modules import.
 
-    Modules directly in `prepcli` or `trainer` are left out: the lazy exports, the error type, the definition of an
-    option, and the entry point.
+    Modules directly in `prepcli` are left out: the lazy exports and the entry point.
     """
     packages = {package_of(module) for module in graph if module.count(".") > 1}
     imports: dict[str, set[str]] = {package: set() for package in sorted(packages)}

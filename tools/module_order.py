@@ -1,4 +1,4 @@
-"""Write trainer/models/module_order.toml from the classes of transformers: `python -m tools.module_order`.
+"""Write prepcli/models/module_order.toml from the classes of transformers: `python -m tools.module_order`.
 
 It needs torch and transformers. It skips a family if the modules have other parameters than the files, e.g. joined
 experts, or if no order of siblings gives the order of its parameters.
@@ -11,9 +11,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from prepcli.testing.torch_transformers import to_file_tensors, torch_class
-from trainer.models.module_order import ORDER_FILE, number_pattern, sort_by_modules
-from trainer.models.registry import MODEL_TYPES
+from prepcli.commands.testing.torch_transformers import to_file_tensors, torch_class
+from prepcli.models.module_order import ORDER_FILE, number_pattern, sort_by_modules
+from prepcli.models.registry import MODEL_TYPES
 
 HEAD = """\
 # Parameters of each family in the order of `model.named_parameters()` of transformers {version}, and whether the

@@ -122,7 +122,7 @@ def deepest_stack(root: Call) -> list[str]:
 
 
 def tree_lines(root: Call) -> Iterator[str]:
-    """Yield the call tree, one line per node, indented by its depth, e.g. `  3 x prepcli.cli.root.prep`."""
+    """Yield the call tree, one line per node, indented by its depth, e.g. `  3 x prepcli.commands.cli.root.prep`."""
     for depth, call in root.walk():
         yield f"{'  ' * (depth - 1)}{call.count} x {call.function}"
 
@@ -163,7 +163,7 @@ def run_command(args: Sequence[str]) -> tuple[int, Tracer]:
     Returns:
         The exit code and the trace. The imports of the command line itself are not part of it.
     """
-    from prepcli.cli.main import main as prep
+    from prepcli.commands.cli.main import main as prep
 
     with Tracer() as tracer:
         code = prep(args)

@@ -13,9 +13,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.chunk_cache import DEFAULT_CACHE_NBYTES, ChunkCache
 from prepcli.engine.files import PAGE, ByteArray, Files
-from prepcli.planning.strided_copies import StridedCopy
 
 
 class BlobReader(Protocol):

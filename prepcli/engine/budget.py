@@ -6,9 +6,9 @@ import queue
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.console.formatting import format_bytes, parse_bytes
+from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.formatting import format_bytes, parse_bytes
 from prepcli.engine.files import PAGE, ByteArray, allocate_buffer
-from prepcli.errors import Option, text, usage_error
 
 MIB = 1 << 20
 MIN_MEMORY_NBYTES = 32 * MIB
@@ -126,7 +126,7 @@ class BufferPool:
     """A pool of equal buffers.
 
     Buffers are allocated when they are first needed, and the latest released is reused first, so that unneeded memory
-    is never touched. Threads wait in a `SimpleQueue`: see `trainer.files.worker_thread`.
+    is never touched. Threads wait in a `SimpleQueue`: see `prepcli.core.worker_thread`.
     """
 
     def __init__(self, budget: Budget) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Protocol
 
-from prepcli.console.formatting import format_bytes
+from prepcli.core.formatting import format_bytes
 from prepcli.engine.files import ByteArray
 
 DEFAULT_CACHE_NBYTES = 16 << 20

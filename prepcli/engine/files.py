@@ -19,11 +19,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.engine.io_policy import WriteMode, WritePolicy
-from prepcli.engine.linux import allocate
-from prepcli.engine.no_follow import open_no_follow
-from prepcli.engine.sync_files import sync_many
-from prepcli.errors import (
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.core.counts import count_text
+from prepcli.core.errors import (
     GET_AGAIN_HINT,
     RERUN_HINT,
     RESUME_HINT,
@@ -32,10 +30,12 @@ from prepcli.errors import (
     PrepError,
     text,
 )
+from prepcli.engine.io_policy import WriteMode, WritePolicy
+from prepcli.engine.linux import allocate
+from prepcli.engine.no_follow import open_no_follow
+from prepcli.engine.sync_files import sync_many
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
-from prepcli.planning.strided_copies import StridedCopy
-from trainer.files.reading import ACCESS_HINT
-from trainer.models.counts import count_text
+from prepcli.stores.reading import ACCESS_HINT
 
 ByteArray = npt.NDArray[np.uint8]
 # File descriptors left for other uses.

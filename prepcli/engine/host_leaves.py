@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.engine.files import PAGE, ByteArray
 from prepcli.engine.fills import numpy_dtype
-from prepcli.planning.strided_copies import StridedCopy
-from trainer.models.checkpoint_store import HostLeaf
 
 
 class HostLeafReader:

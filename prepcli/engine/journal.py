@@ -15,9 +15,9 @@ from pathlib import Path
 
 import xxhash
 
+from prepcli.core.errors import Option, PrepError, text
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import open_no_follow, read_no_follow
-from prepcli.errors import Option, PrepError, text
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import xxhash
 
+from prepcli.algebra.boxes import Range, split_merged_range
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.engine.casts import StreamCast, ValueTransform, count_changes
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.engine.scales import StreamScale
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
-from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.planning.plan import ExpertUpdate, Stream
-from trainer.models.boxes import Range, split_merged_range
 
 # Values per step. The arrays of a step fit a core's cache.
 BLOCK_VALUES = 1 << 15

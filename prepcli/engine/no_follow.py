@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 
 
 def open_no_follow(path: Path, flags: int) -> int:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.core.worker_thread import WorkerThread, wait_for_threads
 from prepcli.engine.files import ByteArray, allocate_buffer
 from prepcli.planning.plan import OutputFile
-from prepcli.planning.strided_copies import StridedCopy
-from trainer.files.worker_thread import WorkerThread, wait_for_threads
 
 # (file number, piece number)
 PieceKey = tuple[int, int]

@@ -13,9 +13,9 @@ from concurrent.futures import Executor
 
 import numpy as np
 
+from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.files import ByteArray
 from prepcli.planning.slabs import PAGE, Slab
-from prepcli.planning.strided_copies import StridedCopy
 
 # A source tile and a target tile fit the L2 cache together.
 TILE_NBYTES = 128 << 10

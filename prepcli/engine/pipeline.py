@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
-from prepcli.console.progress import Progress
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.core.progress import Progress
+from prepcli.core.worker_thread import WorkerThread, wait_for_threads
 from prepcli.engine.background_sync import BackgroundSync, SyncPoint
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
 from prepcli.engine.casts import StreamDigest, ValueTransform
@@ -28,8 +30,6 @@ from prepcli.engine.low_rank import value_change
 from prepcli.engine.permute import gather, needs_permute, scatter, threads
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import LONG_RUN_NBYTES, Slab, split_stream
-from prepcli.planning.strided_copies import StridedCopy
-from trainer.files.worker_thread import WorkerThread, wait_for_threads
 
 # Bytes written since the last sync point, at most.
 MOST_UNSYNCED_NBYTES = 256 << 20

@@ -8,10 +8,10 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from prepcli.algebra.boxes import Box
+from prepcli.core.process_group import ProcessGroup
+from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.planning.process_files import LeafBoxes
-from trainer.distributed.process_group import ProcessGroup
-from trainer.models.boxes import Box
-from trainer.models.checkpoint_store import HostLeaf
 
 
 def exchange_boxes(

@@ -12,8 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 
-from prepcli.console.formatting import format_duration
-from prepcli.console.progress import NullProgress
+from prepcli.core.counts import count_text
+from prepcli.core.errors import RERUN_HINT, STOPPED, Option, PrepError, text, usage_error
+from prepcli.core.formatting import format_duration
+from prepcli.core.progress import NullProgress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.engine.files import RunReader
@@ -22,7 +24,6 @@ from prepcli.engine.low_rank import matrix_nbytes
 from prepcli.engine.object_assembler import ObjectAssembler
 from prepcli.engine.object_budget import make_object_budget
 from prepcli.engine.pipeline import ConversionResult, Pipeline
-from prepcli.errors import RERUN_HINT, STOPPED, Option, PrepError, text, usage_error
 from prepcli.execution.bucket_publication import BucketPublication
 from prepcli.execution.bucket_run import RUN_OBJECT, BucketRun, UnitNote
 from prepcli.execution.execute import make_run_identity
@@ -56,7 +57,6 @@ from prepcli.remote.object_writes import ObjectUploads
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import retry_policy_from_env
 from prepcli.restore.digest_checks import check_before_reading
-from trainer.models.counts import count_text
 
 # A process that notes no unit for so long counts as missing.
 PATIENCE_S = 600.0

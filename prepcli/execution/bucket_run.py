@@ -21,9 +21,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
+from prepcli.core.json_types import JsonObject
 from prepcli.engine.checksum_recorder import ChecksumArray
 from prepcli.engine.digest import CHECKSUM_DTYPE
-from prepcli.errors import RERUN_HINT, Option, PrepError, text
 from prepcli.execution.run_notes import decode_record, encode_record
 from prepcli.execution.source_checks import SourceState, parse_source_state
 from prepcli.execution.staging import WORK_FOLDER, other_run_error
@@ -36,7 +37,6 @@ from prepcli.remote.object_writes import put_object
 from prepcli.remote.placeholders import SMALL_NBYTES
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import map_in_daemon_threads
-from trainer.models.json_types import JsonObject
 
 RUN_OBJECT = "run.json"
 READY_OBJECT = "ready.json"

@@ -13,16 +13,20 @@ from functools import partial
 
 import numpy as np
 
-from prepcli.console.progress import NullProgress
+from prepcli.algebra.boxes import Box, intersect, slices, volume
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.core.errors import RESUME_HINT, DamagedError
+from prepcli.core.json_types import JsonObject
+from prepcli.core.progress import NullProgress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
+from prepcli.engine.checkpoint_store import HostLeaf, HostShard
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.digest import CHECKSUM_DTYPE
 from prepcli.engine.files import ByteArray, RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import Pipeline
-from prepcli.errors import RESUME_HINT, DamagedError
 from prepcli.execution.bucket_publication import write_last_objects
 from prepcli.execution.execute import make_run_identity, plan_digest
 from prepcli.execution.joint_work import joint_work
@@ -36,15 +40,11 @@ from prepcli.planning.chunk_extents import chunk_extents
 from prepcli.planning.plan import OutputLeaf, Stream
 from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.planning.shares import divide_streams, subplan
-from prepcli.planning.strided_copies import StridedCopy
 from prepcli.remote.conditional_objects import publish_content
 from prepcli.remote.object_store import Bucket, part_nbytes
 from prepcli.remote.placeholders import read_all
 from prepcli.remote.remote_files import ReadAheadCache, RemoteBlob, RemoteFile
 from prepcli.remote.retries import map_in_daemon_threads
-from trainer.models.boxes import Box, intersect, slices, volume
-from trainer.models.checkpoint_store import HostLeaf, HostShard
-from trainer.models.json_types import JsonObject
 
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step holds the digests and checksums of process I
 NUM_THREADS = 32  # concurrent requests for small objects

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+from prepcli.core.errors import Option, PrepError, text
 from prepcli.engine.files import io_error
-from prepcli.errors import Option, PrepError, text
 from prepcli.execution.box_exchange import exchange_boxes
 from prepcli.execution.bucket_step import BucketStep
 from prepcli.execution.joint_work import joint_work
@@ -36,7 +36,7 @@ from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
-from trainer.files.reading import open_regular_file
+from prepcli.stores.reading import open_regular_file
 
 STORED_PIECE_NBYTES = 8 << 20  # bytes of a file read at a time for its upload
 

@@ -18,8 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, cast
 
+from prepcli.core.errors import PrepError
+from prepcli.core.process_group import ProcessGroup, SingleProcess
 from prepcli.engine.budget import make_budget
-from prepcli.errors import PrepError
+from prepcli.engine.checkpoint_store import HostLeaf, LeafSpec, PendingSave
 from prepcli.execution.folder_storage import FolderStorage
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.run_storage import RunStorage, StepSave
@@ -33,6 +35,7 @@ from prepcli.formats.manifest import (
     read_manifest,
 )
 from prepcli.formats.run_steps import ScoreGroup, StepScore, best_steps, manifest_score
+from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES
 from prepcli.planning.manifest_fields import PREP_KEYS, ManifestFields
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.tensors import itemsize
@@ -41,9 +44,6 @@ from prepcli.sources.side_files import find_side_files
 from prepcli.sources.source import HF_FOLDER
 from prepcli.targets.hf_folder import copied_files, settings_files
 from prepcli.targets.training_step import StartModel, plan_training_step
-from trainer.distributed.process_group import ProcessGroup, SingleProcess
-from trainer.models.checkpoint_store import HostLeaf, LeafSpec, PendingSave
-from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
 
 SINGLE = SingleProcess()
 REQUEST = "prep train"  # the command in the manifest of each step

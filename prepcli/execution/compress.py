@@ -22,16 +22,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from prepcli.console.progress import Progress
+from prepcli.core.counts import count_text
+from prepcli.core.errors import RESUME_HINT, Option, PrepError, text, usage_error
+from prepcli.core.progress import Progress
 from prepcli.engine.background_sync import SYNC_INTERVAL_S
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import seal_line, unseal_line
 from prepcli.engine.no_follow import open_no_follow, read_no_follow
 from prepcli.engine.sync_files import sync_paths
-from prepcli.errors import RESUME_HINT, Option, PrepError, text, usage_error
 from prepcli.formats.orbax_write import WrittenChunk
 from prepcli.planning.chunk_placement import FILE_NBYTES
-from trainer.models.counts import count_text
 
 PIECE_NBYTES = 1 << 20
 # A mark is a line of the journal. One is written after this many raw bytes at the latest.

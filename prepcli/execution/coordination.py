@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 
-from prepcli.console.formatting import format_duration
+from prepcli.core.errors import RERUN_HINT, STOPPED, Option, PrepError, text
+from prepcli.core.formatting import format_duration
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import Journal, JournalState, read_journal
 from prepcli.engine.pipeline import EMPTY_DIGEST
-from prepcli.errors import RERUN_HINT, STOPPED, Option, PrepError, text
 from prepcli.execution.failure_notes import FailureAge
 from prepcli.execution.staging import Staging
 from prepcli.planning.plan import Plan

@@ -8,8 +8,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from prepcli.console.formatting import format_bytes
-from prepcli.console.version import version
+from prepcli.core.errors import Option, OutputExistsError, PrepError, text
+from prepcli.core.formatting import format_bytes
+from prepcli.core.version import version
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import anonymous_nbytes, make_budget
 from prepcli.engine.digest import digest, digest_pieces
@@ -19,7 +20,6 @@ from prepcli.engine.journal import EMPTY_JOURNAL_STATE, JournalState
 from prepcli.engine.low_rank import matrix_nbytes
 from prepcli.engine.no_follow import check_no_symlinks
 from prepcli.engine.pipeline import ConversionResult, Pipeline
-from prepcli.errors import Option, OutputExistsError, PrepError, text
 from prepcli.execution.block_checksums import checksum_recorder, delete_checksums
 from prepcli.execution.coordination import Team
 from prepcli.execution.finalize import (

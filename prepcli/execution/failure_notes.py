@@ -20,11 +20,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from prepcli.core.errors import PrepError
+from prepcli.core.json_values import load_json
 from prepcli.engine.no_follow import open_no_follow
-from prepcli.errors import PrepError
 from prepcli.planning.shares import Share
-from trainer.files.json_values import load_json
-from trainer.files.reading import open_regular_file
+from prepcli.stores.reading import open_regular_file
 
 FAILED_STEM = "failed"
 HEARD_STEM = "heard"

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prepcli.console.lists import join_names
-from prepcli.console.progress import Progress
-from prepcli.errors import RESUME_HINT, Option, PrepError, text, usage_error
+from prepcli.core.errors import RESUME_HINT, Option, PrepError, text, usage_error
+from prepcli.core.lists import join_names
+from prepcli.core.progress import Progress
 from prepcli.execution.staging import WORK_FOLDER
 from prepcli.remote.hub_client import (
     CHECK_ENDPOINT,

@@ -6,8 +6,8 @@ import contextlib
 import json
 from collections.abc import Iterator
 
-from prepcli.errors import RERUN_HINT, PrepError
-from trainer.distributed.process_group import ProcessGroup
+from prepcli.core.errors import RERUN_HINT, PrepError
+from prepcli.core.process_group import ProcessGroup
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from prepcli.core.errors import PrepError
 from prepcli.engine.no_follow import open_no_follow
-from prepcli.errors import PrepError
 
 RETRY_EVERY_S = 0.05
 LOCK_FILE_FLAGS = os.O_RDWR | os.O_CREAT

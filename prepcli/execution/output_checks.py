@@ -11,9 +11,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from prepcli.core.errors import RESUME_HINT, PrepError
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import open_no_follow
-from prepcli.errors import RESUME_HINT, PrepError
 from prepcli.execution.resume import StreamReader, find_damaged
 from prepcli.planning.coverage import FileSpan, stream_write_spans
 from prepcli.planning.plan import Plan

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from prepcli.errors import Option, PrepError, UsageError, text, usage_error
+from prepcli.core.errors import Option, PrepError, UsageError, text, usage_error
 from prepcli.execution.staging import WORK_FOLDER
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import MANIFEST_FILE
@@ -18,7 +18,7 @@ from prepcli.formats.orbax import METADATA_FILE, STRINGS_FILE
 from prepcli.formats.orbax_write import CHECKPOINT_METADATA_FILE, COMMIT_MARKER
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.plan import Plan
-from trainer.files.writing import name_fault
+from prepcli.stores.writing import name_fault
 
 # Files that prep writes beside the data: in the folder of an item, and in the folder of the output.
 ITEM_FILES = (METADATA_FILE, CHECKPOINT_METADATA_FILE, STRINGS_FILE, COMMIT_MARKER)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prepcli.errors import usage_error
+from prepcli.core.errors import usage_error
 from prepcli.remote.object_store import ObjectStoreUrl, is_url, parse_url
 
 RETRIES = 10  # of obstore, for each request

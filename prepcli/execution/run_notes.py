@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from prepcli.core.errors import Option, PrepError, text
+from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import load_json
 from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import read_no_follow
-from prepcli.errors import Option, PrepError, text
-from trainer.files.json_values import load_json
-from trainer.files.writing import write_file
-from trainer.models.json_types import JsonObject
+from prepcli.stores.writing import write_file
 
 CHECKSUM_KEY = "checksum"  # key in each file, covers all other keys
 

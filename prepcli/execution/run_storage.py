@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from prepcli.core.process_group import ProcessGroup
+from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.planning.plan import Plan
 from prepcli.restore.item_reader import ItemReader
-from trainer.distributed.process_group import ProcessGroup
-from trainer.models.checkpoint_store import HostLeaf
 
 TOKENS_FOLDER = "data"  # the tokens of the datasets
 

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from prepcli.errors import FAILED
+from prepcli.core.errors import FAILED
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Environment variable with the parent's process id.

@@ -6,10 +6,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
+from prepcli.core.json_types import JsonValue
 from prepcli.engine.blobs import Blob
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
 from prepcli.engine.files import io_error
-from prepcli.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.formats.again_hint import again_hint
 from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream, read_copies
 from prepcli.planning.quantization_leaves import is_decoded_tensor
@@ -18,8 +20,6 @@ from prepcli.planning.tensor_match import not_equal_error
 from prepcli.restore.digest_checks import RecordedDigests, checkpoint_of
 from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
-from trainer.models.counts import count_text
-from trainer.models.json_types import JsonValue
 
 # File in the work folder, with the state of the source when the run began.
 SOURCE_STATE_FILE = "source.json"

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Iterable
 
-from prepcli.console.unexpected import as_prep_error
+from prepcli.core.unexpected import as_prep_error
 
 
 class StepExports:

@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prepcli.console.progress import NullProgress
+from prepcli.core.errors import Option, PrepError, text
+from prepcli.core.process_group import ProcessGroup
+from prepcli.core.progress import NullProgress
 from prepcli.engine.budget import make_budget
+from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.engine.files import io_error
 from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.shard_writer import write_shards
-from prepcli.errors import Option, PrepError, text
 from prepcli.execution.block_checksums import checksum_recorder
 from prepcli.execution.execute import check_free_space, make_run_identity, open_sink, plan_digest
 from prepcli.execution.finalize import data_folder, finalize_output
@@ -28,8 +30,6 @@ from prepcli.execution.run_notes import read_json_record, write_json_record
 from prepcli.execution.staging import Staging
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import divide_streams
-from trainer.distributed.process_group import ProcessGroup
-from trainer.models.checkpoint_store import HostLeaf
 
 MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf or shard that is fetched
 DIGESTS_STEM = "digests"  # `digests-I` in the work folder is written by process I

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from prepcli.core.errors import DamagedError, Option, PrepError, text
 from prepcli.engine.digest import digest
-from prepcli.errors import DamagedError, Option, PrepError, text
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,

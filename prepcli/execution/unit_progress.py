@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import ByteArray
 from prepcli.engine.object_assembler import Piece
@@ -15,7 +16,6 @@ from prepcli.execution.finalize import output_path
 from prepcli.execution.object_compressor import ObjectCompressor
 from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
 from prepcli.planning.plan import Plan
-from prepcli.planning.strided_copies import StridedCopy
 from prepcli.planning.work_units import WorkUnit
 from prepcli.remote.object_writes import ObjectUploads
 from prepcli.remote.remote_files import RemoteFile

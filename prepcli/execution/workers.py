@@ -13,10 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from prepcli.console.progress import Progress
-from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES, anonymous_nbytes
-from prepcli.engine.pipeline import ConversionResult
-from prepcli.errors import (
+from prepcli.core.errors import (
     INTERRUPTED,
     OK,
     RESUME_HINT,
@@ -26,10 +23,13 @@ from prepcli.errors import (
     text,
     usage_error,
 )
+from prepcli.core.json_types import JsonObject
+from prepcli.core.progress import Progress
+from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES, anonymous_nbytes
+from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.resume import CHECK_TASK
 from prepcli.execution.signals import PARENT_VARIABLE, Stopped, block_signals
 from prepcli.planning.shares import Share
-from trainer.models.json_types import JsonObject
 
 # Above the memory of a Python process that has only imported prep.
 MAX_BASELINE_NBYTES = 64 * MIB

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.planning.manifest_fields import MAX_ROWS
 
 # Next to the tokenizer, so that later commands copy it with the files of the model.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prepcli.errors import GET_AGAIN_HINT, PrepError
+from prepcli.core.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats.manifest import Manifest
 
 # Characters of a recorded command in a message. A manifest may come from anywhere.

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
+from prepcli.core.json_types import JsonObject
 from prepcli.engine.digest import CHECKSUM_DTYPE, checksum, digest
 from prepcli.engine.no_follow import write_no_follow
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.formats.manifest import Manifest
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, assign_block_numbers
-from trainer.models.json_types import JsonObject
 
 CHECKSUMS_FILE = "prep-checksums.bin"
 CHECKSUM_METHOD = "xxh3_64"

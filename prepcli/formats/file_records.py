@@ -13,7 +13,9 @@ from typing import BinaryIO
 
 import xxhash
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.algebra.boxes import Range
+from prepcli.core.counts import count_text
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.levanter import LEVANTER_METADATA_FILE
 from prepcli.formats.manifest import (
     HEADER_KEY,
@@ -29,9 +31,7 @@ from prepcli.formats.orbax import METADATA_FILE, ZARRAY
 from prepcli.formats.untrusted import unreadable_error
 from prepcli.formats.zarr import ZARR_JSON
 from prepcli.planning.manifest_fields import FileRecord
-from trainer.files.reading import open_regular_file, resolve_named_path
-from trainer.models.boxes import Range
-from trainer.models.counts import count_text
+from prepcli.stores.reading import open_regular_file, resolve_named_path
 
 READ_NBYTES = 1 << 20
 # Files that Orbax or Levanter, not prep, names in an item.

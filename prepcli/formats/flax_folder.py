@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats.msgpack import SUFFIX, MsgpackArray, MsgpackHeader, MsgpackKind
 from prepcli.formats.shard_index import (
     UnindexedTensor,

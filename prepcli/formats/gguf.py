@@ -24,10 +24,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.shard_index import damage_hint, download_again_hint
 from prepcli.formats.untrusted import CutShortError, quote_name, stat_file, unreadable_error
-from trainer.files.reading import open_regular_file
+from prepcli.stores.reading import open_regular_file
 
 SUFFIX = "gguf"
 MAGIC = b"GGUF"

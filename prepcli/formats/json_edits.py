@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from trainer.models.boxes import Range
-from trainer.models.json_types import JsonObject, JsonValue
+from prepcli.algebra.boxes import Range
+from prepcli.core.json_types import JsonObject, JsonValue
 
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n"

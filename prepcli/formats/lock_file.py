@@ -20,7 +20,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
-from prepcli.errors import Command, DamagedError, text
+from prepcli.core.errors import Command, DamagedError, text
 from prepcli.formats.lock_signature import check_signature
 from prepcli.formats.untrusted import read_small_file
 

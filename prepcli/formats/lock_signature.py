@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prepcli.errors import Command, DamagedError, Option, PrepError, text, usage_error
+from prepcli.core.errors import Command, DamagedError, Option, PrepError, text, usage_error
 from prepcli.formats.untrusted import read_small_file
 
 if TYPE_CHECKING:

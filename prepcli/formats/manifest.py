@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
+from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
+from prepcli.core.json_types import HFConfig, JsonObject
+from prepcli.core.json_values import load_json
 from prepcli.engine.digest import digest
-from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.formats.orbax import MODEL_ITEMS, find_item
 from prepcli.formats.typed_json import find_type_fault
 from prepcli.formats.untrusted import quote_name, read_small_file
@@ -38,8 +40,6 @@ from prepcli.planning.manifest_fields import (
     TensorRecords,
 )
 from prepcli.planning.tensors import ITEM_BITS, CastEntry
-from trainer.files.json_values import load_json
-from trainer.models.json_types import HFConfig, JsonObject
 
 MANIFEST_FILE = "prep-manifest.json"
 # Item of a training step. The step's manifest is in the parent folder.

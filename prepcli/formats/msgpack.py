@@ -19,12 +19,12 @@ from typing import Literal
 
 import xxhash
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.core.counts import count_text
+from prepcli.core.errors import DamagedError, PrepError
 from prepcli.formats.shard_index import damage_hint
 from prepcli.formats.untrusted import CutShortError, quote_name, stat_file, unreadable_error
 from prepcli.planning.tensors import ITEM_BITS
-from trainer.files.reading import open_regular_file
-from trainer.models.counts import count_text
+from prepcli.stores.reading import open_regular_file
 
 # Extension codes of flax.serialization: array and NumPy scalar.
 EXT_ARRAY = 1

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prepcli.errors import Option, PrepError, text
+from prepcli.core.errors import Option, PrepError, text
 from prepcli.formats.msgpack import CHUNKED_MARKER, EXT_ARRAY, KeyPath
 from prepcli.planning.tensors import ITEM_BITS, itemsize
 

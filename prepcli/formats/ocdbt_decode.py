@@ -14,8 +14,8 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from prepcli.core.counts import count_text
 from prepcli.formats.codecs import StoredBytesReader, open_decoder
-from trainer.models.counts import count_text
 
 # CRC-32C, at the end of the frame
 _CHECKSUM_NBYTES = 4

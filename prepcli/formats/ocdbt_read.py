@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.ocdbt import (
     MANIFEST_MAGIC,
     NODE_MAGIC,
@@ -36,7 +36,7 @@ from prepcli.formats.untrusted import (
     stat_file,
     stat_indexed_file,
 )
-from trainer.files.reading import resolve_named_path
+from prepcli.stores.reading import resolve_named_path
 
 # Limits on untrusted input. Nodes may be compressed and may refer to each other, so a file of
 # 1 kB can claim any number of keys: sizes are counted after decompression, entries before they

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.json_types import JsonObject
 from prepcli.engine.digest import digest
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import CRC32C, CRC32C_NBYTES
 from prepcli.formats.levanter import LEVANTER_METADATA_FILE
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
@@ -40,7 +41,6 @@ from prepcli.formats.untrusted import (
     stat_indexed_file,
 )
 from prepcli.formats.zarr import ZarrArray, parse_zarr_document
-from trainer.models.json_types import JsonObject
 
 # Orbax writes an item to a folder with this suffix, and renames it when it is complete.
 _UNFINISHED_MARK = ".orbax-checkpoint-tmp"

@@ -18,7 +18,8 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.algebra.grids import ChunkGrid
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import CRC32C_NBYTES
 from prepcli.formats.ocdbt import ValueLocation
 from prepcli.formats.ocdbt_read import BeforeRead, ignore_read, read_ocdbt_index
@@ -37,8 +38,7 @@ from prepcli.formats.zarr import (
     ZarrSharding,
     broken_document_error,
 )
-from prepcli.planning.grids import ChunkGrid
-from trainer.files.reading import resolve_named_path
+from prepcli.stores.reading import resolve_named_path
 
 # Values of an item: far above any model. A small malicious index may claim more.
 MAX_VALUES = 1 << 21

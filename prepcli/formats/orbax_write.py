@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prepcli.core.errors import Option, PrepError, text
 from prepcli.engine.no_follow import write_no_follow
-from prepcli.errors import Option, PrepError, text
 from prepcli.formats.ocdbt import NODE_NBYTES, OcdbtEntry, ValueLocation, encode_ocdbt_index
 from prepcli.formats.orbax import (
     METADATA_FILE,

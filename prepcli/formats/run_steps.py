@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.errors import Command, Option, PrepError, text
+from prepcli.core.errors import Command, Option, PrepError, text
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,

@@ -16,7 +16,9 @@ from typing import TypeGuard
 
 import xxhash
 
-from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
+from prepcli.core.counts import count_text
+from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
+from prepcli.core.json_types import JsonObject, JsonValue
 from prepcli.formats.shard_index import (
     UnindexedTensor,
     check_numbered_files,
@@ -34,9 +36,7 @@ from prepcli.formats.untrusted import (
     unreadable_error,
 )
 from prepcli.planning.tensors import FileTensor, array_bits
-from trainer.files.reading import open_regular_file
-from trainer.models.counts import count_text
-from trainer.models.json_types import JsonObject, JsonValue
+from prepcli.stores.reading import open_regular_file
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
 
-from prepcli.errors import Command, PrepError, text
+from prepcli.core.errors import Command, PrepError, text
 from prepcli.formats.safetensors import DTYPE_CODES, LENGTH_NBYTES, MAX_HEADER_NBYTES, METADATA_KEY
 from prepcli.formats.shard_index import shard_name
 from prepcli.planning.tensors import FileTensor, array_bits

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.console.lists import join_names
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.lists import join_names
 from prepcli.formats.untrusted import (
     CutShortError,
     parse_json,
@@ -20,7 +20,7 @@ from prepcli.formats.untrusted import (
     read_bytes,
     stat_file,
 )
-from trainer.files.reading import resolve_named_path
+from prepcli.stores.reading import resolve_named_path
 
 MAX_INDEX_NBYTES = 100_000_000
 _NUMBERED_FILE = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.([^.]+)", re.ASCII)

@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypedDict, cast
 
-from prepcli.console.lists import join_names
-from prepcli.errors import Option, UsageError, text, usage_error
+from prepcli.core.errors import Option, UsageError, text, usage_error
+from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import load_json
+from prepcli.core.lists import join_names
 from prepcli.formats.untrusted import unreadable_error
-from trainer.files.json_values import load_json
-from trainer.files.reading import read_file_or_pipe
-from trainer.models.json_types import JsonObject, JsonValue
+from prepcli.stores.reading import read_file_or_pipe
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 LIST_HINT = "write one token per line, or a JSON list of strings and objects in a file named *.json"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from prepcli.core.errors import DamagedError, PrepError
 from prepcli.engine.digest import digest
-from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.shard_index import damage_hint
 from prepcli.formats.torch_files import read_archived_tensor
 from prepcli.formats.torch_objects import read_archived_object
@@ -38,7 +38,7 @@ from prepcli.formats.untrusted import (
     stat_file,
     unreadable_error,
 )
-from trainer.files.reading import open_regular_file
+from prepcli.stores.reading import open_regular_file
 
 METADATA_FILE = ".metadata"
 SUFFIX = ".distcp"

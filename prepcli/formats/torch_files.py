@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from prepcli.console.lists import join_names
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.lists import join_names
 from prepcli.engine.digest import digest
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats import torch_zip
 from prepcli.formats.shard_index import (
     UnindexedTensor,
@@ -45,7 +45,7 @@ from prepcli.formats.torch_state import (
 )
 from prepcli.formats.untrusted import list_folder, quote_name, stat_file, unreadable_error
 from prepcli.planning.tensors import array_bits
-from trainer.files.reading import open_regular_file
+from prepcli.stores.reading import open_regular_file
 
 INDEX_FILE = "pytorch_model.bin.index.json"
 INDEXED_SUFFIX = "bin"

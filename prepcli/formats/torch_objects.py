@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from prepcli.core.errors import DamagedError, PrepError
 from prepcli.engine.digest import digest
-from prepcli.errors import DamagedError, PrepError
 from prepcli.formats import torch_zip
 from prepcli.formats.shard_index import damage_hint, download_again_hint
 from prepcli.formats.torch_files import open_torch_archive, storage_offsets, unexpected_name_error

@@ -10,9 +10,9 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from prepcli.algebra.boxes import strides
 from prepcli.formats.torch_state import STORAGE_DTYPES
 from prepcli.planning.tensors import itemsize
-from trainer.models.boxes import strides
 
 PROTO = b"\x80\x02"
 _MARK = b"("

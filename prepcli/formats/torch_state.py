@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from prepcli.algebra.boxes import strides
 from prepcli.formats.torch_pickle import (
     MAPPING_TYPES,
     PersistentRef,
@@ -19,7 +20,6 @@ from prepcli.formats.torch_pickle import (
 )
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import itemsize
-from trainer.models.boxes import strides
 
 MAX_DIMS = 64
 # Contiguous runs of a view: each is read separately.

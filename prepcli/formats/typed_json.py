@@ -16,9 +16,9 @@ from typing import (
     is_typeddict,
 )
 
+from prepcli.core.json_types import JsonValue
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.manifest_fields import CHECKED_BY_READER
-from trainer.models.json_types import JsonValue
 
 # Returns the place and the kind of the first fault, e.g. ".w.shape is 'x'", or empty for a value of the type.
 _Check = Callable[[Any], str]

@@ -9,16 +9,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from trainer.files.json_values import check_depth
-from trainer.files.reading import (
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import check_depth
+from prepcli.stores.reading import (
     ACCESS_HINT,
     MAX_SMALL_FILE_NBYTES,
     not_regular_error,
     open_regular_file,
     read_regular_file,
 )
-from trainer.models.json_types import JsonObject, JsonValue
 
 MAX_CONFIG_NBYTES = 16 << 20
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.json_types import JsonObject, JsonValue
 from prepcli.formats.codecs import COMPRESSORS, CRC32C
 from prepcli.formats.orbax import ZARR_TYPESTRS, ZARRAY
 from prepcli.formats.untrusted import parse_json, quote_name
-from trainer.models.json_types import JsonObject, JsonValue
 
 ZARR_JSON = "zarr.json"
 RESAVE_HINT = (

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+from prepcli.core.json_types import HFConfig
 from prepcli.engine.blobs import Blob
 from prepcli.formats.manifest import Manifest
 from prepcli.formats.orbax_store import StoredRange, StoredValue
 from prepcli.formats.zarr import ChunkIndex
+from prepcli.models.parameters import VERBATIM, Family
+from prepcli.models.registry import FAMILIES
+from prepcli.models.text_part import TextPart
 from prepcli.planning.plan import Locations
 from prepcli.planning.tensors import array_bits
 from prepcli.quantized.decoder import Decoder
 from prepcli.sources.folders import Kind
-from trainer.models.json_types import HFConfig
-from trainer.models.parameters import VERBATIM, Family
-from trainer.models.registry import FAMILIES
-from trainer.models.text_part import TextPart
 
 MAX_PATH_PARTS = 32  # a hostile name may have millions of dots
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from prepcli.errors import Command, PrepError, text
+from prepcli.core.errors import Command, PrepError, text
+from prepcli.core.json_types import HFConfig
 from prepcli.formats import msgpack
 from prepcli.formats.codecs import CRC32C
 from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest
@@ -60,7 +61,6 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.source_hints import NO_HINTS, SourceHints
 from prepcli.sources.unused_quantization import unused_quantization_note
-from trainer.models.json_types import HFConfig
 
 
 def read_contents(

@@ -9,21 +9,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from prepcli.console.lists import join_names
-from prepcli.errors import Command, Option, PrepError, text, usage_error
+from prepcli.algebra.axis_map import SizedAxis, bind_row
+from prepcli.core.errors import Command, Option, PrepError, text, usage_error
+from prepcli.core.lists import join_names
+from prepcli.core.suggest import did_you_mean
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.inspection.checkpoint_contents import CheckpointContents, TensorEntry
+from prepcli.models.manifest_family import manifest_family
+from prepcli.models.parameters import Family, parameter_rows
+from prepcli.models.rule_text import with_default_preset
 from prepcli.planning.quantization_leaves import is_quantization_leaf
 from prepcli.planning.state_names import PARAMS, TOWERS
 from prepcli.planning.tensor_match import detect_names
 from prepcli.sources.model_family import select_family
 from prepcli.sources.source_hints import SourceHints
 from prepcli.targets.orbax_item import is_tower_leaf
-from trainer.models.axis_map import SizedAxis, bind_row
-from trainer.models.manifest_family import manifest_family
-from trainer.models.parameters import Family, parameter_rows
-from trainer.models.rule_text import with_default_preset
-from trainer.models.suggest import did_you_mean
 
 MAX_LISTED = 3  # leaves in a message
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from prepcli.console.formatting import format_bytes
-from prepcli.console.tables import format_table
-from trainer.models.chunk_sizes import chunk_length
-from trainer.models.counts import count_text
-from trainer.models.memory_estimate import MemoryEstimate
-from trainer.models.memory_inputs import MemoryInputs
+from prepcli.core.counts import count_text
+from prepcli.core.formatting import format_bytes
+from prepcli.core.tables import format_table
+from prepcli.models.chunk_sizes import chunk_length
+from prepcli.models.memory_estimate import MemoryEstimate
+from prepcli.models.memory_inputs import MemoryInputs
 
 
 def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available: str = "") -> str:

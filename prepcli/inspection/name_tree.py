@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from prepcli.console.formatting import format_bytes
+from prepcli.core.formatting import format_bytes
 from prepcli.inspection.checkpoint_contents import TensorEntry
 
 # Without leading zeros: `int` and `str` must give the label back. 9 digits bound the conversion.

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 import re
 
-from prepcli.errors import PrepError
+from prepcli.algebra.axis_map import ParsedAxisMap, bind_row
+from prepcli.algebra.grids import StridedPlacement
+from prepcli.core.errors import PrepError
+from prepcli.core.json_types import HFConfig
 from prepcli.inspection.checkpoint_contents import CheckpointContents
+from prepcli.models.parameters import Family, StoredShapes, parameter_rows
+from prepcli.models.prediction import prediction_names
 from prepcli.planning.chunk_placement import LeafPiece
-from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensor_match import TensorNames, detect_names
 from prepcli.sources.dcp_trees import TORCHTITAN_EMBEDDING
 from prepcli.sources.foreign_trees import match_foreign_tree
 from prepcli.sources.multimodal import MULTIMODAL_KINDS
 from prepcli.sources.tree_tensors import StoredLeaf
-from trainer.models.axis_map import ParsedAxisMap, bind_row
-from trainer.models.json_types import HFConfig
-from trainer.models.parameters import Family, StoredShapes, parameter_rows
-from trainer.models.prediction import prediction_names
 
 
 def nbytes_below(contents: CheckpointContents, root: str) -> int:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from prepcli.inspection.tensor_selection import TensorSelection, select_tensor
 from prepcli.inspection.tree_relations import Relation, TensorTree
 from prepcli.inspection.value_sums import DimAlignment, align_dims, can_sum
+from prepcli.models.verbatim import split_numbers
 from prepcli.sources.source import SourceTensor
-from trainer.models.verbatim import split_numbers
 
 # Names with other characters have no place in a row.
 INVALID_CHARS = frozenset("{}:#<>|()")

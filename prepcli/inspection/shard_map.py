@@ -6,12 +6,12 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prepcli.console.formatting import format_bytes
+from prepcli.algebra.boxes import Box
+from prepcli.core.counts import count_text
+from prepcli.core.formatting import format_bytes
+from prepcli.models.mesh import Mesh
+from prepcli.models.partition import Spec, device_boxes, num_replicas, shard_shape
 from prepcli.planning.tensors import array_bits
-from trainer.models.boxes import Box
-from trainer.models.counts import count_text
-from trainer.models.mesh import Mesh
-from trainer.models.partition import Spec, device_boxes, num_replicas, shard_shape
 
 WIDTH = 80
 MAX_CELLS = 64

@@ -13,9 +13,9 @@ import numpy as np
 from prepcli.engine.files import RunReader
 from prepcli.inspection.tensor_selection import TensorSelection, select_tensor
 from prepcli.inspection.value_sums import Sums, ValueSums, can_sum, sum_values
+from prepcli.models.verbatim import split_numbers
 from prepcli.planning.tensors import cast_dtype
 from prepcli.sources.source import SourceTensor
-from trainer.models.verbatim import split_numbers
 
 # Stacked axes are shorter: layers, experts, and the two halves of a fused tensor.
 MAX_SLICES = 512

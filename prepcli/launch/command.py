@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.errors import Text, text, usage_error
+from prepcli.core.errors import Text, text, usage_error
 
 TRAIN = "train"
 TOKENIZE = "tokenize"

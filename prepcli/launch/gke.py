@@ -9,7 +9,9 @@ from pathlib import PurePosixPath
 
 import yaml
 
-from prepcli.errors import Option, text, usage_error
+from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.process_address import DEFAULT_PORT
 from prepcli.launch.job import LaunchJob, as_label, check_label
 from prepcli.launch.options import GkeOptions
 from prepcli.launch.shell import (
@@ -20,8 +22,6 @@ from prepcli.launch.shell import (
     environment_lines,
     script,
 )
-from trainer.models.json_types import JsonObject, JsonValue
-from trainer.models.process_address import DEFAULT_PORT
 
 # Folder of the recipe and the start script in a container.
 FILES_FOLDER = "/etc/prep"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prepcli.errors import Command, Key, Option, PrepError, join_texts, text, usage_error
+from prepcli.core.errors import Command, Key, Option, PrepError, join_texts, text, usage_error
+from prepcli.core.suggest import did_you_mean
 from prepcli.launch.options import GkeOptions
 from prepcli.launch.tpu_topologies import (
     HOST_CHIPS,
@@ -17,9 +18,8 @@ from prepcli.launch.tpu_topologies import (
     nearest_sizes,
     num_chips,
 )
-from trainer.models.mesh import MESH_KEY, Mesh, resolve_mesh
-from trainer.models.slices import DCN_KEY, SliceCounts, check_slices, num_slices
-from trainer.models.suggest import did_you_mean
+from prepcli.models.mesh import MESH_KEY, Mesh, resolve_mesh
+from prepcli.models.slices import DCN_KEY, SliceCounts, check_slices, num_slices
 
 # Largest v5e or v6e slice with one host.
 _MAX_HOST_CHIPS = 8

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prepcli.errors import Option, text, usage_error
+from prepcli.core.errors import Option, text, usage_error
 from prepcli.launch.command import LaunchedCommand, check_no_null, check_text
 
 # Restarts of a job that exits with 75 each time.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from prepcli.errors import INTERRUPTED, OK, RESUME_HINT, STOPPED, PrepError
+from prepcli.core.errors import INTERRUPTED, OK, RESUME_HINT, STOPPED, PrepError
 
 # Variables with these prefixes would describe another job or other devices.
 REMOVED_PREFIXES = (

@@ -1,4 +1,4 @@
-"""The options of the targets of `prep launch`, each defined once. See `prepcli.operations.options`.
+"""The options of the targets of `prep launch`, each defined once. See `prepcli.commands.operations.options`.
 
 This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, TypedDict
 
-from prepcli.launch.job import DEFAULT_GRACE_S, MAX_RESTARTS
-from prepcli.option_spec import (
+from prepcli.core.option_spec import (
     REQUIRED,
     NonNegativeInt,
     OptionSpec,
     PathLike,
     PositiveInt,
 )
+from prepcli.launch.job import DEFAULT_GRACE_S, MAX_RESTARTS
 
 # Position in the help of options of several targets: after the options of one target.
 _SCRIPT = 20

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from prepcli.errors import Option, text, usage_error
+from prepcli.core.errors import Option, text, usage_error
 from prepcli.launch.job import LaunchJob, check_label
 from prepcli.launch.options import RayOptions
 from prepcli.launch.shell import comment, script

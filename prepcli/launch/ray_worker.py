@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prepcli.errors import FAILED, OK, STOPPED
+from prepcli.core.errors import FAILED, OK, STOPPED
 from prepcli.execution.signals import PARENT_VARIABLE
 from prepcli.launch.local import free_port
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from prepcli.errors import STOPPED
+from prepcli.core.errors import STOPPED
 from prepcli.launch.job import LaunchJob
 
 # Pattern of the exit codes after which the same command resumes. 75: stopped by a signal, or because another

@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 from pathlib import PurePosixPath
 
-from prepcli.errors import STOPPED, Option, text, usage_error
+from prepcli.core.errors import STOPPED, Option, text, usage_error
+from prepcli.core.json_types import JsonObject
+from prepcli.core.process_address import DEFAULT_PORT
 from prepcli.launch.command import check_text
 from prepcli.launch.gke import yaml_text
 from prepcli.launch.job import LaunchJob, check_label
 from prepcli.launch.options import SkyOptions
 from prepcli.launch.shell import NOT_RUN, RESTARTABLE, command_line, comment, script
 from prepcli.launch.sky_machines import sky_accelerator
-from trainer.models.json_types import JsonObject
-from trainer.models.process_address import DEFAULT_PORT
 
 # First version with `recover_on_exit_codes`.
 MIN_VERSION = "0.11.2"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from prepcli.errors import Option, text, usage_error
+from prepcli.core.errors import Option, text, usage_error
 from prepcli.launch.command import LaunchedCommand
 from prepcli.launch.hardware import GKE, Hardware, Training, plain_hardware, tpu_vm_hardware
 from prepcli.launch.options import SkyOptions

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 
-from prepcli.errors import Option, text, usage_error
+from prepcli.core.errors import Option, text, usage_error
 from prepcli.launch.command import check_text
 from prepcli.launch.job import LaunchJob
 from prepcli.launch.options import SlurmOptions

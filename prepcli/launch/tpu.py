@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import PurePosixPath
 
-from prepcli.errors import Option, text, usage_error
+from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.suggest import did_you_mean
 from prepcli.launch.command import check_text
 from prepcli.launch.job import LaunchJob, check_label
 from prepcli.launch.options import TpuOptions
@@ -18,7 +19,6 @@ from prepcli.launch.shell import (
     script,
 )
 from prepcli.launch.tpu_topologies import TPU_GENERATIONS
-from trainer.models.suggest import did_you_mean
 
 # Software of a TPU VM by the generation in the name of its accelerator type.
 RUNTIME_VERSIONS = {

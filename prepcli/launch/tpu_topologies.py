@@ -15,7 +15,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from trainer.models.errors import PrepError, usage_error
+from prepcli.core.errors import PrepError, usage_error
 
 _RECTANGLES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _BOXES = (

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from prepcli.algebra.boxes import strides
 from prepcli.planning.tensors import itemsize
-from trainer.models.boxes import strides
 
 BLOCK_NBYTES = 1 << 20  # maximum size of a block
 

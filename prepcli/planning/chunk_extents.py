@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import sub
 
+from prepcli.algebra.boxes import strides
 from prepcli.planning.checksum_blocks import LeafBlocks, assign_block_numbers
 from prepcli.planning.plan import OutputLeaf, PlacedChunks
-from trainer.models.boxes import strides
 
 
 @dataclass(frozen=True, slots=True)

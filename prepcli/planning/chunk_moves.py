@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
+from prepcli.algebra.grids import ExplicitPlacement, Placement, StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.planning.plan import OutputLeaf, PlacedChunks, Plan, Stream
-from prepcli.planning.strided_copies import ChunkedLocation
 
 ChunkIndex = tuple[int, ...]
 # File number and offset of each chunk

@@ -10,17 +10,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from prepcli.planning.grids import (
+from prepcli.algebra.axis_map import AxisMap
+from prepcli.algebra.boxes import full_box, strides
+from prepcli.algebra.grids import (
     ChunkGrid,
     ExplicitPlacement,
     Placement,
     StridedPlacement,
 )
+from prepcli.algebra.strided_copies import ChunkedLocation, region_copies
 from prepcli.planning.plan import PlacedChunks
 from prepcli.planning.slabs import PAGE
-from prepcli.planning.strided_copies import ChunkedLocation, region_copies
-from trainer.models.axis_map import AxisMap
-from trainer.models.boxes import full_box, strides
 
 # Size from which a data file is full. The next chunk begins a new file.
 FILE_NBYTES = 1 << 30

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from prepcli.planning.gapped_regions import GappedRegion
-from prepcli.planning.grids import ChunkGrid, Placement, StridedPlacement
+from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim
+from prepcli.algebra.gapped_regions import GappedRegion
+from prepcli.algebra.grids import ChunkGrid, Placement, StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.planning.map_rows import MapRow
 from prepcli.planning.plan import Contiguous, Location, Strided
-from prepcli.planning.strided_copies import ChunkedLocation
-from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
 
 AxisFactors = tuple[SizedAxis, ...]
 # Prefix of the axes of the stored leaf that are no dims of the stored tensor, e.g. its layers.

@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
-from prepcli.errors import PrepError
+from prepcli.algebra.axis_map import TensorDim
+from prepcli.algebra.boxes import Range, strides
+from prepcli.algebra.strided_copies import ChunkedLocation, StridedCopy
+from prepcli.core.errors import PrepError
 from prepcli.planning.plan import Contiguous, Locations, OutputLeaf, Plan, Stream, location_copies
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.slabs import Slab
-from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy
 from prepcli.planning.tensors import itemsize
-from trainer.models.axis_map import TensorDim
-from trainer.models.boxes import Range, strides
 
 # File number, start byte, stop byte.
 FileSpan = tuple[int, int, int]

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from prepcli.algebra.axis_map import RowScale, Sizes
 from prepcli.planning.manifest_fields import ScaleFields, ScaleRecord
-from trainer.models.axis_map import RowScale, Sizes
 
 SIGNIFICANT_DTYPES = ("", "float16", "bfloat16", "float32")
 ROOT_DTYPES = ("", "float32", "bfloat16")

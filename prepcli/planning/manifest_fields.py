@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, NotRequired, TypedDict
 
+from prepcli.core.json_types import HFConfig
 from prepcli.planning.tensors import CastEntry
-from trainer.models.json_types import HFConfig
 
 # Mark of a key with a type that its reader checks: a manifest with another value there is read all the same.
 CHECKED_BY_READER: Final = "checked by its reader"

@@ -9,7 +9,7 @@
     model.layers.{layers}.mlp.up_proj.weight: ffn embed <- h.{layers}.fused: (half=1 ffn) embed
 
 A row has the target on its left and the tensor of the checkpoint on its right. Both are written as the right side of
-a family's row (`trainer.models.axis_map`): each may be stacked, transposed, merged or a part of a fused tensor.
+a family's row (`prepcli.algebra.axis_map`): each may be stacked, transposed, merged or a part of a fused tensor.
 
 - `family` names the family of the targets. They then have the names of its Hugging Face tensors, and its atoms have
   sizes. Without it, the targets are the tensors of a verbatim output.
@@ -26,11 +26,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from prepcli.errors import Command, PrepError, text
-from trainer.models.axis_map import row_error
-from trainer.models.json_types import HFConfig
-from trainer.models.parameters import MAX_AXIS_SIZE
-from trainer.models.row_text import ParsedTensor, parse_tensor
+from prepcli.algebra.axis_map import row_error
+from prepcli.algebra.row_text import ParsedTensor, parse_tensor
+from prepcli.core.errors import Command, PrepError, text
+from prepcli.core.json_types import HFConfig
+from prepcli.models.parameters import MAX_AXIS_SIZE
 
 MAX_NBYTES = 4 << 20
 MAX_LINES = 20_000

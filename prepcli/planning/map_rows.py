@@ -10,12 +10,7 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import Literal
 
-from prepcli.console.lists import join_names
-from prepcli.errors import PrepError
-from prepcli.planning.map_file import MapLine, ParsedMapRow, TensorMap
-from prepcli.planning.row_coverage import RowCoverage
-from prepcli.planning.tensor_match import TensorInfo
-from trainer.models.axis_map import (
+from prepcli.algebra.axis_map import (
     AxisMap,
     ParsedAxisMap,
     Sizes,
@@ -23,7 +18,12 @@ from trainer.models.axis_map import (
     bind_row,
     number_tensors,
 )
-from trainer.models.row_text import ParsedTensor
+from prepcli.algebra.row_coverage import RowCoverage
+from prepcli.algebra.row_text import ParsedTensor
+from prepcli.core.errors import PrepError
+from prepcli.core.lists import join_names
+from prepcli.planning.map_file import MapLine, ParsedMapRow, TensorMap
+from prepcli.planning.tensor_match import TensorInfo
 
 # Pairs of a target and a source, in all rows. A mixture of experts has 10^5.
 MAX_PAIRS = 1 << 20

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from prepcli.algebra.grids import ExplicitPlacement, Placement, StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.planning.chunk_moves import (
     ChunkIndex,
     move_chunks,
@@ -18,10 +20,8 @@ from prepcli.planning.chunk_moves import (
     single_chunks,
 )
 from prepcli.planning.chunk_placement import MIN_ALIGNED_CHUNK_NBYTES
-from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan
 from prepcli.planning.slabs import PAGE
-from prepcli.planning.strided_copies import ChunkedLocation
 
 # Size of an object. A single chunk may be larger.
 OBJECT_NBYTES = 16 << 20

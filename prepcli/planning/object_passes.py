@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from prepcli.algebra.boxes import Range
+from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import Slab, split_stream
-from prepcli.planning.strided_copies import StridedCopy
-from trainer.models.boxes import Range
 
 # Byte ranges by file, ascending
 FileSpans = Mapping[int, Sequence[tuple[int, int]]]

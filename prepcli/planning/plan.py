@@ -13,15 +13,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from prepcli.planning.gapped_regions import GappedRegion
-from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.boxes import Box, Range, full_box, strides, volume
+from prepcli.algebra.gapped_regions import GappedRegion
+from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation, StridedCopy, merge_dims, region_copies
+from prepcli.core.counts import count_text
 from prepcli.planning.item_storage import CHUNK_FILE_STORAGES, ZARR3_STORAGES
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.manifest_fields import ManifestFields
-from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy, merge_dims, region_copies
 from prepcli.planning.tensors import itemsize
-from trainer.models.boxes import Box, Range, full_box, strides, volume
-from trainer.models.counts import count_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from prepcli.planning.gapped_regions import GappedRegion
-from prepcli.planning.grids import ChunkGrid, ExplicitPlacement, StridedPlacement
+from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
+from prepcli.algebra.gapped_regions import GappedRegion
+from prepcli.algebra.grids import ChunkGrid, ExplicitPlacement, StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import (
     Contiguous,
@@ -28,8 +30,6 @@ from prepcli.planning.plan import (
     Stream,
     Strided,
 )
-from prepcli.planning.strided_copies import ChunkedLocation
-from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
 
 # Class -> its name in the text, and the fields whose names in the text differ from those in code
 NAMES: dict[type, tuple[str, dict[str, str]]] = {

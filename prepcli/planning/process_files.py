@@ -12,14 +12,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prepcli.errors import PrepError
+from prepcli.algebra.boxes import Box, volume
+from prepcli.algebra.grids import StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import PrepError
 from prepcli.planning.chunk_moves import ChunkIndex, move_chunks
 from prepcli.planning.chunk_placement import MIN_ALIGNED_CHUNK_NBYTES
-from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan
 from prepcli.planning.slabs import PAGE
-from prepcli.planning.strided_copies import ChunkedLocation
-from trainer.models.boxes import Box, volume
 
 # Boxes of one process's shards, by leaf name.
 LeafBoxes = Mapping[str, Sequence[Box]]

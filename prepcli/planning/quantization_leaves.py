@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prepcli.algebra.axis_map import AxisMap, bind_row
+from prepcli.models.parameters import parameter_rows
+from prepcli.models.verbatim import TensorTypes, verbatim_family
 from prepcli.planning.state_names import split_name
 from prepcli.planning.state_rows import StackedIndices
-from trainer.models.axis_map import AxisMap, bind_row
-from trainer.models.parameters import parameter_rows
-from trainer.models.verbatim import TensorTypes, verbatim_family
 
 # Slot of the scales, and first key of their leaves.
 QUANTIZATION = "quantization"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from prepcli.algebra.boxes import Box, Range, intersect, strides
+from prepcli.algebra.strided_copies import StridedCopy, merge_dims
 from prepcli.planning.plan import OutputLeaf, PlacedChunks
-from prepcli.planning.strided_copies import StridedCopy, merge_dims
 from prepcli.planning.tensors import itemsize
-from trainer.models.boxes import Box, Range, intersect, strides
 
 
 def shard_copies(leaf: OutputLeaf, box: Box) -> Iterator[tuple[Box, StridedCopy]]:

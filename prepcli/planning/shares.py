@@ -8,9 +8,9 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from prepcli.errors import Option, text, usage_error
+from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.launchers import JAX_VARIABLES, MAX_PROCESSES, SLURM, detect_launcher
 from prepcli.planning.plan import Plan
-from trainer.models.launchers import JAX_VARIABLES, MAX_PROCESSES, SLURM, detect_launcher
 
 
 @dataclass(frozen=True, slots=True)

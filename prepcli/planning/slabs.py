@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from prepcli.planning.grids import find_split_atom
+from prepcli.algebra.boxes import Box, full_box, strides
+from prepcli.algebra.grids import find_split_atom
+from prepcli.algebra.strided_copies import ChunkedLocation, StridedCopy
 from prepcli.planning.plan import Stream, read_copies, write_copies
-from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy
 from prepcli.planning.tensors import itemsize
-from trainer.models.boxes import Box, full_box, strides
 
 PAGE = 4096  # bytes. Direct I/O transfers whole pages.
 # Longer runs are hardly faster.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
+from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim
 
 PARAMS = "params"
 OPT_STATE = "opt_state"

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
+from prepcli.models.leaf_matrices import counts_layers, reduced_axes, unstacked_path
+from prepcli.models.param_tree import find_param_path
 from prepcli.planning.state_names import OPT_STATE, SEPARATOR, Shapes
-from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
-from trainer.models.leaf_matrices import counts_layers, reduced_axes, unstacked_path
-from trainer.models.param_tree import find_param_path
 
 # Name and index of each stacked axis, e.g. (("layers", 3),).
 StackedIndices = tuple[tuple[str, int], ...]

@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from prepcli.console.lists import MAX_CHARS, join_names
-from prepcli.errors import (
+from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
+from prepcli.core.counts import count_text
+from prepcli.core.errors import (
     Command,
     Option,
     PrepError,
@@ -21,12 +22,11 @@ from prepcli.errors import (
     join_texts,
     text,
 )
+from prepcli.core.json_types import HFConfig
+from prepcli.core.lists import MAX_CHARS, join_names
+from prepcli.models.name_patterns import pattern_of_layers
+from prepcli.models.parameters import Family, dropped_patterns
 from prepcli.planning.plan import DroppedTensor, EqualityCheck
-from trainer.models.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
-from trainer.models.counts import count_text
-from trainer.models.json_types import HFConfig
-from trainer.models.name_patterns import pattern_of_layers
-from trainer.models.parameters import Family, dropped_patterns
 
 VOCAB_ATOM = "vocab"
 LAYER_VOCAB_ATOM = "layer_vocab"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.core.errors import Option, PrepError, text, usage_error
+from prepcli.core.json_types import HFConfig, JsonObject
+from prepcli.models.parameters import read_size
 from prepcli.planning.manifest_fields import MAX_ROWS
-from trainer.models.json_types import HFConfig, JsonObject
-from trainer.models.parameters import read_size
 
 VOCAB_SIZE_KEY = "vocab_size"
 TRUE_VOCAB_SIZE_KEY = "true_vocab_size"

@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from prepcli.planning.gapped_regions import GappedRegion
+from prepcli.algebra.boxes import Box, full_box, strides, volume
+from prepcli.algebra.gapped_regions import GappedRegion
+from prepcli.algebra.strided_copies import StridedCopy, merge_dims, region_copies
 from prepcli.planning.plan import Contiguous, Locations, Strided
-from prepcli.planning.strided_copies import StridedCopy, merge_dims, region_copies
-from trainer.models.boxes import Box, full_box, strides, volume
 
 
 def window_copies(

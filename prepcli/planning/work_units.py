@@ -11,8 +11,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from prepcli.planning.gapped_regions import GappedRegion
-from prepcli.planning.grids import ExplicitPlacement
+from prepcli.algebra.gapped_regions import GappedRegion
+from prepcli.algebra.grids import ExplicitPlacement
 from prepcli.planning.plan import Contiguous, Location, Plan, Stream, Strided
 
 # File number and offset

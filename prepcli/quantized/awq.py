@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from prepcli.algebra.boxes import Range
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
     VALUE_DTYPES,
@@ -26,7 +27,6 @@ from prepcli.quantized.decoder import (
     unpack_bits,
 )
 from prepcli.quantized.packed_ints import consecutive_groups, scale_groups
-from trainer.models.boxes import Range
 
 BITS = 4
 VALUES_PER_WORD = 8

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.algebra.boxes import Range
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
@@ -35,7 +36,6 @@ from prepcli.quantized.decoder import (
     lookup_nibbles,
     nibble_pairs,
 )
-from trainer.models.boxes import Range
 
 QUANT_TYPES = ("nf4", "fp4")
 MAX_BLOCK_VALUES = 1 << 20

@@ -11,11 +11,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from prepcli.algebra.boxes import Range
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
-from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
-from trainer.models.boxes import Range
 
 FloatArray = npt.NDArray[np.float32]
 CodeArray = npt.NDArray[np.uint8]

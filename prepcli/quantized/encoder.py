@@ -13,10 +13,10 @@ from abc import abstractmethod
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.errors import Option, PrepError, text
+from prepcli.algebra.boxes import Range
+from prepcli.core.errors import Option, PrepError, text
 from prepcli.formats.untrusted import quote_name
 from prepcli.quantized.decoder import CodeArray, Decoder, MatrixReader
-from trainer.models.boxes import Range
 
 # Bits of bfloat16 values.
 BitArray = npt.NDArray[np.uint16]

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.formats.untrusted import parse_json, quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized import gptq
@@ -35,7 +36,6 @@ from prepcli.quantized.stored_weights import (
     check_group_size,
     setting,
 )
-from trainer.models.json_types import HFConfig, JsonObject
 
 # Settings of earlier versions of AutoGPTQ, AutoAWQ and ModelOpt, which config.json does not have.
 GPTQ_FILE = "quantize_config.json"

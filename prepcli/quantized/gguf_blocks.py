@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prepcli.algebra.boxes import Range
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
     CodeArray,
@@ -24,7 +25,6 @@ from prepcli.quantized.decoder import (
     nibble_pairs,
 )
 from prepcli.quantized.mxfp4 import E2M1, half_powers
-from trainer.models.boxes import Range
 
 HALF = "<f2"
 Q4_0 = np.dtype([("d", HALF), ("qs", "u1", 16)])

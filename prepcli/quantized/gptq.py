@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from prepcli.errors import PrepError
+from prepcli.algebra.boxes import Range
+from prepcli.core.errors import PrepError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
@@ -36,7 +37,6 @@ from prepcli.quantized.packed_ints import (
     scale_groups,
     word_count,
 )
-from trainer.models.boxes import Range
 
 BITS = (2, 3, 4, 8)
 

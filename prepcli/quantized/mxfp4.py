@@ -16,6 +16,7 @@ import math
 
 import numpy as np
 
+from prepcli.algebra.boxes import Range
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
     CodeArray,
@@ -29,7 +30,6 @@ from prepcli.quantized.decoder import (
     nibble_pairs,
 )
 from prepcli.quantized.encoder import BitArray, InvertibleDecoder, not_invertible_error
-from trainer.models.boxes import Range
 
 BLOCK_VALUES = 32
 BLOCK_NBYTES = 16

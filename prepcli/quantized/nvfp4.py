@@ -16,6 +16,7 @@ import math
 
 import numpy as np
 
+from prepcli.algebra.boxes import Range
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
@@ -31,7 +32,6 @@ from prepcli.quantized.decoder import (
 )
 from prepcli.quantized.encoder import BitArray, InvertibleDecoder, not_invertible_error
 from prepcli.quantized.mxfp4 import E2M1, pack_e2m1
-from trainer.models.boxes import Range
 
 GROUP_VALUES = 16
 _PAIRS = nibble_pairs(E2M1)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.algebra.boxes import Range
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
@@ -27,7 +28,6 @@ from prepcli.quantized.decoder import (
     check_shape,
     unpack_bits,
 )
-from trainer.models.boxes import Range
 
 WORD_BITS = 32
 MAX_BITS = 8

@@ -17,8 +17,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from prepcli.algebra.boxes import Range
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
-from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
@@ -34,7 +35,6 @@ from prepcli.quantized.decoder import (
     lookup,
 )
 from prepcli.quantized.encoder import CODES, BitArray, InvertibleDecoder, find_codes
-from trainer.models.boxes import Range
 
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 CODE_DTYPES = (*FP8_DTYPES, "int8")

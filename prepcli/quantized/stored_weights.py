@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.counts import count_text
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FLOAT_DTYPES, FileTensor
-from trainer.models.counts import count_text
 
 USE_ORIGINAL_HINT = "use the model that it was quantised from"
 # Reads the bytes of a small tensor.

@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timedelta
 from types import TracebackType
 
-from prepcli.errors import RERUN_HINT, PrepError
+from prepcli.core.errors import RERUN_HINT, PrepError
+from prepcli.core.json_values import load_json
 from prepcli.remote.conditional_objects import (
     ConditionsNotSupportedError,
     ObjectVersion,
@@ -36,7 +37,6 @@ from prepcli.remote.conditional_objects import (
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.remote_files import LOCK_FILE
 from prepcli.remote.retries import ignore_note
-from trainer.files.json_values import load_json
 
 # A lock expires after 10 missed renewals. `check` trusts the last renewal for UNSURE_S.
 # A write that it allows has at least 300 - 120 = 180 s until another plan may take the lock over.

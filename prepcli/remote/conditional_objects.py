@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, cast
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.remote.object_store import Bucket, status_of
 from prepcli.remote.retries import WRITE_TIMEOUT_FACTOR, call_with_timeout
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prepcli.console.formatting import format_bytes
-from prepcli.console.progress import Progress
-from prepcli.errors import Option, PrepError, text
+from prepcli.core.errors import Option, PrepError, text
+from prepcli.core.formatting import format_bytes
+from prepcli.core.progress import Progress
 from prepcli.formats.untrusted import read_bytes
 from prepcli.remote.hub_client import CHECK_ENDPOINT, MALFORMED_ANSWER, install_retrying_client
 from prepcli.remote.hub_ranges import HubRangeReader

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.remote.hub_client import (
     CHECK_ENDPOINT,
     MALFORMED_ANSWER,

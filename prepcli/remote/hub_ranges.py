@@ -15,8 +15,8 @@ from urllib.parse import urljoin, urlsplit
 
 import numpy as np
 
+from prepcli.core.errors import PrepError
 from prepcli.engine.files import ByteArray
-from prepcli.errors import PrepError
 from prepcli.remote.hub_client import NO_RETRY_EXTENSION, RETRYABLE_STATUSES, retry_after_s
 from prepcli.remote.remote_files import RemoteFile, RetryableError, file_changed_error
 from prepcli.remote.retries import (

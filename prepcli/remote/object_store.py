@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
+from prepcli.core.errors import RESUME_HINT, PrepError, usage_error
 from prepcli.engine.files import ByteArray
-from prepcli.errors import RESUME_HINT, PrepError, usage_error
 from prepcli.remote.remote_files import (
     MAX_IN_FLIGHT,
     RemoteFile,

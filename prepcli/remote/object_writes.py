@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from prepcli.core.errors import RERUN_HINT, RESUME_HINT, Option, PrepError, text
 from prepcli.engine.files import ByteArray
-from prepcli.errors import RERUN_HINT, RESUME_HINT, Option, PrepError, text
 from prepcli.remote.conditional_objects import is_unsupported_write
 from prepcli.remote.object_store import WRITE_NBYTES, Bucket, Upload
 from prepcli.remote.remote_files import RemoteFile, read_range

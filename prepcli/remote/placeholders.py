@@ -22,10 +22,10 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 import xxhash
 
-from prepcli.console.formatting import format_bytes
+from prepcli.core.errors import PrepError
+from prepcli.core.formatting import format_bytes
 from prepcli.engine.blobs import Blob, MemoryBlob, StoredBlob
 from prepcli.engine.files import allocate_buffer, io_error
-from prepcli.errors import PrepError
 from prepcli.formats.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES
 from prepcli.remote.remote_files import (
     MAX_IN_FLIGHT,
@@ -37,8 +37,8 @@ from prepcli.remote.remote_files import (
     read_range,
 )
 from prepcli.remote.retries import map_in_daemon_threads
-from trainer.files.reading import resolve_named_path
-from trainer.files.writing import replacing_file
+from prepcli.stores.reading import resolve_named_path
+from prepcli.stores.writing import replacing_file
 
 DOWNLOAD_PIECE_NBYTES = 8 << 20
 # Maximum size of a file to fetch whole. Tokenizers are smaller.

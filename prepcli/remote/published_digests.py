@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prepcli.core.errors import RERUN_HINT, DamagedError
 from prepcli.engine.files import io_error
-from prepcli.errors import RERUN_HINT, DamagedError
-from trainer.files.reading import open_regular_file
+from prepcli.stores.reading import open_regular_file
 
 if TYPE_CHECKING:
     from hashlib import _Hash

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, RESUME_HINT, DamagedError, PrepError
 from prepcli.engine.blobs import Blob
 from prepcli.engine.files import ByteArray, allocate_buffer
-from prepcli.errors import GET_AGAIN_HINT, RERUN_HINT, RESUME_HINT, DamagedError, PrepError
 from prepcli.remote.retries import MIN_PROGRESS_NBYTES, RetryPolicy, map_in_daemon_threads
 
 MAX_STALLED_TRIES = 8  # consecutive tries that bring almost no bytes

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from prepcli.errors import usage_error
+from prepcli.core.errors import usage_error
 
 TIMEOUT_VARIABLE = "PREP_TIMEOUT"
 HUB_TIMEOUT_VARIABLE = "HF_HUB_DOWNLOAD_TIMEOUT"  # huggingface_hub reads it too

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.planning.state_names import PARAMS
 from prepcli.restore.item_reader import BoxArrays, ItemReader
 from prepcli.sources.averages import AVERAGE_SLOT
-from trainer.models.checkpoint_store import LeafSpec
 
 
 class AverageReader:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import xxhash
 
-from prepcli.console.progress import NullProgress, Progress
+from prepcli.algebra.boxes import Range
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.core.progress import NullProgress, Progress
 from prepcli.engine.blobs import Blob, open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.pipeline import Pipeline
-from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.again_hint import RECREATE_HINT, again_hint
 from prepcli.planning.plan import Stream, read_copies
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
@@ -24,7 +25,6 @@ from prepcli.sources.source import (
     stored_axis_maps,
 )
 from prepcli.sources.tensor_labels import label_tensor
-from trainer.models.boxes import Range
 
 # Default memory budget of `check_tensors`.
 CHECK_MEMORY_NBYTES = 256 << 20

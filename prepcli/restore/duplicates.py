@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from prepcli.core.counts import count_text
 from prepcli.engine.compare import compare_streams
 from prepcli.planning.plan import EqualityCheck, Stream
 from prepcli.planning.tensor_match import not_equal_error
 from prepcli.sources.source import Source, SourceTensor
-from trainer.models.counts import count_text
 
 # Duplicates of each tensor, by its name. Tensors without duplicates are absent.
 Duplicates = Mapping[str, Sequence[SourceTensor]]

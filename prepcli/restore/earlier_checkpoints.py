@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prepcli.console.formatting import format_bytes
-from prepcli.console.observer import Observer
-from prepcli.errors import Command, text
+from prepcli.core.errors import Command, text
+from prepcli.core.formatting import format_bytes
+from prepcli.core.observer import Observer
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import Manifest

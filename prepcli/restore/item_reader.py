@@ -14,12 +14,16 @@ from types import TracebackType
 
 import numpy as np
 
+from prepcli.algebra.boxes import Box, full_box, intersection, slices, strides, volume
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Command, DamagedError, PrepError, text
+from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import Blob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import PAGE, ByteArray
 from prepcli.engine.fills import numpy_dtype
-from prepcli.errors import Command, DamagedError, PrepError, text
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.file_records import check_files
@@ -29,15 +33,11 @@ from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
 from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.manifest_fields import ManifestFields
-from prepcli.planning.strided_copies import StridedCopy
 from prepcli.planning.tensors import itemsize
 from prepcli.remote.remote_files import MAX_READ_THREADS
 from prepcli.restore.job_queue import run_jobs
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
-from trainer.models import checkpoint_store
-from trainer.models.boxes import Box, full_box, intersection, slices, strides, volume
-from trainer.models.counts import count_text
 
 # Upper limit of one read of a thread.
 PIECE_NBYTES = 4 << 20

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from prepcli.core.worker_thread import run_in_threads
 from prepcli.engine.budget import BufferPool
 from prepcli.engine.files import ByteArray
-from trainer.files.worker_thread import run_in_threads
 
 Job = TypeVar("Job")
 

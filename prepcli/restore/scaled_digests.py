@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from prepcli.console.progress import Progress
+from prepcli.algebra.boxes import Range
+from prepcli.core.progress import Progress
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.layout_scales import LayoutScale, recorded_scale
@@ -13,7 +14,6 @@ from prepcli.planning.plan import Stream
 from prepcli.planning.state_names import qualify, split_name
 from prepcli.restore.digest_checks import row_stream, stream_digests
 from prepcli.sources.source import Source, SourceTensor
-from trainer.models.boxes import Range
 
 
 def stored_scale(output: Source, name: str) -> LayoutScale | None:

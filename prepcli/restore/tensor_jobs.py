@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from prepcli.algebra.axis_map import AxisMap
+from prepcli.algebra.boxes import Box, Range, full_box, split_merged_range, volume
+from prepcli.algebra.strided_copies import LeafBoxPart, StridedCopy, part_copies, tensor_box
 from prepcli.engine.blobs import FilesAndBlobs
 from prepcli.engine.files import PAGE, ByteArray, Files
 from prepcli.engine.fills import numpy_dtype
@@ -18,7 +21,6 @@ from prepcli.engine.permute import assign_tiled
 from prepcli.engine.stream_values import read_values
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.planning.plan import Stream
-from prepcli.planning.strided_copies import LeafBoxPart, StridedCopy, part_copies, tensor_box
 from prepcli.planning.tensors import itemsize
 from prepcli.planning.windows import (
     file_strides,
@@ -30,8 +32,6 @@ from prepcli.planning.windows import (
 )
 from prepcli.restore.digest_checks import damaged_error
 from prepcli.sources.source import Source, SourceTensor
-from trainer.models.axis_map import AxisMap
-from trainer.models.boxes import Box, Range, full_box, split_merged_range, volume
 
 # Upper limit of a window, and of one read. Half for a tensor with duplicates.
 PIECE_NBYTES = 4 << 20

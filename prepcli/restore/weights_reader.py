@@ -10,16 +10,19 @@ from types import TracebackType
 
 import numpy as np
 
-from prepcli.console.progress import NullProgress
+from prepcli.algebra.axis_map import AxisMap, bind_row
+from prepcli.algebra.boxes import Box, volume
+from prepcli.algebra.strided_copies import leaf_box_parts
+from prepcli.core.errors import RERUN_HINT, PrepError
+from prepcli.core.progress import NullProgress
+from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import CachedBlob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.files import ByteArray
-from prepcli.errors import RERUN_HINT, PrepError
 from prepcli.formats.manifest import DROPPED_KEY, NO_MANIFEST
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import EqualityCheck
 from prepcli.planning.state_names import PARAMS
-from prepcli.planning.strided_copies import leaf_box_parts
 from prepcli.planning.tensor_match import (
     DEFAULT_MATCH_OPTIONS,
     VOCAB_ATOM,
@@ -51,9 +54,6 @@ from prepcli.restore.tensor_jobs import (
     tensor_jobs,
 )
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
-from trainer.models import checkpoint_store
-from trainer.models.axis_map import AxisMap, bind_row
-from trainer.models.boxes import Box, volume
 
 BoxArrays = Mapping[Box, np.ndarray]
 # Each thread has a buffer of 8 MiB.

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Key, Option, PrepError, text
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.digest import digest
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
-from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Key, Option, PrepError, text
+from prepcli.models.decayed_leaves import DecayRule
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.plan import Stream
 from prepcli.planning.state_names import OPT_STATE, qualify, split_name
@@ -25,7 +26,6 @@ from prepcli.planning.state_rows import is_leaf_path
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
-from trainer.models.decayed_leaves import DecayRule
 
 FIRST_MOMENT = f"{OPT_STATE}.adam.mu"
 SECOND_MOMENT = f"{OPT_STATE}.adam.nu"

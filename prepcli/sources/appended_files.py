@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from prepcli.algebra.gapped_regions import GappedRegion
+from prepcli.algebra.grids import StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.engine.blobs import Blob
-from prepcli.planning.gapped_regions import GappedRegion
-from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.plan import Contiguous, Location, Strided
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.sources.source import Source, SourceTensor
 
 

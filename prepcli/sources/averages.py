@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from prepcli.errors import Key, Option, PrepError, text, usage_error
+from prepcli.core.errors import Key, Option, PrepError, text, usage_error
 from prepcli.planning.state_names import OPT_STATE, PARAMS, SEPARATOR, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
 from prepcli.sources.source import Source, SourceTensor

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path, PurePosixPath
 
-from prepcli.console.formatting import format_bytes
-from prepcli.console.lists import join_names
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.core.errors import Option, PrepError, text, usage_error
+from prepcli.core.formatting import format_bytes
+from prepcli.core.lists import join_names
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation
 from prepcli.formats.orbax import STATE_ITEMS, ZARRAY, find_item, item_metadata_file
 from prepcli.formats.orbax_read import read_item

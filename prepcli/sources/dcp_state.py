@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from prepcli.errors import GET_AGAIN_HINT, Option, PrepError, text, usage_error
+from prepcli.core.errors import GET_AGAIN_HINT, Option, PrepError, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_dcp import DcpFolder, DcpTensor, read_dcp_folder, read_dcp_value
 from prepcli.planning.plan import DroppedTensor

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 from functools import partial
 
-from prepcli.errors import PrepError
+from prepcli.algebra.grids import ExplicitPlacement
+from prepcli.core.errors import PrepError
+from prepcli.core.json_types import HFConfig
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpFolder, DcpTensor
+from prepcli.models.parameters import Family
+from prepcli.models.torchtitan_layouts import TORCHTITAN_LAYOUT
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
-from prepcli.planning.grids import ExplicitPlacement
 from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.tree_tensors import StoredLeaf
-from trainer.models.json_types import HFConfig
-from trainer.models.parameters import Family
-from trainer.models.torchtitan_layouts import TORCHTITAN_LAYOUT
 
 # A tensor of every model in torchtitan. Its name is no tensor of Hugging Face.
 TORCHTITAN_EMBEDDING = "tok_embeddings.weight"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from prepcli.models.decayed_leaves import DecayRule
+from prepcli.models.param_tree import param_leaves
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.source import Source, match_source_tensors, stored_axis_maps
-from trainer.models.decayed_leaves import DecayRule
-from trainer.models.param_tree import param_leaves
 
 # Rule of a recipe without keys for it.
 DEFAULT_RULE = DecayRule()

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.engine.blobs import Blob
 from prepcli.engine.chunk_cache import ChunkCache, ChunkReader
 from prepcli.engine.files import ByteArray, io_error
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import (
     READ_BLOCK_NBYTES,
     ZSTD_HEADER_NBYTES,
@@ -31,7 +32,6 @@ from prepcli.formats.orbax import ArrayMeta, chunk_key, unravel_chunk_index
 from prepcli.formats.orbax_read import OrbaxItem
 from prepcli.formats.orbax_store import StoredRange, StoredValue
 from prepcli.formats.untrusted import quote_name
-from trainer.models.counts import count_text
 
 # A chunk of at most 1/8 of the cache size is decoded at once and kept.
 WHOLE_CHUNK_DIVISOR = 8

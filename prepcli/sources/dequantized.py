@@ -17,18 +17,20 @@ from typing import Any
 
 import numpy as np
 
+from prepcli.algebra.boxes import Range
+from prepcli.algebra.grids import StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import Option, PrepError, text, usage_error
+from prepcli.core.json_types import HFConfig
 from prepcli.engine.blobs import Blob, FilesAndBlobs, open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray, Files
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
-from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST, QUANTIZATION_KEY, QUANTIZED_KEY
-from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.manifest_fields import ManifestFields, QuantizedRecord
 from prepcli.planning.plan import Contiguous, Location
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import qualify
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensors import FileTensor, itemsize
 from prepcli.quantized.decoder import Decoder, StoredMatrix
 from prepcli.quantized.find_weights import (
@@ -49,8 +51,6 @@ from prepcli.sources.unused_quantization import (
     has_quantized_tensors,
     unused_quantization_note,
 )
-from trainer.models.boxes import Range
-from trainer.models.json_types import HFConfig
 
 DECODED_DTYPE = "bfloat16"
 # Memory per decoded value: codes, scales and zero points in float32, and the value itself.

@@ -9,8 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from prepcli.console.lists import join_names
-from prepcli.errors import (
+from prepcli.core.errors import (
     BROKEN_CONFIG_HINT,
     Command,
     DamagedError,
@@ -19,6 +18,8 @@ from prepcli.errors import (
     Text,
     text,
 )
+from prepcli.core.json_values import load_json
+from prepcli.core.lists import join_names
 from prepcli.formats.flax_folder import detect_msgpack_kind, select_other_flax_files
 from prepcli.formats.meta_llama_config import is_dense_mistral
 from prepcli.formats.msgpack import sniff_msgpack_kind
@@ -39,7 +40,6 @@ from prepcli.quantized.find_weights import QUANTIZATION_KEYS
 from prepcli.sources.folders import Folder, Kind, LocalFolder
 from prepcli.sources.source_hints import CONFIG
 from prepcli.sources.unused_quantization import has_quantized_tensors
-from trainer.files.json_values import load_json
 
 MAX_LISTED = 6
 # Folders above the metadata file of an Orbax item: its step and the item itself.

@@ -11,21 +11,21 @@ import glob
 from collections.abc import Sequence
 from dataclasses import replace
 
-from prepcli.errors import Command, Option, text, usage_error
+from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.formats.manifest import Manifest
+from prepcli.models.name_patterns import matching_patterns
+from prepcli.models.prediction import (
+    EARLIER_RULES,
+    UNRECORDED_RULE,
+    prediction_names,
+    without_prediction,
+)
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.tensor_match import DROP_RULE, tensor_uses
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.multimodal import split_towers
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
 from prepcli.sources.unindexed import unindexed_names
-from trainer.models.name_patterns import matching_patterns
-from trainer.models.prediction import (
-    EARLIER_RULES,
-    UNRECORDED_RULE,
-    prediction_names,
-    without_prediction,
-)
 
 
 def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:

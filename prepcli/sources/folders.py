@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from prepcli.console.observer import Observer
-from prepcli.console.progress import NullProgress, Progress
+from prepcli.core.observer import Observer
+from prepcli.core.progress import NullProgress, Progress
 from prepcli.formats.orbax import ITEM_MARKERS, METADATA_FILE, find_item, item_metadata_file
 from prepcli.formats.untrusted import list_folder, read_bytes
 from prepcli.remote.placeholders import RemoteCheckpoint, rename_in_errors

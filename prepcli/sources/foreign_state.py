@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.engine.blobs import MemoryBlob
 from prepcli.engine.digest import digest
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.planning.plan import Contiguous, SourceFile
 from prepcli.planning.state_names import qualify
 from prepcli.planning.tensors import FLOAT_DTYPES

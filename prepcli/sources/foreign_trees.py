@@ -7,9 +7,20 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from prepcli.errors import GET_AGAIN_HINT, Option, PrepError, text
+from prepcli.algebra.axis_map import LAYER_ATOMS, ParsedAxisMap, bind_row
+from prepcli.core.errors import GET_AGAIN_HINT, Option, PrepError, text
+from prepcli.core.suggest import did_you_mean
 from prepcli.formats.levanter import LEVANTER_MODEL_ROOT
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.models.parameters import (
+    Family,
+    HFConfig,
+    StoredShapes,
+    TreeLayout,
+    layer_atom_in,
+    layout_rows,
+    parameter_rows,
+)
 from prepcli.planning.layout_scales import LayoutScale, bind_scale
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE
@@ -26,17 +37,6 @@ from prepcli.sources.tree_tensors import (
     leaf_as_tensor,
     recorded_shapes,
 )
-from trainer.models.axis_map import LAYER_ATOMS, ParsedAxisMap, bind_row
-from trainer.models.parameters import (
-    Family,
-    HFConfig,
-    StoredShapes,
-    TreeLayout,
-    layer_atom_in,
-    layout_rows,
-    parameter_rows,
-)
-from trainer.models.suggest import did_you_mean
 
 # Prefix of the parameters in a tree of parameters, in Flax variables, and in training states of Flax and Levanter.
 ROOTS = (

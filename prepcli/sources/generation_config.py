@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
+from prepcli.core.json_types import HFConfig, JsonValue
+from prepcli.models.token_rules import NO_RULES, TokenRules
 from prepcli.sources.source import read_config
-from trainer.models.json_types import HFConfig, JsonValue
-from trainer.models.token_rules import NO_RULES, TokenRules
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 # Fields that change the tokens of transformers' greedy search, and are not supported, with the values that have no

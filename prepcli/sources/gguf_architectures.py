@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from prepcli.core.json_types import JsonValue
 from prepcli.formats.gguf import GgufMetadata
-from trainer.models.json_types import JsonValue
 
 # Tensors [experts, out, in] of all experts of a layer.
 EXPERT_TENSORS = (

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from prepcli.console.lists import join_names
-from prepcli.errors import Command, Option, PrepError, Text, text
+from prepcli.core.errors import Command, Option, PrepError, Text, text
+from prepcli.core.lists import join_names
 from prepcli.formats import flax_folder, msgpack, safetensors, torch_files
 from prepcli.formats.flax_folder import select_flax_files
 from prepcli.formats.gguf import part_names

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from prepcli.errors import GET_AGAIN_HINT
-from trainer.files.fast_tokenizer import load_fast_tokenizer
-from trainer.files.tokenizer_safety import (
+from prepcli.core.errors import GET_AGAIN_HINT
+from prepcli.formats.fast_tokenizer import load_fast_tokenizer
+from prepcli.formats.tokenizer_safety import (
     check_normalizer_growth,
     library_errors,
     normalizer_growth,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
-from prepcli.errors import Option, text, usage_error
+from prepcli.core.errors import Option, text, usage_error
 from prepcli.formats.file_records import read_manifest_of_file
 from prepcli.formats.manifest import Manifest, find_manifest_folder, read_manifest
 from prepcli.sources.bucket_folders import open_bucket_folder
@@ -22,7 +22,7 @@ from prepcli.sources.references import (
     parse_reference,
 )
 from prepcli.sources.unused_quantization import unused_quantization_note
-from trainer.files.writing import name_fault
+from prepcli.stores.writing import name_fault
 
 
 @dataclass(frozen=True, slots=True)

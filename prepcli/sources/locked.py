@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from prepcli.console.lists import join_names
-from prepcli.console.progress import Progress
-from prepcli.errors import Command, PrepError, text
+from prepcli.core.errors import Command, PrepError, text
+from prepcli.core.lists import join_names
+from prepcli.core.progress import Progress
 from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.untrusted import quote_name, stat_file

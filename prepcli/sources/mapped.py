@@ -8,10 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from prepcli.algebra.axis_map import bind_row
+from prepcli.core.errors import Command, Option, PrepError, text, usage_error
+from prepcli.core.json_types import HFConfig
+from prepcli.core.suggest import did_you_mean
 from prepcli.engine.digest import digest
-from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.untrusted import read_small_file
+from prepcli.models.parameters import (
+    Family,
+    StoredShapes,
+    dropped_patterns,
+    parameter_rows,
+)
+from prepcli.models.prediction import prediction_names
+from prepcli.models.registry import FAMILIES, family_of
+from prepcli.models.verbatim import verbatim_family
 from prepcli.planning.composed_locations import compose_location
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.map_file import (
@@ -29,18 +41,6 @@ from prepcli.planning.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, d
 from prepcli.planning.tensors import FLOAT_DTYPES, itemsize
 from prepcli.quantized.find_weights import quantization_settings
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
-from trainer.models.axis_map import bind_row
-from trainer.models.json_types import HFConfig
-from trainer.models.parameters import (
-    Family,
-    StoredShapes,
-    dropped_patterns,
-    parameter_rows,
-)
-from trainer.models.prediction import prediction_names
-from trainer.models.registry import FAMILIES, family_of
-from trainer.models.suggest import did_you_mean
-from trainer.models.verbatim import verbatim_family
 
 # Rule of the tensors that a map drops, as plans and JSON objects name it.
 DROP_RULE = "drop line of --map"

@@ -7,8 +7,22 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.algebra.axis_map import INPUT_LAYERS
+from prepcli.algebra.boxes import strides
+from prepcli.core.errors import Option, PrepError, text, usage_error
+from prepcli.core.json_types import HFConfig
 from prepcli.formats.manifest import Manifest
+from prepcli.models.parameters import VERBATIM, Family
+from prepcli.models.registry import FAMILIES, family_of
+from prepcli.models.text_part import read_text_part, text_section
+from prepcli.models.truncation import (
+    later_layers,
+    missing_tensors,
+    prediction_tensors,
+    tensors_of_all_layers,
+    truncate_config,
+)
+from prepcli.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, verbatim_family
 from prepcli.planning.manifest_fields import QuantizedRecord
 from prepcli.planning.plan import Contiguous, DroppedTensor, Strided
 from prepcli.planning.state_names import split_name
@@ -18,20 +32,6 @@ from prepcli.sources.multimodal import multimodal_wrapper_prefix
 from prepcli.sources.side_files import SideFiles, find_side_files
 from prepcli.sources.source import Source, SourceTensor, read_config
 from prepcli.sources.source_hints import CONFIG, SourceHints
-from trainer.models.axis_map import INPUT_LAYERS
-from trainer.models.boxes import strides
-from trainer.models.json_types import HFConfig
-from trainer.models.parameters import VERBATIM, Family
-from trainer.models.registry import FAMILIES, family_of
-from trainer.models.text_part import read_text_part, text_section
-from trainer.models.truncation import (
-    later_layers,
-    missing_tensors,
-    prediction_tensors,
-    tensors_of_all_layers,
-    truncate_config,
-)
-from trainer.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, verbatim_family
 
 # Rule of tensors that belong to removed layers.
 LAYERS_RULE = "--layers"

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
+from prepcli.core.json_types import HFConfig
 from prepcli.formats.manifest import TOWERS_KEY
+from prepcli.models.prediction import prediction_names, without_prediction
+from prepcli.models.registry import FAMILIES
+from prepcli.models.text_part import TextPart, read_text_part, text_section, uses_mrope
 from prepcli.planning.manifest_fields import ManifestFields, QuantizedRecord
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.quantization_leaves import QUANTIZATION
@@ -19,10 +23,6 @@ from prepcli.planning.tensor_match import TensorNames, find_wrapper_prefix
 from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor, Wrapper
 from prepcli.sources.transposed_tensors import without_transposed_tensors
-from trainer.models.json_types import HFConfig
-from trainer.models.prediction import prediction_names, without_prediction
-from trainer.models.registry import FAMILIES
-from trainer.models.text_part import TextPart, read_text_part, text_section, uses_mrope
 
 # Formats of files with the names of transformers.
 MULTIMODAL_KINDS = ("safetensors", "torch", "dcp")

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from prepcli.console.lists import join_names
-from prepcli.errors import Option, PrepError, Text, text, usage_error
+from prepcli.core.errors import Option, PrepError, Text, text, usage_error
+from prepcli.core.lists import join_names
+from prepcli.core.suggest import did_you_mean
 from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
 from prepcli.formats.torch_files import MISTRAL_FILE
 from prepcli.formats.untrusted import list_folder, quote_name
+from prepcli.models.parameters import VERBATIM
+from prepcli.models.registry import FAMILIES
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor
@@ -31,9 +34,6 @@ from prepcli.sources.side_files import check_patterns, unread_weights
 from prepcli.sources.source import Source, check_headers
 from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
 from prepcli.sources.unindexed import UNINDEXED_RULE, unindexed_names
-from trainer.models.parameters import VERBATIM
-from trainer.models.registry import FAMILIES
-from trainer.models.suggest import did_you_mean
 
 # A note names at most this many tensors that the index does not name.
 MAX_UNINDEXED_NAMES = 5

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats.manifest import MANIFEST_FILE, Manifest, find_manifest_folder, read_manifest
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.planning.manifest_fields import OriginRecord

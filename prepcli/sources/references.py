@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.console.bounded_text import shorten
-from prepcli.errors import Command, Key, Option, PrepError, Text, text, usage_error
+from prepcli.core.bounded_text import shorten
+from prepcli.core.errors import Command, Key, Option, PrepError, Text, text, usage_error
+from prepcli.core.suggest import suggest
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import (
     RECIPE_FILE,
@@ -24,7 +25,6 @@ from prepcli.remote.hub_address import HubAddress, parse_hub_address
 from prepcli.remote.object_store import ObjectStoreUrl, is_url, parse_url
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.source_hints import split_part
-from trainer.models.suggest import suggest
 
 # Values of `--step` other than a number.
 BEST = "best"

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
+from prepcli.algebra.boxes import Range
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.engine.blobs import Blob, open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.formats.untrusted import quote_name
+from prepcli.models.text_part import with_text_config
 from prepcli.planning.manifest_fields import QuantizedRecord
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
@@ -42,8 +44,6 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.tensor_rows import read_rows, read_tensor
 from prepcli.sources.vocabulary_tensors import vocabulary_names
-from trainer.models.boxes import Range
-from trainer.models.text_part import with_text_config
 
 # Values to encode at a time, if the memory suffices.
 BLOCK_VALUES = 1 << 19

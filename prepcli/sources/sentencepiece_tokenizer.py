@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.errors import GET_AGAIN_HINT
+from prepcli.core.errors import GET_AGAIN_HINT
+from prepcli.formats.sentencepiece_model import load_sentencepiece
 from prepcli.formats.sentencepiece_pieces import has_space_suffix, read_added_texts
-from trainer.files.sentencepiece_model import load_sentencepiece
-from trainer.files.tokenizer_safety import library_errors
+from prepcli.formats.tokenizer_safety import library_errors
 
 # SentencePiece writes spaces as this character.
 SPACE = "\u2581"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from prepcli.console.formatting import format_bytes
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.core.errors import Option, PrepError, text, usage_error
+from prepcli.core.formatting import format_bytes
 from prepcli.formats import flax_folder, safetensors, torch_files
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import ITEM_MARKERS, READABLE_SUFFIXES, ZARRAY

@@ -10,8 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from prepcli.engine.blobs import Blob
-from prepcli.errors import (
+from prepcli.algebra.axis_map import ParsedAxisMap
+from prepcli.algebra.gapped_regions import GappedRegion
+from prepcli.algebra.grids import StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.counts import count_text
+from prepcli.core.errors import (
     BROKEN_CONFIG_HINT,
     GET_AGAIN_HINT,
     DamagedError,
@@ -19,18 +23,19 @@ from prepcli.errors import (
     PrepError,
     text,
 )
+from prepcli.core.json_types import HFConfig, JsonObject
+from prepcli.core.json_values import load_json
+from prepcli.engine.blobs import Blob
 from prepcli.formats.file_records import check_header
 from prepcli.formats.manifest import NO_MANIFEST, STATE_ITEM, Manifest
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, quote_name, read_small_file
-from prepcli.planning.gapped_regions import GappedRegion
-from prepcli.planning.grids import StridedPlacement
+from prepcli.models.parameters import Family, parameter_rows
 from prepcli.planning.manifest_fields import QuantizedRecord, TensorRecords, TrainingStateRecord
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor, Locations, SmallFile, SourceFile
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
 from prepcli.planning.state_names import TOWERS, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import (
     MatchOptions,
     TensorInfo,
@@ -42,11 +47,6 @@ from prepcli.planning.tensors import ITEM_BITS, cast_dtype
 from prepcli.planning.vocabulary import NO_VOCABULARY, Vocabulary, read_vocabulary
 from prepcli.remote.remote_files import RemoteBlob
 from prepcli.sources.side_files import SideFile
-from trainer.files.json_values import load_json
-from trainer.models.axis_map import ParsedAxisMap
-from trainer.models.counts import count_text
-from trainer.models.json_types import HFConfig, JsonObject
-from trainer.models.parameters import Family, parameter_rows
 
 CONFIG = "config.json"
 # In an init checkpoint: config, tokenizer and the other files of the model.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from prepcli.errors import Command, Key, Option, PrepError, text
+from prepcli.core.errors import Command, Key, Option, PrepError, text
 
 if TYPE_CHECKING:
     from prepcli.remote.placeholders import RemoteCheckpoint

@@ -15,12 +15,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from prepcli.errors import PrepError
+from prepcli.algebra.axis_map import AxisMap, bind_row
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import PrepError
+from prepcli.models.parameters import StoredShapes, parameter_rows
+from prepcli.models.registry import FAMILIES
 from prepcli.planning.composed_locations import compose_location
 from prepcli.planning.map_rows import MapRow
 from prepcli.planning.plan import Location
 from prepcli.planning.state_names import PARAMS, qualify, split_name
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, detect_names
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.multimodal import split_towers, with_bare_names
@@ -31,9 +34,6 @@ from prepcli.sources.source import (
     match_source_tensors,
     stored_axis_maps,
 )
-from trainer.models.axis_map import AxisMap, bind_row
-from trainer.models.parameters import StoredShapes, parameter_rows
-from trainer.models.registry import FAMILIES
 
 
 def in_one_form(source: Source, other: Source) -> tuple[Source, Source]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 
 # Layout of the Hugging Face cache: `models--OWNER--NAME/snapshots/COMMIT` and `models--OWNER--NAME/blobs`
 SNAPSHOTS = "snapshots"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.planning.state_names import TOWERS, split_name
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorUse
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps

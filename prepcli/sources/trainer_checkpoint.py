@@ -10,15 +10,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.digest import digest_pieces
 from prepcli.engine.files import allocate_buffer
 from prepcli.engine.fills import numpy_dtype
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_objects import ArchivedTensor, TorchObject, read_torch_object
 from prepcli.formats.untrusted import unreadable_error
+from prepcli.models.module_order import module_order, optimizer_groups
 from prepcli.planning.plan import Contiguous, SourceFile, Strided
 from prepcli.planning.state_names import qualify
 from prepcli.remote.placeholders import RemoteCheckpoint
@@ -42,7 +43,6 @@ from prepcli.sources.source import (
     read_json_object,
     recorded_digests,
 )
-from trainer.models.module_order import module_order, optimizer_groups
 
 OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
 # trainer_state.json has a line of about 200 bytes for each logged step.

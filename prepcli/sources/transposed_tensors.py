@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from prepcli.planning.gapped_regions import GappedRegion
+from prepcli.algebra.axis_map import bind_row
+from prepcli.algebra.boxes import strides
+from prepcli.algebra.gapped_regions import GappedRegion
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.models.parameters import parameter_rows
 from prepcli.planning.plan import Contiguous, Location, Strided
 from prepcli.planning.quantization_leaves import DECODED
 from prepcli.planning.state_names import qualify
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
-from trainer.models.axis_map import bind_row
-from trainer.models.boxes import strides
-from trainer.models.parameters import parameter_rows
 
 
 def without_transposed_tensors(source: Source) -> Source:

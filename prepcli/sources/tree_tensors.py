@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, Sizes, bind_row
+from prepcli.algebra.grids import ChunkGrid, Placement
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.manifest import Manifest
+from prepcli.models.parameters import (
+    parameter_rows,
+)
 from prepcli.planning.chunk_placement import LeafPiece
-from prepcli.planning.grids import ChunkGrid, Placement
 from prepcli.planning.manifest_fields import TensorRecords
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.quantization_leaves import (
@@ -24,14 +29,9 @@ from prepcli.planning.state_names import (
     qualify,
 )
 from prepcli.planning.state_rows import PathLeaf, find_state_leaves, state_axis_map
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import ITEM_BITS, itemsize
 from prepcli.sources.source import SourceTensor, recorded_digests
-from trainer.models.axis_map import AxisMap, ParsedAxisMap, Sizes, bind_row
-from trainer.models.parameters import (
-    parameter_rows,
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats.safetensors import iter_folder_tensors, select_safetensors_files
 from prepcli.formats.torch_files import detect_torch_kind, read_torch_folder
 from prepcli.formats.untrusted import list_folder

@@ -9,9 +9,14 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from prepcli.console.lists import join_names
-from prepcli.errors import Command, Option, Text, text, usage_error
+from prepcli.algebra.axis_map import bind_row
+from prepcli.core.errors import Command, Option, Text, text, usage_error
+from prepcli.core.lists import join_names
 from prepcli.formats.untrusted import quote_name
+from prepcli.models.parameters import Family, parameter_rows
+from prepcli.models.prediction import is_prediction_vocabulary, prediction_names
+from prepcli.models.registry import family_of
+from prepcli.models.text_part import text_section
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import (
     LAYER_VOCAB_ATOM,
@@ -27,11 +32,6 @@ from prepcli.planning.vocabulary import Vocabulary, read_vocabulary
 from prepcli.sources.dequantized import quantization_file
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
-from trainer.models.axis_map import bind_row
-from trainer.models.parameters import Family, parameter_rows
-from trainer.models.prediction import is_prediction_vocabulary, prediction_names
-from trainer.models.registry import family_of
-from trainer.models.text_part import text_section
 
 # Tensors in a message.
 MAX_NAMES = 3

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from prepcli.errors import Option, PrepError, text
+from prepcli.algebra.axis_map import LAYERS
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import Option, PrepError, text
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
 from prepcli.formats.torch_archive_write import encode_archive, encode_object
 from prepcli.formats.torch_dcp import MAX_METADATA_OPCODES, METADATA_FILE
@@ -15,11 +17,9 @@ from prepcli.formats.torch_dcp_write import DATA_FILE, DcpEntry, encode_metadata
 from prepcli.formats.torch_pickle import MAX_NBYTES
 from prepcli.formats.torch_pickle_write import SUPPORTED_DTYPES, PickledValue, StoredTensor
 from prepcli.planning.plan import Contiguous, Locations, OutputFile, SmallFile
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.layout_leaves import find_layout_leaves, whole_leaf_location
-from trainer.models.axis_map import LAYERS
 
 # A tensor takes up to 77 opcodes of `.metadata`: a moment has four keys.
 MAX_TENSORS = MAX_METADATA_OPCODES // 80

@@ -13,10 +13,10 @@ import numpy as np
 
 from prepcli.formats.safetensors_layout import LayoutEntry
 from prepcli.formats.torch_pickle_write import StoredTensor
+from prepcli.models.module_order import OptimizerGroups
 from prepcli.sources.adam_state import AdamSettings, AdamState
 from prepcli.targets.dcp_folder import DcpConstant, DcpLayout, lay_out_dcp_folder
 from prepcli.targets.trainer_checkpoint import parameter_group
-from trainer.models.module_order import OptimizerGroups
 
 MODEL = "model"
 OPTIMIZER = "optimizer"

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from prepcli.algebra.gapped_regions import GappedRegion, gaps_between
+from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.engine.blobs import Blob
 from prepcli.formats.flax_folder import INDEX_FILE, STEM, STREAM_FILE
 from prepcli.formats.msgpack import SUFFIX
@@ -18,9 +20,7 @@ from prepcli.formats.msgpack_layout import (
     sort_paths,
 )
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
-from prepcli.planning.gapped_regions import GappedRegion, gaps_between
 from prepcli.planning.plan import Locations, OutputFile, SmallFile
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.sources.appended_files import shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.layout_leaves import LayoutLeaf, find_layout_leaves, whole_leaf_location

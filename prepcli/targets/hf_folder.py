@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.formats.file_records import recorded_xxh3
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.safetensors import INDEX_FILE, SINGLE_FILE
@@ -16,13 +17,12 @@ from prepcli.formats.safetensors_layout import (
     encode_index,
     lay_out_files,
 )
+from prepcli.models.text_part import with_text_config
 from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.sources.side_files import SideFile
 from prepcli.sources.source import CONFIG, Source, SourceTensor
 from prepcli.sources.symlinks import resolve_small_file
-from trainer.models.json_types import HFConfig, JsonObject
-from trainer.models.text_part import with_text_config
 
 # File name, entries in order, page offset of the first tensor
 FileGroup = tuple[str, Sequence[LayoutEntry], int | None]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from prepcli.planning.grids import ExplicitPlacement, StridedPlacement
+from prepcli.algebra.grids import ExplicitPlacement, StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.targets.orbax_item import OrbaxItemLayout
 
 

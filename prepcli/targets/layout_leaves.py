@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from prepcli.errors import PrepError
-from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, bind_row
+from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import PrepError
+from prepcli.models.parameters import layout_rows
 from prepcli.planning.layout_scales import LayoutScale, bind_scale
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source, SourceTensor
-from trainer.models.axis_map import AxisMap, ParsedAxisMap, bind_row
-from trainer.models.parameters import layout_rows
 
 MAX_NAMES = 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prepcli.errors import Option, PrepError, text
+from prepcli.core.errors import Option, PrepError, text
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
 from prepcli.planning.composed_locations import compose_location
 from prepcli.planning.map_file import TensorMap

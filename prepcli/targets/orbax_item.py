@@ -8,16 +8,24 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
+from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, bind_row
+from prepcli.algebra.grids import ChunkGrid
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
 from prepcli.formats.ocdbt_read import MAX_ENTRIES
 from prepcli.formats.orbax import chunk_file_path
+from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape, join_experts
+from prepcli.models.host_reads import HostReads, read_amplification, reads_per_host
+from prepcli.models.leaf_matrices import reduced_axes
+from prepcli.models.mesh import Mesh
+from prepcli.models.partition import Spec, leaf_spec, partition_spec
+from prepcli.models.rules import LeafDims, Rules
 from prepcli.planning.chunk_placement import (
     ChunkLayout,
     LeafPiece,
     place_chunk_files,
     place_chunks,
 )
-from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.item_storage import CHUNK_FILE_STORAGES, ZARR3_STORAGES, Storage
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
 from prepcli.planning.quantization_leaves import (
@@ -39,19 +47,11 @@ from prepcli.planning.state_rows import (
     shape_in_leaf,
     state_axis_map,
 )
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, itemsize
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.hf_folder import resized_shape_and_nbytes
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, output_rows
-from trainer.models.axis_map import AxisMap, ParsedAxisMap, bind_row
-from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape, join_experts
-from trainer.models.host_reads import HostReads, read_amplification, reads_per_host
-from trainer.models.leaf_matrices import reduced_axes
-from trainer.models.mesh import Mesh
-from trainer.models.partition import Spec, leaf_spec, partition_spec
-from trainer.models.rules import LeafDims, Rules
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,22 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from prepcli.console.lists import join_names
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, usage_error
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, usage_error
+from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import load_json
+from prepcli.core.lists import join_names
 from prepcli.formats.token_list import AddedToken
-from prepcli.sources.json_tokenizer import parse_tokenizer
-from prepcli.sources.sentencepiece_tokenizer import SPACE, parse_sentencepiece
-from prepcli.sources.source import Source
-from prepcli.targets.token_files import TOKEN_IDS, read_side_file, tokenizer_file
-from trainer.files.json_values import load_json
-from trainer.files.tokenizer_names import (
+from prepcli.formats.tokenizer_names import (
     SENTENCEPIECE_FILES,
     SENTENCEPIECE_SUFFIX,
     SETTINGS_FILE,
     TOKENIZER_FILE,
     VOCABULARY_FILES,
 )
-from trainer.models.json_types import JsonObject
+from prepcli.sources.json_tokenizer import parse_tokenizer
+from prepcli.sources.sentencepiece_tokenizer import SPACE, parse_sentencepiece
+from prepcli.sources.source import Source
+from prepcli.targets.token_files import TOKEN_IDS, read_side_file, tokenizer_file
 
 SAVE_HINT = (
     "save it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from prepcli.algebra.boxes import Range
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.manifest_fields import PADDING_RULE
 from prepcli.planning.plan import DroppedTensor, Fill, Locations, Stream
@@ -14,7 +15,6 @@ from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STA
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.vocabulary_tensors import check_prediction_rows
-from trainer.models.boxes import Range
 
 
 @dataclass(frozen=True, slots=True)

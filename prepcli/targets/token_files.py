@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
+from prepcli.core.json_types import JsonObject, JsonValue
 from prepcli.engine.digest import digest
 from prepcli.engine.files import io_error
-from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
 from prepcli.formats.added_tokens import Addition, FileEdit
 from prepcli.formats.again_hint import again_hint
 from prepcli.formats.file_records import recorded_xxh3
@@ -16,17 +17,16 @@ from prepcli.formats.json_edits import find_value, insert_members, remove_insert
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.sentencepiece_pieces import encode_pieces
 from prepcli.formats.token_list import FLAGS, AddedToken, make_token
-from prepcli.formats.untrusted import parse_json
-from prepcli.sources.source import Source
-from prepcli.sources.symlinks import resolve_small_file
-from trainer.files.reading import read_regular_file
-from trainer.files.tokenizer_names import (
+from prepcli.formats.tokenizer_names import (
     MAX_TOKENIZER_NBYTES,
     SENTENCEPIECE_FILES,
     SETTINGS_FILE,
     TOKENIZER_FILE,
 )
-from trainer.models.json_types import JsonObject, JsonValue
+from prepcli.formats.untrusted import parse_json
+from prepcli.sources.source import Source
+from prepcli.sources.symlinks import resolve_small_file
+from prepcli.stores.reading import read_regular_file
 
 SPECIAL_TOKENS = "special_tokens_map.json"
 TOKEN_IDS = "added_tokens.json"

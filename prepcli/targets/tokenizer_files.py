@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from prepcli.core.errors import Key, text, usage_error
 from prepcli.engine.files import io_error
-from prepcli.errors import Key, text, usage_error
 from prepcli.formats.manifest import read_manifest
+from prepcli.formats.tokenizer_names import TOKENIZER_FILE
 from prepcli.planning.plan import SmallFile
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.side_files import SideFile
 from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_files
-from trainer.files.tokenizer_names import TOKENIZER_FILE
 
 SENTENCEPIECE_TOKENIZER = "tokenizer.model"
 # In order of precedence: the first one in a folder is loaded.

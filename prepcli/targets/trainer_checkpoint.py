@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prepcli.errors import Option, PrepError, text
+from prepcli.core.errors import Option, PrepError, text
 from prepcli.formats.torch_archive_write import encode_object
 from prepcli.formats.torch_pickle_write import SUPPORTED_DTYPES, PickledValue, StoredTensor
+from prepcli.models.module_order import OptimizerGroups
 from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
 from prepcli.sources.adam_state import AdamSettings, AdamState, moment_names
 from prepcli.sources.side_files import TRAINER_STATE_FILE
 from prepcli.sources.source import SCHEDULER_FILE
 from prepcli.targets.hf_folder import json_bytes
-from trainer.models.module_order import OptimizerGroups
 
 OPTIMIZER_FILE = "optimizer.pt"
 # Fields of `TrainerControl`, which Trainer updates in each save. It decides anew after each step.

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from prepcli.formats.levanter import LEVANTER_MODEL_ROOT
 from prepcli.formats.manifest import EXPORTED_STEP
 from prepcli.formats.orbax import STATE_ITEMS
+from prepcli.models.rules import DEFAULT_RULES
 from prepcli.planning.item_storage import Storage
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.layout_leaves import find_layout_leaves
 from prepcli.targets.orbax_item import LeafUse, OrbaxItemLayout, Partitioning, lay_out_uses
-from trainer.models.rules import DEFAULT_RULES
 
 
 @dataclass(frozen=True, slots=True)

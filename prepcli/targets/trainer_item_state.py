@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from prepcli.engine.blobs import Blob, MemoryBlob
+from prepcli.models.rules import DEFAULT_RULES
 from prepcli.planning.item_storage import Storage
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.state_names import OPT_STATE, identity_axis_map, qualify
@@ -18,7 +19,6 @@ from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.joined_items import join_items
 from prepcli.targets.orbax_item import LeafUse, OrbaxItemLayout, Partitioning, lay_out_uses
 from prepcli.targets.trainer_item import TRAINER_ITEMS, trainer_item_uses
-from trainer.models.rules import DEFAULT_RULES
 
 COUNTER_DTYPE = "int32"
 # `optimizer.max_grad_norm` of Levanter, if the state has no recipe.

@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from prepcli.algebra.grids import Placement, StridedPlacement
+from prepcli.core.json_types import HFConfig
+from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.formats.manifest import LORA_KEY, ORIGIN_KEY, STATE_ITEM, TOWERS_KEY, Manifest
+from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES
+from prepcli.models.manifest_family import manifest_family
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.rule_text import merge_rules
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import LeafPiece
-from prepcli.planning.grids import Placement, StridedPlacement
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.slabs import split_streams
@@ -24,12 +30,6 @@ from prepcli.sources.tree_tensors import StoredLeaf, tensors_from_manifest
 from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.targets.orbax_item import Partitioning, item_streams, make_item
 from prepcli.targets.streams import VocabResize
-from trainer.models.checkpoint_store import LeafSpec
-from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
-from trainer.models.json_types import HFConfig
-from trainer.models.manifest_family import manifest_family
-from trainer.models.mesh import parse_mesh
-from trainer.models.rule_text import merge_rules
 
 # Keys of config.json in different versions of transformers.
 DTYPE_KEYS = ("dtype", "torch_dtype")

@@ -8,8 +8,8 @@ import pytest
 
 from bench import compiled_memory
 from bench.model_configs import MODEL_SIZES
-from trainer.models.errors import PrepError
-from trainer.models.remat import RematPolicy
+from prepcli.core.errors import PrepError
+from prepcli.models.remat import RematPolicy
 
 
 @pytest.mark.slow  # compiles training steps

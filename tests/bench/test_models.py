@@ -14,15 +14,15 @@ import pytest
 from bench.models import BLOCK_NBYTES, FREE_BITS, main, tensor_entries, write_model
 from bench.published import PUBLISHED, published_config
 from bench.sizes import largest_aliases
+from prepcli.algebra.axis_map import bind_row
+from prepcli.commands.testing.torch_transformers import tensor_shapes
+from prepcli.models.parameters import parameter_rows
+from prepcli.models.registry import family_of
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.aliases import ALIASES, ALIASES_BY_NAME
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
-from prepcli.testing.torch_transformers import tensor_shapes
 from tests.helpers.tiny_checkpoints import read_tensors
-from trainer.models.axis_map import bind_row
-from trainer.models.parameters import parameter_rows
-from trainer.models.registry import family_of
 
 NARROW = {"vocab_size": 131, "hidden_size": 32, "max_position_embeddings": 64}
 GPT_NEO = published_config("gpt-neo-125M", layers=3, changes={**NARROW, "num_heads": 4})

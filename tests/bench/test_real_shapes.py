@@ -18,7 +18,7 @@ from bench.real_shapes import (
     stored_entries,
     write_sparse,
 )
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS
 

@@ -10,10 +10,10 @@ import pytest
 from bench.models import tensor_entries, write_model
 from bench.published import PUBLISHED, published_config
 from bench.sizes import SizeRow, largest_aliases, sizes_text
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
+from prepcli.models.registry import family_of
 from prepcli.sources.aliases import ALIAS_FAMILIES
 from tests.helpers.slow_cases import slow_except
-from trainer.models.registry import family_of
 
 LAYERS = 2  # layers of each model; widths are as published
 

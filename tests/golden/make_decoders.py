@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from prepcli.testing.tiny_transformers import has_encoder, random_batch, random_tensors
+from prepcli.commands.testing.tiny_transformers import has_encoder, random_batch, random_tensors
+from prepcli.models.parameters import HFConfig
 from tests.helpers.tiny_configs import DENSE_FAMILIES, GOLDEN
-from trainer.models.parameters import HFConfig
 
 FOLDER = Path(__file__).parent / "decoders"
 LENGTHS = (7, 4)  # lengths of the rows of `short`
@@ -44,7 +44,11 @@ class Golden:
 
 def compute(config: HFConfig, long_length: int = FIRST_LONG_LENGTH) -> Golden:
     """Compute the content of a file with transformers, with a row of `long_length` tokens in `long`."""
-    from prepcli.testing.torch_transformers import torch_gradients, torch_logits, torch_model
+    from prepcli.commands.testing.torch_transformers import (
+        torch_gradients,
+        torch_logits,
+        torch_model,
+    )
 
     tensors, shape = (
         random_tensors(config),

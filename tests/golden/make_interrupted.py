@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 from safetensors.numpy import save_file
 
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
 from prepcli.engine import pipeline
 from prepcli.engine.files import Files
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint

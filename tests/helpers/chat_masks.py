@@ -18,14 +18,14 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from prepcli.core.errors import PrepError
+from prepcli.core.json_types import JsonObject
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.encode import encode_batch
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonObject
 
 # Tokens that end a text, as `generation_config.json` names them.
 STOPS = (

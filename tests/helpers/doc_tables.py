@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.cli.main import main
-from prepcli.errors import OK
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import OK
 from trainer.recipe.tables import KEY_SCHEMAS
 
 COMMAND = "prep "

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
 from prepcli.engine import pipeline
 from prepcli.engine.files import Files
 from tests.helpers.killing import read_files

@@ -28,18 +28,18 @@ from typing import IO, Any
 
 PRELOADED = (
     "numpy",
-    "prepcli.cli.main",
-    "prepcli.operations.export",
-    "prepcli.operations.inspect",
-    "prepcli.operations.pad_vocab",
-    "prepcli.operations.add_tokens",
-    "prepcli.operations.remove_tokens",
-    "prepcli.operations.push",
-    "prepcli.operations.save_init",
-    "prepcli.operations.verify",
-    "prepcli.rendering.conversions",
-    "prepcli.rendering.inspection",
-    "prepcli.rendering.verification",
+    "prepcli.commands.cli.main",
+    "prepcli.commands.operations.export",
+    "prepcli.commands.operations.inspect",
+    "prepcli.commands.operations.pad_vocab",
+    "prepcli.commands.operations.add_tokens",
+    "prepcli.commands.operations.remove_tokens",
+    "prepcli.commands.operations.push",
+    "prepcli.commands.operations.save_init",
+    "prepcli.commands.operations.verify",
+    "prepcli.commands.rendering.conversions",
+    "prepcli.commands.rendering.inspection",
+    "prepcli.commands.rendering.verification",
     "pydantic.type_adapter",
     "zstandard",
 )
@@ -51,10 +51,10 @@ PRELOADED_IF_INSTALLED = (
 PRELOADED_WITH_JAX = (
     "jax",
     "trainer.training.loop",
-    "prepcli.operations.train",
-    "prepcli.training_runs.train",
+    "prepcli.commands.operations.train",
+    "trainer.run.train",
 )
-PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
+PREP = "import sys; from prepcli.commands.cli.main import main; sys.exit(main())"
 MAX_REQUEST_NBYTES = 1 << 17
 MAX_FD = 256
 
@@ -240,7 +240,7 @@ def _serve(requests: socket.socket, modules: Sequence[str]) -> None:
     for name in (*PRELOADED, *filter(_is_installed, PRELOADED_IF_INSTALLED), *modules):
         importlib.import_module(name)
     # Each command would build the options of all commands, which takes half the time of a small one.
-    importlib.import_module("prepcli.cli.root").command_group()
+    importlib.import_module("prepcli.commands.cli.root").command_group()
     # `select.select` would fail for descriptors above 1023, which a long test session may reach.
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.cli.main import main
-from prepcli.console.unexpected import BUG
+from prepcli.commands.cli.main import main
+from prepcli.core.unexpected import BUG
 from tests.helpers.tiny_checkpoints import ALL_CONFIGS, LLAMA, make_checkpoint
 
 MAX_MESSAGE_CHARS = 1000

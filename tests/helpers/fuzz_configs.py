@@ -22,21 +22,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from prepcli.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_transformers import (
     model_logits,
     random_batch,
     random_tensors,
     tiny_transformer,
 )
-from prepcli.testing.torch_transformers import (
+from prepcli.commands.testing.torch_transformers import (
     TensorMismatchError,
     torch_logits,
     torch_model,
     torch_random_model,
 )
+from prepcli.core.errors import PrepError
+from prepcli.models.parameters import HFConfig, read_size
 from tests.helpers.fuzz_samples import BASE_CONFIGS, SEQ_LENGTH, Sample, make_sample
-from trainer.models.errors import PrepError
-from trainer.models.parameters import HFConfig, read_size
 
 ATOL = 2e-5
 # Allowed difference, as a multiple of the rounding error of transformers, if that is above ATOL.

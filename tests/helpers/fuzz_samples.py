@@ -12,9 +12,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from prepcli.models.architecture import LAYER_TYPES, SEMANTIC_FIELDS
+from prepcli.models.registry import FAMILIES
 from tests.helpers.tiny_configs import DENSE_FAMILIES, GPT2, GPT_NEO, LLAMA, NEWER_FAMILIES
-from trainer.models.architecture import LAYER_TYPES, SEMANTIC_FIELDS
-from trainer.models.registry import FAMILIES
 
 SEQ_LENGTH = 20  # longer than most windows and positions below
 CHANGE_COUNTS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 6)  # numbers of fields that a sample changes

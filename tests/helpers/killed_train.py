@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
 from tests.helpers.waiting import wait_until
 from trainer.training import feed, loop
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from prepcli.planning.strided_copies import NO_INDICES, StridedCopy, leaf_box_parts, part_copies
-from trainer.models.axis_map import AxisMap
-from trainer.models.boxes import Box
+from prepcli.algebra.axis_map import AxisMap
+from prepcli.algebra.boxes import Box
+from prepcli.algebra.strided_copies import NO_INDICES, StridedCopy, leaf_box_parts, part_copies
 
 
 def leaf_box_copies(

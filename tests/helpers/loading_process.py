@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from prepcli.algebra.boxes import Box
 from tests.helpers.processes import join_job
 from tests.helpers.runs import MemoryReader
-from trainer.models.boxes import Box
 from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
 
 MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from trainer.models.errors import USAGE, PrepError
-from trainer.models.mesh import MESH_AXES, parse_mesh
-from trainer.models.rules import PARAM_RULES
+from prepcli.core.errors import USAGE, PrepError
+from prepcli.models.mesh import MESH_AXES, parse_mesh
+from prepcli.models.rules import PARAM_RULES
 
 
 def error_of(call: Callable[..., object], *args: Any, **kwargs: Any) -> PrepError:

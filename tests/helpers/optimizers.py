@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from prepcli.models.param_tree import flatten_tree, unflatten_tree
 from tests.helpers import runs
 from tests.helpers.shared_steps import SharedResults
-from trainer.models.param_tree import flatten_tree, unflatten_tree
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.training import feed
 from trainer.training.optimizers import build_optimizer

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from prepcli.cli.main import main
-from prepcli.errors import OK
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import OK
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import write_tokenizer
 

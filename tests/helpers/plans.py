@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
+from prepcli.algebra.axis_map import AxisMap
+from prepcli.algebra.grids import ChunkGrid
 from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.chunk_placement import ChunkLayout, LeafPiece, place_chunks
-from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import Contiguous, OutputLeaf, Plan, Stream
 from prepcli.planning.tensors import itemsize
 from tests.helpers.strategies import random_tensors
-from trainer.models.axis_map import AxisMap
 
 ITEM_NBYTES = 4
 Chunk = tuple[int, ...]

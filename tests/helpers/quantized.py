@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from prepcli.algebra.boxes import Range
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import Decoder, MatrixReader, StoredMatrix
-from trainer.models.boxes import Range
 
 
 def stored(name: str, array: np.ndarray) -> FileTensor:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import xxhash
 
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
 from trainer.data.packing import Arrays, Dataset, RowIndices
 from trainer.distributed.sharding import ShardingContext
 from trainer.training import feed, loop

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 
 SMALL_GPT_NEO = GPT_NEO | {

@@ -10,18 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from prepcli.algebra.boxes import Box
+from prepcli.engine.checkpoint_store import HostLeaf, LeafSpec, PendingSave
 from prepcli.execution.checkpoint_manager import FinishedSave
+from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.param_tree import Tree
+from prepcli.models.registry import FAMILIES
+from prepcli.models.rule_text import merge_rules
 from trainer.data.order import SampleOrder
 from trainer.data.packing import PackedDataset
 from trainer.data.store import MappedTokens
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
-from trainer.models.boxes import Box
-from trainer.models.checkpoint_store import HostLeaf, LeafSpec, PendingSave
-from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
-from trainer.models.mesh import parse_mesh
-from trainer.models.param_tree import Tree
-from trainer.models.registry import FAMILIES
-from trainer.models.rule_text import merge_rules
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.recipe.lr_schedule import LRSchedule

@@ -7,9 +7,9 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from prepcli.testing.tiny_transformers import split_into_atoms
-from trainer.models.axis_map import AxisMap, bind_row
-from trainer.models.row_text import parse_row
+from prepcli.algebra.axis_map import AxisMap, bind_row
+from prepcli.algebra.row_text import parse_row
+from prepcli.commands.testing.tiny_transformers import split_into_atoms
 
 
 @st.composite

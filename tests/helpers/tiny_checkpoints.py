@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from prepcli.algebra.axis_map import bind_row
+from prepcli.commands.testing.checkpoints import write_checkpoint
 from prepcli.engine.fills import numpy_dtype
+from prepcli.models.parameters import parameter_rows
+from prepcli.models.registry import FAMILIES
 from prepcli.planning.tensors import itemsize
-from prepcli.testing.checkpoints import write_checkpoint
 from tests.helpers.tiny_configs import DENSE_FAMILIES
-from trainer.models.axis_map import bind_row
-from trainer.models.parameters import parameter_rows
-from trainer.models.registry import FAMILIES
 
 GPT_NEO: dict[str, Any] = {
     "model_type": "gpt_neo",

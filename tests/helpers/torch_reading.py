@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prepcli.errors import FAILED, PrepError
+from prepcli.core.errors import FAILED, PrepError
 from prepcli.formats.torch_files import TorchHeader, TorchTensor, read_torch_header
 from prepcli.planning.tensors import itemsize
 

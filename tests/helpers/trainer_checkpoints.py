@@ -9,8 +9,8 @@ import numpy as np
 
 from prepcli.formats.torch_archive_write import encode_object
 from prepcli.formats.torch_pickle_write import PickledValue, StoredTensor
+from prepcli.models.module_order import optimizer_groups
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
-from trainer.models.module_order import optimizer_groups
 
 SETTINGS: dict[str, PickledValue] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from prepcli.cli.main import main
-from prepcli.errors import OK
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import OK
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
 WORDS = [f"w{number}" for number in range(131)]

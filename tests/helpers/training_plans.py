@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.models.rules import DEFAULT_RULES
+from prepcli.models.rules import DEFAULT_RULES
 from trainer.planning.model_shapes import model_of_config
 from trainer.planning.training_plan import TrainingPlan, plan_training
 from trainer.recipe import Recipe, load_recipe

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from prepcli.models.registry import FAMILIES
 from tools.families_page import families_page
-from trainer.models.registry import FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 

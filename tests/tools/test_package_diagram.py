@@ -12,8 +12,8 @@ from tools.import_graph import package_graph, read_graph
 from tools.package_diagram import draw, layer_numbers, reachable, transitive_reduction
 
 PICTURE = Path(__file__).parents[2] / "docs" / "explanation" / "packages.svg"
-# These are no packages. `package_graph` leaves them out.
-MODULES = {"prepcli.errors", "prepcli.option_spec", "prepcli.__main__"}
+# This is no package. `package_graph` leaves it out.
+MODULES = {"prepcli.__main__"}
 CHAIN = {
     "prepcli.a": {"prepcli.b", "trainer.c"},
     "prepcli.b": {"trainer.c"},

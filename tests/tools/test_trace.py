@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.algebra.boxes import Box, intersection, strides, volume
 from tests.helpers.hf_folders import write_hf_folder
 from tools import trace
-from trainer.models.boxes import Box, intersection, strides, volume
 
 BOX: Box = ((0, 2), (0, 3))
-VOLUME = "trainer.models.boxes.volume"
-INTERSECTION = "trainer.models.boxes.intersection"
+VOLUME = "prepcli.algebra.boxes.volume"
+INTERSECTION = "prepcli.algebra.boxes.intersection"
 
 
 def test_tracer_counts_calls_by_path() -> None:
@@ -22,7 +22,7 @@ def test_tracer_counts_calls_by_path() -> None:
         volume(BOX)
         volume(BOX)
     assert [(call.function, call.count) for _, call in tracer.root.walk()] == [(VOLUME, 2)]
-    assert tracer.modules == {"trainer.models.boxes"}
+    assert tracer.modules == {"prepcli.algebra.boxes"}
     assert trace.summary_line(tracer) == "1 functions in 1 modules, 1 frames deep"
 
 
@@ -58,10 +58,10 @@ def test_callees_stand_below_their_callers() -> None:
         intersection(BOX, BOX)
     assert list(trace.tree_lines(tracer.root)) == [
         f"1 x {INTERSECTION}",
-        "  2 x trainer.models.boxes.intersect",
+        "  2 x prepcli.algebra.boxes.intersect",
     ]
     assert trace.count_callers(tracer.root, "intersect") == {INTERSECTION: 2}
-    assert trace.deepest_stack(tracer.root) == [INTERSECTION, "trainer.models.boxes.intersect"]
+    assert trace.deepest_stack(tracer.root) == [INTERSECTION, "prepcli.algebra.boxes.intersect"]
 
 
 def test_functions_are_counted_by_package() -> None:
@@ -69,7 +69,7 @@ def test_functions_are_counted_by_package() -> None:
         volume(BOX)
         intersection(BOX, BOX)
         trace.summary_line(tracer)
-    assert trace.count_by_package(tracer.root) == {"trainer.models": 3}
+    assert trace.count_by_package(tracer.root) == {"prepcli.models": 3}
 
 
 def test_command_runs_and_its_trace_is_printed(
@@ -80,8 +80,8 @@ def test_command_runs_and_its_trace_is_printed(
     lines = capfd.readouterr().out.splitlines()
     assert code == 1
     assert re.fullmatch(r"\d+ functions in \d+ modules, \d+ frames deep", lines[-1])
-    assert "1 x prepcli.cli.main.main" in lines
-    (count,) = [line.split()[0] for line in lines if line.endswith(" in prepcli.cli")]
+    assert "1 x prepcli.commands.cli.main.main" in lines
+    (count,) = [line.split()[0] for line in lines if line.endswith(" in prepcli.commands.cli")]
     assert int(count) > 1
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import PrepError, usage_error
 from trainer.data.order import RowOrder
 from trainer.data.packing import Arrays, ColumnSpecs, Dataset
-from trainer.models.counts import count_text
-from trainer.models.errors import PrepError, usage_error
 
 # Digests of rows are added modulo this number.
 DIGEST_MODULUS = 1 << 128

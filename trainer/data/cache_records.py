@@ -15,12 +15,12 @@ from typing import TypeAlias
 
 import xxhash
 
+from prepcli.core.errors import PrepError
+from prepcli.core.json_values import load_json
+from prepcli.stores.reading import read_regular_file
+from prepcli.stores.writing import write_file
 from trainer.data.files import DataFile, io_error
 from trainer.data.remote_files import Selection
-from trainer.files.json_values import load_json
-from trainer.files.reading import read_regular_file
-from trainer.files.writing import write_file
-from trainer.models.errors import PrepError
 
 # Path, size, and time in nanoseconds of a local file, or digest of a remote one.
 Stamp: TypeAlias = tuple[str, int, int | str]

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from prepcli.core.errors import PrepError
+from prepcli.core.json_types import JsonObject
 from trainer.data.chat_loss import message_weight
 from trainer.data.chat_marks import ASSISTANT, REASONING_KEYS, TOOL_CALLS
 from trainer.data.chat_template import ChatTemplate
@@ -19,8 +21,6 @@ from trainer.data.example_settings import (
 from trainer.data.examples import Example, LossSpan, Segment
 from trainer.data.ignored_parts import EMPTY_TURN, HIDDEN_REASONING, TOOLS
 from trainer.data.readers.reader import DataPiece, Record
-from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonObject
 
 if TYPE_CHECKING:
     from trainer.data.chat_forms import MessageForms

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from prepcli.core.errors import PrepError
+from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import json_type_name
 from trainer.data.chat_marks import ASSISTANT, NONCHARACTER, REASONING_KEYS, TOOL_CALLS
 from trainer.data.chat_rendering import HIDDEN_HINT, ChatRenderer, Conversation
 from trainer.data.column_values import SURROGATE_CAUSE, is_encodable, json_list, parse_json
-from trainer.files.json_values import json_type_name
-from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonObject, JsonValue
 
 ARGUMENTS_HINT = '`"arguments": {"city": "Ulm"}`, or the same as a JSON text'
 # A template may check the length of an id: those of Mistral take 9 characters.

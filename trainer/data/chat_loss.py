@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from prepcli.core.errors import PrepError
+from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import json_type_name
 from trainer.data.chat_marks import ASSISTANT
 from trainer.data.column_values import LINE_HINT
-from trainer.files.json_values import json_type_name
-from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonObject, JsonValue
 
 # The choices of turns that are not roles: the last turn of the assistant, and all text.
 LAST = ("last",)

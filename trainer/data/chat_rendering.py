@@ -14,13 +14,13 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 
+from prepcli.core.errors import Key, PrepError, Text, text
+from prepcli.core.json_types import JsonObject, JsonValue
 from trainer.data.chat_environment import ChatEnvironment
 from trainer.data.chat_limits import PROBE_WORK
 from trainer.data.chat_marks import ASSISTANT
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.examples import CostlyRecordError
-from trainer.models.errors import Key, PrepError, Text, text
-from trainer.models.json_types import JsonObject, JsonValue
 
 # Unicode noncharacters, which no text contains, around the parts of a rendered text that the
 # assistant generates.

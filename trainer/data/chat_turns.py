@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from prepcli.core.errors import Key, PrepError, Text, text
 from trainer.data.chat_marks import (
     ASSISTANT,
     FoundMark,
@@ -24,7 +25,6 @@ from trainer.data.chat_marks import (
     inline_reasoning,
 )
 from trainer.data.chat_rendering import HIDDEN_HINT, ChatRenderer, Conversation
-from trainer.models.errors import Key, PrepError, Text, text
 
 # A tag that ends a turn, such as `<|im_end|>` and `</s>`.
 END_TAG = re.compile(r"\s*<[^<>\s]+>")

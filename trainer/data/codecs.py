@@ -1,6 +1,6 @@
 """The encoders of text: tokenizers, SentencePiece and transformers.
 
-Their errors and their memory are handled by `trainer.files.tokenizer_safety`.
+Their errors and their memory are handled by `prepcli.formats.tokenizer_safety`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from trainer.files.reading import open_regular_file
-from trainer.files.sentencepiece_model import load_sentencepiece
-from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonValue
+from prepcli.core.errors import PrepError
+from prepcli.core.json_types import JsonValue
+from prepcli.formats.sentencepiece_model import load_sentencepiece
+from prepcli.stores.reading import open_regular_file
 
 # Ids, and the start and end of each token in characters.
 EncodedText = tuple[list[int], list[tuple[int, int]]]

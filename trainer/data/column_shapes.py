@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainer.files.json_values import is_json_list, load_json
-from trainer.models.errors import Key, Text, join_texts, text
+from prepcli.core.errors import Key, Text, join_texts, text
+from prepcli.core.json_values import is_json_list, load_json
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.text_fields import FORMAT_FIELDS, PLAIN, DataFormat
 

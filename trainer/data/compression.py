@@ -9,8 +9,8 @@ from typing import BinaryIO, Protocol, cast
 
 import zstandard
 
+from prepcli.core.errors import PrepError
 from trainer.data.files import stream_blocks
-from trainer.models.errors import PrepError
 
 COMPRESSED_READ_NBYTES = 64 << 10
 # 16 selects the gzip format, MAX_WBITS its largest window (see `zlib.decompressobj`).

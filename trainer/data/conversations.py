@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import cast
 
+from prepcli.core.errors import Key, PrepError, Text
+from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import json_type_name
 from trainer.data.chat_loss import WEIGHT_KEYS
 from trainer.data.chat_marks import ASSISTANT, TOOL_CALLS
 from trainer.data.column_values import (
@@ -22,9 +25,6 @@ from trainer.data.column_values import (
 )
 from trainer.data.ignored_parts import TOOLS_COLUMN
 from trainer.data.readers.reader import Record
-from trainer.files.json_values import json_type_name
-from trainer.models.errors import Key, PrepError, Text
-from trainer.models.json_types import JsonObject, JsonValue
 from trainer.recipe.field_grammar import FieldList, TextField, parse_fields
 from trainer.recipe.text_fields import DataFormat
 

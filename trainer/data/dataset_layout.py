@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from prepcli.core.errors import Key, PrepError, text, usage_error
+from prepcli.stores.reading import read_regular_file
 from trainer.data.files import Note
 from trainer.data.remote_files import Selection
-from trainer.files.reading import read_regular_file
-from trainer.models.errors import Key, PrepError, text, usage_error
 
 README = "README.md"
 DEFAULT_CONFIG = "default"

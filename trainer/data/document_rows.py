@@ -27,6 +27,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import PrepError
+from prepcli.core.json_values import load_json
+from prepcli.stores.reading import read_regular_file
+from prepcli.stores.writing import fsync_path, write_file
 from trainer.data.document_packing import (
     BLOCK_DOCUMENTS,
     WINDOW,
@@ -56,11 +61,6 @@ from trainer.data.window_rows import (
     WindowRows,
     write_windows,
 )
-from trainer.files.json_values import load_json
-from trainer.files.reading import read_regular_file
-from trainer.files.writing import fsync_path, write_file
-from trainer.models.counts import count_text
-from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import SEGMENTED
 
 # Rows of documents by `data.packing`

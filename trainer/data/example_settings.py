@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prepcli.core.json_types import JsonObject, JsonValue
 from trainer.data.chat_loss import DEFAULT_LOSS, LossRule
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.examples import Segment
 from trainer.data.token_changes import IdentityChange
-from trainer.models.json_types import JsonObject, JsonValue
 from trainer.recipe.field_grammar import Field, TextField, TokenField, parse_fields
 from trainer.recipe.text_fields import DataFormat
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trainer.models.errors import PrepError
+from prepcli.core.errors import PrepError
 
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
 # Start and end of a part of a text, in characters, and the loss weight of its tokens.

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from prepcli.core.errors import Key, PrepError, Text, usage_error
 from trainer.data.chat import ChatBuilder
 from trainer.data.column_values import check_columns, ids_value, text_value
 from trainer.data.example_settings import (
@@ -19,7 +20,6 @@ from trainer.data.example_settings import (
 )
 from trainer.data.examples import Example, Segment
 from trainer.data.readers.reader import DataPiece, Record, TextChunk
-from trainer.models.errors import Key, PrepError, Text, usage_error
 from trainer.recipe.field_grammar import (
     Field,
     FieldList,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, BinaryIO, TypeAlias, cast
 
 import xxhash
 
-from trainer.files.reading import ACCESS_HINT, open_regular_file
-from trainer.models.errors import RERUN_HINT, PrepError
+from prepcli.core.errors import RERUN_HINT, PrepError
+from prepcli.stores.reading import ACCESS_HINT, open_regular_file
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -10,6 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prepcli.core.errors import Key, PrepError, Text, usage_error
+from prepcli.core.json_values import load_json
+from prepcli.core.suggest import suggest
+from prepcli.stores.reading import not_regular_error, read_regular_file, resolve_named_path
 from trainer.data.dataset_layout import (
     README,
     read_metadata,
@@ -26,10 +30,6 @@ from trainer.data.remote_files import (
     Selection,
     is_url,
 )
-from trainer.files.json_values import load_json
-from trainer.files.reading import not_regular_error, read_regular_file, resolve_named_path
-from trainer.models.errors import Key, PrepError, Text, usage_error
-from trainer.models.suggest import suggest
 from trainer.recipe.text_fields import DataType, FileType
 
 NO_REMOTE_FILES = NoRemoteFiles()

@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import PrepError
 from trainer.data.store import MappedTokens
-from trainer.models.counts import count_text
-from trainer.models.errors import PrepError
 
 RowIndices: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Key, PrepError, text
+from prepcli.core.json_types import JsonObject
 from trainer.data.examples import CostlyRecordError, Example, FileStart, Segment
 from trainer.data.fields import ExampleBuilder
 from trainer.data.files import DataFile, Note, changed_file_error, hash_file
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import DataPiece, IdsChunk, ReadOptions
 from trainer.data.token_changes import IdentityChange
-from trainer.models.counts import count_text
-from trainer.models.errors import Key, PrepError, text
-from trainer.models.json_types import JsonObject
 from trainer.recipe.text_fields import (
     DEFAULT_IDS_DTYPE,
     DEFAULT_MAX_DOCUMENT_NBYTES,

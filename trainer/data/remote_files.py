@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from prepcli.core.errors import usage_error
 from trainer.data.files import DataFile
-from trainer.models.errors import usage_error
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 

@@ -16,12 +16,12 @@ from typing import TypeAlias
 
 import xxhash
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import PrepError
+from prepcli.core.json_values import load_json
+from prepcli.stores.reading import read_regular_file
+from prepcli.stores.writing import write_file
 from trainer.data.files import DataFile, io_error
-from trainer.files.json_values import load_json
-from trainer.files.reading import read_regular_file
-from trainer.files.writing import write_file
-from trainer.models.counts import count_text
-from trainer.models.errors import PrepError
 
 PLAN_FILE = "plan.json"
 PLAN_VERSION = 1

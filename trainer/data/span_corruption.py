@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Key, PrepError, text
 from trainer.data.order import permute, round_keys
 from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows
 from trainer.data.seq2seq import seq2seq_columns
 from trainer.data.store import MappedTokens
 from trainer.data.tokenizer import TextTokenizer
-from trainer.models.counts import count_text
-from trainer.models.errors import Key, PrepError, text
 from trainer.recipe.span_corruption import SpanSizes
 
 Int32Array = npt.NDArray[np.int32]

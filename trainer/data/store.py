@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import PrepError
+from prepcli.core.json_values import load_json
+from prepcli.stores.reading import open_regular_file, read_regular_file
 from trainer.data.document_packing import DocumentRows
 from trainer.data.files import io_error
-from trainer.files.json_values import load_json
-from trainer.files.reading import open_regular_file, read_regular_file
-from trainer.models.counts import count_text
-from trainer.models.errors import PrepError
 
 TOKENS_FILE = "tokens.bin"
 DOCUMENTS_FILE = "documents.bin"

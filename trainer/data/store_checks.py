@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Key, PrepError, text
 from trainer.data import store
 from trainer.data.ignored_parts import CUT_DOCUMENTS, DROPPED_DOCUMENTS, describe_ignored
-from trainer.models.counts import count_text
-from trainer.models.errors import Key, PrepError, text
 
 
 def check_has_source_target_pair(meta: store.StoreMeta) -> None:

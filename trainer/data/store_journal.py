@@ -17,11 +17,11 @@ from typing import BinaryIO
 
 import xxhash
 
+from prepcli.core.errors import PrepError
+from prepcli.core.json_values import load_json
+from prepcli.stores.reading import read_regular_file
 from trainer.data.examples import ReadPosition
 from trainer.data.store import DIGEST_READ_NBYTES, StoreMeta, file_sizes
-from trainer.files.json_values import load_json
-from trainer.files.reading import read_regular_file
-from trainer.models.errors import PrepError
 
 JOURNAL_FILE = "journal.jsonl"
 # Seconds between two lines. A kill loses the tokens of this time and of one sync.

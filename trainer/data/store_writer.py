@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from prepcli.core.errors import PrepError
+from prepcli.stores.writing import fsync_path
 from trainer.data.examples import ReadPosition, TokenIds
 from trainer.data.files import io_error
 from trainer.data.partial_folders import (
@@ -50,8 +52,6 @@ from trainer.data.store_journal import (
     read_journal,
     restore_files,
 )
-from trainer.files.writing import fsync_path
-from trainer.models.errors import PrepError
 
 LOCK_FILE = "lock"
 # Tokens or documents that are copied together.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from trainer.models.errors import Key, Option, PrepError, text
+from prepcli.core.errors import Key, Option, PrepError, text
 from trainer.recipe.formatting import change_text
 
 BOS_KEY = "data.add_bos"

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from prepcli.core.errors import Option, PrepError, text
+from prepcli.stores.writing import replacing_file
 from trainer.data.fields import compile_fields
 from trainer.data.files import io_error
 from trainer.data.readers.megatron_file import (
@@ -34,8 +36,6 @@ from trainer.data.store import (
     map_tokens,
 )
 from trainer.data.tokenize import TokenizeConfig
-from trainer.files.writing import replacing_file
-from trainer.models.errors import Option, PrepError, text
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch, Schema

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.data_samples import SampleCounts, SamplePart, TokenSample
 from trainer.data.store import MappedTokens, document_end_blocks
 from trainer.data.tokenizer import TextTokenizer
-from trainer.models.data_samples import SampleCounts, SamplePart, TokenSample
 
 # Documents counted together. The number is even, so that each block begins with a source.
 COUNT_DOCUMENTS = 1 << 12

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from prepcli.core.errors import PrepError
 from trainer.data import store
 from trainer.data.cache_records import Stamp, file_stamps, paths_digest, stamps_digest
 from trainer.data.examples import FileStart, ReadPosition
@@ -47,7 +48,6 @@ from trainer.data.tokenize import (
     write_identity,
 )
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from trainer.models.errors import PrepError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import xxhash
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Key, PrepError, join_texts, text, usage_error
 from trainer.data import store
 from trainer.data.cache_records import Stamp, file_stamps, paths_digest, read_record, write_record
 from trainer.data.document_rows import open_rows, stored_rows
@@ -36,8 +38,6 @@ from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_
 from trainer.data.token_changes import IdentityChange, RecordedTokens
 from trainer.data.token_samples import count_samples
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from trainer.models.counts import count_text
-from trainer.models.errors import Key, PrepError, join_texts, text, usage_error
 from trainer.recipe.text_fields import (
     CONCATENATED,
     DEFAULT_FIELDS,

@@ -17,6 +17,25 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Key, Option, PrepError, Text
+from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import load_json
+from prepcli.formats.fast_tokenizer import load_fast_tokenizer
+from prepcli.formats.tokenizer_names import (
+    MAX_TOKENIZER_NBYTES,
+    SENTENCEPIECE_FILES,
+    SENTENCEPIECE_SUFFIX,
+    SETTINGS_FILE,
+    TOKENIZER_FILE,
+    VOCABULARY_FILES,
+)
+from prepcli.formats.tokenizer_safety import (
+    check_normalizer_growth,
+    library_errors,
+    normalizer_growth,
+)
+from prepcli.stores.reading import not_regular_error, read_regular_file
 from trainer.data import text_cuts
 from trainer.data.codecs import (
     Codec,
@@ -26,25 +45,6 @@ from trainer.data.codecs import (
 )
 from trainer.data.examples import TokenIds
 from trainer.data.files import io_error
-from trainer.files.fast_tokenizer import load_fast_tokenizer
-from trainer.files.json_values import load_json
-from trainer.files.reading import not_regular_error, read_regular_file
-from trainer.files.tokenizer_names import (
-    MAX_TOKENIZER_NBYTES,
-    SENTENCEPIECE_FILES,
-    SENTENCEPIECE_SUFFIX,
-    SETTINGS_FILE,
-    TOKENIZER_FILE,
-    VOCABULARY_FILES,
-)
-from trainer.files.tokenizer_safety import (
-    check_normalizer_growth,
-    library_errors,
-    normalizer_growth,
-)
-from trainer.models.counts import count_text
-from trainer.models.errors import Key, Option, PrepError, Text
-from trainer.models.json_types import JsonObject, JsonValue
 
 TOKENIZER_HINT = Text(Key("data.tokenizer", "PATH", is_override=True))
 FILE_HINT = "correct it, or get the files of the tokenizer again"

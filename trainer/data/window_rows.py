@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prepcli.core.counts import count_text
 from trainer.data.document_packing import (
     BLOCK_DOCUMENTS,
     WINDOW,
@@ -36,7 +37,6 @@ from trainer.data.document_packing import (
 )
 from trainer.data.store import DamagedStoreError, MappedTokens, document_end_blocks
 from trainer.data.store_writer import HashingFile
-from trainer.models.counts import count_text
 from trainer.recipe.text_fields import SEGMENTED
 
 WINDOWS_FILE = "windows.bin"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prepcli.core.errors import Key, text, usage_error
 from trainer.data.packing import (
     Arrays,
     ColumnSpecs,
@@ -16,7 +17,6 @@ from trainer.data.packing import (
     packed_columns,
 )
 from trainer.data.store import MappedTokens
-from trainer.models.errors import Key, text, usage_error
 
 STRIDE_KEY = "eval.stride"
 

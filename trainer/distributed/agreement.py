@@ -8,9 +8,9 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from trainer.distributed.process_group import ProcessGroup
+from prepcli.core.errors import Option, PrepError, Text, join_texts, text
+from prepcli.core.process_group import ProcessGroup
 from trainer.distributed.rendezvous import index_ranges
-from trainer.models.errors import Option, PrepError, Text, join_texts, text
 
 # Larger differences make file times and logs of several hosts misleading.
 MAX_CLOCK_DIFFERENCE_S = 5.0

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
-from trainer.models.errors import Option, PrepError, text
+from prepcli.core.errors import Option, PrepError, text
 
 # JAX reads these once per process. libtpu would otherwise look for a TPU host, and lock the machine's TPU.
 _ENVIRONMENT = {

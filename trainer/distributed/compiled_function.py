@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from trainer.files.worker_thread import run_abandonable
+from prepcli.core.worker_thread import run_abandonable
 
 
 class CompiledFunction:

@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 
+from prepcli.core.errors import PrepError
+from prepcli.core.worker_thread import exit_now
 from trainer.distributed.hosts import process_place
 from trainer.distributed.jax_internals import distributed_state
 from trainer.distributed.runtime_errors import RuntimeErrors
-from trainer.files.worker_thread import exit_now
-from trainer.models.errors import PrepError
 
 KEY_PREFIX = "prep"
 # A day is longer than any wait for a live process. The watchdog ends waits for lost ones.

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from jax.experimental import mesh_utils
 
-from trainer.models.errors import Key, text, usage_error
-from trainer.models.mesh import Mesh
-from trainer.models.slices import DCN_KEY, ONE_SLICE, SliceCounts, num_slices
+from prepcli.core.errors import Key, text, usage_error
+from prepcli.models.mesh import Mesh
+from prepcli.models.slices import DCN_KEY, ONE_SLICE, SliceCounts, num_slices
 
 
 def arrange_devices(

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from trainer.models.errors import PrepError
+from prepcli.core.errors import PrepError
 
 PLATFORMS_VARIABLE = "JAX_PLATFORMS"
 NO_DEVICES = "JAX found no devices"

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from prepcli.core.errors import PrepError
 from trainer.distributed.devices import all_devices
 from trainer.distributed.jax_internals import backends_are_initialized
-from trainer.models.errors import PrepError
 
 FLAGS = "XLA_FLAGS"
 MAX_ISA = "--xla_cpu_max_isa"

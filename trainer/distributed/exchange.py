@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from prepcli.models.mesh import MeshAxes
+from trainer.distributed.read_plan import ReadPlan, ShardedLeaf
 from trainer.distributed.tree_sum import dim_axes
-from trainer.models.mesh import MeshAxes
-from trainer.models.read_plan import ReadPlan, ShardedLeaf
 
 BlockUpdate = Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import xxhash
 
-from trainer.distributed.process_group import ProcessGroup
-from trainer.files.reading import ACCESS_HINT
-from trainer.models.errors import PrepError
+from prepcli.core.errors import PrepError
+from prepcli.core.process_group import ProcessGroup
+from prepcli.stores.reading import ACCESS_HINT
 
 # Prefix of a file that exists while processes look for it.
 PROBE_PREFIX = ".seen-"

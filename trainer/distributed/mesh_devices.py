@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from prepcli.models.attention_kernels import DeviceKind
 from trainer.distributed.devices import local_devices
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.attention_kernels import DeviceKind
 
 
 def device_kind(sharding: ShardingContext) -> DeviceKind:

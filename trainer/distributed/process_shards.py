@@ -11,9 +11,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 
+from prepcli.algebra.boxes import Box
+from prepcli.core.errors import PrepError
 from trainer.distributed.hosts import kernel_id
-from trainer.models.boxes import Box
-from trainer.models.errors import PrepError
 
 
 def has_several_processes() -> bool:

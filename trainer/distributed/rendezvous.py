@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from prepcli.core.coordinator_address import is_loopback, split_host_port
+from prepcli.core.errors import PrepError
+from prepcli.core.process_address import ProcessAddress
 from trainer.distributed.hosts import process_place
-from trainer.models.coordinator_address import is_loopback, split_host_port
-from trainer.models.errors import PrepError
-from trainer.models.process_address import ProcessAddress
 
 PROTOCOL = "prep-1"
 # Any program on the network may connect and send data without a line end. A process sends a host

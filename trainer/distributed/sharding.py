@@ -10,13 +10,11 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from trainer.distributed.device_grid import arrange_devices
-from trainer.distributed.devices import all_devices, local_devices
-from trainer.models import mesh as meshes
-from trainer.models.errors import Key, Option, PrepError, text, usage_error
-from trainer.models.mesh import Mesh, MeshAxes
-from trainer.models.param_tree import ParamLeaf
-from trainer.models.partition import (
+from prepcli.core.errors import Key, Option, PrepError, text, usage_error
+from prepcli.models import mesh as meshes
+from prepcli.models.mesh import Mesh, MeshAxes
+from prepcli.models.param_tree import ParamLeaf
+from prepcli.models.partition import (
     Spec,
     activation_spec,
     computed_spec,
@@ -26,8 +24,10 @@ from trainer.models.partition import (
     num_sequence_shards,
     partition_spec,
 )
-from trainer.models.rules import DEFAULT_RULES, Rules, activation_rules, unsplit_if_indivisible
-from trainer.models.slices import ONE_SLICE, SliceCounts, check_slices
+from prepcli.models.rules import DEFAULT_RULES, Rules, activation_rules, unsplit_if_indivisible
+from prepcli.models.slices import ONE_SLICE, SliceCounts, check_slices
+from trainer.distributed.device_grid import arrange_devices
+from trainer.distributed.devices import all_devices, local_devices
 
 # Name for an axis of an activation that no rule splits.
 UNSPLIT = ""

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 
 import jax
 
+from prepcli.core.coordinator_address import is_loopback, split_host_port
+from prepcli.core.errors import Key, PrepError, text, usage_error
+from prepcli.core.launchers import TPU_HOST_VARIABLES
+from prepcli.core.process_address import ProcessAddress
+from prepcli.core.process_group import ProcessGroup, SingleProcess
 from trainer.distributed.coordination import CoordinatedProcesses
 from trainer.distributed.devices import local_devices
 from trainer.distributed.jax_internals import backends_are_initialized, runs_on_tpu_vm
-from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.distributed.rendezvous import meet_processes
 from trainer.distributed.runtime_errors import RuntimeErrors
-from trainer.models.coordinator_address import is_loopback, split_host_port
-from trainer.models.errors import Key, PrepError, text, usage_error
-from trainer.models.launchers import TPU_HOST_VARIABLES
-from trainer.models.process_address import ProcessAddress
 
 # JAX aborts a process without a readable message when heartbeats stop. Its time-out is therefore a
 # multiple of the watchdog's, and acts only if the watchdog itself has failed.

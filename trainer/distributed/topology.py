@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from trainer.models.errors import PrepError, usage_error
+from prepcli.core.errors import PrepError, usage_error
 
 # The two cores of a v4 chip are one device with its whole memory, as on a TPU VM. libtpu would describe two devices.
 _CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}

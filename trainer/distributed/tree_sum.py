@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from trainer.models.mesh import MeshAxes
+from prepcli.models.mesh import MeshAxes
 
 
 def sum_in_tree(function: Callable[[Any], Any], inputs: Any, *, one: Array) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from jax import Array
 
+from prepcli.models.chunk_sizes import RING_BLOCKS, check_ring_blocks
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.chunk_sizes import RING_BLOCKS, check_ring_blocks
 
 
 def zigzag_order(length: int, sharding: ShardingContext) -> np.ndarray:

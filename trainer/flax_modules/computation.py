@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from jax import Array
 
-from trainer.models.errors import Option, text, usage_error
-from trainer.models.param_tree import Tree
+from prepcli.core.errors import Option, text, usage_error
+from prepcli.models.param_tree import Tree
 from trainer.nn import transformer
 from trainer.nn.attention_mask import EncoderOutput
 from trainer.nn.loss_terms import LossSums

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from trainer.models.axis_map import AxisMap, ParsedAxisMap, SizedAxis, bind_row
-from trainer.models.errors import PrepError
-from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
-from trainer.models.parameters import (
+from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, SizedAxis, bind_row
+from prepcli.core.errors import PrepError
+from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
+from prepcli.models.parameters import (
     Family,
     HFConfig,
     layout_rows,

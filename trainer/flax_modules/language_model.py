@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
+from prepcli.models.param_tree import Tree
 from trainer.flax_modules.computation import Computation
-from trainer.models.param_tree import Tree
 from trainer.nn.loss_terms import LossSums
 
 

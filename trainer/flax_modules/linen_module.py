@@ -5,9 +5,9 @@ from __future__ import annotations
 from flax import linen as nn
 from jax import Array
 
+from prepcli.models.param_tree import Tree
 from trainer.flax_modules.computation import Computation
 from trainer.flax_modules.language_model import LanguageModel
-from trainer.models.param_tree import Tree
 from trainer.nn.initialization import init_leaves
 
 

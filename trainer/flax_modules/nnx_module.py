@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from prepcli.models.param_tree import Tree
 from trainer.flax_modules.computation import Computation
 from trainer.flax_modules.language_model import LanguageModel
-from trainer.models.param_tree import Tree
 
 
 class NNXModel(LanguageModel, nnx.Module):

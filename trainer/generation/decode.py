@@ -15,14 +15,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from prepcli.core.errors import Option, text, usage_error
+from prepcli.models.architecture import FULL_ATTENTION
+from prepcli.models.attention_kernels import MAX_DENSE_LENGTH
+from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
+from prepcli.models.parameters import ENCODER
+from prepcli.models.token_rules import NO_RULES, TokenRules
 from trainer.generation.sampling import Sampling, sample_tokens
 from trainer.generation.token_rules import DecodedTokens, apply_token_rules
-from trainer.models.architecture import FULL_ATTENTION
-from trainer.models.attention_kernels import MAX_DENSE_LENGTH
-from trainer.models.errors import Option, text, usage_error
-from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
-from trainer.models.parameters import ENCODER
-from trainer.models.token_rules import NO_RULES, TokenRules
 from trainer.nn import transformer
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput
 from trainer.nn.embedding import embed_tokens

@@ -16,12 +16,12 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
+from prepcli.core.errors import Option, text, usage_error
+from prepcli.models.param_tree import Tree
 from trainer.distributed.compiled_function import CompiledFunction
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation import decode
 from trainer.generation.decode import DecodeState, GenerationConfig, PromptBatch
-from trainer.models.errors import Option, text, usage_error
-from trainer.models.param_tree import Tree
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
 TokenSequence = Sequence[int]

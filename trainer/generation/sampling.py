@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.errors import Option, text, usage_error
+from prepcli.core.errors import Option, text, usage_error
 
 # Logits are divided in float32, and its largest number is 3.4028e38.
 MAX_TEMPERATURE = 3.4e38

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from trainer.models.token_rules import TokenRules
+from prepcli.models.token_rules import TokenRules
 
 
 class DecodedTokens(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Literal
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from trainer.models.remat import ActivationName
+from prepcli.models.remat import ActivationName
 
 # The residual stream before a layer. Every policy saves it.
 LAYER_INPUT = "layer_input"

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from prepcli.models.lora import LORA_B
+from prepcli.models.param_tree import Tree
 from trainer.distributed.zigzag_order import order_tokens
-from trainer.models.lora import LORA_B
-from trainer.models.param_tree import Tree
 from trainer.nn.attention_mask import KV
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import drop

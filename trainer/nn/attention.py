@@ -17,7 +17,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from trainer.models.architecture import NO_CLIP
+from prepcli.models.architecture import NO_CLIP
 from trainer.nn.attention_mask import KV
 from trainer.nn.attention_steps import INPUT_NORM, attend_and_project, rotary_tables
 from trainer.nn.context import LayerContext

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.architecture import FULL_ATTENTION, NO_CHUNK, LayerKind
+from prepcli.models.architecture import FULL_ATTENTION, NO_CHUNK, LayerKind
 from trainer.nn.dropout import AttentionDropout
 from trainer.nn.position_encoding import CosSin
 from trainer.nn.score_bias import ScoreBias

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 from jax import Array, lax
 
+from prepcli.models.architecture import BlockType
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import BlockType
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput
 from trainer.nn.context import LayerContext

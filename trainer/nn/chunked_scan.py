@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.scipy.linalg import solve_triangular
 
-from trainer.models.chunk_sizes import SCAN_CHUNK_SIZE
+from prepcli.models.chunk_sizes import SCAN_CHUNK_SIZE
 from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 from jax import Array
 
+from prepcli.models.architecture import ArchConfig, KeyValueRole, LayerKind
+from prepcli.models.param_tree import Tree
+from prepcli.models.position_bias import Alibi, RelativePositionBias
+from prepcli.models.rope_config import Rope
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig, KeyValueRole, LayerKind
-from trainer.models.param_tree import Tree
-from trainer.models.position_bias import Alibi, RelativePositionBias
-from trainer.models.rope_config import Rope
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput
 from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout
 from trainer.nn.kernels.options import AttentionOptions

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jax import Array
 
+from prepcli.models.architecture import LAMBDA_VECTORS
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import LAMBDA_VECTORS
 from trainer.nn.attention_mask import KV
 from trainer.nn.layer_weights import Leaves, Projections
 from trainer.nn.norms import plain_rms_norm

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.dropout_config import DropoutConfig
+from prepcli.models.dropout_config import DropoutConfig
 from trainer.nn.random_bits import RandomKey, derive_key, random_bits, uint32
 
 # At least the number of sites. It enters the keys, so another number would change all masks.

@@ -10,9 +10,9 @@ from itertools import chain
 import jax.numpy as jnp
 from jax import Array
 
+from prepcli.models.param_tree import Tree
 from trainer.distributed.sharding import UNSPLIT, ShardingContext
 from trainer.distributed.zigzag_order import order_tokens
-from trainer.models.param_tree import Tree
 from trainer.nn.block import shard_residual
 from trainer.nn.linear import linear
 from trainer.nn.model_spec import ForwardConfig, ModelSpec

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.architecture import ArchConfig
-from trainer.models.chunk_sizes import expert_block_length
-from trainer.models.param_tree import unflatten_tree
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.chunk_sizes import expert_block_length
+from prepcli.models.param_tree import unflatten_tree
 from trainer.nn.expert_sharding import UP, Experts, ExpertSharding
 from trainer.nn.linear import linear
 from trainer.nn.mlp import mlp_hidden

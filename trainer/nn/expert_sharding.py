@@ -16,9 +16,9 @@ import jax
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+from prepcli.models.lora import LORA_A, LORA_B, RANK_ATOM
+from prepcli.models.mesh import MeshAxes
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.lora import LORA_A, LORA_B, RANK_ATOM
-from trainer.models.mesh import MeshAxes
 
 UP = "up.weight"
 EXPERT_DIMS: Mapping[str, tuple[str, ...]] = {

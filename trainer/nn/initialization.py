@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from trainer.models.architecture import ArchConfig
-from trainer.models.leaf_matrices import DECAY_RATES
-from trainer.models.lora import LORA_B, num_features
-from trainer.models.mixer_config import InitialSteps, Mixer
-from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.leaf_matrices import DECAY_RATES
+from prepcli.models.lora import LORA_B, num_features
+from prepcli.models.mixer_config import InitialSteps, Mixer
+from prepcli.models.param_tree import ParamLeaf, Tree, unflatten_tree
 from trainer.nn.model_spec import ModelSpec
 
 # (random key, shape of a layer) -> initial values

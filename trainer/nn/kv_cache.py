@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from prepcli.models.architecture import FULL_ATTENTION
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import FULL_ATTENTION
 from trainer.nn.attention_mask import KV, KV_CACHE_DIMS, take_layer
 from trainer.nn.recurrent_cache import RecurrentCache
 

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jax import Array
 
+from prepcli.models.architecture import ArchConfig
 from trainer.distributed.sharding import UNSPLIT
-from trainer.models.architecture import ArchConfig
 from trainer.nn.attention_mask import KV
 from trainer.nn.attention_steps import INPUT_NORM, attend_and_project, rotary_tables
 from trainer.nn.context import LayerContext

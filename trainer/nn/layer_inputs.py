@@ -17,8 +17,8 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
+from prepcli.models.param_tree import Tree
 from trainer.distributed.sharding import UNSPLIT
-from trainer.models.param_tree import Tree
 from trainer.nn.embedding import lookup_indices
 from trainer.nn.layer_weights import Projections
 from trainer.nn.linear import linear

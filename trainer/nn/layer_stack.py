@@ -1,7 +1,7 @@
 """A stack of layers: the weights of each layer, the scan over layers, and the final norm.
 
 Weights that all layers have are one group. In a model with both dense and MoE layers, the MLPs of each kind are another
-group (`trainer.models.layer_groups`). The weights of a group are stacked over its own layers.
+group (`prepcli.models.layer_groups`). The weights of a group are stacked over its own layers.
 
 Axes: B rows of the batch, T tokens, D model width.
 """
@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.architecture import ArchConfig, LayerKind
-from trainer.models.axis_map import LAYERS
-from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
+from prepcli.algebra.axis_map import LAYERS
+from prepcli.models.architecture import ArchConfig, LayerKind
+from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn.adapter_dropout import with_adapter_dropout
 from trainer.nn.block import BLOCKS
 from trainer.nn.context import (

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.lora import LORA_A, LORA_B
+from prepcli.models.lora import LORA_A, LORA_B
 
 # Entry of the weights with the random masks of the input of an adapter, an `AdapterDropout`.
 LORA_DROPOUT = "lora_dropout"

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from prepcli.core.errors import PrepError
+from prepcli.models.architecture import NO_SOFTCAP
+from prepcli.models.chunk_sizes import chunk_length
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import NO_SOFTCAP
-from trainer.models.chunk_sizes import chunk_length
-from trainer.models.errors import PrepError
 from trainer.nn.loss_terms import NO_LOSS_TERMS, LossSums, LossTerms, TokenMetrics, TrainingSums
 from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
 

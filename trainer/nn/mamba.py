@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jax import Array, nn
 
-from trainer.models.mixer_config import Mixer
+from prepcli.models.mixer_config import Mixer
 from trainer.nn.context import LayerContext
 from trainer.nn.layer_weights import Projections
 from trainer.nn.linear import linear

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jax import Array, nn
 
-from trainer.models.mixer_config import Mixer
+from prepcli.models.mixer_config import Mixer
 from trainer.nn.chunked_scan import Recurrence, chunked_scan
 from trainer.nn.context import LayerContext
 from trainer.nn.layer_weights import Projections

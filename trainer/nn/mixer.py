@@ -1,6 +1,6 @@
 """Recurrent mixers: a sublayer in which tokens read earlier tokens, in addition to attention or in its place.
 
-`trainer.models.mixer_config.Mixer` has the equations of the mixers.
+`prepcli.models.mixer_config.Mixer` has the equations of the mixers.
 
 Axes: B rows of the batch, T tokens, D model width.
 """

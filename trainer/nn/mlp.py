@@ -11,9 +11,9 @@ from functools import partial
 import jax.numpy as jnp
 from jax import Array, nn
 
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.moe_config import ClampedSwiglu
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig
-from trainer.models.moe_config import ClampedSwiglu
 from trainer.nn.activation_names import name_activation
 from trainer.nn.layer_weights import MoeWeights, Projections
 from trainer.nn.linear import linear, scale_by

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig
-from trainer.models.attention_kernels import check_saved_scores, check_split_sequence
-from trainer.models.errors import (
+from prepcli.core.errors import (
     Command,
     Key,
     Option,
@@ -16,11 +13,14 @@ from trainer.models.errors import (
     text,
     usage_error,
 )
-from trainer.models.lora import Adapters, build_adapters
-from trainer.models.lora_config import LoraConfig
-from trainer.models.param_tree import ParamLeaf, param_leaves
-from trainer.models.parameters import Family, HFConfig, true_vocab_size
-from trainer.models.remat import OFFLOAD_NONE, REMAT_NONE, RematPolicy, check_remat
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.attention_kernels import check_saved_scores, check_split_sequence
+from prepcli.models.lora import Adapters, build_adapters
+from prepcli.models.lora_config import LoraConfig
+from prepcli.models.param_tree import ParamLeaf, param_leaves
+from prepcli.models.parameters import Family, HFConfig, true_vocab_size
+from prepcli.models.remat import OFFLOAD_NONE, REMAT_NONE, RematPolicy, check_remat
+from trainer.distributed.sharding import ShardingContext
 from trainer.nn.kernels.options import AttentionOptions
 
 

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, nn
 
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.param_tree import flatten_tree
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig
-from trainer.models.param_tree import flatten_tree
 from trainer.nn.expert_blocks import Routing, experts_gradients, run_experts
 from trainer.nn.expert_sharding import Experts, ExpertSharding, expert_sharding
 from trainer.nn.layer_weights import MoeWeights

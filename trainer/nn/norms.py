@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.architecture import ArchConfig
+from prepcli.models.architecture import ArchConfig
 
 LAST_AXIS = (-1,)
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from trainer.models.position_bias import RelativePositionBias
-from trainer.models.rope_config import Rope
+from prepcli.models.position_bias import RelativePositionBias
+from prepcli.models.rope_config import Rope
 
 
 class CosSin(NamedTuple):

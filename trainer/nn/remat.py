@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from prepcli.models.remat import OFFLOAD_NONE, REMAT_NONE
 from trainer.distributed.sharding import HOST_MEMORY
-from trainer.models.remat import OFFLOAD_NONE, REMAT_NONE
 from trainer.nn.activation_names import LAYER_INPUT, name_activation
 from trainer.nn.model_spec import ForwardConfig
 

@@ -10,8 +10,8 @@ from functools import partial
 import jax.numpy as jnp
 from jax import Array, lax, nn
 
-from trainer.models.architecture import ArchConfig
-from trainer.models.moe_config import Router
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.moe_config import Router
 from trainer.nn.expert_blocks import Routing
 from trainer.nn.expert_sharding import ExpertSharding
 from trainer.nn.layer_weights import RouterWeights

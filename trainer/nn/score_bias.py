@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from jax import Array
 
+from prepcli.models.position_bias import Alibi, RelativePositionBias
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.position_bias import Alibi, RelativePositionBias
 from trainer.nn.position_encoding import alibi_bias, relative_position_bias
 
 

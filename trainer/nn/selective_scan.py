@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.chunk_sizes import SELECTIVE_SCAN_CHUNK_SIZE
+from prepcli.models.chunk_sizes import SELECTIVE_SCAN_CHUNK_SIZE
 from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
 
 

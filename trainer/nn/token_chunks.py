@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from trainer.models.chunk_sizes import chunk_length
+from prepcli.models.chunk_sizes import chunk_length
 from trainer.nn.adapter_dropout import AdapterDropout
 from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks, unpad_tokens
 

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from prepcli.algebra.axis_map import LAYERS
+from prepcli.core.errors import PrepError, usage_error
+from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
+from prepcli.models.parameters import DECODER, ENCODER
+from prepcli.models.rope_config import Rope
 from trainer.distributed.sharding import UNSPLIT
 from trainer.distributed.zigzag_order import order_tokens
-from trainer.models.axis_map import LAYERS
-from trainer.models.errors import PrepError, usage_error
-from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
-from trainer.models.parameters import DECODER, ENCODER
-from trainer.models.rope_config import Rope
 from trainer.nn import lm_head
 from trainer.nn.attention import project_kv
 from trainer.nn.attention_mask import (

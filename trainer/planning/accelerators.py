@@ -23,10 +23,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trainer.models.attention_kernels import DeviceKind
-from trainer.models.errors import Option, text, usage_error
-from trainer.models.mesh import MAX_DEVICES
-from trainer.models.suggest import did_you_mean_start
+from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.suggest import did_you_mean_start
+from prepcli.models.attention_kernels import DeviceKind
+from prepcli.models.mesh import MAX_DEVICES
 
 GB = 10**9
 TERA = 10**12

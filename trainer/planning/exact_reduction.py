@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from trainer.models.architecture import ArchConfig
-from trainer.models.errors import Key, text, usage_error
-from trainer.models.mesh import Mesh, format_sizes
-from trainer.models.partition import num_batch_shards
-from trainer.models.remat import OFFLOAD_NONE
-from trainer.models.rules import Rules, activation_rules
+from prepcli.core.errors import Key, text, usage_error
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.mesh import Mesh, format_sizes
+from prepcli.models.partition import num_batch_shards
+from prepcli.models.remat import OFFLOAD_NONE
+from prepcli.models.rules import Rules, activation_rules
 from trainer.recipe import BatchShape, Recipe
 
 KEY = "train.reduction"

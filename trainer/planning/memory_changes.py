@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from trainer.models.chunk_sizes import chunk_length
-from trainer.models.errors import Option, PrepError, override_text
-from trainer.models.mesh import parse_mesh
-from trainer.models.remat import SAVES_ALL
-from trainer.models.rules import Rules
+from prepcli.core.errors import Option, PrepError, override_text
+from prepcli.models.chunk_sizes import chunk_length
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.remat import SAVES_ALL
+from prepcli.models.rules import Rules
 from trainer.planning.meshes import meshes_of
 from trainer.planning.model_shapes import PlannedModel
 from trainer.planning.step_inputs import chunk_sizes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from trainer.models.errors import PrepError
-from trainer.models.rules import Rules
+from prepcli.core.errors import PrepError
+from prepcli.models.rules import Rules
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.meshes import meshes_of
 from trainer.planning.model_shapes import PlannedModel

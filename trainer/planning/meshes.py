@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainer.models.mesh import MESH_AXES, parse_mesh
-from trainer.models.rules import Rules, activation_rules
+from prepcli.models.mesh import MESH_AXES, parse_mesh
+from prepcli.models.rules import Rules, activation_rules
 
 
 def meshes_of(num_devices: int, rules: Rules) -> Iterator[str]:

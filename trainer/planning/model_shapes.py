@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.models.architecture import ArchConfig
-from trainer.models.config_overrides import override_fields
-from trainer.models.mesh import Mesh
-from trainer.models.param_tree import ParamLeaf, param_leaves
-from trainer.models.parameters import Family, HFConfig, true_vocab_size
-from trainer.models.partition import vocab_multiple
-from trainer.models.registry import family_of
-from trainer.models.rope_overrides import override_rope
-from trainer.models.rules import Rules
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.mesh import Mesh
+from prepcli.models.param_tree import ParamLeaf, param_leaves
+from prepcli.models.parameters import Family, HFConfig, true_vocab_size
+from prepcli.models.partition import vocab_multiple
+from prepcli.models.registry import family_of
+from prepcli.models.rules import Rules
+from trainer.planning.config_overrides import override_fields
 from trainer.planning.step_inputs import ModelShapes
 from trainer.recipe.model_table import Model
+from trainer.recipe.rope_overrides import override_rope
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from trainer.models.errors import usage_error
-from trainer.models.leaf_matrices import factored_axes, is_layer_matrix
-from trainer.models.leaf_patterns import FREEZE_KEY, PATTERN_KEYS, check_used, matches_any
-from trainer.models.memory_inputs import FLOAT32, StateLeaf
-from trainer.models.param_tree import ParamLeaf
+from prepcli.core.errors import usage_error
+from prepcli.models.leaf_matrices import factored_axes, is_layer_matrix
+from prepcli.models.leaf_patterns import FREEZE_KEY, PATTERN_KEYS, check_used, matches_any
+from prepcli.models.memory_inputs import FLOAT32, StateLeaf
+from prepcli.models.param_tree import ParamLeaf
 from trainer.recipe.optimizer_tables import (
     AdafactorTable,
     AdamWTable,

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from trainer.models.architecture import ArchConfig
-from trainer.models.attention_kernels import (
+from prepcli.core.errors import Key, UsageError, text, usage_error
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.attention_kernels import (
     ANY_ACCELERATOR,
     AUTO,
     DeviceKind,
@@ -15,23 +16,22 @@ from trainer.models.attention_kernels import (
     find_kernel,
     rank_kernels,
 )
-from trainer.models.attention_needs import (
+from prepcli.models.attention_needs import (
     AttentionNeeds,
     check_mixer,
     required_attention_features,
     run_features,
 )
-from trainer.models.chunk_sizes import check_ring_blocks
-from trainer.models.default_sizes import ChunkSizes, default_chunk_sizes
-from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
-from trainer.models.errors import Key, UsageError, text, usage_error
-from trainer.models.memory_inputs import FLOAT32, MemoryInputs
-from trainer.models.mesh import Mesh
-from trainer.models.param_tree import ParamLeaf, widest_head
-from trainer.models.parameters import HFConfig
-from trainer.models.partition import num_batch_shards, num_sequence_shards
-from trainer.models.registry import family_of
-from trainer.models.rules import Rules
+from prepcli.models.chunk_sizes import check_ring_blocks
+from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
+from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
+from prepcli.models.mesh import Mesh
+from prepcli.models.param_tree import ParamLeaf, widest_head
+from prepcli.models.parameters import HFConfig
+from prepcli.models.partition import num_batch_shards, num_sequence_shards
+from prepcli.models.registry import family_of
+from prepcli.models.rules import Rules
+from trainer.planning.default_sizes import ChunkSizes, default_chunk_sizes
 from trainer.planning.exact_reduction import reduction_shards, rows_per_device
 from trainer.planning.optimizer_state import state_leaves, trained_leaves
 from trainer.recipe import Recipe, batch_shape

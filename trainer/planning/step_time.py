@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.models.memory_estimate import MemoryEstimate
-from trainer.models.memory_inputs import MemoryInputs
+from prepcli.models.memory_estimate import MemoryEstimate
+from prepcli.models.memory_inputs import MemoryInputs
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.collectives import AxisTraffic, axis_strides
 from trainer.planning.step_flops import StepFlops

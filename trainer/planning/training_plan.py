@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
-from trainer.models.errors import Key
-from trainer.models.lora import build_adapters
-from trainer.models.memory_estimate import MemoryEstimate, estimate_memory
-from trainer.models.memory_inputs import FLOAT32, MemoryInputs
-from trainer.models.mesh import Mesh, parse_mesh
-from trainer.models.param_tree import ParamLeaf
-from trainer.models.partition import leaf_spec
-from trainer.models.registry import family_of
-from trainer.models.rules import Rules, check_leaf_rules
-from trainer.models.slices import SliceCounts, check_slices, parse_slice_counts
+from prepcli.core.errors import Key
+from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
+from prepcli.models.lora import build_adapters
+from prepcli.models.memory_estimate import MemoryEstimate, estimate_memory
+from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
+from prepcli.models.mesh import Mesh, parse_mesh
+from prepcli.models.param_tree import ParamLeaf
+from prepcli.models.partition import leaf_spec
+from prepcli.models.registry import family_of
+from prepcli.models.rules import Rules, check_leaf_rules
+from prepcli.models.slices import SliceCounts, check_slices, parse_slice_counts
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.collectives import AxisTraffic, axis_traffic
 from trainer.planning.model_shapes import PlannedModel

@@ -6,16 +6,15 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from trainer.models import mesh
-from trainer.models.attention_kernels import check_saved_scores
-from trainer.models.dropout_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
-from trainer.models.errors import Key, text, usage_error
-from trainer.models.leaf_patterns import PATTERN_KEYS, check_regular_expressions
-from trainer.models.remat import check_remat
-from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
-from trainer.models.rule_text import merge_rules
-from trainer.models.slices import DCN_KEY, check_slices, parse_slice_counts
-from trainer.models.suggest import did_you_mean
+from prepcli.core.errors import Key, text, usage_error
+from prepcli.core.suggest import did_you_mean
+from prepcli.models import mesh
+from prepcli.models.attention_kernels import check_saved_scores
+from prepcli.models.dropout_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
+from prepcli.models.leaf_patterns import PATTERN_KEYS, check_regular_expressions
+from prepcli.models.remat import check_remat
+from prepcli.models.rule_text import merge_rules
+from prepcli.models.slices import DCN_KEY, check_slices, parse_slice_counts
 from trainer.recipe.data_sources import (
     DATASET_KEYS,
     EVAL_KEYS,
@@ -29,6 +28,7 @@ from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.lora_table import Lora
 from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.resolve import MAX_INT32, warmup_decay
+from trainer.recipe.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.recipe.run_tables import EVAL_METRICS, Log
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from trainer.models.errors import PrepError, usage_error
+from prepcli.core.errors import PrepError, usage_error
 from trainer.recipe.data_table import Data
 from trainer.recipe.formatting import describe_type, example_value, format_value, suggest
 from trainer.recipe.key_schema import KeySchema

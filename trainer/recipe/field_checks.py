@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from trainer.models.errors import Key, PrepError, text, usage_error
+from prepcli.core.errors import Key, PrepError, text, usage_error
 from trainer.recipe.data_table import Data
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.formatting import format_value

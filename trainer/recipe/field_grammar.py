@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from trainer.models.errors import Key, text, usage_error
+from prepcli.core.errors import Key, text, usage_error
 
 SIGNS = re.compile(r"[\[\]{},+]|<\||\|>")
 # One item, with the comma or the end after it. A bracket within a field, e.g. `a[b]`,

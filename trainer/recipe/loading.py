@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trainer.models.errors import PrepError, usage_error
+from prepcli.core.errors import PrepError, usage_error
 from trainer.recipe.checks import find_problems
 from trainer.recipe.corrections import correct_value
 from trainer.recipe.data_sources import SOURCE_PATHS, SOURCES_KEY

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from trainer.models.lora_config import DEFAULT_TARGETS, LoraConfig
+from prepcli.models.lora_config import DEFAULT_TARGETS, LoraConfig
 from trainer.recipe.key_types import (
     STRICT,
     NonNegativeInt,

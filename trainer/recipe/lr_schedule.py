@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.models.json_types import JsonObject, JsonValue
+from prepcli.core.json_types import JsonObject, JsonValue
 from trainer.recipe.optimizer_tables import (
     PALM_REFERENCE_LR,
     OptimizerTable,

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from trainer.models.remat import Offload, PolicyName
-from trainer.models.rope_overrides import RopeOverrides
+from prepcli.models.remat import Offload, PolicyName
 from trainer.recipe.key_types import (
     STRICT,
     ActivationNames,
@@ -19,6 +18,7 @@ from trainer.recipe.key_types import (
     RatioRange,
     if_absent,
 )
+from trainer.recipe.rope_overrides import RopeOverrides
 
 
 class Model(BaseModel):

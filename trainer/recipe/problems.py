@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.models.errors import Command, PrepError, Text, join_texts, text, usage_error
+from prepcli.core.errors import Command, PrepError, Text, join_texts, text, usage_error
 
 # Diagnostics that are listed. The rest are counted.
 MAX_SHOWN = 20

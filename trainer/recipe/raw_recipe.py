@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainer.models.errors import Command, Option, PrepError, text, usage_error
+from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from trainer.recipe.formatting import BARE_KEY, format_text, format_value, suggest, to_toml
 from trainer.recipe.override_values import parse_override_value
 from trainer.recipe.problems import Diagnostic

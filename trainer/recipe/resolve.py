@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.models.errors import Key, Text, text, usage_error
+from prepcli.core.errors import Key, Text, text, usage_error
 from trainer.recipe.optimizer_tables import PALM_WARMUP_STEPS, OptimizerTable, PalmTable
 from trainer.recipe.tables import Batch
 

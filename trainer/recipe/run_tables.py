@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from trainer.models.process_address import DEFAULT_PORT, ProcessSettings
+from prepcli.core.process_address import DEFAULT_PORT, ProcessSettings
 from trainer.recipe.key_types import (
     STRICT,
     NonNegativeFloat,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.models.errors import Key, text, usage_error
+from prepcli.core.errors import Key, text, usage_error
 from trainer.recipe.data_table import Data
 
 # Value of `data.objective`.

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from trainer.models.errors import Key, Text, text
+from prepcli.core.errors import Key, Text, text
 from trainer.recipe.corrections import suggest_value
 from trainer.recipe.formatting import suggest
 from trainer.recipe.optimizer_tables import optimizer_type

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainer.files.json_values import load_json
+from prepcli.core.json_values import load_json
 
 if TYPE_CHECKING:
     from pyarrow import Field, Schema

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from prepcli.core.errors import Key, PrepError, text
+from prepcli.models.attention_kernels import AUTO, DeviceKind, KernelChoice, rank_kernels
+from prepcli.models.attention_needs import AttentionNeeds
+from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.attention_kernels import AUTO, DeviceKind, KernelChoice, rank_kernels
-from trainer.models.attention_needs import AttentionNeeds
-from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
-from trainer.models.errors import Key, PrepError, text
 from trainer.nn.kernels.probe import find_mismatch
 from trainer.planning.step_inputs import Shapes, attention_needs, longest_sequence
 from trainer.recipe import Recipe

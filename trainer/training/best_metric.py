@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.models.errors import Key, text, usage_error
-from trainer.models.json_types import JsonObject
-from trainer.models.manifest_fields import StepFields
+from prepcli.core.errors import Key, text, usage_error
+from prepcli.core.json_types import JsonObject
+from prepcli.planning.step_fields import StepFields
 from trainer.recipe import Recipe
 from trainer.recipe.run_tables import EVAL_LOSS, EVAL_METRICS, Direction
 

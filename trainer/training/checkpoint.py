@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from prepcli.engine.checkpoint_store import HostLeaf, HostShard
+from prepcli.models.param_tree import Tree
 from trainer.distributed.process_shards import index_box
-from trainer.models.checkpoint_store import HostLeaf, HostShard
-from trainer.models.param_tree import Tree
 from trainer.training.step import TrainState, leaf_name
 
 OPT_STATE = "opt_state"

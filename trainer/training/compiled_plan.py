@@ -15,6 +15,10 @@ from typing import Any
 
 import jax
 
+from prepcli.core.errors import USAGE, Key, Option, PrepError, UsageError, text, usage_error
+from prepcli.models.attention_kernels import ANY_ACCELERATOR
+from prepcli.models.mesh import Mesh, parse_mesh
+from prepcli.models.slices import num_slices, parse_slice_counts
 from trainer.data.packed_documents import document_columns
 from trainer.data.packing import ColumnSpecs
 from trainer.data.seq2seq import seq2seq_columns
@@ -28,11 +32,7 @@ from trainer.distributed.compile_process import (
 from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import catch_out_of_memory, make_sharding_context
 from trainer.distributed.topology import libtpu_version, tpu_devices
-from trainer.models.attention_kernels import ANY_ACCELERATOR
-from trainer.models.compiled_plan import CompiledPlan, read_collectives
-from trainer.models.errors import USAGE, Key, Option, PrepError, UsageError, text, usage_error
-from trainer.models.mesh import Mesh, parse_mesh
-from trainer.models.slices import num_slices, parse_slice_counts
+from trainer.planning.compiled_plan import CompiledPlan, read_collectives
 from trainer.planning.step_inputs import has_segments, run_dropout
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.resolve import MAX_INT32

@@ -7,6 +7,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from prepcli.core.errors import PrepError, text, usage_error
+from prepcli.core.json_values import is_json_list
+from prepcli.core.process_group import ProcessGroup, SingleProcess
+from prepcli.stores.reading import open_regular_file
 from trainer.data.column_shapes import (
     CONVERSATIONS,
     TEXT_COLUMN,
@@ -20,10 +24,6 @@ from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_ty
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import Reader, ReadOptions, Record
 from trainer.data.remote_files import RemoteFiles
-from trainer.distributed.process_group import ProcessGroup, SingleProcess
-from trainer.files.json_values import is_json_list
-from trainer.files.reading import open_regular_file
-from trainer.models.errors import PrepError, text, usage_error
 from trainer.recipe.data_table import Data
 from trainer.recipe.field_checks import chat_problems
 from trainer.recipe.text_fields import DEFAULT_FIELDS, PLAIN

@@ -8,6 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from prepcli.core.errors import Key, PrepError, text, usage_error
+from prepcli.core.json_types import HFConfig
+from prepcli.core.process_group import ProcessGroup, SingleProcess
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.parameters import Family
 from trainer.data.chat_loss import LossRule
 from trainer.data.chat_template import ChatTemplate, recipe_template
 from trainer.data.example_settings import ExampleSettings
@@ -26,11 +31,6 @@ from trainer.data.tokenize import (
 )
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.windows import with_stride
-from trainer.distributed.process_group import ProcessGroup, SingleProcess
-from trainer.models.architecture import ArchConfig
-from trainer.models.errors import Key, PrepError, text, usage_error
-from trainer.models.json_types import HFConfig
-from trainer.models.parameters import Family
 from trainer.recipe import Recipe
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 from jax import Array
 
+from prepcli.core.errors import usage_error
+from prepcli.models.param_tree import Tree
 from trainer.data.order import eval_batches, num_eval_batches
 from trainer.data.packing import Dataset
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.errors import usage_error
-from trainer.models.param_tree import Tree
 from trainer.nn import transformer
 from trainer.nn.loss_terms import LossSums, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec

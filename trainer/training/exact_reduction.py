@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+from prepcli.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
 from trainer.distributed.sharding import ShardingContext, jax_partition_spec
 from trainer.distributed.tree_sum import (
     call_in_loop,
@@ -26,7 +27,6 @@ from trainer.distributed.tree_sum import (
     square_sums,
     sum_in_tree,
 )
-from trainer.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
 from trainer.training.feed import TokenBatch
 
 REPLICATED = PartitionSpec()

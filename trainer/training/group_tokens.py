@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from prepcli.core.errors import PrepError
+from prepcli.core.process_group import ProcessGroup
 from trainer.data.files import Note, io_error
 from trainer.data.store import MappedTokens
 from trainer.data.store_writer import make_cache
@@ -24,8 +26,6 @@ from trainer.data.tokenize import (
     tokenize_files,
 )
 from trainer.distributed.hosts import folder_processes
-from trainer.distributed.process_group import ProcessGroup
-from trainer.models.errors import PrepError
 
 # Names of exchanges between processes.
 MISSING_TOKENS = "tokens are missing"

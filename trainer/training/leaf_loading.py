@@ -12,6 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
+from prepcli.algebra.boxes import Box, volume
+from prepcli.core.errors import PrepError
+from prepcli.engine.checkpoint_store import CheckpointReader, LeafSpec
 from trainer.distributed.exchange import (
     compile_allocation,
     compile_block_update,
@@ -26,10 +29,13 @@ from trainer.distributed.process_shards import (
     local_coordinates,
     should_exchange_reads,
 )
-from trainer.models.boxes import Box, volume
-from trainer.models.checkpoint_store import CheckpointReader, LeafSpec
-from trainer.models.errors import PrepError
-from trainer.models.read_plan import LeafBlock, ReadPlan, ShardedLeaf, choose_read_plan, read_ratio
+from trainer.distributed.read_plan import (
+    LeafBlock,
+    ReadPlan,
+    ShardedLeaf,
+    choose_read_plan,
+    read_ratio,
+)
 from trainer.training import shard_filling
 from trainer.training.read_ahead import LeafRead, read_ahead
 from trainer.training.shard_filling import box_extents, empty_aligned

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from prepcli.core.errors import Key, PrepError, text
+from prepcli.engine.checkpoint_store import CheckpointReader
+from prepcli.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
+from prepcli.planning.step_fields import CastCounts
 from trainer.distributed.sharding import ShardingContext, local_device_sharding
-from trainer.models.checkpoint_store import CheckpointReader
-from trainer.models.errors import Key, PrepError, text
-from trainer.models.manifest_fields import CastCounts
-from trainer.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
 from trainer.nn.initialization import init_adapters, init_params
 from trainer.nn.model_spec import ModelSpec
 from trainer.training.leaf_loading import LeafLoader, exchange_is_faster

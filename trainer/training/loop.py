@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from prepcli.core.errors import Option, PrepError, text
+from prepcli.core.worker_thread import run_abandonable
+from prepcli.engine.checkpoint_store import CheckpointStore, PendingSave
+from prepcli.planning.step_fields import StepFields
 from trainer.data.order import eval_batches
 from trainer.distributed.mesh_devices import peak_memory_nbytes
-from trainer.files.worker_thread import run_abandonable
-from trainer.models.checkpoint_store import CheckpointStore, PendingSave
-from trainer.models.errors import Option, PrepError, text
-from trainer.models.manifest_fields import StepFields
 from trainer.training.best_metric import NO_EVALUATIONS, Patience, check_metric_name
 from trainer.training.callbacks import Callbacks
 from trainer.training.checkpoint import host_leaves

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from prepcli.planning.step_fields import StepFields
 from trainer.data.order import RowOrder, num_eval_batches
 from trainer.data.packing import Dataset
-from trainer.models.manifest_fields import StepFields
 from trainer.recipe import Recipe
 from trainer.training.best_metric import BestMetric, best_metric
 from trainer.training.events import Interval, is_due, num_due

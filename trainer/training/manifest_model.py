@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from prepcli.core.errors import Command, Option, PrepError, text, usage_error
+from prepcli.models.lora_config import lora_from_manifest
+from prepcli.models.registry import family_of
+from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import Rules, check_leaf_rules
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.errors import Command, Option, PrepError, text, usage_error
-from trainer.models.lora_config import lora_from_manifest
-from trainer.models.registry import family_of
-from trainer.models.rule_text import merge_rules
-from trainer.models.rules import Rules, check_leaf_rules
 from trainer.nn.model_spec import ModelSpec, build_model
 
 

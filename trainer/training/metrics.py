@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from trainer.files.reading import ACCESS_HINT, read_complete_lines
-from trainer.files.writing import replacing_file
-from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonObject
+from prepcli.core.errors import PrepError
+from prepcli.core.json_types import JsonObject
+from prepcli.stores.reading import ACCESS_HINT, read_complete_lines
+from prepcli.stores.writing import replacing_file
 
 METRICS_FILE = "metrics.jsonl"
 # Prefix of the values of an evaluation.

@@ -10,9 +10,9 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trainer.models.errors import Key, PrepError, text
-from trainer.models.manifest_fields import CastCounts
-from trainer.models.param_tree import Tree, flatten_tree
+from prepcli.core.errors import Key, PrepError, text
+from prepcli.models.param_tree import Tree, flatten_tree
+from prepcli.planning.step_fields import CastCounts
 from trainer.training.optimizers.rounding import LOW_BITS
 
 # The bits that bfloat16 cuts off.

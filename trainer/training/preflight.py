@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prepcli.models.lora import Adapters, num_features, rank_axis
+from prepcli.models.remat import OFFLOAD_NONE
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.lora import Adapters, num_features, rank_axis
-from trainer.models.remat import OFFLOAD_NONE
 from trainer.planning.exact_reduction import reduction_shards
 from trainer.planning.step_inputs import check_token_split
 from trainer.recipe import Recipe, batch_shape

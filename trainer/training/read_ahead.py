@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from trainer.files.worker_thread import WorkerThread, wait_for_threads
-from trainer.models.boxes import Box
-from trainer.models.checkpoint_store import CheckpointReader
+from prepcli.algebra.boxes import Box
+from prepcli.core.worker_thread import WorkerThread, wait_for_threads
+from prepcli.engine.checkpoint_store import CheckpointReader
 
 # Steps that are pending at once. Each read has threads, and small leaves have few bytes. A leaf has one or more reads
 # and the step at its end, so that 16 small leaves are read at once.

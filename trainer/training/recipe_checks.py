@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from prepcli.core.errors import Key, text, usage_error
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.parameters import Family
+from prepcli.models.remat import saved_activations
 from trainer.data.files import DataFile, EmptyFileError, check_not_empty, check_readable
 from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, has_local_files, resolve_type
 from trainer.data.remote_files import RemoteFiles, Selection
 from trainer.data.tokenizer import check_tokenizer_exists
-from trainer.models.architecture import ArchConfig
-from trainer.models.errors import Key, text, usage_error
-from trainer.models.parameters import Family
-from trainer.models.remat import saved_activations
 from trainer.recipe import Recipe
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from prepcli.core.errors import Key, PrepError, text, usage_error
+from prepcli.core.json_types import JsonObject
+from prepcli.models.param_tree import Tree
+from prepcli.models.token_rules import NO_RULES, TokenRules
 from trainer.data.chat_prompts import MESSAGES_KEY, TOOLS_KEY, Prompt, PromptEncoder, chat_prompt
 from trainer.data.stop_texts import StopFinder
 from trainer.data.tokenizer import TextTokenizer
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator, check_prompts, max_fitting_new_tokens
-from trainer.models.errors import Key, PrepError, text, usage_error
-from trainer.models.json_types import JsonObject
-from trainer.models.param_tree import Tree
-from trainer.models.token_rules import NO_RULES, TokenRules
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
 SAMPLES_KEY = "log.samples"

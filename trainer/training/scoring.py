@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from prepcli.models.param_tree import Tree
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.param_tree import Tree
 from trainer.training.evaluation import EvalStep
 from trainer.training.feed import place_batch
 

@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from prepcli.core.errors import Key, text, usage_error
+from prepcli.core.json_types import HFConfig
+from prepcli.models.attention_kernels import DeviceKind
+from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
+from prepcli.models.param_tree import ParamLeaf
+from prepcli.models.registry import family_of
+from prepcli.models.rope_config import Rope
+from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import Rules
+from prepcli.planning.step_fields import StepFields
 from trainer.data.order import RowOrder
 from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.attention_kernels import DeviceKind
-from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
-from trainer.models.errors import Key, text, usage_error
-from trainer.models.json_types import HFConfig
-from trainer.models.manifest_fields import StepFields
-from trainer.models.param_tree import ParamLeaf
-from trainer.models.registry import family_of
-from trainer.models.rope_config import Rope
-from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, override_rope
-from trainer.models.rule_text import merge_rules
-from trainer.models.rules import Rules
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.loss_terms import LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, unscannable_error
@@ -31,6 +30,7 @@ from trainer.planning.step_flops import count_step_flops
 from trainer.planning.step_inputs import ModelShapes, chunk_sizes, step_inputs, with_adapters
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.resolve import MAX_INT32
+from trainer.recipe.rope_overrides import SCALING_KEY, THETA_KEY, override_rope
 from trainer.recipe.tables import Model
 from trainer.training.events import Interval
 from trainer.training.loop_config import LoopConfig

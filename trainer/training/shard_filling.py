@@ -18,10 +18,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from prepcli.algebra.boxes import Box, intersection, slices, volume
 from trainer.distributed.exchange import compile_allocation
 from trainer.distributed.process_shards import local_boxes
-from trainer.models.boxes import Box, intersection, slices, volume
-from trainer.models.read_plan import aligned_row_blocks
+from trainer.distributed.read_plan import aligned_row_blocks
 from trainer.training.read_ahead import LeafRead
 
 # Alignment of host buffers: direct I/O reads into them, and a CPU device takes them over without a copy.

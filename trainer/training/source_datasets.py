@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from prepcli.core.errors import PrepError, text
 from trainer.data.files import Note
 from trainer.data.order import MixedOrder, RowOrder, SampleOrder, mix_by_weight
 from trainer.data.packed_documents import DocumentDataset
@@ -14,7 +15,6 @@ from trainer.data.packing import ConcatenatedDataset, Dataset, PackedDataset
 from trainer.data.remote_files import Selection
 from trainer.data.seq2seq import Seq2SeqDataset
 from trainer.data.store import MappedTokens
-from trainer.models.errors import PrepError, text
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
 

@@ -17,10 +17,10 @@ import optax
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
+from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
+from prepcli.models.leaf_matrices import reduced_axes
+from prepcli.models.param_tree import ParamLeaf, Tree, find_param_path, flatten_tree, unflatten_tree
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
-from trainer.models.leaf_matrices import reduced_axes
-from trainer.models.param_tree import ParamLeaf, Tree, find_param_path, flatten_tree, unflatten_tree
 from trainer.nn import transformer
 from trainer.nn.dropout import Dropout, step_dropout
 from trainer.nn.loss_terms import NO_LOSS_TERMS, LossTerms, TokenMetrics

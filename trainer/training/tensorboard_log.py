@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trainer.files.reading import ACCESS_HINT
-from trainer.models.errors import PrepError
+from prepcli.core.errors import PrepError
+from prepcli.stores.reading import ACCESS_HINT
 from trainer.training.metrics import MetricsLine, line_step, metric_values
 
 

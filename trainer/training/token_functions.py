@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.models.errors import Key, text, usage_error
-from trainer.models.manifest_fields import StepFields
+from prepcli.core.errors import Key, text, usage_error
+from prepcli.planning.step_fields import StepFields
 from trainer.recipe import Recipe
 from trainer.training.best_metric import best_metric, check_metric_name
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from trainer.files.reading import ACCESS_HINT, read_regular_file
-from trainer.models.errors import PrepError
+from prepcli.core.errors import PrepError
+from prepcli.stores.reading import ACCESS_HINT, read_regular_file
 from trainer.training.metrics import LogKey, MetricsLine, line_step, log_key, metric_values
 
 ID_FILE = "wandb-id"

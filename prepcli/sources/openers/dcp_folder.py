@@ -7,25 +7,25 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim
+from prepcli.algebra.boxes import Range, strides
+from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import Option, PrepError, text
+from prepcli.core.suggest import did_you_mean
 from prepcli.engine.digest import digest_pieces
-from prepcli.errors import Option, PrepError, text
 from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_folder
-from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.models.torchtitan_layouts import TORCHTITAN_LAYOUT
 from prepcli.planning.plan import Contiguous, DroppedTensor, Locations, SourceFile
 from prepcli.planning.state_names import OPT_STATE_RULE, TRAINING_STATE_RULE
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.dcp_trees import TORCHTITAN_EMBEDDING, match_torchtitan
 from prepcli.sources.model_family import find_config_path, read_folder_model
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
 from prepcli.sources.source_hints import SourceHints
-from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
-from trainer.models.boxes import Range, strides
-from trainer.models.suggest import did_you_mean
-from trainer.models.torchtitan_layouts import TORCHTITAN_LAYOUT
 
 DCP_LAYOUTS = ("hf", TORCHTITAN_LAYOUT)
 # Names in the state dicts of `get_state_dict`.

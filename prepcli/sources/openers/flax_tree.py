@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from prepcli.algebra.grids import StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import GET_AGAIN_HINT, PrepError
 from prepcli.engine.blobs import Blob, ConcatenatedBlob, FileRange
-from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats import safetensors
 from prepcli.formats.flax_folder import find_weight_files, select_indexed
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.msgpack import MsgpackArray, MsgpackHeader, MsgpackKind, read_msgpack_header
 from prepcli.formats.shard_index import UnindexedTensor, shard_name
 from prepcli.planning.chunk_placement import LeafPiece
-from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import PARAMS, TRAINING_STATE_RULE
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.model_family import find_config_path, select_family

@@ -11,12 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
+from prepcli.algebra.axis_map import AxisMap, bind_row
+from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.counts import count_text
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
+from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.formats.gguf import GgufArray, GgufHeader, GgufTensor, part_names, read_gguf_header
 from prepcli.formats.untrusted import quote_name
-from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.models.registry import family_of
 from prepcli.planning.plan import Contiguous, Locations
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames, detect_names
 from prepcli.planning.tensors import FileTensor, itemsize
 from prepcli.quantized.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, GgufDecoder
@@ -41,11 +46,6 @@ from prepcli.sources.source import (
     read_config,
 )
 from prepcli.sources.source_hints import SourceHints
-from trainer.models.axis_map import AxisMap, bind_row
-from trainer.models.counts import count_text
-from trainer.models.json_types import HFConfig, JsonObject
-from trainer.models.registry import family_of
-from trainer.models.row_text import parse_row
 
 ARCHITECTURE_KEY = "general.architecture"
 SPLIT_KEY = "split.count"

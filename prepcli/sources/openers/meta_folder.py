@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
+from prepcli.algebra.axis_map import AxisMap, bind_row
+from prepcli.algebra.grids import ChunkGrid, ExplicitPlacement
+from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
+from prepcli.core.json_types import HFConfig
 from prepcli.formats.meta_llama_config import (
     is_dense_mistral,
     is_small_llama_3_2,
@@ -40,9 +45,11 @@ from prepcli.formats.untrusted import (
     read_bytes,
     stat_file,
 )
-from prepcli.planning.grids import ChunkGrid, ExplicitPlacement
+from prepcli.models.families.llama import FAMILY
+from prepcli.models.parameters import Family
+from prepcli.models.registry import FAMILIES
+from prepcli.models.torchtitan_layouts import META_NAMES, TORCHTITAN_LAYOUT
 from prepcli.planning.plan import Contiguous, Strided
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import detect_names
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.openers.torch_folder import assign_blobs, placement_of
@@ -55,13 +62,6 @@ from prepcli.sources.source import (
     read_config,
 )
 from prepcli.sources.source_hints import SourceHints
-from trainer.models.axis_map import AxisMap, bind_row
-from trainer.models.families.llama import FAMILY
-from trainer.models.json_types import HFConfig
-from trainer.models.parameters import Family
-from trainer.models.registry import FAMILIES
-from trainer.models.row_text import parse_row
-from trainer.models.torchtitan_layouts import META_NAMES, TORCHTITAN_LAYOUT
 
 MAX_PARAMS_NBYTES = 1 << 20
 # Size of the safetensors files that `pad-vocab` writes from Meta's files.

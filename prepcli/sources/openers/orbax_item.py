@@ -11,9 +11,13 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from prepcli.algebra.boxes import strides
+from prepcli.algebra.grids import ExplicitPlacement, Placement, StridedPlacement
+from prepcli.core.counts import count_text
+from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
+from prepcli.core.json_types import HFConfig
 from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
-from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
@@ -24,8 +28,9 @@ from prepcli.formats.orbax import METADATA_FILE, dotted_name, find_item, item_me
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.untrusted import quote_name, read_small_file
+from prepcli.models.manifest_family import manifest_family
+from prepcli.models.parameters import Family
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
-from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
 from prepcli.planning.layout_scales import LayoutScale, recorded_scale, scaled_digests
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, SourceFile
@@ -62,11 +67,6 @@ from prepcli.sources.tree_tensors import (
     verbatim_tensors,
 )
 from prepcli.sources.unscaled_arrays import UnscaledArray
-from trainer.models.boxes import strides
-from trainer.models.counts import count_text
-from trainer.models.json_types import HFConfig
-from trainer.models.manifest_family import manifest_family
-from trainer.models.parameters import Family
 
 # The default limit of open files of a process is 1,024 on Linux and 256 on macOS.
 # An item with more files opens each file when it is read.

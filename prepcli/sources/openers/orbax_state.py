@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.json_types import HFConfig
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.models.parameters import Family
 from prepcli.planning.layout_scales import LayoutScale, scaled_digests
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
 from prepcli.planning.plan import DroppedTensor
@@ -31,8 +33,6 @@ from prepcli.sources.foreign_state import (
 from prepcli.sources.foreign_trees import BOXED_SUFFIX, ForeignTree, match_foreign_tree
 from prepcli.sources.source import Source, SourceTensor, recorded_digests
 from prepcli.sources.tree_tensors import StoredLeaf, leaf_as_tensor
-from trainer.models.json_types import HFConfig
-from trainer.models.parameters import Family
 
 # A leaf of the first moment, e.g. `opt_state.0.mu.params.decoder.decoder_norm.scale` in MaxText,
 # `opt_state.inner_state.1.mu.lm_head.weight` in Levanter, and `opt_state.0.mu.final_norm.w.value` in Tunix.

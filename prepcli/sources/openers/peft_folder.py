@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NoReturn
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.core.errors import DamagedError, PrepError
+from prepcli.core.json_types import HFConfig
 from prepcli.formats.file_records import check_header
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
@@ -20,14 +21,13 @@ from prepcli.formats.safetensors import (
     SafetensorsHeader,
     read_safetensors_header,
 )
+from prepcli.models.parameters import Family, WeightTying
 from prepcli.planning.manifest_fields import TensorRecord, TensorRecords
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import FileTensor
 from prepcli.sources.openers.safetensors_folder import file_tensors
 from prepcli.sources.source import Source, file_stamps
 from prepcli.sources.source_hints import SourceHints
-from trainer.models.json_types import HFConfig
-from trainer.models.parameters import Family, WeightTying
 
 NO_RECORD: TensorRecord = {"digests": []}
 DAMAGE_HINT = f"get or export the adapter again; without its {MANIFEST_FILE} it is not checked"

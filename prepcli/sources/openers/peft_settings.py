@@ -15,16 +15,12 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
+from prepcli.core.json_types import HFConfig
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG
-from prepcli.planning.tensors import FileTensor
-from prepcli.sources.openers.peft_fields import MERGE_HINT, check_unread_fields, value_text
-from prepcli.sources.openers.peft_folder import is_adapter, read_checked_header
-from prepcli.sources.source import read_config
-from trainer.models.json_types import HFConfig
-from trainer.models.lora import (
+from prepcli.models.lora import (
     BASE_LAYER,
     HEAD,
     PEFT_PREFIX,
@@ -35,12 +31,16 @@ from trainer.models.lora import (
     saved_modules,
     with_named_patterns,
 )
-from trainer.models.lora_config import LoraConfig
-from trainer.models.module_patterns import find_pattern
-from trainer.models.parameters import Family
-from trainer.models.peft_names import split_wrappers
-from trainer.models.rows import split_row
-from trainer.models.text_part import with_prefixes
+from prepcli.models.lora_config import LoraConfig
+from prepcli.models.module_patterns import find_pattern
+from prepcli.models.parameters import Family
+from prepcli.models.peft_names import split_wrappers
+from prepcli.models.rows import split_row
+from prepcli.models.text_part import with_prefixes
+from prepcli.planning.tensors import FileTensor
+from prepcli.sources.openers.peft_fields import MERGE_HINT, check_unread_fields, value_text
+from prepcli.sources.openers.peft_folder import is_adapter, read_checked_header
+from prepcli.sources.source import read_config
 
 MATRIX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 RANK_DIMS = {"A": 0, "B": 1}  # A is [rank, in] and B is [out, rank]

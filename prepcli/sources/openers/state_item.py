@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.engine.digest import digest
-from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.orbax import STATE_ITEMS, find_name_clash, item_metadata_file
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import ChunkTable, StoredRange

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats.torch_files import TorchTensor, read_torch_folder
 from prepcli.planning.plan import Contiguous, Strided
 from prepcli.sources.model_family import find_config_path, read_folder_model

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from prepcli.engine.background_sync import SYNC_INTERVAL_S, BackgroundSync, SyncPoint
 from prepcli.engine.files import Files
 from prepcli.engine.journal import Journal, read_journal
-from prepcli.errors import PrepError
 from tests.helpers.waiting import MAX_S
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.core.errors import USAGE, PrepError
 from prepcli.engine.budget import (
     MAX_BUFFERS,
     MAX_SLAB_NBYTES,
@@ -21,7 +22,6 @@ from prepcli.engine.budget import (
     make_budget,
 )
 from prepcli.engine.files import PAGE
-from prepcli.errors import USAGE, PrepError
 from tests.helpers.waiting import MAX_S
 
 MOST_AT_ONCE = 2  # buffers of a slab that is permuted

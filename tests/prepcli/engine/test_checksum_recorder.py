@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.console.progress import NullProgress
+from prepcli.algebra.axis_map import AxisMap
+from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.core.progress import NullProgress
 from prepcli.engine import checksum_recorder
 from prepcli.engine.checksum_recorder import ChecksumRecorder, compute_unknown, load_checksums
 from prepcli.engine.digest import checksum
@@ -20,13 +23,10 @@ from prepcli.engine.pipeline import Pipeline
 from prepcli.planning import checksum_blocks
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES
 from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
-from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import OutputLeaf, PlacedChunks
-from prepcli.planning.strided_copies import StridedCopy
 from tests.helpers.plans import SavePlan, dividing_chunks, make_save_plan
 from tests.helpers.strategies import complete_tables
 from tests.prepcli.engine.test_pipeline import QUIET, make_budget
-from trainer.models.axis_map import AxisMap
 
 
 def plan_extents(save_plan: SavePlan) -> list[ChunkExtent]:

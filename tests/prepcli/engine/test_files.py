@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.core.errors import RESUME_HINT, PrepError
 from prepcli.engine import files as files_module
 from prepcli.engine import io_policy
 from prepcli.engine.files import PAGE, ByteArray, Files, allocate_buffer, io_error
 from prepcli.engine.io_policy import WritePolicy
-from prepcli.errors import RESUME_HINT, PrepError
-from prepcli.planning.strided_copies import StridedCopy
 
 SIZE = 5 * PAGE + 123
 QUIET = settings(

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.engine.files import PAGE, allocate_buffer
 from prepcli.engine.host_leaves import HostLeafReader
-from prepcli.planning.strided_copies import StridedCopy
-from trainer.models.checkpoint_store import HostLeaf
 
 
 def leaf(array: np.ndarray) -> HostLeaf:

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prepcli.console.progress import NullProgress
+from prepcli.algebra.axis_map import bind_row
+from prepcli.algebra.row_text import parse_row
+from prepcli.core.progress import NullProgress
 from prepcli.engine.budget import Budget
 from prepcli.engine.files import Files
 from prepcli.engine.journal import Journal
@@ -16,8 +18,6 @@ from prepcli.engine.pipeline import Pipeline
 from tests.helpers.interruptions import SimulatedSignal, run_interrupted
 from tests.helpers.plans import SavePlan, make_save_plan
 from tests.helpers.slow_cases import slow_except
-from trainer.models.axis_map import bind_row
-from trainer.models.row_text import parse_row
 
 NUM_POINTS = 100  # interrupted points, of about 6,000 calls and returns
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prepcli.core.errors import PrepError
 from prepcli.engine.journal import (
     Journal,
     JournalState,
@@ -19,7 +20,6 @@ from prepcli.engine.journal import (
     seal_line,
     unseal_line,
 )
-from prepcli.errors import PrepError
 
 QUIET = settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

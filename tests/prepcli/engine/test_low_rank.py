@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import xxhash
 
+from prepcli.core.errors import DamagedError, UsageError
 from prepcli.engine.budget import make_budget
 from prepcli.engine.files import Files
 from prepcli.engine.low_rank import BLOCK_VALUES, StreamUpdate, matrix_nbytes
-from prepcli.errors import DamagedError, UsageError
 from prepcli.planning.plan import Contiguous, LowRankUpdate, Stream
 from prepcli.planning.plan_text import encode_text
 

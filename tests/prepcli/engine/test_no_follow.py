@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from prepcli.engine.no_follow import (
     check_no_symlinks,
     open_no_follow,
     read_no_follow,
     write_no_follow,
 )
-from prepcli.errors import PrepError
 
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 UNSAFE_FILES: dict[str, Callable[[Path, Path], object]] = {

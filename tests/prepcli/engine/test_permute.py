@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prepcli.algebra.boxes import strides
+from prepcli.algebra.strided_copies import StridedCopy, merge_dims
 from prepcli.engine import permute
 from prepcli.engine.permute import gather, scatter
 from prepcli.planning.slabs import Slab
-from prepcli.planning.strided_copies import StridedCopy, merge_dims
-from trainer.models.boxes import strides
 
 SIDE = 16  # elements of 4 bytes along a tile
 SHAPES = st.lists(

@@ -11,7 +11,10 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prepcli.console.progress import NullProgress
+from prepcli.algebra.axis_map import AxisMap, bind_row
+from prepcli.algebra.row_text import parse_row
+from prepcli.core.errors import PrepError
+from prepcli.core.progress import NullProgress
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.files import Files
@@ -19,15 +22,12 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.io_policy import WritePolicy
 from prepcli.engine.journal import Journal, StreamPrefix
 from prepcli.engine.pipeline import Pipeline
-from prepcli.errors import PrepError
 from prepcli.planning import coverage
 from prepcli.planning.plan import Contiguous, Fill, Stream
 from prepcli.planning.slabs import PAGE, split_streams
 from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.strategies import complete_tables, leaf_by_numpy
-from trainer.models.axis_map import AxisMap, bind_row
-from trainer.models.row_text import parse_row
 
 QUIET = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
 from prepcli.engine.files import Files
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.planning.plan import Stream

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.execution import bucket_run
 from prepcli.execution.bucket_run import BucketRun, UnitNote
 from prepcli.planning.shares import SINGLE_PROCESS, Share

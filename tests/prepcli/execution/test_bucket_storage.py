@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import PrepError
+from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.budget import make_budget
-from prepcli.errors import PrepError
+from prepcli.engine.checkpoint_store import HostLeaf, HostShard, LeafSpec
 from prepcli.execution import bucket_step, bucket_storage
 from prepcli.execution.bucket_storage import BucketStorage
 from prepcli.execution.checkpoint_manager import CheckpointManager
@@ -30,14 +32,12 @@ from prepcli.remote.remote_files import LOCK_FILE
 from prepcli.remote.retries import RetryPolicy
 from prepcli.restore.item_reader import open_reader
 from prepcli.targets.training_step import plan_training_step
-from prepcli.training_runs.storage import check_last_step
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.thread_groups import run_together
 from tests.helpers.training_states import TrainingState, host_leaves, read_leaves, save_steps
 from tests.helpers.waiting import MAX_S
-from trainer.distributed.process_group import ProcessGroup
-from trainer.models.checkpoint_store import HostLeaf, HostShard, LeafSpec
+from trainer.run.storage import check_last_step
 
 URL = "gs://bucket/runs/tuned"
 PREFIX = "bucket/runs/tuned/"

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.cli.main import main
-from prepcli.errors import PrepError
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import PrepError
+from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.slow_cases import slow_except
@@ -33,7 +34,6 @@ from tests.helpers.training_states import (
     same_state,
     save_steps,
 )
-from trainer.models.checkpoint_store import HostLeaf
 
 
 @pytest.fixture(scope="module")

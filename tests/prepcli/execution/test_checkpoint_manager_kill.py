@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.formats.run_steps import saved_steps
 from prepcli.restore.item_reader import open_reader

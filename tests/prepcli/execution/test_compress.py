@@ -16,8 +16,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.console.progress import NullProgress
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
+from prepcli.core.progress import NullProgress
 from prepcli.execution import compress
 from prepcli.execution.compress import compress_chunks, parse_compress
 from prepcli.formats.orbax_write import WrittenChunk

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import STOPPED, PrepError
+from prepcli.core.errors import STOPPED, PrepError
 from prepcli.execution import coordination
 from prepcli.execution.coordination import Team
 from prepcli.execution.failure_notes import FailureAge, FailureNotes

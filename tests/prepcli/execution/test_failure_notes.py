@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.execution.failure_notes import FailureAge, FailureNotes
 from prepcli.planning.shares import Share
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.execution import folder_storage
 from prepcli.execution.folder_storage import LOCK, FolderStorage
 from prepcli.formats.run_steps import RECIPE_FILE

@@ -12,8 +12,8 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
-from prepcli.console.progress import NullProgress
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
+from prepcli.core.progress import NullProgress
 from prepcli.execution.hub_push import PushTarget, check_push, push_folder
 from prepcli.remote.retries import RetryPolicy
 from tests.helpers.push_server import TOKEN, FakePushHub, PushedRepo, serve_push_hub

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import FAILED, STOPPED, PrepError
+from prepcli.core.errors import FAILED, STOPPED, PrepError
 from prepcli.execution.coordination import Team
 from prepcli.execution.staging import Staging, remove_work_folder
 from prepcli.planning.plan import Contiguous, Plan, Stream

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.execution import locks
 from prepcli.execution.locks import (
     acquire_lock,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from prepcli.errors import PrepError, UsageError
+from prepcli.algebra.grids import ChunkGrid
+from prepcli.core.errors import PrepError, UsageError
 from prepcli.execution.output_paths import check_output_paths
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
 
 

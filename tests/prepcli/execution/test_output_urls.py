@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.execution.output_urls import parse_out_url
 from prepcli.remote.object_store import ObjectStoreUrl
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.execution.run_notes import read_json_record, write_json_record
 
 

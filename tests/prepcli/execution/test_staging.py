@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.core.errors import USAGE, PrepError
 from prepcli.engine.journal import Journal
-from prepcli.errors import USAGE, PrepError
 from prepcli.execution.failure_notes import FailureNotes
 from prepcli.execution.staging import (
     DIVISION_FILE,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.execution import locks
 from prepcli.execution.staging import Staging
 from prepcli.planning.shares import Share

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.execution.step_exports import StepExports
 from tests.helpers.waiting import MAX_S
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prepcli.cli.main import main
-from prepcli.errors import PrepError
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import PrepError
+from prepcli.core.process_group import ProcessGroup
+from prepcli.engine.checkpoint_store import HostLeaf, HostShard
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.thread_groups import run_together
 from tests.helpers.training_states import TrainingState, host_leaves, save_steps
-from trainer.distributed.process_group import ProcessGroup
-from trainer.models.checkpoint_store import HostLeaf, HostShard
 
 DEVICES = 8
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from prepcli.engine.digest import digest
-from prepcli.errors import PrepError
 from prepcli.execution import stored_outputs
 from prepcli.execution.stored_outputs import check_stored_output, has_intact_files, stored_manifest
 from prepcli.formats.manifest import encode_manifest

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.console.progress import NullProgress
+from prepcli.core.errors import USAGE, PrepError
+from prepcli.core.progress import NullProgress
 from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.errors import USAGE, PrepError
 from prepcli.execution.workers import (
     MAX_BASELINE_NBYTES,
     ProcessOptions,

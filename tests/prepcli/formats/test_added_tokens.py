@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.errors import DamagedError
+from prepcli.core.errors import DamagedError
 from prepcli.formats.added_tokens import encode_record, parse_record
 
 ADDITION: dict[str, Any] = {

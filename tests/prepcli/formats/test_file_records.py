@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.file_records import check_files, check_header, record_files
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 

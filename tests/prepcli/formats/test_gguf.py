@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats.gguf import (
     GGML_TYPES,
     MAX_ARRAY_ITEMS,

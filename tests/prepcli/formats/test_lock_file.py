@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.core.errors import DamagedError, PrepError
 from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor, encode_lock, read_lock
 
 SHA256 = "5f" * 32

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prepcli.formats.meta_llama_config import is_small_llama_3_2, to_hf_config
-from trainer.models.families.llama import FAMILY
+from prepcli.models.families.llama import FAMILY
 
 FIRST = {
     "dim": 4096,

@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats.msgpack import (
     CHUNKED_MARKER,
     MAX_DEPTH,

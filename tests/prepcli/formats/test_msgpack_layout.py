@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.core.errors import PrepError
 from prepcli.engine.fills import numpy_dtype
-from prepcli.errors import PrepError
 from prepcli.formats import msgpack_layout
 from prepcli.formats.msgpack import KeyPath
 from prepcli.formats.msgpack_layout import (

@@ -15,7 +15,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats import ocdbt_read
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, OcdbtEntry, ValueLocation
 from prepcli.formats.ocdbt_read import read_ocdbt_index

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from prepcli.algebra.boxes import full_box
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.orbax import find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.restore.item_reader import ItemReader
-from trainer.models.boxes import full_box
 
 SAVER = Path(__file__).parents[2] / "helpers" / "orbax_forms.py"
 FORMS = [

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation, write_ocdbt_index
 from prepcli.formats.ocdbt_read import read_ocdbt_index
 from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats import orbax_store
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_read import read_item

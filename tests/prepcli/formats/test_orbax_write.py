@@ -11,7 +11,7 @@ import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta, OrbaxNonArray
 from prepcli.formats.orbax_write import WrittenChunk

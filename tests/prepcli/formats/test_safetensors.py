@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from prepcli.errors import FAILED, PrepError
+from prepcli.core.errors import FAILED, PrepError
 from prepcli.formats.safetensors import DTYPES, SafetensorsHeader, read_safetensors_header
 from prepcli.planning.tensors import ITEM_BITS, array_bits
 

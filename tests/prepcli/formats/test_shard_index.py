@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats.safetensors import read_safetensors_folder, select_safetensors_files
 from prepcli.formats.shard_index import check_numbered_files, read_weight_map, shard_name
 

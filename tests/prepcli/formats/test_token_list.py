@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from prepcli.errors import PrepError, UsageError
+from prepcli.core.errors import PrepError, UsageError
 from prepcli.formats.token_list import FLAGS, make_token, overlapping_texts, read_token_list
 
 

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from prepcli.core.errors import PrepError
 from prepcli.engine.fills import numpy_dtype
-from prepcli.errors import PrepError
 from prepcli.formats.safetensors_layout import LayoutEntry
 from prepcli.formats.torch_archive_write import encode_archive
 from prepcli.formats.torch_dcp import MAX_METADATA_OPCODES, read_dcp_folder

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats.torch_files import (
     MAX_NON_TENSORS,
     TorchTensor,

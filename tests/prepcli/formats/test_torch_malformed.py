@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats.torch_files import read_torch_header
 from tests.helpers.pickle_builder import (
     SIX_FLOATS,

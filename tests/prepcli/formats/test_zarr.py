@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats.orbax import ZARRAY, ArrayMeta
 from prepcli.formats.zarr import ZARR_JSON, ZarrArray, parse_zarr_document
 from tests.helpers.slow_cases import slow_except

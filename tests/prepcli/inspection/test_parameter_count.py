@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import prepcli as prep
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
 from tests.helpers.tiny_checkpoints import checkpoint_tensors, write_checkpoint
 from tests.helpers.tiny_configs import GOLDEN
 

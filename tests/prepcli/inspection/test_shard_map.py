@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.inspection.shard_map import draw_shard_map, summarize_sharding
-from trainer.models.mesh import parse_mesh
-from trainer.models.partition import partition_spec
-from trainer.models.rule_text import merge_rules
-from trainer.models.rules import PARAM_RULES
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.partition import partition_spec
+from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import PARAM_RULES
 
 
 def draw_lines(

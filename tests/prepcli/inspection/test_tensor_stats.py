@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.files import ByteArray
 from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta
@@ -21,7 +22,6 @@ from prepcli.inspection import tensor_stats as module
 from prepcli.inspection.checkpoint_contents import CheckpointContents, TensorEntry
 from prepcli.inspection.contents import read_contents
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
-from prepcli.planning.strided_copies import StridedCopy
 from prepcli.sources.locate import locate
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.orbax_items import random_array, write_item

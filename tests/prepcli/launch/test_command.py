@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prepcli.errors import UsageError
+from prepcli.core.errors import UsageError
 from prepcli.launch.command import LaunchedCommand, check_process_count
 from tests.helpers.launched_jobs import train_command
 

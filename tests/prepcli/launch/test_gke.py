@@ -11,17 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from prepcli.errors import UsageError
+from prepcli.core.errors import UsageError
+from prepcli.core.json_values import JsonObject
+from prepcli.core.option_spec import with_defaults
 from prepcli.launch.command import LaunchedCommand
 from prepcli.launch.gke import FILES_FOLDER, gke_manifest, yaml_text
 from prepcli.launch.job import LaunchJob
 from prepcli.launch.options import GkeOptions
-from prepcli.option_spec import with_defaults
 from prepcli.planning.shares import Share, launcher_share
 from tests.helpers.kubernetes_schemas import ConfigMap, JobSet
 from tests.helpers.launched_jobs import train_command
 from tests.helpers.scripts import install_recorders, run_script, texts, words
-from trainer.files.json_values import JsonObject
 
 JOB = LaunchJob(command=train_command("recipes/llama-13b.toml"), name="llama-13b", max_restarts=7)
 

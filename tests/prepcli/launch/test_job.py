@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prepcli.errors import UsageError
+from prepcli.core.errors import UsageError
 from prepcli.launch.job import LaunchJob, as_label, check_label, parse_env
 from tests.helpers.launched_jobs import train_command
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import FAILED, INTERRUPTED, STOPPED, USAGE, PrepError
+from prepcli.core.errors import FAILED, INTERRUPTED, STOPPED, USAGE, PrepError
 from prepcli.launch import local
 from prepcli.launch.local import ProcessWatcher, process_environment
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from prepcli.errors import FAILED, UsageError
+from prepcli.core.errors import FAILED, UsageError
+from prepcli.core.option_spec import with_defaults
 from prepcli.launch.command import LaunchedCommand
 from prepcli.launch.job import LaunchJob
 from prepcli.launch.options import RayOptions
 from prepcli.launch.ray import ray_driver
 from prepcli.launch.ray_worker import ExitCode, RayCommand, RestartError, check_ray_version
-from prepcli.option_spec import with_defaults
 from tests.helpers.launched_jobs import train_command
 
 TRAINING = LaunchJob(

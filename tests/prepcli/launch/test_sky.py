@@ -14,12 +14,12 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prepcli.errors import UsageError
+from prepcli.core.errors import UsageError
+from prepcli.core.option_spec import with_defaults
 from prepcli.launch.command import LaunchedCommand
 from prepcli.launch.job import LaunchJob
 from prepcli.launch.options import SkyOptions
 from prepcli.launch.sky import sky_task
-from prepcli.option_spec import with_defaults
 from tests.helpers.launched_jobs import train_command
 from tests.helpers.scripts import install_recorders, run_script, texts, words
 from tests.helpers.waiting import MAX_S

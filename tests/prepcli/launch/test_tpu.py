@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prepcli.errors import UsageError
+from prepcli.core.errors import UsageError
+from prepcli.core.option_spec import with_defaults
 from prepcli.launch.command import LaunchedCommand
 from prepcli.launch.job import LaunchJob
 from prepcli.launch.options import TpuOptions
 from prepcli.launch.tpu import tpu_script
-from prepcli.option_spec import with_defaults
 from tests.helpers.launched_jobs import train_command
 from tests.helpers.scripts import Calls, install_recorders, lines, run_script, words
 from tests.helpers.waiting import wait_until

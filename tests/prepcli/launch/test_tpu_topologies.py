@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 
+from prepcli.core.errors import USAGE, PrepError
 from prepcli.launch.tpu_topologies import TPU_GENERATIONS, TpuGeneration, find_topology, num_chips
 from tests.helpers.tpu_devices import FakeTpu, make_tpu_devices
-from trainer.models.errors import USAGE, PrepError
 from trainer.planning.accelerators import ACCELERATORS
 
 

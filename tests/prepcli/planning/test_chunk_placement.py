@@ -10,6 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prepcli.algebra.axis_map import AxisMap, bind_row
+from prepcli.algebra.boxes import full_box
+from prepcli.algebra.grids import ChunkGrid
+from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.strided_copies import region_copies
 from prepcli.planning import chunk_placement
 from prepcli.planning.chunk_placement import (
     MIN_ALIGNED_CHUNK_NBYTES,
@@ -20,13 +25,8 @@ from prepcli.planning.chunk_placement import (
     place_chunk_files,
     place_chunks,
 )
-from prepcli.planning.grids import ChunkGrid
-from prepcli.planning.strided_copies import region_copies
 from tests.helpers.plans import dividing_chunks
 from tests.helpers.strategies import complete_tables
-from trainer.models.axis_map import AxisMap, bind_row
-from trainer.models.boxes import full_box
-from trainer.models.row_text import parse_row
 
 ITEM = 4
 

@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.errors import PrepError
+from prepcli.algebra.axis_map import AxisMap, bind_row
+from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import PrepError
 from prepcli.planning import coverage
-from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import (
     Contiguous,
     EqualityCheck,
@@ -24,11 +27,8 @@ from prepcli.planning.plan import (
     Stream,
 )
 from prepcli.planning.slabs import split_streams
-from prepcli.planning.strided_copies import ChunkedLocation
 from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
 from tests.helpers.strategies import complete_tables
-from trainer.models.axis_map import AxisMap, bind_row
-from trainer.models.row_text import parse_row
 
 LIMIT = 64
 SIZES = {"vocab": 12, "embed": 4, "q": 6, "kv": 4}

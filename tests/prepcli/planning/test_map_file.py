@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.planning.map_file import MAX_DROPS, MAX_LINES, MAX_NBYTES, compute_size, parse_map
 from prepcli.planning.map_rows import MapCoverage, bind_map
 from prepcli.planning.tensor_match import TensorInfo

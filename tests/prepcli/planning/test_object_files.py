@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 import prepcli as prep
+from prepcli.algebra.axis_map import bind_row
+from prepcli.algebra.grids import ChunkGrid
+from prepcli.algebra.row_text import parse_row
 from prepcli.planning import coverage, object_files
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
-from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.object_passes import streams_of_spans
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Plan, Stream
 from prepcli.planning.slabs import split_streams
 from prepcli.planning.work_units import WorkUnit, divide_units, find_work_units
 from tests.helpers.tiny_checkpoints import make_checkpoint
-from trainer.models.axis_map import bind_row
-from trainer.models.row_text import parse_row
 
 LIMIT_NBYTES = 64 << 10
 

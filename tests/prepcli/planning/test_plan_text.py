@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from prepcli.algebra.axis_map import bind_row
+from prepcli.algebra.gapped_regions import GappedRegion
+from prepcli.algebra.grids import ChunkGrid, ExplicitPlacement
+from prepcli.algebra.row_text import parse_row
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
-from prepcli.planning.gapped_regions import GappedRegion
-from prepcli.planning.grids import ChunkGrid, ExplicitPlacement
 from prepcli.planning.plan import (
     Contiguous,
     DroppedTensor,
@@ -25,8 +27,6 @@ from prepcli.planning.plan import (
     Strided,
 )
 from prepcli.planning.plan_text import NAMES, encode_text, iter_text
-from trainer.models.axis_map import bind_row
-from trainer.models.row_text import parse_row
 
 
 def dataclasses_in(hint: Any, found: set[type]) -> set[type]:

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.algebra.boxes import Box, full_box, strides
+from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import PrepError
 from prepcli.planning import coverage
-from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
 from prepcli.planning.process_files import plan_process_files
 from prepcli.planning.slabs import split_streams
 from prepcli.planning.state_names import identity_axis_map
-from prepcli.planning.strided_copies import ChunkedLocation
-from trainer.models.boxes import Box, full_box, strides
 
 SHAPES = {"a": (4, 6), "b": (2,)}
 CHUNKS = {"a": (2, 2), "b": (2,)}

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.boxes import Box, strides
+from prepcli.algebra.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import OutputLeaf, PlacedChunks
 from prepcli.planning.shard_copies import shard_copies
-from trainer.models.boxes import Box, strides
 
 ITEM_NBYTES = 4
 GAP_NBYTES = 12  # bytes between two chunks

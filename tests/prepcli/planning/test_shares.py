@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.errors import USAGE, PrepError, UsageError
+from prepcli.core.errors import USAGE, PrepError, UsageError
 from prepcli.planning.plan import Contiguous, EqualityCheck, Fill, Plan, Stream
 from prepcli.planning.shares import (
     SINGLE_PROCESS,

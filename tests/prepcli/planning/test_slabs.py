@@ -12,8 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prepcli.algebra.axis_map import AxisMap, bind_row
+from prepcli.algebra.boxes import strides
+from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.strided_copies import ChunkedLocation, StridedCopy
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
-from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import Contiguous, Fill, Stream
 from prepcli.planning.slabs import (
     LONG_RUN_NBYTES,
@@ -24,13 +28,9 @@ from prepcli.planning.slabs import (
     split_stream_evenly,
     split_streams,
 )
-from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy
 from prepcli.planning.tensors import itemsize
 from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
 from tests.helpers.strategies import complete_tables
-from trainer.models.axis_map import AxisMap, bind_row
-from trainer.models.boxes import strides
-from trainer.models.row_text import parse_row
 
 
 def check_tiling(slabs: Sequence[Slab], stream: Stream, limit: int) -> None:

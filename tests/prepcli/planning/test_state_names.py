@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.boxes import full_box
+from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation, region_copies
 from prepcli.planning.state_names import PARAMS, find_slots, identity_axis_map, qualify, split_name
-from prepcli.planning.strided_copies import ChunkedLocation, region_copies
-from trainer.models.boxes import full_box
 
 SHAPES = {"embed.tokens": (8, 4), "encoder.embed.tokens": (8, 4), "norm.scale": (4,)}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from prepcli.algebra.axis_map import bind_row
+from prepcli.algebra.row_text import parse_row
 from prepcli.planning.state_rows import (
     PathLeaf,
     find_state_leaves,
@@ -12,8 +14,6 @@ from prepcli.planning.state_rows import (
     shape_in_leaf,
     state_axis_map,
 )
-from trainer.models.axis_map import bind_row
-from trainer.models.row_text import parse_row
 
 SIZES = {"layers": 3, "heads": 4, "head_dim": 8, "embed": 16}
 STACKED = bind_row(

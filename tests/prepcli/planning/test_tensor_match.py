@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
+from prepcli.models.parameters import parameter_rows
+from prepcli.models.registry import family_of
 from prepcli.planning.plan import EqualityCheck
 from prepcli.planning.tensor_match import (
     DEFAULT_MATCH_OPTIONS,
@@ -19,8 +21,6 @@ from prepcli.planning.tensor_match import (
     vocab_tensors,
 )
 from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, checkpoint_tensors
-from trainer.models.parameters import parameter_rows
-from trainer.models.registry import family_of
 
 Tensors = dict[str, TensorInfo]
 TIED = GPT_NEO

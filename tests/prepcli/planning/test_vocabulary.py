@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.errors import FAILED, USAGE, PrepError
+from prepcli.core.errors import FAILED, USAGE, PrepError
+from prepcli.core.json_types import JsonValue
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
-from trainer.models.json_types import JsonValue
 
 
 @pytest.mark.parametrize(

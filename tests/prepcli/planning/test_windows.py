@@ -9,8 +9,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.algebra.axis_map import AxisMap
+from prepcli.algebra.boxes import Box, strides, volume
+from prepcli.algebra.strided_copies import StridedCopy, leaf_box_parts, part_copies, tensor_box
 from prepcli.planning.plan import Contiguous, Strided
-from prepcli.planning.strided_copies import StridedCopy, leaf_box_parts, part_copies, tensor_box
 from prepcli.planning.windows import (
     file_strides,
     merge_windows,
@@ -20,8 +22,6 @@ from prepcli.planning.windows import (
     window_copies,
 )
 from tests.helpers.strategies import axis_maps, boxes, leaf_by_numpy, random_tensors
-from trainer.models.axis_map import AxisMap
-from trainer.models.boxes import Box, strides, volume
 
 ITEM = 4
 

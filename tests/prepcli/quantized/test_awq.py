@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prepcli.errors import DamagedError
+from prepcli.core.errors import DamagedError
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.awq import AwqDecoder
 from tests.helpers.quantized import assert_equal_bits, decode_all, stored

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.errors import DamagedError
+from prepcli.core.errors import DamagedError
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.bitsandbytes import Bits4Decoder, QuantState, parse_quant_state
 from tests.helpers.lazy_modules import lazy_module

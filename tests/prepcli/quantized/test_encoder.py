@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.quantized.decoder import Decoder
 from prepcli.quantized.encoder import InvertibleDecoder
 from prepcli.quantized.mxfp4 import Mxfp4Decoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prepcli.errors import DamagedError
+from prepcli.core.errors import DamagedError
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.gguf_blocks import BLOCK_TYPES, GgufDecoder
 from tests.helpers.lazy_modules import lazy_module

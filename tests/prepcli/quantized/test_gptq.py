@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.core.errors import DamagedError, PrepError
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.find_weights import find_weights
 from prepcli.quantized.gptq import BITS, GptqDecoder

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.core.errors import DamagedError, PrepError
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.nvfp4 import Nvfp4Decoder
 from tests.helpers.lazy_modules import lazy_module

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from prepcli.errors import DamagedError
+from prepcli.core.errors import DamagedError
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.scaled import Int8Decoder, ScaledDecoder, block_of_grid
 from tests.helpers.lazy_modules import lazy_module

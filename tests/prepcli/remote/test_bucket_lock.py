@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.remote import bucket_lock
 from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
 from prepcli.remote.conditional_objects import publish_content

@@ -65,8 +65,8 @@ SCRIPT = """
 import io, json, os, sys
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
-from prepcli.errors import PrepError
-from prepcli.console.progress_displays import JsonProgress
+from prepcli.core.errors import PrepError
+from prepcli.commands.console.progress_displays import JsonProgress
 from prepcli.remote.retries import retry_policy_from_env
 names, is_offline = json.loads(sys.argv[1]), "--offline" in sys.argv
 for name in names:

@@ -16,7 +16,7 @@ from huggingface_hub import HfApi, constants, file_download, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import _http
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.remote.hub_client import NoAnswerError, install_retrying_client
 from prepcli.remote.retries import RetryPolicy
 from prepcli.sources.folders import Access
@@ -28,7 +28,7 @@ from tests.helpers.waiting import MAX_S, wait_until
 
 pytestmark = pytest.mark.waits
 
-PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
+PREP = "import sys; from prepcli.commands.cli.main import main; sys.exit(main())"
 MALFORMED_ANSWERS = {
     "html": b"<html>please log in</html>",
     "list": b"[]",

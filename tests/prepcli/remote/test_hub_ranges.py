@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.remote import remote_files
 from prepcli.remote.hub_ranges import HubRangeReader, retry_after_s
 from prepcli.remote.remote_files import RemoteFile, read_range

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.remote import object_store, remote_files
 from prepcli.remote.object_store import (
     PART_NBYTES,

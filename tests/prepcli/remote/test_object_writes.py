@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.remote.object_store import PART_NBYTES, Bucket
 from prepcli.remote.object_writes import ObjectUploads, put_object
 from prepcli.remote.retries import RetryPolicy

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from obstore.store import MemoryStore
 from safetensors.numpy import save
 
+from prepcli.core.errors import PrepError
 from prepcli.engine.files import ByteArray
-from prepcli.errors import PrepError
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.ocdbt import ValueLocation, write_ocdbt_index
 from prepcli.formats.ocdbt_read import read_ocdbt_index
@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def item(folder: Path) -> Path:
     """Return an init checkpoint of the model."""
-    from prepcli.cli.main import main
+    from prepcli.commands.cli.main import main
 
     out = folder.parent / "init"
     with pytest.MonkeyPatch.context() as patched:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prepcli.core.errors import PrepError
 from prepcli.engine.files import ByteArray
-from prepcli.errors import PrepError
 from prepcli.remote import remote_files
 from prepcli.remote.remote_files import (
     READ_AHEAD_CACHE_NBYTES,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prepcli.errors import USAGE, PrepError
+from prepcli.core.errors import USAGE, PrepError
 from prepcli.remote.retries import (
     MIN_PROGRESS_NBYTES,
     RetryPolicy,

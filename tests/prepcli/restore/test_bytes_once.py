@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import prepcli as prep
-from prepcli.errors import DamagedError
+from prepcli.core.errors import DamagedError
 from prepcli.formats.orbax_read import read_item
 from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.safetensors import read_safetensors_folder

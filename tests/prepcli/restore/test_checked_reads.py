@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prepcli.algebra.boxes import full_box
+from prepcli.core.errors import PrepError
 from prepcli.engine.digest import checksum
-from prepcli.errors import PrepError
 from prepcli.formats.checksums import CHECKSUMS_FILE, BlockChecksums
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_read import OrbaxItem, read_item
@@ -34,7 +35,6 @@ from tests.prepcli.restore.test_item_reader import (
     read_boxes,
     record_reads,
 )
-from trainer.models.boxes import full_box
 
 UP = "params.layers.mlp.up.weight"
 KINDS = {

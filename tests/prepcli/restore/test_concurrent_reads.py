@@ -11,8 +11,8 @@ import pytest
 
 import prepcli as prep
 from bench.throttled_store import ThrottledStore, Traffic, serve_throttled
-from prepcli.console.observer import SilentObserver
-from prepcli.operations.inspect import select_tensors
+from prepcli.commands.operations.inspect import select_tensors
+from prepcli.core.observer import SilentObserver
 from prepcli.remote import remote_files
 from prepcli.restore import item_reader, tensor_jobs
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint

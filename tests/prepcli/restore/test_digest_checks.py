@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from prepcli.cli.main import main
-from prepcli.errors import OK
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import OK
 from prepcli.restore.digest_checks import sample_digest
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
@@ -23,7 +23,7 @@ def digest_of(name: str) -> str:
 
 
 # A family of each kind of rows: transposed, split, tied, fused experts, and two stacks. The check `coverage` of
-# tests/prepcli/testing/test_checks.py covers the rows of all families.
+# tests/prepcli/commands/testing/test_checks.py covers the rows of all families.
 FAST_FAMILIES = ("gpt2", "gpt-neo", "mixtral", "opt", "t5")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.planning.plan import EqualityCheck
 from prepcli.restore.duplicates import find_duplicates
 from prepcli.sources.locate import locate

@@ -19,20 +19,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.cli.main import main
+from prepcli.algebra.boxes import Box, full_box
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import PrepError
 from prepcli.engine.files import ByteArray, Files
 from prepcli.engine.fills import numpy_dtype
-from prepcli.errors import PrepError
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_read import read_item
-from prepcli.planning.strided_copies import StridedCopy
 from prepcli.restore import item_reader
 from prepcli.restore.item_reader import ItemReader, open_reader
 from tests.helpers.interruptions import SimulatedSignal, run_interrupted
 from tests.helpers.orbax_items import random_array, write_item
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, same_bits
-from trainer.models.boxes import Box, full_box
 
 Spans = list[tuple[int, int, int]]  # file, first byte, one past the last
 

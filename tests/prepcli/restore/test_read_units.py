@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from prepcli.algebra.boxes import Box
+from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.planning import checksum_blocks
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
@@ -16,8 +18,6 @@ from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
-from trainer.models.boxes import Box
-from trainer.models.checkpoint_store import LeafSpec
 
 UP = "params.layers.mlp.up.weight"
 

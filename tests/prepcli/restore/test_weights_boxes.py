@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prepcli.errors import DamagedError
+from prepcli.algebra.boxes import Box
+from prepcli.core.errors import DamagedError
 from prepcli.restore import tensor_jobs
 from prepcli.restore.item_reader import open_reader
 from prepcli.restore.weights_reader import MAX_THREADS, WeightsReader
@@ -18,8 +19,7 @@ from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
-from tests.prepcli.operations.test_format_matrix import make_formats, make_torch_formats
-from trainer.models.boxes import Box
+from tests.prepcli.commands.operations.test_format_matrix import make_formats, make_torch_formats
 
 TORCH = ("bin", "bin-legacy", "meta")
 KINDS = ("hf", "init", "init-zstd", "unscanned", "hf-flax", "easylm", "zarr3", *TORCH)

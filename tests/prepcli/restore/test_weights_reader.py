@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.commands.testing.tiny_transformers import tiny_transformer
+from prepcli.core.errors import PrepError
+from prepcli.models.param_tree import flatten_tree
 from prepcli.restore import weights_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
-from prepcli.testing.tiny_transformers import tiny_transformer
 from tests.helpers.pickle_builder import make_torch_file
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import (
@@ -27,7 +28,6 @@ from tests.helpers.tiny_checkpoints import (
     make_checkpoint,
     write_checkpoint,
 )
-from trainer.models.param_tree import flatten_tree
 from trainer.training.manifest_model import model_from_manifest
 
 Box = tuple[tuple[int, int], ...]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from prepcli.models.registry import FAMILIES as SUPPORTED_FAMILIES
 from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, ALIASES_BY_NAME
-from trainer.models.registry import FAMILIES as SUPPORTED_FAMILIES
 
 
 def test_alias_nbytes_match_published_models() -> None:

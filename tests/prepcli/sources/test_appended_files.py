@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.algebra.axis_map import bind_row
+from prepcli.algebra.gapped_regions import GappedRegion
+from prepcli.algebra.grids import ChunkGrid, ExplicitPlacement, StridedPlacement
+from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.engine.blobs import open_blobs
-from prepcli.planning.gapped_regions import GappedRegion
-from prepcli.planning.grids import ChunkGrid, ExplicitPlacement, StridedPlacement
 from prepcli.planning.plan import Contiguous, Location, Strided
-from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import SourceTensor
 from prepcli.sources.tensor_rows import read_tensor
 from tests.helpers.tiny_checkpoints import make_checkpoint
-from trainer.models.axis_map import bind_row
-from trainer.models.row_text import parse_row
 
 AXIS_MAP = bind_row(parse_row("a b <- w: a b"), {"a": 2, "b": 3})
 GRID = ChunkGrid((2, 3), (1, 3))

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.algebra.axis_map import bind_row
+from prepcli.algebra.grids import ChunkGrid
+from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import PrepError
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor
-from prepcli.planning.grids import ChunkGrid
-from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.models.families.llama import FAMILY as LLAMA
 from prepcli.sources.dcp_trees import match_torchtitan
-from trainer.models.axis_map import bind_row
-from trainer.models.families.llama import FAMILY as LLAMA
-from trainer.models.row_text import parse_row
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 6,

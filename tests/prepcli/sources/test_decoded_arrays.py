@@ -12,8 +12,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prepcli.core.errors import PrepError
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.errors import PrepError
 from prepcli.formats.codecs import READ_BLOCK_NBYTES
 from prepcli.formats.ocdbt import ValueLocation, write_ocdbt_index
 from prepcli.formats.ocdbt_read import read_ocdbt_index

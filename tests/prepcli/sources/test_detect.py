@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import FAILED, PrepError
+from prepcli.core.errors import FAILED, PrepError
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
 from prepcli.sources.detect import detect, detect_file
 from prepcli.sources.folders import Kind, LocalFiles, LocalFolder

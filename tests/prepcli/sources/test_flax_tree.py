@@ -11,8 +11,8 @@ from typing import Any
 import msgpack
 import pytest
 
+from prepcli.core.errors import PrepError
 from prepcli.engine.blobs import ConcatenatedBlob
-from prepcli.errors import PrepError
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import prepcli as prep
-from prepcli.cli.main import main
-from prepcli.errors import OK, PrepError
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import OK, PrepError
 from prepcli.sources.generation_config import generation_defaults
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint

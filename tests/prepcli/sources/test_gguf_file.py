@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import prepcli as prep
-from prepcli.errors import DamagedError, PrepError
+from prepcli.core.errors import DamagedError, PrepError
 from prepcli.quantized.decoder import Decoder
 from prepcli.sources.dequantized import DequantizedBlob
 from tests.helpers.gguf_files import CONFIGS, GPT_OSS, MIXTRAL, make_gguf

@@ -12,7 +12,7 @@ from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.lazy_modules import lazy_module
 
 gguf = lazy_module("gguf")
-SCRIPT = "import sys; from prepcli.cli.main import main; sys.exit(main(sys.argv[1:]))"
+SCRIPT = "import sys; from prepcli.commands.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.fixture(scope="module")

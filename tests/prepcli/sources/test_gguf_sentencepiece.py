@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import prepcli as prep
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
 from prepcli.formats.gguf import GgufArray
 from prepcli.sources import gguf_tokenizer
 from tests.helpers.gguf_files import make_gguf

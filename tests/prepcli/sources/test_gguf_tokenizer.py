@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import prepcli as prep
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
 from prepcli.formats.file_records import record_file
 from prepcli.sources.gguf_tokenizer import tokenizer_files
 from tests.helpers.gguf_files import make_gguf

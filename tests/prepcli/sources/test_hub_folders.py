@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from huggingface_hub.hf_api import RepoSibling
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.remote.hub import HubListing
 from prepcli.remote.retries import DEFAULT_RETRY_POLICY
 from prepcli.sources.folders import Access, Kind

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import USAGE, PrepError
+from prepcli.core.errors import USAGE, PrepError
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
 from prepcli.sources.folders import Access, LocalFiles, LocalFolder
 from prepcli.sources.locate import LocatedCheckpoint, locate

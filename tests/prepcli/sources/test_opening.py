@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import prepcli as prep
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.formats import manifest
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source

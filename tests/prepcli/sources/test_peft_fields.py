@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.sources.openers.peft_fields import UNREAD_FIELDS
 from prepcli.sources.openers.peft_settings import PeftSettings, read_settings
 from tests.helpers.lazy_modules import lazy_module

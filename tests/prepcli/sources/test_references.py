@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import USAGE, PrepError, UsageError
+from prepcli.core.errors import USAGE, PrepError, UsageError
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.remote.object_store import ObjectStoreUrl
 from prepcli.sources.references import (

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import prepcli as prep
+from prepcli.algebra.boxes import Range
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.quantized.decoder import CodeArray, MatrixReader
 from prepcli.quantized.encoder import BitArray, InvertibleDecoder
@@ -18,7 +19,6 @@ from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.requantized import ENCODING_NBYTES, RequantizedBlob, requantize_source
 from tests.helpers.quantized_folders import make_mxfp4_experts, make_quantized
-from trainer.models.boxes import Range
 
 
 def read_codes(blob: RequantizedBlob, max_nbytes: int) -> bytes:

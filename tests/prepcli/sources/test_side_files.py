@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.cli.main import main
+from prepcli.commands.cli.main import main
 from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
-from tests.prepcli.operations.test_mistral_sources import write_native
+from tests.prepcli.commands.operations.test_mistral_sources import write_native
 
 FORMATS = ("safetensors", "mistral", "hf-flax", "easylm", "maxtext")
 

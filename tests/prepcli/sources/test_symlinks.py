@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.core.errors import PrepError
 from prepcli.sources.symlinks import resolve_small_file
 
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from prepcli.errors import PrepError
+from prepcli.algebra.axis_map import bind_row
+from prepcli.algebra.grids import StridedPlacement
+from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.core.errors import PrepError
 from prepcli.formats.manifest import Manifest
-from prepcli.planning.grids import StridedPlacement
-from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.models.families.gpt_neo import FAMILY as GPT_NEO
+from prepcli.models.families.llama import FAMILY as LLAMA
+from prepcli.models.parameters import Family, parameter_rows
+from prepcli.models.registry import FAMILIES
 from prepcli.sources.foreign_trees import ForeignTree, TreeFormat, match_foreign_tree
 from prepcli.sources.tree_tensors import StoredLeaf
-from trainer.models.axis_map import bind_row
-from trainer.models.families.gpt_neo import FAMILY as GPT_NEO
-from trainer.models.families.llama import FAMILY as LLAMA
-from trainer.models.parameters import Family, parameter_rows
-from trainer.models.registry import FAMILIES
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 11,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.models.families.gpt_neo import FAMILY
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.side_files import SideFile
@@ -20,7 +21,6 @@ from prepcli.targets.hf_folder import (
     settings_files,
 )
 from prepcli.targets.streams import output_rows
-from trainer.models.families.gpt_neo import FAMILY
 
 
 def tensor(name: str, *shape: int, dtype: str = "float32") -> SourceTensor:

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from prepcli.errors import USAGE, PrepError
+from prepcli.core.errors import USAGE, PrepError
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.parameters import parameter_rows
+from prepcli.models.registry import family_of
+from prepcli.models.rules import DEFAULT_RULES
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, detect_names, match_tensors
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, make_item
 from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, checkpoint_tensors
-from trainer.models.mesh import parse_mesh
-from trainer.models.parameters import parameter_rows
-from trainer.models.registry import family_of
-from trainer.models.rules import DEFAULT_RULES
 
 
 def source_of(config: dict[str, Any], dtypes: dict[str, str] | None = None) -> Source:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.models.families.gpt_neo import FAMILY
 from prepcli.planning.plan import Contiguous, Fill, Stream
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, dropped_padding
-from trainer.models.families.gpt_neo import FAMILY
 
 MEAN = Fill("mean")
 

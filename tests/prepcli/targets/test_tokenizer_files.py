@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.cli.main import main
-from prepcli.errors import OK, STOPPED
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import OK, STOPPED
 from prepcli.formats.run_steps import step_folder
 from prepcli.planning.plan import SmallFile
 from prepcli.sources.side_files import find_side_files

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from prepcli.core.errors import PrepError
 from trainer.data.chat import load_forms
 from trainer.data.chat_template import load_chat_template
 from trainer.data.encode import EncodedBatch, encode_batch, span_weights
@@ -19,7 +20,6 @@ from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record
 from trainer.data.tokenizer import load_tokenizer
-from trainer.models.errors import PrepError
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"

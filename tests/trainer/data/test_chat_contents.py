@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from tests.trainer.data.test_chat import encode_chat, make_messages, write_tokenizer
 from tests.trainer.data.test_chat_turns import assistant, build, call, shown, user
 from trainer.data.chat_loss import LossRule
 from trainer.data.ignored_parts import EMPTY_TURN, HIDDEN_REASONING
-from trainer.models.errors import PrepError
 
 TURN = "{% for m in messages %}<{{ m.role }}>CONTENT<|im_end|>{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"

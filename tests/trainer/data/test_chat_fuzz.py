@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from tests.trainer.data import chat_templates
 from trainer.data.chat import ChatBuilder
 from trainer.data.chat_loss import ALL, LAST, LossRule
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.readers.reader import Record
-from trainer.models.errors import PrepError
 
 TEMPLATES = [text for name, text in vars(chat_templates).items() if name.isupper()]
 PIECES = (

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from trainer.data.chat_rendering import ChatRenderer, Conversation
 from trainer.data.chat_template import ChatTemplate, load_chat_template
-from trainer.models.errors import PrepError
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "hello"},
@@ -124,7 +124,7 @@ def test_hostile_templates_need_little_memory():
     code = (
         "from pathlib import Path\n"
         "from tests.trainer.data.test_chat_limits import HOSTILE, render\n"
-        "from trainer.models.errors import PrepError\n"
+        "from prepcli.core.errors import PrepError\n"
         "for name, template in HOSTILE.items():\n"
         "    if 'macro' in name or 'loop' in name or 'deep' in name: continue\n"
         "    try: render(template)\n"

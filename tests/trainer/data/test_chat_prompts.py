@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, processors
 
+from prepcli.core.errors import PrepError
 from tests.trainer.data.test_chat import (
     CONVERSATIONS,
     GEMMA,
@@ -19,7 +20,6 @@ from tests.trainer.data.test_chat import (
 from trainer.data.chat_prompts import ChatPrompt, PromptEncoder, chat_prompt
 from trainer.data.column_values import tool_schemas
 from trainer.data.tokenizer import load_tokenizer
-from trainer.models.errors import PrepError
 
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 WITH_TOOLS = (

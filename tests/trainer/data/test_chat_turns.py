@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prepcli.core.errors import PrepError
 from tests.trainer.data.chat_templates import (
     LAST_REASONS,
     LAST_RETURNS,
@@ -23,7 +24,6 @@ from trainer.data.example_settings import ExampleSettings
 from trainer.data.examples import Example
 from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record
-from trainer.models.errors import PrepError
 
 STOPS = ("<|im_end|>", "</s>", "<|user|>", "<|return|>", "<eos>")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import xxhash
 
+from prepcli.core.errors import PrepError
 from trainer.data.tokenizer import find_tokenizer, load_tokenizer
-from trainer.models.errors import PrepError
 
 WORDS = [
     *(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from prepcli.core.errors import PrepError, Text
 from trainer.data.column_shapes import columns_hint
 from trainer.data.column_values import messages_value
 from trainer.data.readers.reader import Record
-from trainer.models.errors import PrepError, Text
 
 DEFAULT = Text("name the columns")
 

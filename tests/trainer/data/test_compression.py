@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from prepcli.core.errors import PrepError
 from trainer.data.files import hash_file
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import TextChunk
-from trainer.models.errors import PrepError
 
 TEXT = "a line of text\n" * 40_000
 COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress}

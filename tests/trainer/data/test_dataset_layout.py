@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.core.errors import PrepError
 from trainer.data.dataset_layout import matches, read_metadata, select_files
 from trainer.data.remote_files import Selection
-from trainer.models.errors import PrepError
 
 README = """\
 ---

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.core.errors import PrepError
 from tests.helpers.corpus import TEXT, make_tokenizer
 from tests.helpers.corpus import encode as encode_text
 from trainer.data import encode
 from trainer.data.encode import BATCHES_AHEAD, Batch, encode_batches
 from trainer.data.examples import Example, Segment
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from trainer.models.errors import PrepError
 
 SEGMENTS = st.lists(
     st.tuples(st.text() | st.lists(st.integers(0, 2**32 - 1), max_size=3), st.integers(0, 1)),

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from prepcli.core.errors import PrepError
 from trainer.data.files import DataFile, hash_file
 from trainer.data.readers import READERS
-from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import FileType
 
 

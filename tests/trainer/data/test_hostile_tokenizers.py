@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from prepcli.cli.main import main
-from prepcli.errors import FAILED
-from prepcli.operations.prompts import read_prompts
+from prepcli.commands.cli.main import main
+from prepcli.commands.operations.prompts import read_prompts
+from prepcli.core.errors import FAILED, PrepError
+from prepcli.formats.tokenizer_safety import MAX_GROWTH, normalizer_growth
 from tests.helpers.corpus import make_tokenizer
 from trainer.data.tokenizer import load_tokenizer
-from trainer.files.tokenizer_safety import MAX_GROWTH, normalizer_growth
-from trainer.models.errors import PrepError
 
 BROKEN_MAP = base64.b64encode(b"\x10\0\0\0" + b"\xff" * 16 + b"abc").decode()
 

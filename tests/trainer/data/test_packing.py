@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.core.errors import PrepError
 from trainer.data.packing import (
     Arrays,
     ColumnSpecs,
@@ -18,7 +19,6 @@ from trainer.data.packing import (
     split_holdout,
 )
 from trainer.data.store import MappedTokens
-from trainer.models.errors import PrepError
 
 
 def make_tokens(documents: list[list[int]], seq_length: int, dtype: str = "<u2") -> MappedTokens:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from tests.helpers.corpus import write_json
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.files import hash_file
 from trainer.data.records import RecordSettings, read_examples
-from trainer.models.errors import PrepError
 
 
 def write_files(folder: Path) -> list[Path]:

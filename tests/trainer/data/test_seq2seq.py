@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.core.errors import PrepError
 from tests.helpers.corpus import EOS, change, encode, make_config, tokenize_quietly
 from tests.trainer.data.test_packing import make_tokens
 from trainer.data.packing import split_holdout
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.tokenize import tokenize_files
-from trainer.models.errors import PrepError
 
 TEXTS = st.lists(st.integers(2, 60000), max_size=9)
 PAIRS = st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=8)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.core.errors import PrepError
 from tests.helpers.corpus import make_tokenizer
 from trainer.data.codecs import FastCodec
 from trainer.data.order import SampleOrder
@@ -21,7 +22,6 @@ from trainer.data.span_corruption import (
 )
 from trainer.data.store import MappedTokens
 from trainer.data.tokenizer import load_tokenizer
-from trainer.models.errors import PrepError
 from trainer.recipe.span_corruption import SpanSizes, span_sizes
 
 SENTINELS, EOS, START = np.arange(900, 1000, dtype=np.int32)[::-1], 1, 0

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import xxhash
 
+from prepcli.core.errors import PrepError
 from tests.helpers.token_stores import NAME, fill
 from trainer.data import store
 from trainer.data.store_writer import build_store
-from trainer.models.errors import PrepError
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("uint16", "<u2"), ("uint32", "<u4")])

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import xxhash
 
+from prepcli.core.errors import PrepError
 from tests.helpers.token_stores import NAME, fill
 from trainer.data import store
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
-from trainer.models.errors import PrepError
 
 HOLD = """
 import sys

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import prepcli
+from prepcli.core.errors import PrepError
 from tests.helpers.corpus import TEXT, make_config, write_json
 from tests.trainer.data.readers.test_megatron_file import DOCUMENTS, write_dataset
 from trainer.data import store_journal, store_writer
@@ -24,7 +25,6 @@ from trainer.data.shard_plan import MAX_SHARDS, PLAN_FILE, make_plan, read_plan,
 from trainer.data.store import StoreMeta, map_tokens
 from trainer.data.token_shards import ShardedTokens, tokenize_share
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
-from trainer.models.errors import PrepError
 
 N_FILES = 7
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from tests.helpers.corpus import (
     EOS,
     TEXT,
@@ -25,7 +26,6 @@ from trainer.data import encode as encode_module
 from trainer.data.packing import PackedDataset
 from trainer.data.readers import text_file
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
-from trainer.models.errors import PrepError
 
 KILL_SCRIPT = """
 import os, signal, sys

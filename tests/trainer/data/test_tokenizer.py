@@ -9,9 +9,9 @@ import pytest
 import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from prepcli.core.errors import PrepError
 from tests.helpers.corpus import TEXT, encode, make_tokenizer
 from trainer.data.tokenizer import load_tokenizer
-from trainer.models.errors import PrepError
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import pytest
 
+from prepcli.core.errors import PYTHON, TERMINAL, Option, PrepError
+from prepcli.core.process_group import SingleProcess
 from tests.helpers.thread_groups import ThreadGroup, run_together
 from trainer.distributed import agreement
 from trainer.distributed.agreement import check_agreement
-from trainer.distributed.process_group import SingleProcess
-from trainer.models.errors import PYTHON, TERMINAL, Option, PrepError
 
 
 def compare(

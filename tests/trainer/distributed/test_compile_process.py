@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from trainer.distributed.compile_process import CompileWatch, run_compile_process
-from trainer.models.errors import PrepError
 
 ENDLESS = """
 import os, time

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from jax.experimental import mesh_utils
 
+from prepcli.core.errors import UsageError
 from prepcli.launch.tpu_topologies import TPU_GENERATIONS
+from prepcli.models.mesh import Mesh, parse_mesh
 from tests.helpers.tpu_devices import FakeTpu, make_tpu_devices
 from trainer.distributed.device_grid import arrange_devices
 from trainer.distributed.sharding import make_sharding_context
-from trainer.models.errors import UsageError
-from trainer.models.mesh import Mesh, parse_mesh
 from trainer.planning.accelerators import ACCELERATORS
 from trainer.recipe import load_recipe
 

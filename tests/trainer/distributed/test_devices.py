@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import pytest
 
+from prepcli.core.errors import PrepError
+from prepcli.models.mesh import parse_mesh
 from trainer.distributed.devices import PLATFORM_HINT, all_devices, local_devices
 from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import (
@@ -15,8 +17,6 @@ from trainer.distributed.sharding import (
     local_device_sharding,
     make_sharding_context,
 )
-from trainer.models.errors import PrepError
-from trainer.models.mesh import parse_mesh
 
 USERS_OF_DEVICES: tuple[Callable[[], object], ...] = (
     all_devices,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.core.process_group import SingleProcess
 from tests.helpers.thread_groups import ThreadGroup, run_group
 from trainer.distributed import hosts
-from trainer.distributed.process_group import SingleProcess
 
 
 def test_processes_per_host_counts_one_machine_only(monkeypatch: pytest.MonkeyPatch):

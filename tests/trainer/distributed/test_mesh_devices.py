@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from prepcli.models.attention_kernels import DeviceKind
+from prepcli.models.mesh import parse_mesh
 from trainer.distributed.mesh_devices import device_kind, kind_of_device
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
-from trainer.models.attention_kernels import DeviceKind
-from trainer.models.mesh import parse_mesh
 
 
 def device(platform: str, version: str = "", **attributes: Any) -> Any:

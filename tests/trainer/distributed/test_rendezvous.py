@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from prepcli.core.errors import PrepError
+from prepcli.core.process_address import ProcessAddress
 from prepcli.launch.local import free_port
 from tests.helpers.waiting import MAX_S
 from trainer.distributed.hosts import process_place
 from trainer.distributed.rendezvous import index_ranges, meet_processes
-from trainer.models.errors import PrepError
-from trainer.models.process_address import ProcessAddress
 
 pytestmark = pytest.mark.waits
 

@@ -12,13 +12,20 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from prepcli.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_transformers import (
     TinyTransformer,
     random_batch,
     random_tensors,
     relative_error,
     tiny_transformer,
 )
+from prepcli.core.errors import USAGE, PrepError
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
+from prepcli.models.partition import partition_spec
+from prepcli.models.rule_presets import PRESETS
+from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import PARAM_RULES
 from tests.helpers.slow_cases import slow_except
 from trainer.distributed.sharding import (
     ShardingContext,
@@ -26,13 +33,6 @@ from trainer.distributed.sharding import (
     jax_partition_spec,
     make_sharding_context,
 )
-from trainer.models.errors import USAGE, PrepError
-from trainer.models.mesh import parse_mesh
-from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
-from trainer.models.partition import partition_spec
-from trainer.models.rule_presets import PRESETS
-from trainer.models.rule_text import merge_rules
-from trainer.models.rules import PARAM_RULES
 from trainer.nn import transformer
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.model_spec import ForwardConfig

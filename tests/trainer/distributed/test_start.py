@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.errors import PrepError
+from prepcli.core.process_address import ProcessAddress
 from prepcli.launch.local import free_port
 from tests.helpers.waiting import MAX_S
 from trainer.distributed.start import check_coordinator_host
-from trainer.models.errors import PrepError
-from trainer.models.process_address import ProcessAddress
 
 CONNECTED = """
 import sys
 import jax
 from trainer.distributed.coordination import CoordinatedProcesses
 from trainer.distributed.start import start_processes
-from trainer.models.errors import PrepError
-from trainer.models.process_address import ProcessAddress
+from prepcli.core.errors import PrepError
+from prepcli.core.process_address import ProcessAddress
 
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", num_processes=1, process_id=0)
 for group in (CoordinatedProcesses(), CoordinatedProcesses()):
@@ -39,8 +39,8 @@ TWICE = """
 import sys
 import jax
 from trainer.distributed.start import start_processes
-from trainer.models.errors import PrepError
-from trainer.models.process_address import ProcessAddress
+from prepcli.core.errors import PrepError
+from prepcli.core.process_address import ProcessAddress
 
 address = ProcessAddress(int(sys.argv[2]), 2, f"127.0.0.1:{sys.argv[1]}")
 group = start_processes(address, start_timeout_s=60, heartbeat_timeout_s=10)

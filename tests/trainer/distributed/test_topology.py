@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 
+from prepcli.core.errors import FAILED, PrepError
 from trainer.distributed import topology
 from trainer.distributed.topology import tpu_devices
-from trainer.models.errors import FAILED, PrepError
 
 
 def test_version_of_libtpu_without_a_package_is_unknown(monkeypatch: pytest.MonkeyPatch):

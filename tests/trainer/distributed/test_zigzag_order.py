@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from prepcli.models.mesh import parse_mesh
 from tests.helpers.meshes import error_of
 from trainer.distributed.sharding import ShardingContext
 from trainer.distributed.zigzag_order import order_tokens, zigzag_order
-from trainer.models.mesh import parse_mesh
 
 
 def mesh_of(text: str) -> ShardingContext:

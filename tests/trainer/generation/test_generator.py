@@ -14,14 +14,18 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from prepcli.testing.greedy import LENGTHS, MAX_NEW_TOKENS
-from prepcli.testing.tiny_transformers import (
+from prepcli.commands.testing.greedy import LENGTHS, MAX_NEW_TOKENS
+from prepcli.commands.testing.tiny_transformers import (
     TinyTransformer,
     model_logits,
     random_tensors,
     tiny_transformer,
     with_padded_vocab,
 )
+from prepcli.core.errors import USAGE, PrepError
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.param_tree import Tree, flatten_tree
+from prepcli.models.registry import FAMILIES
 from tests.golden import make_decoders, make_greedy
 from tests.helpers.shared_steps import share_steps
 from tests.helpers.slow_cases import slow_except
@@ -32,10 +36,6 @@ from trainer.generation import decode, generator
 from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator
 from trainer.generation.sampling import Sampling
-from trainer.models.errors import USAGE, PrepError
-from trainer.models.mesh import parse_mesh
-from trainer.models.param_tree import Tree, flatten_tree
-from trainer.models.registry import FAMILIES
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.model_spec import ForwardConfig
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prepcli.core.errors import USAGE, PrepError
 from trainer.generation.sampling import Sampling, sample_tokens, warp_logits
-from trainer.models.errors import USAGE, PrepError
 
 VOCAB = 12
 # These logits are exact in float32, with frequent ties.

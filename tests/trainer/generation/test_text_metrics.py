@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from prepcli.core.errors import PrepError, UsageError
 from trainer.generation.text_metrics import METRICS, check_metrics, score_texts
-from trainer.models.errors import PrepError, UsageError
 
 TEXTS = ["the cat sat on the mat", "a dog"]
 REFERENCES = ["the cat sat on the mat", "the dog ran"]

@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from prepcli.testing.tiny_transformers import TinyTransformer, random_tensors, tiny_transformer
+from prepcli.commands.testing.tiny_transformers import (
+    TinyTransformer,
+    random_tensors,
+    tiny_transformer,
+)
+from prepcli.models.architecture import FULL_ATTENTION
+from prepcli.models.param_tree import Tree
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN, NEWER_FAMILY_VARIANTS
 from trainer.generation import decode
 from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator, _make_prompt_batch
-from trainer.models.architecture import FULL_ATTENTION
-from trainer.models.param_tree import Tree
 from trainer.nn import kv_cache, transformer
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.model_spec import ForwardConfig

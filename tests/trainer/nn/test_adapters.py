@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from prepcli.models.dropout_config import DropoutConfig
+from prepcli.models.lora import LORA_A, LORA_B, expert_projections
+from prepcli.models.lora_config import LoraConfig
+from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
+from prepcli.models.registry import FAMILIES
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import ALL_CONFIGS, GPT2, LLAMA
 from tests.helpers.tiny_configs import GOLDEN
-from trainer.models.dropout_config import DropoutConfig
-from trainer.models.lora import LORA_A, LORA_B, expert_projections
-from trainer.models.lora_config import LoraConfig
-from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
-from trainer.models.registry import FAMILIES
 from trainer.nn import transformer
 from trainer.nn.adapter_dropout import AdapterDropout
 from trainer.nn.dropout import step_dropout

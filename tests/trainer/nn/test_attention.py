@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.models.architecture import FULL_ATTENTION, ArchConfig
-from trainer.models.rope_config import Rope
+from prepcli.models.architecture import FULL_ATTENTION, ArchConfig
+from prepcli.models.rope_config import Rope
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import causal_mask
 from trainer.nn.context import LayerContext

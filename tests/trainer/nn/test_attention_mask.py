@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from prepcli.models.architecture import FULL_ATTENTION
+from prepcli.models.position_bias import RelativePositionBias
 from tests.trainer.nn.test_attention import D, T, attend, make_arch, random_weights
-from trainer.models.architecture import FULL_ATTENTION
-from trainer.models.position_bias import RelativePositionBias
 from trainer.nn.attention import attention, project_kv
 from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput, Segments, causal_mask
 from trainer.nn.context import LayerContext

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 from jax import Array
 
-from prepcli.testing.tiny_transformers import tiny_transformer
+from prepcli.commands.testing.tiny_transformers import tiny_transformer
+from prepcli.models.param_tree import unflatten_tree
 from tests.helpers.tiny_configs import LLAMA
-from trainer.models.param_tree import unflatten_tree
 from trainer.nn import attention, mlp, transformer
 from trainer.nn.linear import linear
 from trainer.nn.model_spec import ForwardConfig

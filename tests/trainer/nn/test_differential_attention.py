@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
+from prepcli.models.architecture import LAMBDA_VECTORS
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import LAMBDA_VECTORS
 from trainer.nn.attention_mask import KV
 from trainer.nn.differential_attention import (
     initial_lambdas,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from trainer.models.dropout_config import DropoutConfig
+from prepcli.models.dropout_config import DropoutConfig
 from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout, Stack, drop, step_dropout
 from trainer.nn.random_bits import RandomKey, uint32
 

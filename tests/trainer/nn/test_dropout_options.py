@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from jax import Array
 
-from prepcli.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_transformers import (
     random_batch,
     random_tensors,
     relative_error,
     tiny_transformer,
 )
+from prepcli.models.dropout_config import DropoutConfig
+from prepcli.models.param_tree import Tree
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
-from trainer.models.dropout_config import DropoutConfig
-from trainer.models.param_tree import Tree
 from trainer.nn import transformer
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import causal_mask

@@ -12,20 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.testing.tiny_transformers import (
+from prepcli.algebra.axis_map import bind_row
+from prepcli.commands.testing.tiny_transformers import (
     UNSCANNED,
     TinyTransformer,
     random_batch,
     random_tensors,
     tiny_transformer,
 )
+from prepcli.core.errors import PrepError
+from prepcli.models.param_tree import Tree, param_leaves
+from prepcli.models.parameters import parameter_rows
+from prepcli.models.registry import FAMILIES
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import LLAMA, T5, T5_GATED
-from trainer.models.axis_map import bind_row
-from trainer.models.errors import PrepError
-from trainer.models.param_tree import Tree, param_leaves
-from trainer.models.parameters import parameter_rows
-from trainer.models.registry import FAMILIES
 from trainer.nn import transformer
 from trainer.nn.initialization import init_params
 

@@ -8,18 +8,18 @@ from typing import Any, get_args
 import jax
 import pytest
 
-from prepcli.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_transformers import (
     loss_and_gradients,
     random_batch,
     random_tensors,
     relative_error,
     tiny_transformer,
 )
+from prepcli.core.errors import PrepError
+from prepcli.models.attention_kernels import AUTO, KERNEL_NAMES
+from prepcli.models.remat import ACTIVATION_NAMES
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
-from trainer.models.attention_kernels import AUTO, KERNEL_NAMES
-from trainer.models.errors import PrepError
-from trainer.models.remat import ACTIVATION_NAMES
 from trainer.nn.kernels import KERNELS
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.model_spec import ForwardConfig

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from prepcli.models.mesh import MeshAxes, parse_mesh
+from prepcli.models.param_tree import unflatten_tree
+from prepcli.models.rule_text import merge_rules
 from tests.trainer.nn.test_moe import make_moe_arch
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
-from trainer.models.mesh import MeshAxes, parse_mesh
-from trainer.models.param_tree import unflatten_tree
-from trainer.models.rule_text import merge_rules
 from trainer.nn.expert_sharding import EXPERT_DIMS, ExpertSharding, expert_sharding
 from trainer.nn.layer_weights import MoeWeights
 from trainer.nn.moe import moe_mlp

@@ -15,6 +15,8 @@ from tests.helpers.lazy_modules import lazy_module
 torch = lazy_module("torch")
 lazy_module("transformers")
 
+from prepcli.core.errors import PrepError  # noqa: E402
+from prepcli.models.registry import FAMILIES  # noqa: E402
 from tests.helpers import fuzz_configs, fuzz_samples  # noqa: E402
 from tests.helpers.fuzz_configs import (  # noqa: E402
     CHILD_SAMPLES,
@@ -27,8 +29,6 @@ from tests.helpers.fuzz_configs import (  # noqa: E402
 from tests.helpers.fuzz_samples import BASE_CONFIGS, Sample, make_sample  # noqa: E402
 from tests.helpers.slow_cases import slow_except  # noqa: E402
 from tests.helpers.tiny_configs import LLAMA, MISTRAL  # noqa: E402
-from trainer.models.errors import PrepError  # noqa: E402
-from trainer.models.registry import FAMILIES  # noqa: E402
 
 SEED = int(os.environ.get("PREP_FUZZ_SEED", "1"))
 CHUNKS = 1000 // CHILD_SAMPLES
@@ -133,7 +133,7 @@ def test_compare_sample_finds_missing_window(monkeypatch: pytest.MonkeyPatch):
     listed = Sample(MISTRAL | {"layer_types": ["full_attention"] * 2}, (), has_stored_head=False)
     assert compare_sample(listed).outcome == "equal"
     monkeypatch.setattr(
-        "trainer.models.families.mistral.uniform_windows", lambda layers, window: (0,) * layers
+        "prepcli.models.families.mistral.uniform_windows", lambda layers, window: (0,) * layers
     )
     assert compare_sample(listed).outcome == "wrong"
 

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 from jax import Array
 
-from prepcli.testing.tiny_transformers import random_tensors, relative_error, tiny_transformer
+from prepcli.commands.testing.tiny_transformers import (
+    random_tensors,
+    relative_error,
+    tiny_transformer,
+)
+from prepcli.models.param_tree import Tree
 from tests.helpers.tiny_configs import GOLDEN, LLAMA
-from trainer.models.param_tree import Tree
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig
 
@@ -59,7 +63,7 @@ def test_hidden_states_do_not_depend_on_how_layers_are_stored(scan: bool, axis: 
 def test_hidden_states_match_transformers(family: str):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from prepcli.testing.torch_transformers import torch_model
+    from prepcli.commands.testing.torch_transformers import torch_model
 
     config = GOLDEN[family]
     model = torch_model(config, random_tensors(config))

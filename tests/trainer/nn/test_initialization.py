@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from prepcli.testing.tiny_transformers import tiny_transformer
+from prepcli.commands.testing.tiny_transformers import tiny_transformer
+from prepcli.core.errors import PrepError
+from prepcli.models.param_tree import flatten_tree
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
-from trainer.models.errors import PrepError
-from trainer.models.param_tree import flatten_tree
 from trainer.nn.initialization import init_leaves, init_params
 
 SIZES = {

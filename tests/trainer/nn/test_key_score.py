@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.errors import PrepError
-from prepcli.testing.tiny_transformers import model_logits, tiny_transformer
+from prepcli.commands.testing.tiny_transformers import model_logits, tiny_transformer
+from prepcli.core.errors import PrepError
+from prepcli.models.registry import FAMILIES
 from tests.helpers.later_configs import LATER_FAMILIES
-from trainer.models.registry import FAMILIES
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.context import LayerContext
 from trainer.nn.key_score import append_key_scores

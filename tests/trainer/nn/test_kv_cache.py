@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import Array
 
+from prepcli.models.architecture import FULL_ATTENTION
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import HEAD_DIM, D, T, attend, make_arch, random_weights
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import FULL_ATTENTION
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.context import LayerContext

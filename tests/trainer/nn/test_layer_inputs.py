@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_transformers import (
     UNSCANNED,
     random_batch,
     random_tensors,
     relative_error,
     tiny_transformer,
 )
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.param_tree import Tree, flatten_tree
 from tests.helpers.later_configs import GEMMA4
 from trainer.distributed.sharding import make_sharding_context
 from trainer.distributed.zigzag_order import order_tokens
-from trainer.models.mesh import parse_mesh
-from trainer.models.param_tree import Tree, flatten_tree
 from trainer.nn import transformer
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.layer_inputs import layer_inputs

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prepcli.testing.tiny_transformers import relative_error
+from prepcli.commands.testing.tiny_transformers import relative_error
+from prepcli.models.architecture import NO_SOFTCAP
 from tests.helpers.jaxprs import walk_equations
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import NO_SOFTCAP
 from trainer.nn.lm_head import LMHead, loss_sums, project_logits, row_loss_sums, training_sums
 from trainer.nn.loss_terms import LossSums, LossTerms
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.models.architecture import ACTIVATIONS
+from prepcli.models.architecture import ACTIVATIONS
 from trainer.nn.mlp import ACTIVATION_FUNCTIONS
 
 X = np.linspace(-8, 8, 401)

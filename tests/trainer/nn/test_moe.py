@@ -14,13 +14,13 @@ import pytest
 from jax import Array
 
 from bench.moe import dense_moe_mlp
-from prepcli.testing.tiny_transformers import relative_error
+from prepcli.commands.testing.tiny_transformers import relative_error
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.chunk_sizes import expert_block_length
+from prepcli.models.moe_config import ClampedSwiglu, Router
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig
-from trainer.models.chunk_sizes import expert_block_length
-from trainer.models.moe_config import ClampedSwiglu, Router
 from trainer.nn.expert_sharding import ExpertSharding
 from trainer.nn.layer_weights import MoeWeights
 from trainer.nn.moe import moe_mlp

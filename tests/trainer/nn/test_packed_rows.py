@@ -9,22 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_transformers import (
     TinyTransformer,
     loss_and_gradients,
     random_tensors,
     relative_error,
     tiny_transformer,
 )
+from prepcli.models.dropout_config import DropoutConfig
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.param_tree import Tree
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.data.packed_documents import document_dataset
 from trainer.data.store import MappedTokens
 from trainer.distributed.sharding import make_sharding_context
 from trainer.distributed.zigzag_order import zigzag_order
-from trainer.models.dropout_config import DropoutConfig
-from trainer.models.mesh import parse_mesh
-from trainer.models.param_tree import Tree
 from trainer.nn import transformer
 from trainer.nn.attention_mask import Segments
 from trainer.nn.dropout import Stack, step_dropout
@@ -105,7 +105,7 @@ def test_loss_and_gradients_of_split_tokens_match_one_device(name: str):
 )
 def test_logits_match_transformers_on_each_document(name: str):
     pytest.importorskip("transformers")
-    from prepcli.testing.torch_transformers import torch_logits, torch_model
+    from prepcli.commands.testing.torch_transformers import torch_logits, torch_model
 
     config = GOLDEN[name]
     tiny, params = make_model(config)

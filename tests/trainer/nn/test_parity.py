@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from prepcli.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_transformers import (
     loss_and_gradients,
     model_logits,
     random_tensors,
@@ -17,12 +17,12 @@ from prepcli.testing.tiny_transformers import (
     tiny_transformer,
     with_padded_vocab,
 )
+from prepcli.models.parameters import read_size
+from prepcli.models.registry import FAMILIES
 from tests.golden import make_decoders
 from tests.golden.make_decoders import LENGTHS, Golden, load
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import DENSE_FAMILIES, FIRST_FAMILIES, GOLDEN, NEWER_FAMILIES
-from trainer.models.parameters import read_size
-from trainer.models.registry import FAMILIES
 from trainer.nn.model_spec import ForwardConfig
 
 LOGITS_ATOL = 2e-5

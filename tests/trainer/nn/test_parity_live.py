@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_transformers import (
     has_encoder,
     loss_and_gradients,
     model_logits,
@@ -18,13 +18,13 @@ from prepcli.testing.tiny_transformers import (
     tiny_transformer,
     with_padded_vocab,
 )
-from prepcli.testing.torch_transformers import torch_gradients, torch_logits, torch_model
+from prepcli.commands.testing.torch_transformers import torch_gradients, torch_logits, torch_model
+from prepcli.models.parameters import HFConfig
+from prepcli.models.registry import family_of
 from tests.golden import make_decoders
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN, LIVE, T5
-from trainer.models.parameters import HFConfig
-from trainer.models.registry import family_of
 from trainer.nn.model_spec import ForwardConfig
 
 torch = lazy_module("torch")

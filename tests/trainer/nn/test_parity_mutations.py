@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from prepcli.testing.tiny_transformers import model_logits, tiny_transformer
+from prepcli.commands.testing.tiny_transformers import model_logits, tiny_transformer
+from prepcli.models.architecture import FULL_ATTENTION, NO_CLIP, NO_SOFTCAP, ArchConfig
+from prepcli.models.moe_config import ClampedSwiglu
+from prepcli.models.position_bias import Alibi, RelativePositionBias, alibi_slopes
+from prepcli.models.rope_config import QueryScale, Rope
 from tests.golden.make_decoders import load
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_parity import LOGITS_ATOL, max_short_logit_error
-from trainer.models.architecture import FULL_ATTENTION, NO_CLIP, NO_SOFTCAP, ArchConfig
-from trainer.models.moe_config import ClampedSwiglu
-from trainer.models.position_bias import Alibi, RelativePositionBias, alibi_slopes
-from trainer.models.rope_config import QueryScale, Rope
 
 Mutation = Callable[[ArchConfig], ArchConfig]
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.testing.torch_transformers import exact_log
-from trainer.models.position_bias import RelativePositionBias, alibi_slopes
-from trainer.models.rope_config import QueryScale, Rope
+from prepcli.commands.testing.torch_transformers import exact_log
+from prepcli.models.position_bias import RelativePositionBias, alibi_slopes
+from prepcli.models.rope_config import QueryScale, Rope
 from trainer.nn.position_encoding import (
     CosSin,
     alibi_bias,

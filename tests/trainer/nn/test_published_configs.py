@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from prepcli.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_transformers import (
     model_logits,
     random_batch,
     random_tensors,
     tiny_transformer,
 )
-from prepcli.testing.torch_transformers import torch_logits, torch_model
+from prepcli.commands.testing.torch_transformers import torch_logits, torch_model
+from prepcli.core.errors import PrepError
+from prepcli.core.json_types import JsonValue
+from prepcli.models.registry import FAMILIES, family_of
 from tests.helpers.config_fields import DEEP_YARN, DEEPSEEK, GROUPS, LATENT
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import LIVE
-from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonValue
-from trainer.models.registry import FAMILIES, family_of
 
 lazy_module("torch")
 lazy_module("transformers")

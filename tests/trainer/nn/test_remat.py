@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
-from prepcli.testing.tiny_transformers import TinyTransformer, tiny_transformer
+from prepcli.commands.testing.tiny_transformers import TinyTransformer, tiny_transformer
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.param_tree import Tree, unflatten_tree
+from prepcli.models.remat import ACTIVATION_NAMES, RematPolicy
 from tests.helpers.jaxprs import walk_equations
 from tests.helpers.tiny_configs import LLAMA
 from trainer.distributed.sharding import make_sharding_context
-from trainer.models.mesh import parse_mesh
-from trainer.models.param_tree import Tree, unflatten_tree
-from trainer.models.remat import ACTIVATION_NAMES, RematPolicy
 from trainer.nn import transformer
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.model_spec import ForwardConfig

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from prepcli.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_transformers import (
     model_logits,
     random_batch,
     random_tensors,
     tiny_transformer,
 )
-from prepcli.testing.torch_transformers import torch_logits, torch_model
+from prepcli.commands.testing.torch_transformers import torch_logits, torch_model
+from prepcli.core.json_types import JsonObject
+from prepcli.models.parameters import read_size
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GPT_NEOX, GPTJ, LIVE, LLAMA, LONG_ROPE, PHI3
-from trainer.models.json_types import JsonObject
-from trainer.models.parameters import read_size
-from trainer.models.rope_overrides import RopeOverrides, override_rope
+from trainer.recipe.rope_overrides import RopeOverrides, override_rope
 
 lazy_module("torch")
 lazy_module("transformers")

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from prepcli.core.errors import PrepError
+from prepcli.models.moe_config import Router
 from tests.trainer.nn.test_moe import make_moe_arch
-from trainer.models.errors import PrepError
-from trainer.models.moe_config import Router
 from trainer.nn.expert_sharding import ExpertSharding
 from trainer.nn.layer_weights import RouterWeights
 from trainer.nn.router import route

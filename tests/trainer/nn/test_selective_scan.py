@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from trainer.models.chunk_sizes import SELECTIVE_SCAN_CHUNK_SIZE
+from prepcli.models.chunk_sizes import SELECTIVE_SCAN_CHUNK_SIZE
 from trainer.nn.selective_scan import SelectiveInputs, selective_scan
 
 ROWS, CHANNELS, STATE = 2, 4, 3

@@ -11,21 +11,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from prepcli.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_transformers import (
     loss_and_gradients,
     random_batch,
     random_tensors,
     relative_error,
     tiny_transformer,
 )
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.param_tree import unflatten_tree
+from prepcli.models.registry import FAMILIES
 from tests.helpers.meshes import error_of
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.distributed.sharding import make_sharding_context
 from trainer.distributed.zigzag_order import zigzag_order
-from trainer.models.mesh import parse_mesh
-from trainer.models.param_tree import unflatten_tree
-from trainer.models.registry import FAMILIES
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.nn.transformer import loss_sums

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_transformers import (
     UNSCANNED,
     model_logits,
     random_batch,
     random_tensors,
     tiny_transformer,
 )
+from prepcli.core.errors import USAGE, PrepError
+from prepcli.models.param_tree import flatten_tree, unflatten_tree
+from prepcli.models.remat import REMAT_POLICIES
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GPT2, GPT_NEO, LLAMA
-from trainer.models.errors import USAGE, PrepError
-from trainer.models.param_tree import flatten_tree, unflatten_tree
-from trainer.models.remat import REMAT_POLICIES
 from trainer.nn import transformer
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.models.errors import UsageError
+from prepcli.core.errors import UsageError
 from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices
 
 

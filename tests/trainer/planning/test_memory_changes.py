@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.core.errors import PYTHON, TERMINAL
+from prepcli.models.presets import PRESETS
+from prepcli.models.rules import DEFAULT_RULES
 from tests.helpers.training_plans import load_text
-from trainer.models.errors import PYTHON, TERMINAL
-from trainer.models.presets import PRESETS
-from trainer.models.rules import DEFAULT_RULES
 from trainer.planning.memory_changes import MemoryChange, find_memory_change
 from trainer.planning.model_shapes import model_of_config
 from trainer.planning.training_plan import TrainingPlan, plan_training, with_overrides

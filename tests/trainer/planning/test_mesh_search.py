@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from prepcli.models.presets import PRESETS
+from prepcli.models.rules import ACTIVATION_RULES, DEFAULT_RULES
 from tests.helpers.training_plans import TINY, load_text
-from trainer.models.presets import PRESETS
-from trainer.models.rules import ACTIVATION_RULES, DEFAULT_RULES
 from trainer.planning.accelerators import ACCELERATORS
 from trainer.planning.mesh_search import search_meshes
 from trainer.planning.model_shapes import model_of_config

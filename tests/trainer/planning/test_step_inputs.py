@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.errors import PrepError
+from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
+from prepcli.models.attention_needs import AttentionFeature
+from prepcli.models.memory_estimate import estimate_memory
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.rules import DEFAULT_RULES
 from tests.helpers.tiny_configs import T5
 from tests.helpers.training_plans import TINY, load_text
-from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
-from trainer.models.attention_needs import AttentionFeature
-from trainer.models.default_sizes import ChunkSizes
-from trainer.models.errors import PrepError
-from trainer.models.memory_estimate import estimate_memory
-from trainer.models.mesh import parse_mesh
-from trainer.models.rules import DEFAULT_RULES
+from trainer.planning.default_sizes import ChunkSizes
 from trainer.planning.model_shapes import model_of_config
 from trainer.planning.step_inputs import (
     ModelShapes,

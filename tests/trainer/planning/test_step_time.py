@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.models.presets import PRESETS
+from prepcli.models.rules import DEFAULT_RULES
 from tests.helpers.training_plans import load_text
-from trainer.models.presets import PRESETS
-from trainer.models.rules import DEFAULT_RULES
 from trainer.planning.accelerators import ACCELERATORS
 from trainer.planning.model_shapes import model_of_config
 from trainer.planning.step_time import COMPUTE_EFFICIENCY, StepTime, compute_shards

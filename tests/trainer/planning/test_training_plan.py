@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.core.errors import UsageError
+from prepcli.models.memory_estimate import estimate_memory
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.registry import FAMILIES
+from prepcli.models.rules import DEFAULT_RULES
 from tests.helpers.training_plans import RECIPE, TINY, load_text, plan_text
-from trainer.models.errors import UsageError
-from trainer.models.memory_estimate import estimate_memory
-from trainer.models.mesh import parse_mesh
-from trainer.models.registry import FAMILIES
-from trainer.models.rules import DEFAULT_RULES
 from trainer.planning.accelerators import ACCELERATORS
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.planning.training_plan import plan_training, with_overrides

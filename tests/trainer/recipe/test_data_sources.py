@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.models.errors import PrepError
+from prepcli.core.errors import PrepError
 from trainer.recipe import LoadedRecipe, load_recipe, recipe_to_toml
 from trainer.recipe.data_sources import split_sources
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.errors import PrepError
+from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
+from prepcli.models.registry import FAMILIES
 from tests.trainer.recipe.test_errors import GOOD, error_of
-from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
-from trainer.models.errors import PrepError
-from trainer.models.registry import FAMILIES
 from trainer.recipe import load_recipe, recipe_to_toml
 from trainer.recipe.tables import Model
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer.models.errors import USAGE, PrepError
+from prepcli.core.errors import USAGE, PrepError
 from trainer.recipe import load_recipe
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
 

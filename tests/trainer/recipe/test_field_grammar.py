@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.models.errors import USAGE, PrepError
+from prepcli.core.errors import USAGE, PrepError
 from trainer.recipe.field_grammar import (
     Field,
     FieldList,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.models.errors import UsageError
+from prepcli.core.errors import UsageError
 from trainer.recipe import load_recipe
 from trainer.recipe.checks import check_wandb_table
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from trainer.models.errors import PrepError
+from prepcli.core.errors import PrepError
 from trainer.recipe.lr_schedule import LRSchedule, build_lr_schedule, rate_at_step
 from trainer.recipe.optimizer_tables import AdamWTable, PalmTable, RampShape, ScheduleKind
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.models.remat import SAVES_SCORES
 from tests.trainer.recipe.test_errors import GOOD, error_of
-from trainer.models.remat import SAVES_SCORES
 from trainer.recipe import load_recipe
 
 BLOCKWISE = GOOD.replace("[data]", 'attention_kernel = "blockwise"\nremat_policy = "{}"\n[data]')

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from trainer.models.errors import PrepError
+from prepcli.core.errors import PrepError
 from trainer.recipe import load_recipe, recipe_to_toml, warmup_decay
 from trainer.recipe.formatting import describe_type
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable, PalmTable

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer.models import mesh
-from trainer.models.errors import PrepError
+from prepcli.core.errors import PrepError
+from prepcli.models import mesh
 from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
 from trainer.recipe.checks import SCHEDULE_OF_KEY
 from trainer.recipe.docs_page import render_page

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.core.errors import FAILED, USAGE, PrepError
 from tests.trainer.recipe.test_errors import GOOD
-from trainer.models.errors import FAILED, USAGE, PrepError
 from trainer.recipe import complete_recipe, load_recipe
 from trainer.recipe.raw_recipe import RawRecipe, read_recipe
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.models.errors import USAGE, PrepError
+from prepcli.core.errors import USAGE, PrepError
 from trainer.recipe import BatchShape, WarmupDecay, batch_shape, warmup_decay
 from trainer.recipe.optimizer_tables import AdamWTable
 from trainer.recipe.tables import Batch

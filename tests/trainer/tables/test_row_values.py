@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import xxhash
 
+from prepcli.core.errors import PrepError
 from tests.helpers.corpus import make_config, tokenize_quietly
 from tests.trainer.data.chat_templates import LAST_REASONS
 from tests.trainer.data.readers.test_arrow_file import read_records
 from tests.trainer.data.test_chat import write_tokenizer
 from trainer.data.chat_template import load_chat_template
 from trainer.data.store import DOCUMENTS_FILE, TOKENS_FILE, WEIGHTS_FILE, read_meta
-from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import FileType
 
 pa = pytest.importorskip("pyarrow")

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.errors import PrepError, UsageError
+from prepcli.models.attention_kernels import DeviceKind, KernelChoice, rank_kernels
+from prepcli.models.attention_needs import AttentionFeature, AttentionNeeds
+from prepcli.models.dropout_config import DropoutConfig
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.rules import DEFAULT_RULES
 from tests.trainer.planning.test_step_inputs import llama
 from tests.trainer.training.test_preflight import RECIPE
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.attention_kernels import DeviceKind, KernelChoice, rank_kernels
-from trainer.models.attention_needs import AttentionFeature, AttentionNeeds
-from trainer.models.dropout_config import DropoutConfig
-from trainer.models.errors import PrepError, UsageError
-from trainer.models.mesh import parse_mesh
-from trainer.models.rules import DEFAULT_RULES
 from trainer.planning.step_inputs import attention_needs
 from trainer.recipe import Recipe, load_recipe
 from trainer.training import attention_choice

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from prepcli.core.errors import PrepError
 from tests.helpers import runs
-from trainer.models.errors import PrepError
 from trainer.training.checkpoint import host_leaves
 from trainer.training.loading import init_state, restore_state
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.errors import USAGE, PrepError
+from prepcli.models.mesh import parse_mesh
 from tests.helpers import runs
 from trainer.distributed.sharding import make_sharding_context
-from trainer.models.errors import USAGE, PrepError
-from trainer.models.mesh import parse_mesh
 from trainer.recipe import Recipe
 from trainer.training.compiled_plan import compile_plan, compiled_plan
 from trainer.training.feed import batch_shapes

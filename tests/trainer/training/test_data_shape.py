@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from tests.trainer.data.test_chat_turns import STOPS
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record
-from trainer.models.errors import PrepError
 from trainer.recipe.data_table import Data
 from trainer.recipe.text_fields import CHAT_FORMATS
 from trainer.training.data_shape import find_data_shape

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from prepcli.core.errors import USAGE, PrepError
+from prepcli.models.registry import family_of
 from tests.helpers.corpus import encode, make_tokenizer
 from tests.helpers.tiny_configs import LLAMA, T5
-from trainer.models.errors import USAGE, PrepError
-from trainer.models.registry import family_of
 from trainer.nn.model_spec import build_model
 from trainer.recipe import load_recipe
 from trainer.training.datasets import Datasets, build_datasets

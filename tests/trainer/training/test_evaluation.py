@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import pytest
 
+from prepcli.models.dropout_config import DropoutConfig
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from trainer.data.packing import Dataset
-from trainer.models.dropout_config import DropoutConfig
 from trainer.nn import transformer
 from trainer.nn.loss_terms import LossSums, LossTerms
 from trainer.training.evaluation import (

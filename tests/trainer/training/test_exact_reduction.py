@@ -14,10 +14,10 @@ import jax
 import numpy as np
 import pytest
 
+from prepcli.models.mesh import parse_mesh
 from tests.helpers import runs
 from tests.helpers.optimizers import make_optimizer
 from trainer.distributed.sharding import make_sharding_context
-from trainer.models.mesh import parse_mesh
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter

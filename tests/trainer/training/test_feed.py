@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from prepcli.core.errors import PrepError
 from tests.helpers import runs
 from trainer.data.order import SampleOrder, eval_batches
 from trainer.data.packing import PackedDataset
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
-from trainer.models.errors import PrepError
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.training import feed
 

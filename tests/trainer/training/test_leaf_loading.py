@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from prepcli.algebra.boxes import Box
 from tests.helpers import runs
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.slow_cases import slow_except
-from trainer.models import read_plan
-from trainer.models.boxes import Box
+from trainer.distributed import read_plan
 from trainer.training import leaf_loading, read_ahead, shard_filling
 from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
 from trainer.training.read_ahead import LeafRead

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
+from prepcli.core.errors import PrepError
+from prepcli.engine.checkpoint_store import HostLeaf, PendingSave
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
-from trainer.models.checkpoint_store import HostLeaf, PendingSave
-from trainer.models.errors import PrepError
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.training import loop
 from trainer.training.loading import restore_state

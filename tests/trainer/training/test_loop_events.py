@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from prepcli.core.errors import PrepError
 from tests.helpers import runs
-from trainer.models.errors import PrepError
 from trainer.training import loop as loop_module
 from trainer.training.events import is_due
 from trainer.training.loop import Loop
@@ -176,7 +176,7 @@ def raise_warning(text: str) -> None:
     raise AssertionError(text)
 
 
-# By default tests/prepcli/training_runs/test_train_events.py writes a profile.
+# By default tests/trainer/run/test_train_events.py writes a profile.
 @pytest.mark.slow
 def test_profile_records_the_steps(tmp_path: Path):
     profiler = StepProfiler(2, 3, tmp_path / "profile", raise_warning)
@@ -189,7 +189,7 @@ def test_profile_records_the_steps(tmp_path: Path):
 def profiler_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace the functions of JAX's profiler, and return the list of their calls.
 
-    tests/prepcli/training_runs/test_train_events.py writes a profile, which takes seconds.
+    tests/trainer/run/test_train_events.py writes a profile, which takes seconds.
     """
     calls = list[str]()
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append("start"))

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.worker_thread import run_abandonable
 from tests.helpers import runs
 from tests.helpers.training_folder import write_tokenizer
 from tests.helpers.waiting import MAX_S
 from tests.trainer.training.test_samples import make_sampler
 from trainer.data.tokenizer import load_tokenizer
-from trainer.files.worker_thread import run_abandonable
 from trainer.training.events import (
     NO_MISSING_EVENTS,
     EventTimes,
@@ -255,7 +255,7 @@ def test_abandoned_call_does_not_hold_its_caller():
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.files.worker_thread.queue.SimpleQueue", SimpleQueue)
+        patch.setattr("prepcli.core.worker_thread.queue.SimpleQueue", SimpleQueue)
         with pytest.raises(KeyboardInterrupt):
             run_abandonable(call)
     may_end.set()

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from prepcli.models.lora_config import LoraConfig
+from prepcli.models.param_tree import flatten_tree, unflatten_tree
+from prepcli.models.registry import FAMILIES
 from tests.helpers import runs
 from tests.helpers.optimizers import compile_step
 from tests.helpers.slow_cases import slow_except
-from trainer.models.lora_config import LoraConfig
-from trainer.models.param_tree import flatten_tree, unflatten_tree
-from trainer.models.registry import FAMILIES
 from trainer.nn import transformer
 from trainer.nn.initialization import init_adapters, init_params
 from trainer.nn.model_spec import build_model

@@ -17,17 +17,17 @@ import numpy.typing as npt
 import pytest
 
 import prepcli as prep
-from prepcli.errors import OK
-from prepcli.testing.checkpoints import write_checkpoint
-from prepcli.testing.greedy import with_small_embeddings
-from prepcli.testing.tiny_transformers import has_encoder, random_tensors
-from prepcli.testing.torch_transformers import exact_log, load_torch_model
+from prepcli.commands.testing.checkpoints import write_checkpoint
+from prepcli.commands.testing.greedy import with_small_embeddings
+from prepcli.commands.testing.tiny_transformers import has_encoder, random_tensors
+from prepcli.commands.testing.torch_transformers import exact_log, load_torch_model
+from prepcli.core.errors import OK
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.registry import FAMILIES
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.tiny_checkpoints import ALL_CONFIGS, DENSE_CONFIGS
 from tests.helpers.training_folder import write_tokenizer
-from trainer.models.mesh import parse_mesh
-from trainer.models.registry import FAMILIES
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 torch = lazy_module("torch")

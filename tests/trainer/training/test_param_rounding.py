@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from prepcli.core.errors import PrepError
+from prepcli.models.param_tree import flatten_tree
 from tests.helpers import runs
 from tests.helpers.optimizers import make_optimizer
 from tests.trainer.training.test_lora_step import make_setup as make_lora_setup
-from trainer.models.errors import PrepError
-from trainer.models.param_tree import flatten_tree
 from trainer.training.checkpoint import host_leaves
 from trainer.training.compiled_plan import compile_plan
 from trainer.training.feed import batch_shapes

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.errors import USAGE, PrepError
+from prepcli.models.lora_config import LoraConfig
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.registry import FAMILIES
+from prepcli.models.rule_text import merge_rules
 from tests.helpers.runs import LLAMA, make_job, make_setup
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.errors import USAGE, PrepError
-from trainer.models.lora_config import LoraConfig
-from trainer.models.mesh import parse_mesh
-from trainer.models.registry import FAMILIES
-from trainer.models.rule_text import merge_rules
 from trainer.nn.model_spec import build_model
 from trainer.recipe import Recipe, load_recipe
 from trainer.training.preflight import check_batch, check_devices, run_warnings

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from tests.helpers.tiny_configs import LLAMA, MIXTRAL, T5
 from tests.trainer.training.test_preflight import RECIPE
 from trainer.data.files import DataFile
 from trainer.data.remote_files import RemoteFiles
-from trainer.models.errors import PrepError
 from trainer.planning.model_shapes import model_of_config
 from trainer.recipe import Recipe, load_recipe
 from trainer.training.recipe_checks import check_inputs, check_model

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from tests.helpers.runs import make_job, make_setup
-from trainer.models.errors import PrepError
 from trainer.recipe.lr_schedule import LRSchedule
 from trainer.training.resume import check_changed_keys, check_resumable
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.testing.tiny_transformers import model_logits
+from prepcli.commands.testing.tiny_transformers import model_logits
+from prepcli.core.errors import PrepError, UsageError
 from tests.helpers import runs
 from tests.helpers.training_folder import write_tokenizer
 from tests.trainer.training import test_lora_step
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from trainer.models.errors import PrepError, UsageError
 from trainer.nn.initialization import init_params
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.training.log_lines import sample_line

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.models.attention_kernels import ANY_ACCELERATOR, DeviceKind
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.registry import family_of
 from tests.helpers.tiny_configs import LLAMA
 from tests.trainer.training.test_preflight import RECIPE
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.attention_kernels import ANY_ACCELERATOR, DeviceKind
-from trainer.models.mesh import parse_mesh
-from trainer.models.registry import family_of
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.recipe import load_recipe

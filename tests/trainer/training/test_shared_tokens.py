@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.core.errors import PrepError
+from prepcli.core.process_group import SingleProcess
 from tests.helpers.corpus import TEXT, make_config
 from tests.helpers.earlier_tokens import chat_config, make_earlier_tokens
 from tests.helpers.processes import finish, start_processes
@@ -18,8 +20,6 @@ from trainer.data.token_changes import IdentityChange, RecordedTokens
 from trainer.data.token_shards import tokenize_share
 from trainer.data.tokenize import TokenizeConfig, open_tokens, tokenize_files
 from trainer.distributed import hosts
-from trainer.distributed.process_group import SingleProcess
-from trainer.models.errors import PrepError
 from trainer.training.group_tokens import tokenize_in_group
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from prepcli.core.errors import PrepError
+from prepcli.models.registry import family_of
 from tests.helpers.corpus import make_tokenizer
 from tests.helpers.tiny_configs import LLAMA
 from trainer.data.packing import ConcatenatedDataset
-from trainer.models.errors import PrepError
-from trainer.models.registry import family_of
 from trainer.nn.model_spec import build_model
 from trainer.recipe import load_recipe
 from trainer.training.datasets import build_datasets

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.models.errors import PrepError
+from prepcli.core.errors import PrepError
 from trainer.training.tensorboard_log import TensorBoardLog
 
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from jax import Array
 
+from prepcli.core.errors import PrepError
+from prepcli.models.param_tree import Tree, flatten_tree
 from tests.helpers import runs
 from tests.helpers.optimizers import compile_step
 from tests.helpers.training_plans import load_text
 from trainer.distributed.sharding import ShardingContext
 from trainer.distributed.zigzag_order import zigzag_order
-from trainer.models.errors import PrepError
-from trainer.models.param_tree import Tree, flatten_tree
 from trainer.nn import transformer
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.lm_head import LMHead, loss_sums

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.models.errors import PrepError
+from prepcli.core.errors import PrepError
 from trainer.training.wandb_log import ID_FILE, WandbLog
 
 TABLE = {"project": "p", "group": "g", "offline": True}

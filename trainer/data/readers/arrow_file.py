@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
+from prepcli.core.errors import PrepError
 from trainer.data.files import DataFile
 from trainer.data.readers.reader import (
     SIZE_KEY,
@@ -20,7 +21,6 @@ from trainer.data.readers.reader import (
     read_seekable,
     too_large_error,
 )
-from trainer.models.errors import PrepError
 from trainer.tables.batches import ARROW, PARQUET, InvalidRow
 from trainer.tables.process import TableError, read_table
 from trainer.tables.row_values import ValueDecoder, value_decoders

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import PrepError
 from trainer.data.compression import split_compression
 from trainer.data.files import DataFile
 from trainer.data.readers.reader import (
@@ -18,8 +20,6 @@ from trainer.data.readers.reader import (
     read_stream,
     too_large_error,
 )
-from trainer.models.counts import count_text
-from trainer.models.errors import PrepError
 
 LINE_END = "\r\n"
 # Message of Python's csv module for a carriage return, which has no error type of its own.

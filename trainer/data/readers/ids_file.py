@@ -10,10 +10,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Key, PrepError, Text
 from trainer.data.files import DataFile
 from trainer.data.readers.reader import IdsChunk, Reader, ReadOptions, read_stream
-from trainer.models.counts import count_text
-from trainer.models.errors import Key, PrepError, Text
 
 # First bytes of an .npy file: 6 of the magic and 2 of the version.
 MAGIC_NBYTES = 8

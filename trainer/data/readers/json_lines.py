@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
+from prepcli.core.errors import PrepError
+from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import json_type_name
 from trainer.data.files import FILE_READ_NBYTES, DataFile, stream_blocks
 from trainer.data.readers.json_list import read_elements, starts_list
 from trainer.data.readers.reader import (
@@ -20,9 +23,6 @@ from trainer.data.readers.reader import (
     read_stream,
     too_large_error,
 )
-from trainer.files.json_values import json_type_name
-from trainer.models.errors import PrepError
-from trainer.models.json_types import JsonObject
 
 # Bytes in which the first visible character of a file must be, if it begins a list.
 HEAD_NBYTES = 64 << 10

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from prepcli.core.errors import PrepError
 from trainer.data.readers.reader import Line
-from trainer.models.errors import PrepError
 
 # White space of JSON (RFC 8259, section 2).
 BLANKS = b" \t\r\n"

@@ -11,9 +11,9 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from prepcli.core.errors import Key, PrepError, text
 from trainer.data.compression import open_decompressed, split_compression
 from trainer.data.files import FILE_READ_NBYTES, DataFile, HashingStream
-from trainer.models.errors import Key, PrepError, text
 from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DEFAULT_MAX_DOCUMENT_NBYTES
 
 BYTE_ORDER_MARK = "\ufeff"

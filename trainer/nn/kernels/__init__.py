@@ -11,7 +11,7 @@ can then attend to nothing (GPT-OSS, arXiv:2508.10925).
 
 Softcap (arXiv:2408.00118), bias (arXiv:1910.10683) and dropout are optional. Query head h reads the
 keys and values of head h // G, with G = H / K (grouped-query attention, arXiv:2305.13245).
-`trainer.models.attention_kernels` has the capabilities of the kernels.
+`prepcli.models.attention_kernels` has the capabilities of the kernels.
 
 Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E width of queries and keys,
 V width of values.
@@ -23,8 +23,8 @@ from collections.abc import Mapping
 
 from jax import Array
 
+from prepcli.models.architecture import ArchConfig
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig
 from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.blockwise import blockwise_attention

@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.architecture import NO_SOFTCAP, ArchConfig
-from trainer.models.chunk_sizes import chunk_length
-from trainer.models.position_bias import Alibi
+from prepcli.models.architecture import NO_SOFTCAP, ArchConfig
+from prepcli.models.chunk_sizes import chunk_length
+from prepcli.models.position_bias import Alibi
 from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from jax import Array
 
-from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
-from trainer.models.attention_kernels import KernelSpec, missing_features, unsupported_error
-from trainer.models.attention_needs import AttentionFeature
+from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
+from prepcli.models.attention_kernels import KernelSpec, missing_features, unsupported_error
+from prepcli.models.attention_needs import AttentionFeature
 from trainer.nn.attention_mask import KV, AttentionMask
 
 

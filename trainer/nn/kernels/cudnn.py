@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 from jax import Array
 
-from trainer.models.architecture import FULL_ATTENTION, ArchConfig
+from prepcli.models.architecture import FULL_ATTENTION, ArchConfig
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.models.attention_kernels import KernelSpec, find_kernel
+from prepcli.models.attention_kernels import KernelSpec, find_kernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from trainer.models.architecture import ArchConfig
+from prepcli.models.architecture import ArchConfig
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.token_axis import pad_tokens

@@ -12,8 +12,8 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from prepcli.models.architecture import ArchConfig
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
-from trainer.models.attention_kernels import KERNEL_SPECS, DeviceKind
-from trainer.models.attention_needs import AttentionFeature, AttentionNeeds
-from trainer.models.position_bias import RelativePositionBias
+from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
+from prepcli.models.attention_kernels import KERNEL_SPECS, DeviceKind
+from prepcli.models.attention_needs import AttentionFeature, AttentionNeeds
+from prepcli.models.position_bias import RelativePositionBias
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout
 from trainer.nn.kernels import KERNELS

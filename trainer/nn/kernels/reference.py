@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, nn
 
-from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
+from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
 from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions

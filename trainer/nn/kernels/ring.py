@@ -35,10 +35,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.chunk_sizes import RING_BLOCKS, chunk_length
+from prepcli.models.mesh import MeshAxes
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig
-from trainer.models.chunk_sizes import RING_BLOCKS, chunk_length
-from trainer.models.mesh import MeshAxes
 from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP
+from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP
 
 # A vector register of a TPU has 128 lanes, and the length of a block is a multiple of it.
 LANES = 128

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from prepcli.models.architecture import FULL_ATTENTION, ArchConfig
+from prepcli.models.position_bias import Alibi, RelativePositionBias
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import FULL_ATTENTION, ArchConfig
-from trainer.models.position_bias import Alibi, RelativePositionBias
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout, QueryDropout
 from trainer.nn.token_axis import pad_tokens, unpad_tokens

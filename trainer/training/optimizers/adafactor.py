@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import optax
 
-from trainer.models.param_tree import ParamLeaf
+from prepcli.models.param_tree import ParamLeaf
 from trainer.recipe.optimizer_tables import AdafactorTable, PalmTable
 from trainer.training.optimizers.factored_moments import by_matrix, scale_by_factored_moments
 from trainer.training.optimizers.scaling import add_scaled_decay, scale_by_rate

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from trainer.models.leaf_matrices import FactoredAxes, factored_axes, matrix_axes, reduce_leaf
-from trainer.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
+from prepcli.models.leaf_matrices import FactoredAxes, factored_axes, matrix_axes, reduce_leaf
+from prepcli.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
 
 
 class FactoredMoments(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import optax
 
-from trainer.models.param_tree import ParamLeaf
+from prepcli.models.param_tree import ParamLeaf
 from trainer.recipe.optimizer_tables import LionTable
 from trainer.training.optimizers.scaling import scale_by_rate
 from trainer.training.optimizers.weight_decay import WeightDecay

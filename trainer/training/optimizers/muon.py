@@ -13,8 +13,8 @@ import optax
 import optax.contrib
 from jax import Array
 
-from trainer.models.leaf_matrices import MatrixAxes, is_layer_matrix, matrix_axes
-from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
+from prepcli.models.leaf_matrices import MatrixAxes, is_layer_matrix, matrix_axes
+from prepcli.models.param_tree import ParamLeaf, Tree, unflatten_tree
 from trainer.recipe.optimizer_tables import MuonTable
 from trainer.training.optimizers.scaling import scale_by_rate
 from trainer.training.optimizers.weight_decay import WeightDecay

@@ -10,8 +10,8 @@ import jax
 import optax
 from jax import Array
 
-from trainer.models.leaf_patterns import matches_any
-from trainer.models.param_tree import ParamLeaf, Tree
+from prepcli.models.leaf_patterns import matches_any
+from prepcli.models.param_tree import ParamLeaf, Tree
 from trainer.recipe.lr_schedule import LRSchedule
 from trainer.training.optimizers.rounding import (
     RoundingKey,

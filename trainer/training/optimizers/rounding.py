@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.param_tree import ParamLeaf, Tree, find_param_path, flatten_tree, unflatten_tree
-from trainer.models.rules import path_without_layers
+from prepcli.models.param_tree import ParamLeaf, Tree, find_param_path, flatten_tree, unflatten_tree
+from prepcli.models.rules import path_without_layers
 from trainer.nn.random_bits import RandomKey, derive_key, random_bits, uint32
 
 # Second word of the seed's key. Dropout has 0, so the two random streams differ.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import optax
 
-from trainer.models.decayed_leaves import DecayRule
-from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
+from prepcli.models.decayed_leaves import DecayRule
+from prepcli.models.param_tree import ParamLeaf, Tree, unflatten_tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from tests.helpers.corpus import make_config, tokenize_quietly
 from tests.helpers.data_formats import write_arrow_files
 from trainer.data.files import hash_file
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import Record
-from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import FileType
 
 pa = pytest.importorskip("pyarrow")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from trainer.data.files import hash_file
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import ReadOptions, Record
-from trainer.models.errors import PrepError
 
 
 def read_csv(path: Path, data: bytes, options: ReadOptions | None = None) -> list[Record]:

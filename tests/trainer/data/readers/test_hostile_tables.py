@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from prepcli.core.errors import PrepError
 from tests.helpers.hostile_tables import (
     INVALID_TABLES,
     file_bytes,
@@ -21,7 +22,6 @@ from tests.helpers.hostile_tables import (
 from trainer.data.files import hash_file
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import ReadOptions, Record
-from trainer.models.errors import PrepError
 from trainer.tables import process
 
 FORMATS: dict[str, Callable[[pa.RecordBatch], bytes]] = {"stream": stream_bytes, "file": file_bytes}

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prepcli.core.errors import PrepError, UsageError
 from tests.helpers.corpus import EOS, make_config, tokenize_quietly
 from trainer.data.readers import ids_file
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import tokenize_files
-from trainer.models.errors import PrepError, UsageError
 
 IDS = [5, 6, EOS, 7, EOS, EOS, 8, 9]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from prepcli.core.errors import PrepError
 from trainer.data.compression import open_decompressed
 from trainer.data.files import hash_file
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import ReadOptions, Record, read_lines
-from trainer.models.errors import PrepError
 
 LIMIT = 100
 LONG = b"a" * 5000

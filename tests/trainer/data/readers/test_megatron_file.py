@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prepcli.core.errors import PrepError, UsageError
 from tests.helpers.corpus import EOS, change, make_config, tokenize_quietly
 from trainer.data import token_formats
 from trainer.data.readers import megatron_file
 from trainer.data.store import MappedTokens, read_meta
 from trainer.data.token_formats import ExportFormat, export_tokens
-from trainer.models.errors import PrepError, UsageError
 
 # Documents of sequences. One has an end token inside, one no sequence, and one a sequence without ids.
 DOCUMENTS = [[[5, EOS, 7], [8]], [[9, EOS]], [], [[], [250]], [[3] * 40]]

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
+from prepcli.core.errors import PrepError
 from trainer.data.files import hash_file
 from trainer.data.readers import READERS, text_file
 from trainer.data.readers.reader import TextChunk
 from trainer.data.readers.text_file import split_text
-from trainer.models.errors import PrepError
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 LLAMA3 = pre_tokenizers.Split(

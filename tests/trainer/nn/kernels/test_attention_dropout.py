@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax import Array
 
+from prepcli.models.position_bias import RelativePositionBias
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
-from trainer.models.position_bias import RelativePositionBias
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout
 from trainer.nn.kernels import KERNELS

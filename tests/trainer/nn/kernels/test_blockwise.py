@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from jax import Array
 
+from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP
+from prepcli.models.position_bias import Alibi, RelativePositionBias, alibi_slopes
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
-from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP
-from trainer.models.position_bias import Alibi, RelativePositionBias, alibi_slopes
 from trainer.nn.attention_mask import KV, AttentionMask, causal_mask
 from trainer.nn.kernels.blockwise import blockwise_attention
 from trainer.nn.kernels.options import AttentionOptions

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from prepcli.core.errors import UsageError
+from prepcli.models.position_bias import RelativePositionBias
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.errors import UsageError
-from trainer.models.position_bias import RelativePositionBias
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import attend
 from trainer.nn.kernels.options import AttentionOptions

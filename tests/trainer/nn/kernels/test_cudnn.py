@@ -11,10 +11,10 @@ import pytest
 from jax import Array
 from jax._src.cudnn import fused_attention_stablehlo
 
+from prepcli.models.architecture import FULL_ATTENTION
+from prepcli.models.mesh import parse_mesh
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
-from trainer.models.architecture import FULL_ATTENTION
-from trainer.models.mesh import parse_mesh
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import attend
 from trainer.nn.kernels.options import AttentionOptions

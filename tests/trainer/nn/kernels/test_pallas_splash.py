@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from jax import Array
 
+from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP
+from prepcli.models.mesh import parse_mesh
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
-from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP
-from trainer.models.mesh import parse_mesh
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import AttentionKernel, attend
 from trainer.nn.kernels.options import AttentionOptions

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 from jax import Array
 
+from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
+from prepcli.models.attention_kernels import DeviceKind
+from prepcli.models.attention_needs import AttentionFeature, AttentionNeeds
 from tests.helpers.slow_cases import slow_except
-from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
-from trainer.models.attention_kernels import DeviceKind
-from trainer.models.attention_needs import AttentionFeature, AttentionNeeds
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import KERNELS, AttentionKernel, probe
 from trainer.nn.kernels.blockwise import blockwise_attention

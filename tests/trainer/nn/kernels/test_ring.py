@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from jax import Array
 
+from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.position_bias import RelativePositionBias
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.kernels.test_blockwise import (
     Draw,
@@ -24,9 +27,6 @@ from tests.trainer.nn.kernels.test_blockwise import (
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext
 from trainer.distributed.zigzag_order import zigzag_order
-from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP
-from trainer.models.mesh import parse_mesh
-from trainer.models.position_bias import RelativePositionBias
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.ring import ring_attention

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
+from prepcli.models.param_tree import flatten_tree
 from tests.helpers import runs
-from trainer.models.param_tree import flatten_tree
 from trainer.training.optimizers.weight_decay import WeightDecay
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.models.param_tree import flatten_tree, unflatten_tree
 from tests.helpers import runs
 from tests.helpers.optimizers import (
     KEYS,
@@ -21,7 +22,6 @@ from tests.helpers.optimizers import (
     random_gradients,
 )
 from tests.helpers.slow_cases import slow_except
-from trainer.models.param_tree import flatten_tree, unflatten_tree
 from trainer.training import feed
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.rounding import (

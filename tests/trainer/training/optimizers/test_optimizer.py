@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from prepcli.models.param_tree import ParamLeaf, flatten_tree, unflatten_tree
 from tests.helpers import runs
 from tests.helpers.optimizers import (
     KEYS,
@@ -21,7 +22,6 @@ from tests.helpers.optimizers import (
     take_steps,
 )
 from tests.helpers.slow_cases import slow_except
-from trainer.models.param_tree import ParamLeaf, flatten_tree, unflatten_tree
 from trainer.training import feed
 from trainer.training.optimizers.rounding import RoundingKey, narrow_moments, round_stochastically
 from trainer.training.step import StepSetup, leaf_name, state_shapes

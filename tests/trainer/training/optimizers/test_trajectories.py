@@ -11,6 +11,7 @@ import optax
 import optax.contrib
 import pytest
 
+from prepcli.models.param_tree import flatten_tree, unflatten_tree
 from tests.helpers import runs
 from tests.helpers.optimizers import (
     by_layer,
@@ -19,7 +20,6 @@ from tests.helpers.optimizers import (
     run_trajectory,
     trajectory_params,
 )
-from trainer.models.param_tree import flatten_tree, unflatten_tree
 from trainer.training.optimizers.optimizer import Optimizer
 
 STEPS = 50

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from prepcli.testing.tiny_transformers import tiny_transformer
+from prepcli.commands.testing.tiny_transformers import tiny_transformer
+from prepcli.models.param_tree import flatten_tree
 from tests.helpers.hybrid_configs import HYBRID_FAMILIES
 from tests.helpers.later_configs import GEMMA4_EXPERTS, LATER_FAMILIES
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA
-from trainer.models.param_tree import flatten_tree
 from trainer.training.optimizers.weight_decay import WeightDecay
 
 # Families with parameters that others do not have.

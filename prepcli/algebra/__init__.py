@@ -1,0 +1,1 @@
+"""Index algebra: boxes, axis maps, chunk grids and strided copies. Pure."""

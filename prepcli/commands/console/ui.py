@@ -1,0 +1,290 @@
+"""Console output. Results go to stdout. Notes, warnings, errors and progress go to stderr. No other module prints.
+
+With `--json` stdout carries exactly one object, also on failure. A command creates one Ui and passes it on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TextIO, cast
+
+from prepcli.commands.console.live_block import LiveBlock
+from prepcli.commands.console.progress_displays import Mode, can_redraw, make_progress
+from prepcli.commands.console.stdio import LossyStream, write_and_flush, write_exact_and_flush
+from prepcli.core.bounded_text import bounded_error, bounded_lines
+from prepcli.core.errors import INTERRUPTED, OK, STOPPED, PrepError
+from prepcli.core.escaping import MARK_END, MARK_START, printable
+from prepcli.core.job_errors import process_of
+from prepcli.core.observer import NORMAL, QUIET, SLABS
+from prepcli.core.progress import NullProgress, Progress
+from prepcli.core.unexpected import as_prep_error
+from prepcli.core.version import version
+
+# Control sequence of terminals (DECTCEM). rich hides the cursor while a live block is open.
+SHOW_CURSOR = "\x1b[?25h"
+# Control sequences of a marked part: bold and green, and the end of both.
+MARKED = "\x1b[1;32m"
+PLAIN = "\x1b[0m"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Result of a command.
+
+    A report may have an error in addition to its result, as `verify` does: both are shown, and the error's code is
+    the exit code.
+
+    Attributes:
+        text: Text for stdout.
+        fields: Fields of the JSON object.
+        next_command: Suggested next command.
+        error: The error, if there is one.
+        process: Index of this process in a job of several, or None. Process 0 prints the result.
+        is_script: Whether `text` is run by another program, which needs its exact bytes.
+        has_marks: Whether `text` has marked parts (`escaping.marked`). A terminal shows them in color.
+    """
+
+    text: str = ""
+    fields: Mapping[str, object] = field(default_factory=dict)
+    next_command: str = ""
+    error: PrepError | None = None
+    process: int | None = None
+    is_script: bool = False
+    has_marks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ui:
+    """Output of one run of a command: its streams, verbosity and format.
+
+    In a job of several processes, process 0 prints notes, progress and the result. All print warnings and errors.
+    """
+
+    command: str
+    as_json: bool = False
+    level: int = NORMAL
+    progress_mode: Mode = "auto"
+    out: TextIO = field(default_factory=lambda: sys.stdout)
+    err: TextIO = field(default_factory=lambda: cast(TextIO, LossyStream(sys.stderr)))
+    clock: Callable[[], float] = time.monotonic
+    started_s: float = field(default_factory=time.monotonic)
+    warnings: list[str] = field(default_factory=list)  # for the JSON object
+    process: int | None = None  # index of this process in a job of several
+    all_print: bool = False  # all processes print notes
+    # Shared by all Uis of the command. One block is open at a time.
+    live_blocks: list[LiveBlock] = field(default_factory=list)
+    # Pieces of the result that `stream_line` printed: the result is not printed twice.
+    streamed: list[str] = field(default_factory=list)
+
+    def for_process(self, process: int | None, *, all_print: bool = False) -> Ui:
+        """Return the Ui of a process in a job.
+
+        Args:
+            process: Index of this process, or None outside of a job of several processes.
+            all_print: Print the notes of all processes, each line with the index of its process.
+        """
+        return replace(self, process=process, all_print=all_print)
+
+    def note(self, text: str, level: int = NORMAL) -> None:
+        """Print a line on stderr if the verbosity is at least `level`."""
+        if self.level >= level and (self.all_print or not self.process):
+            label = ""
+            if self.all_print:
+                label = self._label
+            self._print_stderr(f"{label}{printable(text)}")
+
+    def warn(self, text: str) -> None:
+        """Print a warning on stderr and add it to the JSON object."""
+        text = bounded_lines(text)
+        self.warnings.append(text)
+        if self.level >= NORMAL:
+            self._print_stderr(f"{self._colored('warning:', 33)} {self._label}{printable(text)}")
+
+    @property
+    def _label(self) -> str:
+        """The process that prints a line."""
+        if self.process is None:
+            return ""
+        return f"process {self.process}: "
+
+    @property
+    def columns(self) -> int | None:
+        """Width of the terminal on stdout, or None for a pipe or a file, where tables are never shortened."""
+        if not self.out.isatty():
+            return None
+        return shutil.get_terminal_size().columns
+
+    def open_live_block(self) -> LiveBlock | None:
+        """Return lines redrawn in place, or None if the output is for a log, or of all processes.
+
+        Until they are closed, messages of every Ui of the command are printed above them, from any thread.
+        """
+        if not self._can_have_live_block():
+            return None
+        block = LiveBlock(self.err)
+        self.live_blocks.append(block)
+        return block
+
+    def leave_live_block(self) -> None:
+        """Show the cursor, below a live block of another thread, before the process ends without closing the block."""
+        for block in self.live_blocks:
+            block.is_open = False
+        if self._can_have_live_block():
+            self._print_stderr(SHOW_CURSOR)
+
+    def _can_have_live_block(self) -> bool:
+        if self.process or self.all_print or self.level <= QUIET:
+            return False
+        # Bars and sparklines are not ASCII.
+        has_blocks = (self.err.encoding or "").lower().startswith("utf")
+        is_live = self.progress_mode == "bar" or (
+            self.progress_mode == "auto" and can_redraw(self.err)
+        )
+        return is_live and has_blocks
+
+    def progress(self) -> Progress:
+        """Return the Progress of the chosen mode. `--quiet` silences the mode `auto`."""
+        if self.process or (self.level <= QUIET and self.progress_mode == "auto"):
+            return NullProgress()
+        return make_progress(self.progress_mode, self.err)
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether a result may be printed in pieces: as text on a terminal, outside of a job of several processes."""
+        return not self.as_json and self.process is None and self.out.isatty()
+
+    @contextmanager
+    def stream_line(self) -> Iterator[Callable[[str], None]]:
+        """Yield a function that prints the next piece of a result at once, and end the line after the last piece.
+
+        The line ends also if the `with` block is interrupted.
+
+        Raises:
+            PrepError: Text cannot be written to stdout.
+        """
+
+        def write(piece: str) -> None:
+            self.streamed.append(piece)
+            if (unwritten := write_and_flush(self.out, printable(piece))) is not None:
+                raise stdout_error(unwritten)
+
+        try:
+            yield write
+        finally:
+            write_and_flush(self.out, "\n")
+
+    def finish(self, report: Report) -> int:
+        """Print the result and any error, and return the exit code.
+
+        In a job of several processes, only process 0 prints the result and the error of a stop, which ends all of them.
+        """
+        if report.error is not None:
+            report = replace(report, error=bounded_error(report.error))
+        return self.for_process(report.process, all_print=self.all_print)._finish(report)
+
+    def _finish(self, report: Report) -> int:
+        """Print the text or JSON object of a report and its error, and return the exit code."""
+        if report.next_command:
+            self.note(f"next: {report.next_command}")
+        if self.as_json:
+            # `NaN` is not JSON. An exception here is better than an object that other programs cannot read.
+            text = json.dumps(self._json_document(report), allow_nan=False)
+        elif "".join(self.streamed) == report.text:
+            text = ""
+        else:
+            text = printable(report.text)
+            if report.has_marks and _supports_color(self.out):
+                text = text.replace(MARK_START, MARKED).replace(MARK_END, PLAIN)
+        is_exact = report.is_script and not self.as_json and not self.out.isatty()
+        unwritten = None
+        if is_exact:
+            unwritten = write_exact_and_flush(self.out, f"{report.text}\n")
+        elif text and not self.process:
+            unwritten = write_and_flush(self.out, f"{text}\n")
+        # A full disk behind `prep ... > file` must not look like success.
+        error = report.error or (unwritten and stdout_error(unwritten))
+        if error is not None and not (self.process and error.code in (STOPPED, INTERRUPTED)):
+            self._print_stderr(self._error_text(error))
+        if error is None:
+            return OK
+        return error.code
+
+    def show_final_error(self, error: PrepError) -> int:
+        """Print the error that ends this process at once, and return the exit code.
+
+        It is called by a thread, while the main thread may be inside a live block.
+        """
+        self.leave_live_block()
+        return self.finish(Report(error=error))
+
+    def fail(self, error: BaseException) -> int:
+        """Print an error and return the exit code. Any exception other than PrepError is reported as a bug."""
+        if os.environ.get("PREP_TRACEBACK"):
+            self._print_stderr("".join(traceback.format_exception(error)).rstrip())
+        return self.finish(Report(error=as_prep_error(error), process=process_of(error)))
+
+    def _json_document(self, report: Report) -> dict[str, object]:
+        """Return the JSON object: the common fields and the report's fields."""
+        common = {"prep": version(), "command": self.command, "ok": report.error is None}
+        document = {**common, "seconds": round(self.clock() - self.started_s, 3), **report.fields}
+        document["warnings"] = list(self.warnings)
+        if report.next_command:
+            document["next"] = report.next_command
+        if report.error is not None:
+            document["error"] = report.error.fields()
+        return document
+
+    def _error_text(self, error: PrepError) -> str:
+        lines = [f"{self._colored('error:', 31)} {self._label}{printable(error.what)}"]
+        if error.why:
+            lines.append(f"  why: {_indent(printable(error.why))}")
+        if error.hint:
+            lines.append(f" hint: {printable(error.hint)}")
+        return "\n".join(lines)
+
+    def _print_stderr(self, text: str) -> None:
+        stream = next((block.stream for block in self.live_blocks if block.is_open), self.err)
+        # In one piece, since other threads print too.
+        print(f"{text}\n", end="", file=stream, flush=True)
+
+    def _colored(self, word: str, colour: int) -> str:
+        if not _supports_color(self.err):
+            return word
+        # Bold, and the color: 31 is red, 33 yellow.
+        return f"\x1b[1;{colour}m{word}\x1b[0m"
+
+
+def open_ui(command: str, as_json: bool, quiet: bool, verbose: int, progress: Mode = "auto") -> Ui:
+    """Return the Ui for the shared options. `-q` takes precedence over `-v`."""
+    level = min(verbose, SLABS)
+    if quiet:
+        level = QUIET
+    return Ui(command, as_json, level, progress)
+
+
+def stdout_error(error: OSError) -> PrepError:
+    """Return the error for a result that could not be written to stdout."""
+    hint = "check the program or the disk that receives it"
+    return PrepError("cannot write the result to stdout", error.strerror or str(error), hint)
+
+
+def _indent(text: str) -> str:
+    """Indent the lines of a reason after the first one to the width of its label."""
+    return text.replace("\n", "\n       ")
+
+
+def _supports_color(stream: TextIO) -> bool:
+    """Return whether to use colors: NO_COLOR, then FORCE_COLOR, then whether the stream is a capable terminal."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")

@@ -1,0 +1,340 @@
+"""`prep add-tokens`: add tokens to the tokenizer, the config and the vocabulary of a checkpoint."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Unpack
+
+from prepcli.commands.operations.conversion import (
+    OUT_PLACEHOLDER,
+    PlannedConversion,
+    common_options,
+    make_match_options,
+    recorded_values,
+    run_conversion,
+)
+from prepcli.commands.operations.operation import public
+from prepcli.commands.operations.pad_vocab import check_seed, make_fill
+from prepcli.commands.operations.results import Conversion
+from prepcli.commands.operations.token_folder import (
+    count_with_ids,
+    folder_options,
+    recorded_additions,
+)
+from prepcli.commands.operations.token_options import AddTokensOptions
+from prepcli.commands.operations.vocabulary_change import (
+    VocabularyChange,
+    check_source,
+    padded_rows,
+    plan_change,
+)
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Option, PrepError, text, usage_error
+from prepcli.core.lists import join_names
+from prepcli.core.observer import Observer, observer_of
+from prepcli.core.option_spec import REQUIRED, PathLike, format_command_line
+from prepcli.core.progress import Progress
+from prepcli.execution.workers import ProcessOptions
+from prepcli.formats.added_tokens import (
+    RECORD_FILE,
+    Addition,
+    RecordedToken,
+    encode_record,
+)
+from prepcli.formats.token_list import AddedToken, overlapping_texts, read_token_list
+from prepcli.planning.manifest_fields import REPLACED_PADDING_RULE, AddedTokensRecord
+from prepcli.planning.plan import Fill
+from prepcli.planning.vocabulary import Vocabulary, check_padded_size
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import Source
+from prepcli.sources.vocabulary_tensors import find_vocabulary
+from prepcli.targets.source_tokenizer import (
+    SourceTokenizer,
+    VocabularyTokenizer,
+    open_tokenizer,
+    tokens_for,
+)
+from prepcli.targets.streams import VocabResize
+from prepcli.targets.token_files import files_with_tokens
+
+ADD = "add-tokens"
+NORMALIZED_HINT = 'set "normalized" to false in a JSON list'
+
+
+@public
+def add_tokens(
+    checkpoint: PathLike,
+    out: PathLike | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | Observer | None = None,
+    process_options: ProcessOptions | None = None,
+    **options: Unpack[AddTokensOptions],
+) -> Conversion:
+    """Add tokens to a checkpoint and its tokenizer, and write another checkpoint.
+
+    The source is a Hugging Face folder or an Orbax checkpoint of prep, with a tokenizer.json or a SentencePiece model
+    alone. The output has the same format. New rows of moments are zeros.
+
+    Embedding, head and the head's bias [V, ...] become [V + N, ...] for N tokens. Rows of padding are used first.
+
+        prep.add_tokens("llama-7b", "llama-7b-tools", tokens="tokens.txt")
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        out: Output folder. Default: a name made from the checkpoint's.
+        dry_run: Return the plan from headers only. No weight is read and no file is written.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
+        **options: See `AddTokensOptions`. `tokens` is required.
+
+    Returns:
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
+
+    Raises:
+        UsageError: A token is empty, doubled, part of another one or in the vocabulary, or the source is not supported.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
+        PrepError: The conversion failed. An interrupted one resumes when called again.
+    """
+    check_seed(options["init"], options["seed"])
+    if options["tokens"] is REQUIRED:
+        hint = text("{}", Option("tokens", "FILE"))
+        raise usage_error(text("{} is missing", Option("tokens")), "it lists the new tokens", hint)
+    _check_readable_again(Path(options["tokens"]), process_options)
+    tokens = read_token_list(Path(options["tokens"]))
+    common = common_options(
+        checkpoint, out, options, dry_run=dry_run, process_options=process_options
+    )
+    return run_conversion(
+        folder_options(common),
+        observer_of(progress),
+        partial(plan_add_tokens, options, tokens),
+        allow_adapters=True,
+    )
+
+
+def _check_readable_again(path: Path, process_options: ProcessOptions | None) -> None:
+    """Raise UsageError for a pipe if the workers of the command have to read it, too."""
+    if process_options is not None and process_options.num_workers > 1 and path.is_fifo():
+        raise usage_error(
+            text("{} cannot be a pipe", Option("tokens", str(path))),
+            text("{} start the same command, and a pipe is read once", Option("workers")),
+            "write the tokens to a file",
+        )
+
+
+def plan_add_tokens(
+    options: AddTokensOptions,
+    tokens: Sequence[AddedToken],
+    source: Source,
+    located: LocatedCheckpoint,
+) -> PlannedConversion:
+    """Plan a copy of a folder with more tokens.
+
+    Args:
+        options: Options of the command.
+        tokens: The new tokens. The first one gets the id after the last one of the true vocabulary.
+        source: Opened source.
+        located: Located source. Its model name determines the output's default name.
+
+    Returns:
+        Plan with the notes and fields of its report.
+
+    Raises:
+        PrepError: The source or its tokenizer is not supported, or has one of the tokens.
+    """
+    check_source(source, ADD)
+    opened = open_tokenizer(source)
+    tokens = tokens_for(opened, tokens)
+    present = find_vocabulary(source, make_match_options(options), options["true_vocab"])
+    vocabulary = present.vocabulary
+    _check_sizes(source, opened.tokenizer, vocabulary)
+    _check_new(source, opened.tokenizer, tokens)
+    _check_layer_embeddings(source, present.layer_names)
+    num_tokens = vocabulary.true_size + len(tokens)
+    check_padded_size(num_tokens, Option("tokens", str(options["tokens"])))
+    contents, addition = _change_files(options["init"], source, opened, vocabulary, tokens)
+    added = _added_record(addition)
+    num_rows = padded_rows(source, max(num_tokens, vocabulary.stored_size))
+    name = f"{located.model_name}-added"
+    change = VocabularyChange(
+        command=ADD,
+        request=format_command_line(
+            ADD, source.display_name, AddTokensOptions, recorded_values(options)
+        ),
+        name=name,
+        present=present,
+        vocabulary=Vocabulary(num_tokens, num_rows),
+        resize=VocabResize(
+            vocabulary,
+            present.names,
+            Fill("zeros"),
+            keeps_padding=False,
+            added_count=len(tokens),
+            added_fill=_make_added_fill(options, source, opened.tokenizer, tokens),
+            dropped_rule=REPLACED_PADDING_RULE,
+        ),
+        files=contents,
+        settings={"added_tokens": added},
+    )
+    next_command = f"prep pad-vocab {OUT_PLACEHOLDER}"
+    if source.tree_manifest:
+        next_command = f"prep verify {OUT_PLACEHOLDER}"
+    return PlannedConversion(
+        plan_change(source, change),
+        name,
+        notes=_notes(options["init"], vocabulary, added),
+        fields={"added_tokens": added},
+        next_command=next_command,
+    )
+
+
+def _change_files(
+    init: str,
+    source: Source,
+    opened: SourceTokenizer,
+    vocabulary: Vocabulary,
+    tokens: Sequence[AddedToken],
+) -> tuple[dict[str, bytes | None], Addition]:
+    """Return the content of each changed file, with the record of all additions, and the new addition."""
+    first_id = vocabulary.true_size
+    new_files, edits = files_with_tokens(source, opened.file_name, tokens, first_id)
+    changed = opened.changed(source.root / opened.file_name, new_files[opened.file_name])
+    _check_tokenizer(source, changed, tokens, first_id)
+    recorded = [
+        RecordedToken(id=token_id, content=token["content"])
+        for token_id, token in enumerate(tokens, first_id)
+    ]
+    addition = Addition(
+        tokens=tuple(recorded),
+        init=init,
+        true_vocab_size=vocabulary.true_size,
+        padded_vocab_size=vocabulary.stored_size,
+        files=edits,
+    )
+    contents: dict[str, bytes | None] = {**new_files}
+    contents[RECORD_FILE] = encode_record((*recorded_additions(source), addition))
+    return contents, addition
+
+
+def _added_record(addition: Addition) -> AddedTokensRecord:
+    """Return the entry of the manifest about new tokens."""
+    return {
+        "init": addition.init,
+        "count": len(addition.tokens),
+        "tokens": [{"id": token.id, "content": token.content} for token in addition.tokens],
+    }
+
+
+def _check_sizes(source: Source, tokenizer: VocabularyTokenizer, vocabulary: Vocabulary) -> None:
+    """Raise UsageError unless the tokenizer has as many ids as the true vocabulary.
+
+    The libraries number added tokens from the last one on. Ids cannot skip rows.
+    """
+    size = tokenizer.size
+    if size == vocabulary.true_size:
+        return
+    name = source.display_name
+    what = f"the tokenizer of {name} has {size:,} ids, its vocabulary {vocabulary.true_size:,} rows"
+    why = "a new token gets the next id of the tokenizer and the next row of the vocabulary"
+    hint = "use the tokenizer of the model"
+    if size <= vocabulary.stored_size:
+        hint = text("{}, if the rows after it are padding", Option("true_vocab", size))
+    raise usage_error(what, why, hint)
+
+
+def _check_layer_embeddings(source: Source, names: Collection[str]) -> None:
+    """Raise UsageError for embeddings per layer: new tokens would have no row in them."""
+    if names:
+        what = f"{source.display_name} has embeddings per layer, which is not supported"
+        why = f"new tokens would have no rows in {join_names(sorted(names))}"
+        raise usage_error(what, why, "use a model without `hidden_size_per_layer_input`")
+
+
+def _check_new(
+    source: Source, tokenizer: VocabularyTokenizer, tokens: Sequence[AddedToken]
+) -> None:
+    """Raise UsageError for tokens in the vocabulary, and for overlaps with its added tokens."""
+    contents = [token["content"] for token in tokens]
+    searched = _searched_texts(tokenizer, tokens)
+    texts = dict.fromkeys([*contents, *searched])
+    known = [content for content in texts if tokenizer.token_id(content) is not None]
+    if known:
+        names = join_names([repr(content) for content in known])
+        what = f"{source.display_name} has these tokens already: {names}"
+        why = "a token has one id, also with its normalized text"
+        hint = "remove them from the list"
+        if not set(known) <= set(contents):
+            hint += f", or {NORMALIZED_HINT}"
+        raise usage_error(what, why, hint)
+    old = tokenizer.added_contents
+    overlaps = overlapping_texts(contents, old) or overlapping_texts(searched, [*searched, *old])
+    if overlaps:
+        what = f"tokens overlap with each other or with added tokens of {source.display_name}"
+        hint = "choose texts that do not contain each other"
+        raise usage_error(what, join_names(overlaps), hint)
+
+
+def _searched_texts(tokenizer: VocabularyTokenizer, tokens: Sequence[AddedToken]) -> list[str]:
+    """Return the text of each token, normalized for a token with `normalized`."""
+    # A lowercasing tokenizer searches `Tool` as `tool`, so that the new token would hide an old token `tool`.
+    texts: list[str] = []
+    for token in tokens:
+        content = token["content"]
+        texts.append(tokenizer.normalize(content) if token["normalized"] else content)
+    return texts
+
+
+def _check_tokenizer(
+    source: Source, changed: SourceTokenizer, tokens: Sequence[AddedToken], first_id: int
+) -> None:
+    """Raise PrepError unless the changed tokenizer encodes each new token as its id."""
+    contents = [token["content"] for token in tokens]
+    wrong: list[str] = []
+    for token_id, ids in enumerate(changed.tokenizer.encode(contents), first_id):
+        if ids != (token_id,):
+            wrong.append(f"{contents[token_id - first_id]!r} has ids {list(ids)}, not [{token_id}]")
+    if wrong:
+        what = f"the tokenizer of {source.display_name} would not use the new tokens"
+        hint = "use another text"
+        if not changed.is_sentencepiece:
+            hint = f"{NORMALIZED_HINT}, or {hint}"
+        raise PrepError(what, join_names(wrong), hint)
+
+
+def _make_added_fill(
+    options: AddTokensOptions,
+    source: Source,
+    tokenizer: VocabularyTokenizer,
+    tokens: Sequence[AddedToken],
+) -> Fill:
+    """Return the initialization of the embedding rows of the added tokens (`--init`)."""
+    if options["init"] != "mean":
+        return make_fill(options["init"], options["seed"], source)
+    contents = [token["content"] for token in tokens]
+    pieces = tokenizer.encode(contents)
+    without = [repr(content) for content, ids in zip(contents, pieces, strict=True) if not ids]
+    if without:
+        what = text("{} does not fit {}", Option("init", "mean"), join_names(without))
+        why = "the tokenizer has no pieces for them"
+        raise usage_error(what, why, text("{}", Option("init", "normal")))
+    return Fill("pieces", pieces=tuple(pieces))
+
+
+def _notes(init: str, vocabulary: Vocabulary, added: AddedTokensRecord) -> tuple[str, ...]:
+    first = vocabulary.true_size
+    tokens, ids = count_with_ids(first, added["count"])
+    values = "the mean of their pieces" if init == "mean" else init
+    notes = [f"{tokens} added: {ids}, rows of {values}"]
+    padding = vocabulary.stored_size - vocabulary.true_size
+    if padding:
+        notes.append(
+            f"padding of {count_text(padding, 'row')} is replaced: by tokens, then by zeros"
+        )
+    return tuple(notes)

@@ -1,0 +1,211 @@
+"""Select the tensors of two checkpoints for a comparison."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from prepcli.commands.operations.verification_results import LeftOutTensor
+from prepcli.core.errors import Command, PrepError, text
+from prepcli.core.formatting import format_bytes
+from prepcli.core.observer import Observer
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.models.prediction import UNRECORDED_RULE
+from prepcli.models.text_part import TIED_FIELD
+from prepcli.planning.plan import DroppedTensor
+from prepcli.planning.state_names import split_name
+from prepcli.sources.dequantized import decode_alike
+from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.multimodal import TEXT_ONLY_RULE, towers_title, without_towers
+from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
+from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.stored_forms import in_one_form, with_family
+from prepcli.targets.flax_folder import with_tied_head
+
+
+@dataclass(frozen=True, slots=True)
+class ComparableSources:
+    """Two checkpoints with the kinds of tensors that both have.
+
+    Attributes:
+        source: The first checkpoint.
+        against: The second checkpoint.
+        left_out: Towers and multi-token prediction that one of them leaves out on purpose.
+    """
+
+    source: Source
+    against: Source
+    left_out: tuple[LeftOutTensor, ...] = ()
+
+
+def comparable_sources(
+    source: Source, against_source: Source, observer: Observer
+) -> ComparableSources:
+    """Return two checkpoints without the kinds of tensors that one of them leaves out on purpose.
+
+    Both are decoded if one is. The observer gets a line per ignored kind.
+    """
+    source, against_source = decode_alike(source, against_source)
+    if not (source.state_tensors and against_source.state_tensors):
+        for one in (source, against_source):
+            why = "only parameters are compared"
+            _note_ignored(one, "training state", one.state_tensors, why, observer)
+        source = replace(source, state_tensors=())
+        against_source = replace(against_source, state_tensors=())
+    compared = _without_absent_slots(source, against_source, observer)
+    against_source = _without_absent_slots(against_source, source, observer)
+    source = compared
+    families = (source.family, against_source.family)
+    # The adapter of a run has the family of its base, and an adapter in PEFT's format has none.
+    is_adapter_alone = (source.family is ADAPTER_FAMILY) != (
+        against_source.family is ADAPTER_FAMILY
+    )
+    if is_adapter_alone or any(family.is_verbatim for family in families):
+        return ComparableSources(*_with_file_names(source, against_source))
+    left_out: list[LeftOutTensor] = []
+    pair: list[Source] = []
+    for one, other in ((source, against_source), (against_source, source)):
+        towers = _left_out_towers(one, other, observer)
+        left_out += towers
+        pair.append(without_towers(one) if towers else one)
+    if source.family.name == against_source.family.name:
+        pair = [*_with_equal_parameters(pair[0], pair[1])]
+    return ComparableSources(pair[0], pair[1], tuple(left_out))
+
+
+def _with_equal_parameters(source: Source, against_source: Source) -> tuple[Source, Source]:
+    """Return two checkpoints of one family with the same parameters, each in the same tensors."""
+    heads = (_with_own_head(source, against_source), _with_own_head(against_source, source))
+    return in_one_form(*heads)
+
+
+def _with_own_head(source: Source, other: Source) -> Source:
+    """Return a checkpoint with its tied head as a parameter, if the head of the other one is not tied."""
+    is_tied, other_is_tied = (
+        one.family.is_tied(one.config, {tensor.name for tensor in one.tensors})
+        for one in (source, other)
+    )
+    if not is_tied or other_is_tied:
+        return source
+    untied = {TIED_FIELD: False, **source.family.tying.untied_fields(source.config)}
+    return replace(with_tied_head(source), config={**source.config, **untied})
+
+
+def _with_file_names(source: Source, against_source: Source) -> tuple[Source, Source]:
+    """Return two checkpoints with the names of their files, of which one has no family.
+
+    Files with other names or shapes may have the same elements in another form, or padding, which only a family
+    describes.
+    """
+    # A file has the same tensors, whether its family has rows for them or not.
+    by_file = (as_verbatim(source), as_verbatim(against_source))
+    # Of a padded vocabulary, only a family knows the rows of padding.
+    shapes, other_shapes = ({t.name: t.shape for t in one.tensors} for one in by_file)
+    has_adapter = ADAPTER_FAMILY in (source.family, against_source.family)
+    if shapes != other_shapes and not has_adapter:
+        by_family = (with_family(source), with_family(against_source))
+        if all(not one.family.is_verbatim for one in by_family):
+            return _with_equal_parameters(*by_family)
+    return by_file
+
+
+def _left_out_towers(source: Source, other: Source, observer: Observer) -> list[LeftOutTensor]:
+    """Return the towers of a source if the other checkpoint leaves them out on purpose.
+
+    A training step never has towers, and `--text-only` is recorded. Any other checkpoint of the same model without them
+    has lost them.
+    """
+    if not source.tower_tensors or other.tower_tensors:
+        return []
+    rules = {entry.get("rule") for entry in (other.manifest or NO_MANIFEST).dropped}
+    recorded = other.tree_manifest.towers or {}
+    is_text_model = source.is_multimodal and other.wrapper is None
+    is_step = other.tree_manifest.is_training_step or "path" in recorded
+    if not (is_text_model or is_step or TEXT_ONLY_RULE in rules):
+        return []
+    what = "the text part" if source.is_multimodal else "the model without it"
+    why = f"only {what} is compared"
+    _note_ignored(source, towers_title(source), source.tower_tensors, why, observer)
+    tensors: list[LeftOutTensor] = []
+    for tensor in source.tower_tensors:
+        name = source.file_name(tensor)
+        tensors.append({"tensor": name, "checkpoint": source.display_name, "why": why})
+    return tensors
+
+
+def note_unrecorded_drops(source: Source, other: Source, observer: Observer) -> None:
+    """Print a note if an earlier version of prep left multi-token prediction out of the other checkpoint.
+
+    Args:
+        source: A checkpoint without the tensors that the other one dropped.
+        other: An output of it.
+        observer: Receives the note.
+    """
+    tensors = [tensor for tensor in source.dropped if tensor.rule == UNRECORDED_RULE]
+    why = (
+        f"{other.display_name} is of an earlier version of prep, which left it out without a record"
+    )
+    _note_ignored(source, "multi-token prediction", tensors, why, observer)
+
+
+def check_contents(source: Source, against_source: Source) -> None:
+    """Raise PrepError if one checkpoint has adapters and the other one a model: they share no tensor."""
+    if _has_adapters(source) == _has_adapters(against_source):
+        return
+    adapters, model = (
+        (source, against_source) if _has_adapters(source) else (against_source, source)
+    )
+    what = f"{adapters.display_name} has only adapters, and {model.display_name} is a model"
+    hint = text(
+        "compare with the result of {}; {} writes the adapter of a run",
+        Command("merge", "ADAPTER", "BASE"),
+        Command("export", "RUN"),
+    )
+    raise PrepError(what, "they have no tensor in common", hint)
+
+
+def _has_adapters(source: Source) -> bool:
+    """Return whether a checkpoint has the adapters of a model without their base."""
+    return source.family is ADAPTER_FAMILY or source.tree_manifest.is_adapter
+
+
+def _without_absent_slots(source: Source, other: Source, observer: Observer) -> Source:
+    """Return a checkpoint without the slots absent from the training state of another framework.
+
+    E.g. Tunix has no place for the averages of a run.
+    """
+    if other.training_record is None:
+        return source
+    slots = {_slot_or_leaf(tensor) for tensor in other.state_tensors}
+    kept: list[SourceTensor] = []
+    ignored = defaultdict[str, list[SourceTensor]](list)
+    for tensor in source.state_tensors:
+        slot = _slot_or_leaf(tensor)
+        if slot in slots:
+            kept.append(tensor)
+        else:
+            ignored[slot].append(tensor)
+    for slot, tensors in ignored.items():
+        _note_ignored(source, slot, tensors, f"{other.display_name} has none", observer)
+    return replace(source, state_tensors=tuple(kept))
+
+
+def _slot_or_leaf(tensor: SourceTensor) -> str:
+    """Return the slot of a tensor in a training state, or the name of a leaf outside of slots."""
+    slot, name = split_name(tensor.name)
+    return slot or name
+
+
+def _note_ignored(
+    source: Source,
+    kind: str,
+    tensors: Sequence[SourceTensor | DroppedTensor],
+    why: str,
+    observer: Observer,
+) -> None:
+    """Print a note about the ignored tensors of a kind, if there are any."""
+    if tensors:
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        size = format_bytes(nbytes)
+        observer.note(f"{kind} of {source.display_name} ({size}) ignored: {why}")

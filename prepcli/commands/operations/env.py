@@ -1,0 +1,150 @@
+"""Read versions, devices, processes, memory, and settings with the variable or file of each."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from prepcli.core.errors import PrepError, UsageError
+from prepcli.core.process_address import ProcessSettings, process_address, single_process_reason
+from prepcli.engine.machine import cgroup_memory_limit, package_versions, system_memory
+
+# Variables of each setting, in order of precedence. The token may also be in a file.
+SETTING_VARIABLES = {
+    "HF_HOME": ("HF_HOME", "XDG_CACHE_HOME"),
+    "HF_HUB_CACHE": ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"),
+    "HF_TOKEN": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
+    "HF_HUB_OFFLINE": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+}
+HIDDEN_VALUE = "(set, not shown)"
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSetting:
+    """A setting from the environment. Its fields are JSON keys."""
+
+    name: str
+    value: str
+    source: str  # variable or file that sets it, or `default`
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What determines how prep runs on this machine.
+
+    Attributes:
+        system: Version of Python, and the platform.
+        versions: Version of each package. None if it is not installed.
+        devices: Kind of each local device by its name. None if the devices were not listed.
+        processes: The job of several processes that the environment describes.
+        memory: Sizes in bytes. None for no limit.
+        settings: Settings with the variable or file of each.
+    """
+
+    system: Mapping[str, str]
+    versions: Mapping[str, str | None]
+    devices: Mapping[str, str] | None
+    processes: Mapping[str, str | int | None]
+    memory: Mapping[str, int | None]
+    settings: tuple[EnvSetting, ...]
+
+
+def read_environment(default_memory: str, *, list_devices: bool) -> Environment:
+    """Return versions, processes, memory, settings and, on request, devices.
+
+    Args:
+        default_memory: Default of the memory limit.
+        list_devices: Whether to list devices. This imports jax, which reserves the devices for the process.
+    """
+    return Environment(
+        system={"python": platform.python_version(), "platform": platform.platform()},
+        versions=package_versions(),
+        devices=_device_fields() if list_devices else None,
+        processes=_process_fields(os.environ),
+        memory={**system_memory(), "cgroup limit": cgroup_memory_limit()},
+        settings=(*_prep_settings(os.environ, default_memory), *_hub_settings(os.environ)),
+    )
+
+
+def _device_fields() -> dict[str, str]:
+    """Return the kind of each local device by its name, or the reason why there are none."""
+    try:
+        from trainer.distributed.devices import local_devices
+
+        return {str(device): device.device_kind for device in local_devices()}
+    except ImportError as error:
+        return {"none": f"jax: {error}"}
+    except PrepError as error:
+        return {"none": f"jax: {error.why}"}
+
+
+def _process_fields(environ: Mapping[str, str]) -> dict[str, str | int | None]:
+    """Return the job of several processes that environment variables describe to `prep train`, and why."""
+    fields: dict[str, str | int | None] = {
+        "launcher": None,
+        "count": 1,
+        "index": 0,
+        "address": None,
+        "devices": None,
+    }
+    try:
+        address = process_address(ProcessSettings(), environ)
+    except UsageError as error:
+        return fields | {"count": None, "index": None, "reason": f"invalid: {error}"}
+    if address is None:
+        return fields | {"reason": single_process_reason(environ)}
+    ids = address.local_device_ids
+    return {
+        "launcher": address.launcher,
+        "count": address.count,
+        "index": address.index,
+        "address": address.coordinator,
+        "devices": "all" if ids is None else ",".join(map(str, ids)),
+        "reason": address.reason,
+    }
+
+
+def _prep_settings(environ: Mapping[str, str], default_memory: str) -> list[EnvSetting]:
+    defaults = {
+        "PREP_MEMORY": default_memory,
+        "PREP_PROGRESS": "auto",
+        "PREP_TIMEOUT": "10",
+        "PREP_TRACEBACK": "-",
+    }
+    defaults["NO_COLOR"] = "-"
+    return [
+        _setting(environ, name, environ.get(name) or default) for name, default in defaults.items()
+    ]
+
+
+def _hub_settings(environ: Mapping[str, str]) -> list[EnvSetting]:
+    """Return the settings as huggingface_hub parsed them. The token's value is hidden."""
+    from huggingface_hub import constants
+
+    values = {
+        "HF_HOME": constants.HF_HOME,
+        "HF_HUB_CACHE": constants.HF_HUB_CACHE,
+        "HF_ENDPOINT": constants.ENDPOINT,
+        "HF_HUB_OFFLINE": "1" if constants.HF_HUB_OFFLINE else "0",
+    }
+    settings = [_setting(environ, name, value) for name, value in values.items()]
+    token = _setting(environ, "HF_TOKEN", HIDDEN_VALUE)
+    if token.source == "default":
+        is_stored = Path(constants.HF_TOKEN_PATH).is_file()
+        token = (
+            EnvSetting("HF_TOKEN", HIDDEN_VALUE, constants.HF_TOKEN_PATH)
+            if is_stored
+            else replace(token, value="-")
+        )
+    return [*settings, token]
+
+
+def _setting(environ: Mapping[str, str], name: str, value: str) -> EnvSetting:
+    source = next(
+        (variable for variable in SETTING_VARIABLES.get(name, (name,)) if environ.get(variable)),
+        "default",
+    )
+    return EnvSetting(name, value, source)

@@ -1,0 +1,222 @@
+"""Layout of the weight files of `prep export`, for each layout and format."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from prepcli.commands.operations.options import ExportOptions
+from prepcli.core.errors import Command, Option, text, usage_error
+from prepcli.core.json_types import HFConfig
+from prepcli.formats.safetensors_layout import split_into_shards
+from prepcli.models.torchtitan_layouts import TORCHTITAN_LAYOUT
+from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.map_file import TensorMap
+from prepcli.planning.plan import Locations, OutputFile, OutputLeaf, SmallFile
+from prepcli.planning.tensors import itemsize
+from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
+from prepcli.targets.dcp_folder import lay_out_dcp_folder, lay_out_dcp_tree
+from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder
+from prepcli.targets.hf_folder import (
+    config_files,
+    copied_small_files,
+    header_entries,
+    index_files,
+    lay_out_weight_files,
+    model_files,
+)
+from prepcli.targets.layout_leaves import find_layout_scales
+from prepcli.targets.mapped_folder import lay_out_mapped_folder
+from prepcli.targets.trainer_item import TRAINER_ITEMS, lay_out_trainer_item
+
+# Payloads start at a page boundary, like chunks, so that whole pages are copied.
+PAYLOAD_PAGE_OFFSET = 0
+HF_LAYOUT = "hf"
+DCP_FORMAT = "dcp"
+TENSORSTORE_FORMAT = "tensorstore"
+LEVANTER_LAYOUTS = ("levanter", "levanter-unscanned")
+TUNIX_LAYOUT = "tunix"
+# The formats of each layout. The first one is the default.
+FORMATS_BY_LAYOUT: Mapping[str, tuple[str, ...]] = {
+    HF_LAYOUT: ("safetensors", DCP_FORMAT),
+    "hf-flax": ("msgpack",),
+    "easylm": (STREAM_FORMAT,),
+    "easylm-scanned": (STREAM_FORMAT,),
+    TORCHTITAN_LAYOUT: (DCP_FORMAT,),
+    **dict.fromkeys(TRAINER_ITEMS, ("orbax",)),
+    **dict.fromkeys(LEVANTER_LAYOUTS, (TENSORSTORE_FORMAT,)),
+}
+LAYOUT_TITLES = {
+    HF_LAYOUT: "Hugging Face safetensors",
+    "hf-flax": "Flax msgpack for Hugging Face",
+    "easylm": "EasyLM stream",
+    "easylm-scanned": "EasyLM stream",
+    "maxtext": "Orbax checkpoint for MaxText",
+    "maxtext-unscanned": "Orbax checkpoint for MaxText",
+    "tunix": "Orbax checkpoint for Tunix",
+    TORCHTITAN_LAYOUT: "torch distributed checkpoint for torchtitan",
+    "levanter": "Levanter checkpoint",
+    "levanter-unscanned": "Levanter checkpoint",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """Layout of the weight files.
+
+    Attributes:
+        files: The data files.
+        locations: Locations of each tensor, by name.
+        index: The index of several files or the metadata of DCP, otherwise empty.
+        leaves: Leaves of an Orbax item, otherwise empty.
+        folder: Folder of the item in the output, otherwise empty.
+        empty_nodes: Paths of nodes without leaves in an Orbax item.
+    """
+
+    files: tuple[OutputFile, ...]
+    locations: Mapping[str, Locations]
+    index: tuple[SmallFile, ...] = ()
+    leaves: tuple[OutputLeaf, ...] = ()
+    folder: str = ""
+    empty_nodes: tuple[tuple[str | int, ...], ...] = ()
+
+
+def file_format(options: ExportOptions) -> str:
+    """Return the format of the files: the requested one, or the default of a known layout."""
+    return options["format"] or FORMATS_BY_LAYOUT[options["layout"]][0]
+
+
+def written_storage(options: ExportOptions) -> str:
+    """Return the storage of the arrays, as the manifest records it."""
+    if options["layout"] in LEVANTER_LAYOUTS:
+        return "levanter"
+    return options["storage"]
+
+
+def check_storage(options: ExportOptions) -> None:
+    """Raise UsageError if a storage is requested for a layout without an Orbax item."""
+    layout = options["layout"]
+    if options["storage"] == "ocdbt" or "orbax" in FORMATS_BY_LAYOUT[layout]:
+        return
+    layouts = [name for name, formats in FORMATS_BY_LAYOUT.items() if "orbax" in formats]
+    option = Option("storage", options["storage"])
+    raise usage_error(
+        text("{} is not supported with {}", option, Option("layout", layout)),
+        f"it is about Orbax items, the layouts {', '.join(layouts)}",
+        text("remove {}, or use {} for prep's own tree", option, Command("save-init")),
+    )
+
+
+def lay_out_weights(
+    options: ExportOptions,
+    source: Source,
+    tensors: Sequence[SourceTensor],
+    row_counts: Mapping[str, int],
+    *,
+    vocab_rows: int,
+    shard_nbytes: int,
+    tensor_map: TensorMap | None = None,
+) -> WeightFiles:
+    """Lay out the weight files of the requested layout or map. `row_counts` has the output rows of each tensor."""
+    if tensor_map is not None:
+        mapped = lay_out_mapped_folder(
+            source,
+            tensors,
+            tensor_map,
+            row_counts=row_counts,
+            vocab_rows=vocab_rows,
+            shard_nbytes=shard_nbytes,
+        )
+        return WeightFiles(mapped.files, mapped.locations, mapped.index)
+    if options["layout"] == HF_LAYOUT:
+        entries = header_entries(source, tensors, rows=row_counts)
+        if file_format(options) == DCP_FORMAT:
+            dcp = lay_out_dcp_folder(entries, shard_nbytes)
+            places = {t.name: (dcp.locations[source.file_name(t)],) for t in tensors}
+            return WeightFiles(dcp.files, places, (dcp.metadata,))
+        groups = split_into_shards(entries, shard_nbytes)
+        files, locations, layouts = lay_out_weight_files(
+            [(name, group, PAYLOAD_PAGE_OFFSET) for name, group in groups]
+        )
+        return WeightFiles(
+            files,
+            {t.name: (locations[source.file_name(t)],) for t in tensors},
+            index_files(layouts),
+        )
+    if options["layout"] in TRAINER_ITEMS:
+        return _lay_out_trainer_files(options, source, tensors, vocab_rows)
+    if file_format(options) == DCP_FORMAT:
+        dcp, places = lay_out_dcp_tree(
+            source,
+            tensors,
+            layout=options["layout"],
+            vocab_size=vocab_rows,
+            shard_nbytes=shard_nbytes,
+        )
+        return WeightFiles(dcp.files, places, (dcp.metadata,))
+    output = lay_out_flax_folder(
+        source,
+        tensors,
+        layout=options["layout"],
+        container=file_format(options),
+        vocab_size=vocab_rows,
+        shard_nbytes=shard_nbytes,
+    )
+    return WeightFiles(output.files, output.locations, output.index)
+
+
+def _lay_out_trainer_files(
+    options: ExportOptions, source: Source, tensors: Sequence[SourceTensor], vocab_rows: int
+) -> WeightFiles:
+    """Lay out the item of another trainer."""
+    layout = options["layout"]
+    item = lay_out_trainer_item(
+        source, tensors, layout=layout, vocab_size=vocab_rows, storage=options["storage"]
+    )
+    folder = TRAINER_ITEMS[layout].folder()
+    return WeightFiles(item.files, item.regions, leaves=item.leaves, folder=folder)
+
+
+def layout_scales(
+    options: ExportOptions, source: Source, tensors: Sequence[SourceTensor]
+) -> dict[str, LayoutScale]:
+    """Return the scale of each tensor with one in the layout, such as MaxText's queries.
+
+    Args:
+        options: Options of the export.
+        source: The opened source.
+        tensors: The tensors with the dtypes of the output.
+
+    Returns:
+        Name of the tensor -> scale.
+    """
+    layout = options["layout"]
+    if layout == HF_LAYOUT:
+        return {}
+    scales = find_layout_scales(source, layout, tensors)
+    read_dtypes = {tensor.dtype for tensor in source.tensors if tensor.name in scales}
+    written_dtypes = {tensor.dtype for tensor in tensors if tensor.name in scales}
+    significant = ""
+    # The way back rounds all tensors to one dtype: a leaf may stack the queries of all layers.
+    if len(read_dtypes) == len(written_dtypes) == 1:
+        (read,) = read_dtypes
+        (written,) = written_dtypes
+        if itemsize(read) < itemsize(written):
+            significant = read
+    return {name: replace(scale, significant=significant) for name, scale in scales.items()}
+
+
+def small_files(
+    source: Source, config: HFConfig, weight_files: WeightFiles
+) -> tuple[SmallFile, ...]:
+    """Return the files other than the weights. In an Orbax item they are in a folder of their own."""
+    if not weight_files.leaves:
+        return model_files(source, config, weight_files.index)
+    prefix = f"{HF_FOLDER}/"
+    model_item = weight_files.leaves[0].item
+    if model_item is not None:
+        prefix = f"{model_item}/{prefix}"
+    return *config_files(source, config, prefix), *copied_small_files(source, prefix)

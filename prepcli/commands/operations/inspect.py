@@ -1,0 +1,562 @@
+"""Read the headers of a checkpoint: its tensors, their statistics, their shards, or the difference to another one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NotRequired, TypedDict, Unpack
+
+from prepcli.commands.operations.inspection_options import InspectOptions, SortKey, ViewOptions
+from prepcli.commands.operations.operation import public
+from prepcli.commands.operations.results import Inspection, TensorSummary
+from prepcli.commands.operations.tensor_statistics import check_values, compute_statistics
+from prepcli.core.errors import Command, Option, PrepError, join_texts, text, usage_error
+from prepcli.core.observer import Observer, SilentObserver
+from prepcli.core.option_spec import PathLike
+from prepcli.core.suggest import suggest
+from prepcli.engine.collector import collector_paused
+from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents, TensorEntry
+from prepcli.inspection.contents import read_contents
+from prepcli.inspection.gguf_contents import read_gguf_contents
+from prepcli.inspection.logical_leaves import (
+    LogicalLeaf,
+    find_leaf,
+    logical_leaves,
+    partition_rules,
+)
+from prepcli.inspection.mapped_contents import read_mapped_contents
+from prepcli.inspection.parameter_count import count_parameters, nbytes_below
+from prepcli.inspection.tensor_stats import TensorStats
+from prepcli.models.mesh import Mesh, parse_mesh
+from prepcli.models.parameters import VERBATIM
+from prepcli.models.partition import Spec
+from prepcli.models.rule_text import merge_rules
+from prepcli.planning.manifest_fields import VocabularyRecord
+from prepcli.planning.state_names import OPT_STATE
+from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
+from prepcli.sources.dequantized import DECODED_DTYPE, model_quantization
+from prepcli.sources.folders import make_access
+from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
+from prepcli.sources.mapped import read_map
+from prepcli.sources.opening import open_source
+from prepcli.targets.orbax_item import item_leaf_spec
+
+ShapeAndDtype = tuple[tuple[int, ...], str]
+
+
+class QuantizationSummary(TypedDict):
+    """Method of quantised weights, their numbers, and their dtype when decoded."""
+
+    method: object
+    weights: int
+    values: int
+    dtype: str
+
+
+class SourceSummary(TypedDict):
+    """Facts of a checkpoint, the fields of `source` in the JSON object. Unknown facts are None."""
+
+    name: str
+    revision: str | None
+    files: int
+    bytes: int
+    format: str
+    family: str | None
+    tensors: int
+    chunks: int
+    values: int
+    parameters: int | None
+    step: int | None
+    optimizer_bytes: int
+    vocab: VocabularyRecord | None
+    dtypes: Mapping[str, int]
+    layout: str | None
+    mesh: str | None
+    scan: bool | None
+    scan_axis: int | None
+    others: Sequence[str]
+    adapter: NotRequired[AdapterSummary]
+    quantization: NotRequired[QuantizationSummary]
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedCheckpoint:
+    """A checkpoint after reading its headers or index.
+
+    Attributes:
+        located: Where the checkpoint was found.
+        contents: Its tensors and metadata.
+        summary: Fields of `source` in the JSON object.
+    """
+
+    located: LocatedCheckpoint
+    contents: CheckpointContents
+    summary: SourceSummary
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedTensors:
+    """Tensors of a checkpoint, in the order of a table.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        entries: The selected tensors.
+        statistics: Statistics of each tensor. None if they were not computed. An entry is None if its dtype is smaller
+            than a byte.
+        is_selection: Whether a pattern selected the tensors.
+    """
+
+    checkpoint: InspectedCheckpoint
+    entries: Sequence[TensorEntry]
+    statistics: Sequence[TensorStats | None] | None
+    is_selection: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeafShards:
+    """A leaf of a checkpoint, split by a mesh."""
+
+    checkpoint: InspectedCheckpoint
+    leaf: LogicalLeaf
+    spec: Spec
+    mesh: Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeComparison:
+    """Comparison of the names, shapes and dtypes of two checkpoints.
+
+    Attributes:
+        checkpoint: The first checkpoint.
+        against: The second checkpoint.
+        num_compared: Number of compared names.
+        differences: Name of each different tensor, and its shape and dtype in both checkpoints. None if it is missing.
+    """
+
+    checkpoint: InspectedCheckpoint
+    against: InspectedCheckpoint
+    num_compared: int
+    differences: Sequence[tuple[str, ShapeAndDtype | None, ShapeAndDtype | None]]
+
+
+@public
+def inspect(checkpoint: PathLike, **options: Unpack[InspectOptions]) -> Inspection:
+    """List the tensors of a checkpoint. Reads headers and indices only.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        **options: See `InspectOptions`.
+
+    Returns:
+        Name, shape, dtype and size of every tensor, and the number of parameters.
+
+    Raises:
+        UsageError: An argument is invalid.
+        DamagedError: A header, an index or other metadata is damaged.
+        PrepError: The checkpoint cannot be read.
+    """
+    located, contents = _read_checkpoint(str(checkpoint), SilentObserver(), options)
+    tensors: list[TensorSummary] = []
+    for entry in contents.entries:
+        tensors.append(TensorSummary(entry.name, entry.shape, entry.dtype, entry.nbytes))
+    return Inspection(
+        name=contents.display_name,
+        format=located.kind,
+        tensors=tuple(tensors),
+        parameters=count_parameters(contents),
+    )
+
+
+def check_view(pattern: str | None, view: ViewOptions) -> None:
+    """Raise UsageError for more than one view, and for an option without effect on the view.
+
+    Args:
+        pattern: Shell pattern of tensor names. None selects all.
+        view: The view.
+    """
+    shards = Option("shards")
+    views = []
+    for name in ("tree", "stats", "shards", "diff"):
+        if view[name] not in (None, False):
+            views.append(Option(name, view[name]))
+    if view["html"] is not None:
+        _check_page_view(view)
+        _check_decoding(view)
+        return
+    if len(views) > 1:
+        names = join_texts(" and ", [text("{}", option) for option in views])
+        raise usage_error(
+            text("{} are different views", names),
+            "inspect shows one at a time",
+            text("pass only one of them, such as {}", views[0]),
+        )
+    if view["mesh"] is not None and view["shards"] is None:
+        raise usage_error(
+            text("{} requires {} or {}", Option("mesh"), shards, Option("html")),
+            "it sets the mesh that splits the leaves",
+            text("{}", Option("shards", "LEAF")),
+        )
+    if view["sort"] != "file" and (view["shards"] is not None or view["diff"] is not None):
+        what = text("{} has no effect", Option("sort", view["sort"]))
+        raise usage_error(what, "it sorts tables and trees", text("remove {}", Option("sort")))
+    _check_decoding(view)
+    if pattern is not None and view["shards"] is not None:
+        raise usage_error(
+            f"unexpected argument `{pattern}`",
+            text("{} already names the leaf", shards),
+            f"remove `{pattern}`",
+        )
+
+
+def _check_page_view(view: ViewOptions) -> None:
+    """Raise UsageError for views without effect on a page. It has them anyway."""
+    for name in ("tree", "shards"):
+        if view[name] not in (None, False):
+            what = text("{} has no effect with {}", Option(name), Option("html"))
+            why = "the page has the tree and the shards of all leaves"
+            raise usage_error(what, why, text("remove {}", Option(name)))
+
+
+def _check_decoding(view: ViewOptions) -> None:
+    """Raise UsageError for decoded weights in a comparison of stored tensors."""
+    if view["quantized"] != "keep" and view["diff"] is not None:
+        quantized = Option("quantized", view["quantized"])
+        why = text("{} compares the tensors as they are stored", Option("diff"))
+        raise usage_error(
+            text("{} has no effect", quantized), why, text("remove {}", Option("quantized"))
+        )
+
+
+def select_tensors(
+    checkpoint: str,
+    observer: Observer,
+    options: InspectOptions,
+    *,
+    pattern: str | None = None,
+    sort: SortKey = "file",
+    stats: bool = False,
+    dequantize: bool = False,
+) -> SelectedTensors:
+    """Select tensors of a checkpoint by name. Only `stats` reads data.
+
+    Args:
+        checkpoint: Folder, alias, hub id or URL.
+        observer: Receives warnings and progress.
+        options: How the checkpoint is read.
+        pattern: Shell pattern of tensor names. None selects all.
+        sort: Order: by name, by size (largest first), or as stored.
+        stats: Compute the statistics of the selected tensors.
+        dequantize: Show quantised weights decoded.
+
+    Raises:
+        PrepError: No name matches, or the checkpoint cannot be read.
+    """
+    inspected = inspect_checkpoint(checkpoint, observer, options, dequantize=dequantize)
+    contents = inspected.contents
+    check_stream(options.get("stream", False), inspected.located)
+    names = _match_names([entry.name for entry in contents.entries], pattern, contents.display_name)
+    entries = _sort_entries([entry for entry in contents.entries if entry.name in names], sort)
+    statistics = None
+    if stats:
+        is_whole = dequantize or len(entries) == len(contents.entries)
+        check_values(inspected.located, None if is_whole else names, observer)
+        statistics = compute_statistics(contents, entries, observer)
+    return SelectedTensors(inspected, entries, statistics, is_selection=pattern is not None)
+
+
+def shard_leaf(
+    checkpoint: str,
+    observer: Observer,
+    options: InspectOptions,
+    *,
+    leaf_name: str,
+    mesh_text: str | None,
+    dequantize: bool = False,
+) -> LeafShards:
+    """Split a leaf of a checkpoint by a mesh. No data is read.
+
+    Args:
+        checkpoint: Folder, alias, hub id or URL.
+        observer: Receives warnings.
+        options: How the checkpoint is read.
+        leaf_name: Name of the leaf, or a unique end of it.
+        mesh_text: The mesh. None selects the mesh of the manifest.
+        dequantize: Split the leaves of decoded weights.
+
+    Raises:
+        UsageError: There is no mesh, or it does not divide the leaf.
+        PrepError: No leaf has the name, or the checkpoint cannot be read.
+    """
+    inspected = inspect_checkpoint(checkpoint, observer, options, dequantize=dequantize)
+    contents = inspected.contents
+    check_stream(options.get("stream", False), inspected.located)
+    if mesh_text is None:
+        mesh_text = contents.manifest.mesh
+    if mesh_text is None:
+        what = text("{} requires a mesh", Option("shards"))
+        why = f"{contents.display_name} has no mesh in its manifest"
+        raise usage_error(what, why, text("for example {}", Option("mesh", "1,2,4")))
+    mesh = parse_mesh(mesh_text)
+    names_command = Command("inspect", contents.display_name, Option("tree", True))
+    if contents.kind != "orbax":
+        # The tree of other formats has the names of tensors, which a conversion maps to leaves.
+        dry_run = Option("dry_run", True)
+        names_command = Command("save-init", contents.display_name, dry_run, "-v")
+    leaf = find_leaf(
+        logical_leaves(contents),
+        leaf_name,
+        contents.display_name,
+        names_command=names_command,
+    )
+    (spec,) = shard_leaves(contents, [leaf], mesh)
+    return LeafShards(inspected, leaf, spec, mesh)
+
+
+def shard_leaves(
+    contents: CheckpointContents, leaves: Iterable[LogicalLeaf], mesh: Mesh
+) -> list[Spec]:
+    """Return the sharding of leaves on a mesh by the rules of their checkpoint.
+
+    Raises:
+        UsageError: The mesh does not divide a leaf.
+    """
+    rules = merge_rules(partition_rules(contents))
+    specs: list[Spec] = []
+    for leaf in leaves:
+        spec = item_leaf_spec(
+            leaf.name,
+            leaf.path,
+            leaf.dims,
+            leaf.shape,
+            mesh=mesh,
+            rules=rules,
+            checkpoint=contents.display_name,
+        )
+        specs.append(spec)
+    return specs
+
+
+def compare_shapes(
+    checkpoint: str,
+    against: str,
+    observer: Observer,
+    options: InspectOptions,
+    *,
+    pattern: str | None = None,
+) -> ShapeComparison:
+    """Compare the names, shapes and dtypes of two checkpoints. No data is read.
+
+    The tensors are in the order of the first checkpoint. Further tensors of the second checkpoint follow.
+
+    Args:
+        checkpoint: Folder, alias, hub id or URL.
+        against: A second checkpoint. The revision, the step and the config of the options belong to the first one.
+        observer: Receives warnings.
+        options: How the checkpoints are read.
+        pattern: Shell pattern of tensor names. None compares all.
+
+    Raises:
+        PrepError: No name matches, or a checkpoint cannot be read.
+    """
+    a = inspect_checkpoint(checkpoint, observer, options)
+    against_options: InspectOptions = {
+        "offline": options.get("offline", False),
+        "stream": options.get("stream", False),
+    }
+    b = inspect_checkpoint(against, observer, against_options)
+    check_stream(options.get("stream", False), a.located, b.located)
+    # Names of different formats differ, so they are converted to Hugging Face names.
+    as_hf_tensors = a.contents.kind != b.contents.kind
+    a_shapes = _shapes_by_name(a.contents, as_hf_tensors=as_hf_tensors)
+    b_shapes = _shapes_by_name(b.contents, as_hf_tensors=as_hf_tensors)
+    display_names = f"{a.contents.display_name} and {b.contents.display_name}"
+    matches = _match_names({*a_shapes, *b_shapes}, pattern, display_names)
+    differences: list[tuple[str, ShapeAndDtype | None, ShapeAndDtype | None]] = []
+    for name in dict.fromkeys([*a_shapes, *b_shapes]):
+        a_shape = a_shapes.get(name)
+        b_shape = b_shapes.get(name)
+        if name in matches and a_shape != b_shape:
+            differences.append((name, a_shape, b_shape))
+    return ShapeComparison(a, b, num_compared=len(matches), differences=differences)
+
+
+def shape_text(shape_and_dtype: ShapeAndDtype | None) -> str:
+    """Return a shape and a dtype as text, such as `[2, 3] float32`. Empty for a missing tensor."""
+    if shape_and_dtype is None:
+        return ""
+    shape, dtype = shape_and_dtype
+    return f"{list(shape)} {dtype}"
+
+
+def inspect_checkpoint(
+    checkpoint: str, observer: Observer, options: InspectOptions, *, dequantize: bool = False
+) -> InspectedCheckpoint:
+    """Read the headers or the index of a checkpoint, and summarize it.
+
+    Args:
+        checkpoint: Folder, alias, hub id or URL.
+        observer: Receives a warning about an invalid config.
+        options: How the checkpoint is read.
+        dequantize: Decode quantised weights.
+    """
+    located, contents = _read_checkpoint(checkpoint, observer, options, dequantize=dequantize)
+    return InspectedCheckpoint(located, contents, _summarize_source(contents, located, observer))
+
+
+def _read_checkpoint(
+    checkpoint: str, observer: Observer, options: InspectOptions, *, dequantize: bool = False
+) -> tuple[LocatedCheckpoint, CheckpointContents]:
+    """Locate a checkpoint, and read its headers or index.
+
+    Raises:
+        UsageError: The options have a lock. An inspection would not enforce it.
+    """
+    lock = Option("lock")
+    if options.get("lock") is not None:
+        why = "an inspection reads no tensors to compare with it"
+        hint = text("compare with {}", Command("verify", checkpoint, Option("lock", "FILE")))
+        raise usage_error(text("{} has no effect", lock), why, hint)
+    access = make_access(
+        observer,
+        offline=options.get("offline", False),
+        stream=options.get("stream", False),
+        allow_urls=True,
+    )
+    # The report names ignored settings of quantisation.
+    access = replace(access, allow_adapters=True, allow_quantized=True, allow_gguf=True, note=str)
+    located = locate(checkpoint, options.get("revision"), step=options.get("step"), access=access)
+    config = options.get("config")
+    config_path = None if config is None else Path(config)
+    if located.kind == "gguf":
+        path = located.local_files.path
+        return located, read_gguf_contents(path, located.display_name, config_path)
+    tensor_map = options.get("map")
+    layout = options.get("source_layout")
+    if tensor_map is not None or layout is not None:
+        rows = None if tensor_map is None else read_map(Path(tensor_map))
+        return located, read_mapped_contents(located, config_path, rows, layout)
+    with collector_paused():
+        contents = read_contents(located, config_path, dequantize=dequantize)
+    return located, contents
+
+
+def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -> set[str]:
+    """Return the names with a match of the pattern. Raise PrepError with a suggestion if there are none."""
+    matches = {name for name in names if pattern is None or fnmatchcase(name, pattern)}
+    if pattern is None or matches:
+        return matches
+    # `q_proj` matches only a tensor with this whole name. The user most likely meant `*q_proj*`.
+    substring_pattern = f"*{pattern.strip('*')}*"
+    suggestion = (
+        substring_pattern
+        if any(fnmatchcase(name, substring_pattern) for name in names)
+        else suggest(pattern, names)
+    )
+    raise PrepError(
+        f"no tensor of {checkpoint} matches `{pattern}`",
+        "",
+        f"did you mean `{suggestion}`?" if suggestion else "a pattern of names, such as `*.q.*`",
+    )
+
+
+def _sort_entries(entries: list[TensorEntry], sort: SortKey) -> list[TensorEntry]:
+    """Sort by name, by size (largest first), or keep the stored order."""
+    if sort == "name":
+        return sorted(entries, key=lambda entry: entry.name)
+    return sorted(entries, key=lambda entry: -entry.nbytes) if sort == "size" else entries
+
+
+def _summarize_source(
+    contents: CheckpointContents, located: LocatedCheckpoint, observer: Observer
+) -> SourceSummary:
+    """Return the fields of `source` in the JSON object, in their order."""
+    manifest = contents.manifest
+    vocabulary = _read_vocabulary_or_warn(contents, observer)
+    vocab: VocabularyRecord | None = None
+    if vocabulary is not None:
+        vocab = {"true": vocabulary.true_size, "padded": vocabulary.stored_size}
+    dtypes: dict[str, int] = {}
+    for entry in contents.entries:
+        dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
+    is_stacked, stack_axis = _stacked_layers(contents)
+    fields: SourceSummary = {
+        "name": contents.display_name,
+        "revision": located.local_files.commit,
+        "files": len(contents.files),
+        "bytes": sum(path.stat().st_size for path in contents.files),
+        "format": located.kind,
+        "family": _family_name(contents),
+        "tensors": len(contents.entries),
+        "chunks": contents.num_chunks,
+        "values": sum(math.prod(entry.shape) for entry in contents.entries),
+        "parameters": count_parameters(contents),
+        "step": manifest.step,
+        "optimizer_bytes": nbytes_below(contents, OPT_STATE),
+        "vocab": vocab,
+        "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1])),
+        "layout": manifest.fields.get("layout"),
+        "mesh": manifest.fields.get("mesh"),
+        "scan": is_stacked,
+        "scan_axis": stack_axis,
+        "others": contents.non_arrays,
+    }
+    if contents.adapter:
+        fields["adapter"] = contents.adapter
+    if contents.decoders:
+        fields["quantization"] = {
+            "method": model_quantization(contents.config, contents.folder).get("quant_method"),
+            "weights": len(contents.decoders),
+            "values": sum(math.prod(decoder.shape) for decoder in contents.decoders),
+            "dtype": DECODED_DTYPE,
+        }
+    return fields
+
+
+def _family_name(contents: CheckpointContents) -> str | None:
+    if contents.is_verbatim:
+        return VERBATIM
+    if contents.family is None:
+        return None
+    return contents.family.name
+
+
+def _stacked_layers(contents: CheckpointContents) -> tuple[bool | None, int | None]:
+    """Return whether the leaves stack the layers, and their axis."""
+    fields = contents.manifest.fields
+    if contents.manifest.is_for_trainer and contents.family is not None:
+        # The layout determines the axis. The manifest does not repeat it.
+        layout = contents.family.layouts.get(fields.get("layout") or "")
+        if layout is not None:
+            return layout.stack_axis is not None, layout.stack_axis
+    return fields.get("scan"), fields.get("scan_axis")
+
+
+def _read_vocabulary_or_warn(contents: CheckpointContents, observer: Observer) -> Vocabulary | None:
+    """Read the vocabulary from the config.
+
+    Warn about an invalid config. It does not affect the tensors.
+    """
+    if contents.config.get(VOCAB_SIZE_KEY) is None:
+        return None
+    try:
+        return read_vocabulary(contents.config, 0)
+    except PrepError as error:
+        observer.warn(f"{error.what}: {error.why}")
+        return None
+
+
+def _shapes_by_name(
+    contents: CheckpointContents, *, as_hf_tensors: bool
+) -> dict[str, ShapeAndDtype]:
+    """Return each tensor's shape and dtype. Leaves of an Orbax checkpoint can be shown as Hugging Face tensors."""
+    if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta", "adapter", "gguf"):
+        return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
+    located = replace(locate(str(contents.folder)), display_name=contents.display_name)
+    source = open_source(located, verbatim=None)
+    return {
+        source.file_name(tensor): (tensor.shape, tensor.dtype)
+        for tensor in (*source.tensors, *source.tower_tensors)
+    }

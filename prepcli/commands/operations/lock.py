@@ -1,0 +1,220 @@
+"""Write the lock file of a model: the required digests of its files and tensors."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Unpack
+
+from prepcli.algebra.boxes import Range
+from prepcli.commands.operations.conversion import common_options, open_checkpoint
+from prepcli.commands.operations.inspection_options import LockOptions
+from prepcli.commands.operations.operation import public
+from prepcli.commands.operations.result_files import (
+    check_result_path,
+    has_content,
+    write_result_file,
+)
+from prepcli.commands.operations.results import LockedModel
+from prepcli.commands.operations.source_line import source_line
+from prepcli.commands.pages.html_page import check_page_path
+from prepcli.commands.pages.lock_page import write_lock_page
+from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, text
+from prepcli.core.observer import Observer, observer_of
+from prepcli.core.option_spec import PathLike
+from prepcli.core.progress import Progress
+from prepcli.engine.files import io_error
+from prepcli.execution.source_checks import (
+    read_file_states,
+    read_source_state,
+    source_changed_error,
+    touched_files,
+)
+from prepcli.formats.lock_file import Lock, encode_lock
+from prepcli.formats.lock_signature import is_signed_with, sign, signature_path
+from prepcli.restore.digest_checks import num_rows, tensor_digests
+from prepcli.sources.locate import check_stream
+from prepcli.sources.locked import RowDigests, make_lock, settings_files
+from prepcli.sources.source import Source, SourceTensor
+
+LOCK_SUFFIX = ".lock.json"
+
+
+@public
+def lock(
+    checkpoint: PathLike,
+    out: PathLike | None = None,
+    *,
+    progress: Progress | Observer | None = None,
+    **options: Unpack[LockOptions],
+) -> LockedModel:
+    """Read a checkpoint completely, and write the digests of its files and tensors to a lock file.
+
+    Every operation with the option `lock` then refuses a checkpoint with any other byte.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        out: The lock file. Default: the checkpoint's name and `.lock.json`, in the working directory.
+        progress: Receives the bytes read. Default: none. See `Progress`.
+        **options: See `LockOptions`.
+
+    Returns:
+        The path of the lock file and counts. If an equal file exists, `already_done` is True.
+
+    Raises:
+        UsageError: An argument is invalid.
+        OutputExistsError: `out` exists with other content, or its signature is by another key.
+        DamagedError: A tensor differs from its digest in the checkpoint's manifest.
+        PrepError: The checkpoint cannot be read, the page cannot be written, or the extra `signing` is missing.
+
+    Example:
+        locked = prep.lock("gpt-neo-1.3B")
+        prep.save_init("gpt-neo-1.3B", lock=locked.path)
+    """
+    started_s = time.monotonic()
+    observer = observer_of(progress)
+    key = None if options["sign"] is None else Path(options["sign"])
+    if key is not None:
+        # An unusable key is an error now, and not after all tensors are read.
+        sign(b"", key)
+    page = None if options["html"] is None else Path(options["html"])
+    if page is not None:
+        check_page_path(page)
+    # Quantised weights are locked as they are stored, without a note that they may be decoded.
+    stored = {**options, "verbatim": None, "quantized": "stored"}
+    common = common_options(checkpoint, None, stored)
+    # Values that a scale of another trainer's layout has rounded are locked as they are stored, too.
+    located, source = open_checkpoint(common, observer, allow_adapters=True, kept_scales="rounded")
+    check_stream(common.stream, located)
+    observer.note(source_line(source))
+    # The name of the folder, e.g. `m-init`, and not the one of the model in its manifest.
+    name = Path(source.display_name).name or located.model_name
+    is_local = located.local_files.remote is None and located.local_files.commit is None
+    path = Path(out) if out is not None else Path(f"{name}{LOCK_SUFFIX}")
+    check_result_path(path)
+
+    def read_content() -> Lock:
+        return make_lock(
+            source,
+            # However the path of a folder is spelled, equal content has an equal lock.
+            name=name if is_local else source.display_name,
+            revision=located.local_files.commit,
+            digests=_digest_tensors(source, common.memory_nbytes, observer.progress()),
+            progress=observer.progress(),
+        )
+
+    content = _read_unchanged(source, read_content, observer)
+    already_done = _write_lock(path, encode_lock(content), key, overwrite=options["overwrite"])
+    if page is not None:
+        write_lock_page(page, content)
+        observer.note(f"wrote {page}")
+    return LockedModel(
+        path=path,
+        source=content.source,
+        revision=content.revision,
+        files=len(content.files),
+        tensors=len(content.tensors),
+        nbytes=sum(file.bytes for file in content.files.values()),
+        seconds=time.monotonic() - started_s,
+        already_done=already_done,
+        signature=None if key is None else signature_path(path),
+    )
+
+
+def _read_unchanged(source: Source, read_content: Callable[[], Lock], observer: Observer) -> Lock:
+    """Return the lock of a source that does not change while it is read.
+
+    A lock of old and new bytes would approve a checkpoint that never existed.
+
+    Args:
+        source: The checkpoint.
+        read_content: Reads all files and tensors.
+        observer: Receives a note.
+
+    Raises:
+        PrepError: The checkpoint has changed.
+    """
+    settings = [*settings_files(source).values()]
+    weights_before = read_source_state(source.file_stamps, source, RERUN_HINT)
+    settings_before = read_file_states(settings)
+    content = read_content()
+    weights_now = read_source_state(source.file_stamps, source, RERUN_HINT)
+    touched = touched_files(source.files, weights_before, now=weights_now)
+    touched += touched_files(settings, settings_before, now=read_file_states(settings))
+    if touched:
+        # A copy that keeps the time or a `chmod` leaves the bytes equal.
+        names = ", ".join(path.name for path in touched)
+        observer.note(f"{names} may have changed while it was read: comparing")
+        if read_content() != content:
+            raise source_changed_error(touched, source, RERUN_HINT)
+    return content
+
+
+def _digest_tensors(
+    source: Source, memory_nbytes: int, progress: Progress
+) -> dict[str, RowDigests]:
+    """Compute the digests of each tensor.
+
+    The manifest of a checkpoint may record one digest per row range instead. The digests then have the same ranges,
+    and are compared with the recorded ones. Other tensors have one digest of all rows.
+
+    Returns:
+        Tensor name -> (first row, end, digest) of each range, e.g. {"w": ((0, 64, "9f..."), (64, 100, "03..."))}.
+
+    Raises:
+        DamagedError: A digest differs from the one in the manifest.
+    """
+    pieces: list[tuple[SourceTensor, Range]] = []
+    for tensor in source.all_tensors:
+        rows = [(first, stop) for first, stop, _ in tensor.digests]
+        for piece in rows or [(0, num_rows(tensor))]:
+            pieces.append((tensor, piece))
+    computed = tensor_digests(source, pieces, memory_nbytes, progress=progress, task="lock tensors")
+    digests: dict[str, list[tuple[int, int, str]]] = {}
+    for (tensor, (first, stop)), digest in zip(pieces, computed):
+        digests.setdefault(tensor.name, []).append((first, stop, digest))
+    return {name: tuple(ranges) for name, ranges in digests.items()}
+
+
+def _write_lock(path: Path, data: bytes, key: Path | None, *, overwrite: bool) -> bool:
+    """Write a lock file and its signature, and return whether an equal lock exists already.
+
+    Args:
+        path: The lock file.
+        data: Its content.
+        key: Private key to sign with, or None.
+        overwrite: Whether another lock and the signature by another key may be replaced.
+
+    Raises:
+        OutputExistsError: Another lock exists, or a signature by another key.
+    """
+    signature = signature_path(path)
+    why = "its content differs from the lock of the present checkpoint"
+    hint = text("{} approves the present checkpoint", Option("overwrite", True))
+    already_done = has_content(path, data, overwrite=overwrite, why=why, hint=hint)
+    is_signed = False
+    if key is not None and signature.exists():
+        is_signed = is_signed_with(signature, data, key)
+        if not is_signed and not overwrite:
+            why = f"it is not a signature of this lock by {key}"
+            hint = text("{} replaces it", Option("overwrite", True))
+            raise OutputExistsError(f"{signature} already exists", why, hint)
+    if not already_done:
+        if path.exists() and not is_signed:
+            # First: after a kill, the new lock has no signature instead of a wrong one.
+            _remove_signature(signature)
+        write_result_file(path, data)
+    if key is not None and not is_signed:
+        write_result_file(signature, sign(data, key))
+    return already_done
+
+
+def _remove_signature(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise io_error(path, error) from error

@@ -1,0 +1,57 @@
+"""Checks of the place of an output: it must not replace the source, or folders of the user."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from prepcli.core.errors import Option, text, usage_error
+from prepcli.remote.object_store import ObjectStoreUrl, is_url, parse_url
+from prepcli.sources.source import Source
+
+UNWRITTEN_SOURCES = "sources are never written to"
+
+
+def check_output_location(out: Path, source: Source) -> None:
+    """Raise UsageError if writing the output would change or delete the source or the user's own folders."""
+    target = out.resolve()
+    # A conversion writes to NAME.partial and renames it at the end, so neither name may be the source.
+    partial = target.with_name(target.name + ".partial")
+    source_files: list[Path] = []
+    if not source.root.is_file():
+        source_files = [*source.files, *(file.path for file in source.small_files)]
+    # Links may point to other folders, so each file is resolved.
+    file_folders = (path.resolve().parent for path in source_files)
+    weight_folders = {source.root.resolve(), *(path.resolve().parent for path in source.files)}
+    other_name = text("{}", Option("out", "NAME"))
+    for root in dict.fromkeys((source.root.resolve(), *file_folders)):
+        if root in (target, partial):
+            raise usage_error(f"the output {out} is the source", UNWRITTEN_SOURCES, other_name)
+        # An output inside a folder of settings is allowed.
+        if root in target.parents and root in weight_folders:
+            hint = text("{}", Option("out", f"../{out.name}"))
+            raise usage_error(f"the output {out} is inside the source", UNWRITTEN_SOURCES, hint)
+        if target in root.parents:
+            raise usage_error(
+                f"the source is inside the output {out}", "it would be deleted", other_name
+            )
+    for folder in (Path.cwd(), Path(os.path.expanduser("~")).resolve()):
+        if target == folder or target in folder.parents:
+            what = f"the output {out} would replace the current folder or your home folder"
+            why = f"{folder} is inside it, and outputs replace whole folders"
+            raise usage_error(what, why, other_name)
+
+
+def check_output_url(url: ObjectStoreUrl, source: Source) -> None:
+    """Raise UsageError if the output would replace objects of the source, or of the folder around it."""
+    if not is_url(source.display_name):
+        return
+    source_url = parse_url(source.display_name)
+    if (source_url.scheme, source_url.bucket) != (url.scheme, url.bucket):
+        return
+    out_parts = url.path.split("/") if url.path else []
+    source_parts = source_url.path.split("/") if source_url.path else []
+    num_common = min(len(out_parts), len(source_parts))
+    if out_parts[:num_common] == source_parts[:num_common]:
+        what = f"the output {url} and the source {source_url} overlap"
+        raise usage_error(what, UNWRITTEN_SOURCES, text("{}", Option("out", "URL")))

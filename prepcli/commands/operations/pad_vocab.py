@@ -1,0 +1,325 @@
+"""`prep pad-vocab`: add rows to the vocabulary of a Hugging Face folder so that a mesh divides it."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Unpack
+
+from prepcli.commands.operations.conflicts import check_mutually_exclusive, reject_without
+from prepcli.commands.operations.conversion import (
+    OUT_PLACEHOLDER,
+    PlannedConversion,
+    common_options,
+    make_match_options,
+    recorded_values,
+    run_conversion,
+)
+from prepcli.commands.operations.operation import public
+from prepcli.commands.operations.options import PadVocabOptions, SaveInitOptions
+from prepcli.commands.operations.resized_folder import plan_resized_folder
+from prepcli.commands.operations.results import Conversion
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Command, Option, PrepError, invalid_config_error, text, usage_error
+from prepcli.core.formatting import format_bytes
+from prepcli.core.observer import Observer, observer_of
+from prepcli.core.option_spec import PathLike, format_command_line
+from prepcli.core.progress import Progress
+from prepcli.core.suggest import did_you_mean
+from prepcli.execution.workers import ProcessOptions
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.partition import vocab_multiple
+from prepcli.models.rules import PARAM_RULES, format_rule
+from prepcli.planning.plan import Fill
+from prepcli.planning.vocabulary import Vocabulary, check_padded_size
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
+from prepcli.sources.vocabulary_tensors import vocabulary_names
+from prepcli.targets.hf_folder import copied_small_files
+from prepcli.targets.orbax_item import Partitioning
+from prepcli.targets.streams import VocabResize
+
+FILL_KINDS = ("zeros", "mean", "normal")
+SEED_LIMIT = 1 << 64
+DEFAULT_MULTIPLE = 8
+# Digits of the option `pad_vocab`.
+MAX_MULTIPLE_DIGITS = 18
+
+
+@public
+def pad_vocab(
+    checkpoint: PathLike,
+    out: PathLike | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | Observer | None = None,
+    process_options: ProcessOptions | None = None,
+    **options: Unpack[PadVocabOptions],
+) -> Conversion:
+    """Pad the vocabulary of a checkpoint and write a Hugging Face folder.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        out: Output folder. Default: a name made from the checkpoint's.
+        dry_run: Return the plan from headers only. No weight is read and no file is written.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
+        **options: See `PadVocabOptions`.
+
+    Returns:
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
+
+    Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
+        PrepError: The conversion failed. An interrupted one resumes when called again.
+    """
+    check_mutually_exclusive(
+        {"multiple": options["multiple"], "size": options["size"], "mesh": options["mesh"]}
+    )
+    check_seed(options["init"], options["seed"])
+    return run_conversion(
+        common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
+        observer_of(progress),
+        partial(plan_pad_vocab, options),
+    )
+
+
+def padded_size(options: PadVocabOptions, vocabulary: Vocabulary) -> int:
+    """Return the requested number of rows. Raise UsageError if it is too small or too large."""
+    size = options["size"]
+    if size is not None:
+        if size < vocabulary.true_size:
+            why = f"the true vocabulary has {vocabulary.true_size} rows"
+            raise usage_error(
+                text("{} is too small", Option("size", size)),
+                why,
+                text("{} or more", Option("size", vocabulary.true_size)),
+            )
+        return check_padded_size(size, Option("size", size))
+    if options["mesh"] is not None:
+        mesh = parse_mesh(options["mesh"])
+        return vocabulary.padded_size(
+            math.lcm(*(mesh.size(axis) for axis in PARAM_RULES["vocab"][0]))
+        )
+    multiple = options["multiple"] or DEFAULT_MULTIPLE
+    return check_padded_size(vocabulary.padded_size(multiple), Option("multiple", multiple))
+
+
+def check_seed(init: str, seed: int | None) -> None:
+    """Raise UsageError if a seed is set but the new rows are not random."""
+    if init != "normal":
+        why = "zeros and mean are not random"
+        reject_without(Option("seed"), seed, Option("init", "normal"), why)
+
+
+def make_fill(init: str, seed: int | None, source: Source) -> Fill:
+    """Return the fill of new rows.
+
+    Args:
+        init: Kind of values, one of FILL_KINDS.
+        seed: Seed of `normal`, below 2**64. None means 0.
+        source: Source whose config has the standard deviation of `normal` (`initializer_range`, default 0.02).
+
+    Raises:
+        PrepError: The kind is unknown, the seed is out of range, or `initializer_range` is invalid.
+    """
+    if init not in FILL_KINDS:
+        raise usage_error(
+            text("unknown {}", Option("init", init)),
+            f"it takes {', '.join(FILL_KINDS)}",
+            did_you_mean(init, FILL_KINDS) or text("{}", Option("init", "zeros")),
+        )
+    if init != "normal":
+        return Fill(init)
+    seed = seed or 0
+    if seed >= SEED_LIMIT:
+        raise usage_error(
+            text("{} is too large", Option("seed", seed)),
+            f"it must be less than {SEED_LIMIT:,}",
+            text("{}", Option("seed", 0)),
+        )
+    std = source.config.get("initializer_range", 0.02)
+    if not isinstance(std, int | float) or not 0 <= std < math.inf:
+        raise invalid_config_error(f"initializer_range is {std!r}, it must be a finite number >= 0")
+    return Fill(init, seed, float(std))
+
+
+def plan_pad_vocab(
+    options: PadVocabOptions, source: Source, located: LocatedCheckpoint
+) -> PlannedConversion:
+    """Plan a copy of each tensor to the file of the same name, with more rows in the vocabulary's tensors.
+
+    Args:
+        options: Size and fill of the new rows.
+        source: Opened source.
+        located: Located source. Its model name determines the output's default name.
+
+    Returns:
+        Plan with the notes and fields of its report.
+
+    Raises:
+        PrepError: The source is an Orbax checkpoint, or does not match the request or its family.
+    """
+    _check_source_kind(source)
+    vocabulary = source.vocabulary(options["true_vocab"])
+    size = padded_size(options, vocabulary)
+    match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
+    fill = make_fill(options["init"], options["seed"], source)
+    resize = VocabResize(vocabulary, vocabulary_names(source, match, vocabulary), fill)
+    name = f"{_base_name(located)}-padded"
+    plan = plan_resized_folder(
+        source,
+        match,
+        resize,
+        new_vocabulary=Vocabulary(vocabulary.true_size, size),
+        command="pad-vocab",
+        request=_command_line(options, source),
+        name=name,
+        init=options["init"],
+        side_files=copied_small_files(source),
+    )
+    note = _vocabulary_line(
+        source,
+        resize,
+        vocabulary=vocabulary,
+        size=size,
+        init=options["init"],
+        is_tied=match.is_tied,
+    )
+    return PlannedConversion(
+        plan,
+        name,
+        notes=(note,),
+        fields={"vocab": _vocab_fields(options, vocabulary, size)},
+        next_command=f"prep save-init {OUT_PLACEHOLDER}{_save_init_options(options, source)}",
+    )
+
+
+def _vocab_fields(
+    options: PadVocabOptions, vocabulary: Vocabulary, size: int
+) -> dict[str, int | str | None]:
+    """Return the JSON fields of the padding."""
+    return {
+        "true": vocabulary.true_size,
+        "padded": size,
+        "multiple": _effective_multiple(options),
+        "init": options["init"],
+    }
+
+
+def _check_source_kind(source: Source) -> None:
+    """Raise UsageError unless the source is a Hugging Face folder."""
+    if source.tensor_file_names:
+        return
+    hint = text(
+        "{} also pads, and {} writes a Hugging Face folder",
+        Command("save-init", Option("pad_vocab", "N")),
+        Command("export"),
+    )
+    raise usage_error(
+        f"{source.display_name} is an Orbax checkpoint", "pad-vocab pads Hugging Face folders", hint
+    )
+
+
+def _save_init_options(options: PadVocabOptions, source: Source) -> str:
+    """Return the options of `save-init` for the mesh of the padding.
+
+    A dim that the mesh does not divide evenly gets a rule that keeps it whole.
+    """
+    mesh_text = options["mesh"]
+    if mesh_text is None:
+        return ""
+    mesh = parse_mesh(mesh_text)
+    sizes = source.family.sizes(source.config)
+    # A dim that the mesh does not divide, e.g. the 25 heads of GPT-2 XL on mp=4, needs a rule that keeps it whole.
+    rules = [
+        format_rule(dim, (axes, ()))
+        for dim, (axes, *alternatives) in PARAM_RULES.items()
+        if dim != "vocab"
+        and not alternatives
+        and sizes.get(dim, 0) % math.prod(map(mesh.size, axes))
+    ]
+    return "".join([f" --mesh {mesh_text}", *(f" --rule '{rule}'" for rule in rules)])
+
+
+def _effective_multiple(options: PadVocabOptions) -> int | None:
+    """Return the multiple that determines the padded size. None if a size or a mesh determines it."""
+    if options["size"] is not None or options["mesh"] is not None:
+        return None
+    return options["multiple"] or DEFAULT_MULTIPLE
+
+
+def _base_name(located: LocatedCheckpoint) -> str:
+    return located.model_name.removesuffix("-padded")
+
+
+def _command_line(options: PadVocabOptions, source: Source) -> str:
+    """Return the command line that the manifest records. It has the multiple even if it is the default."""
+    # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
+    values = {**recorded_values(options), "multiple": _effective_multiple(options)}
+    return format_command_line("pad-vocab", source.display_name, PadVocabOptions, values)
+
+
+def _vocabulary_line(
+    source: Source,
+    resize: VocabResize,
+    *,
+    vocabulary: Vocabulary,
+    size: int,
+    init: str,
+    is_tied: bool,
+) -> str:
+    tensor = next(t for t in source.tensors if t.name in resize.tensors)
+    added_rows = size - vocabulary.stored_size
+    row_nbytes = tensor.nbytes // tensor.shape[0]
+    if added_rows <= 0:
+        nbytes = format_bytes(sum(t.nbytes for t in (*source.tensors, *source.tower_tensors)))
+        return f"vocabulary {vocabulary.stored_size} -> {size}: nothing to add, the output is a full copy of {nbytes}"
+    tie_note = "   embedding and head are tied: padded once" if is_tied else ""
+    added = f"+{count_text(added_rows, 'row')} of {init}, {format_bytes(added_rows * row_nbytes)}"
+    return f"vocabulary {vocabulary.stored_size} -> {size} ({added}){tie_note}"
+
+
+def padded_vocab_rows(
+    options: SaveInitOptions, source: Source, *, vocabulary: Vocabulary, partitioning: Partitioning
+) -> int:
+    """Return the rows of the vocabulary in an Orbax checkpoint.
+
+    Args:
+        options: Options with the padding.
+        source: The opened source.
+        vocabulary: True and stored size in the source.
+        partitioning: Mesh and rules of the output.
+
+    Raises:
+        UsageError: The padding is neither `no` nor `auto`, nor a multiple.
+        PrepError: It would remove rows.
+    """
+    pad_vocab = str(options["pad_vocab"])
+    if pad_vocab == "no":
+        return vocabulary.stored_size
+    if pad_vocab == "auto":
+        axis_maps = source_axis_maps(source)
+        dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items()}
+        # From the stored size, because save-init never removes rows: 50257 rows on mp=4 become 50260.
+        num_shards = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
+        return -(-vocabulary.stored_size // num_shards) * num_shards
+    option = Option("pad_vocab", pad_vocab)
+    is_number = pad_vocab.isdecimal() and len(pad_vocab) <= MAX_MULTIPLE_DIGITS
+    if not is_number or int(pad_vocab) < 1:
+        raise usage_error(
+            text("invalid {}", option),
+            "it takes no, auto, or a multiple",
+            text("{}", Option("pad_vocab", "8")),
+        )
+    padded = check_padded_size(vocabulary.padded_size(int(pad_vocab)), option)
+    if padded < vocabulary.stored_size:
+        why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them for tokens"
+        hint = text("{} removes padding", Command("export"))
+        raise PrepError(text("{} would remove rows", option), why, hint)
+    return padded

@@ -1,0 +1,376 @@
+"""Compare what two models compute: logits and hidden states on prompts of token ids."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Unpack
+
+import numpy as np
+
+from prepcli.commands.console.jax_logs import silence_jax
+from prepcli.commands.operations.conflicts import reject_without
+from prepcli.commands.operations.conversion import (
+    CommonOptions,
+    check_config_option,
+    common_options,
+    open_checkpoint,
+)
+from prepcli.commands.operations.file_arrays import temporary_folder
+from prepcli.commands.operations.inspection_options import (
+    ChainCommandOptions,
+    LogitsCommandOptions,
+    LogitsOptions,
+    VerifyOptions,
+)
+from prepcli.commands.operations.logit_distance import logit_distance, relative_differences
+from prepcli.commands.operations.model_outputs import (
+    PromptOutput,
+    check_transformers_can_load,
+    prep_outputs,
+    transformers_outputs,
+)
+from prepcli.commands.operations.open_params import open_params
+from prepcli.commands.operations.operation import public
+from prepcli.commands.operations.options import SourceOptions
+from prepcli.commands.operations.prompts import read_prompts
+from prepcli.commands.operations.source_line import source_line
+from prepcli.commands.operations.token_ids import MAX_ID_DIGITS, split_token_ids
+from prepcli.commands.operations.verification_results import LogitComparison, PromptComparison
+from prepcli.core.errors import Option, PrepError, text, usage_error
+from prepcli.core.formatting import format_bytes
+from prepcli.core.observer import Observer, observer_of
+from prepcli.core.option_spec import PathLike
+from prepcli.core.progress import Progress
+from trainer.run.params import OpenedModel
+
+DEFAULT_TOLERANCE = 1e-3
+# Rounding in float32 differs by less, and rounding to bfloat16 by more: 2^-9 is 0.002.
+LAYER_TOLERANCE = 1e-3
+OUT_OF_MEMORY_HINT = text(
+    "the devices need 4 bytes of memory per parameter: {} takes more of them", Option("mesh")
+)
+RANDOM_LENGTHS = (16, 512)
+RANDOM_SEED = 0
+EMBEDDING = "embedding"
+FINAL_NORM = "final norm"
+# Prompts by their name in messages.
+Prompts = Mapping[str, Sequence[int]]
+
+
+@public
+def verify_logits(
+    checkpoint: PathLike | None = None,
+    against: PathLike | None = None,
+    *,
+    progress: Progress | Observer | None = None,
+    **options: Unpack[LogitsOptions],
+) -> LogitComparison:
+    """Run two models on the same prompts, and compare their logits and the hidden states after each layer.
+
+    Both compute in float32, one after the other on the first device or on the mesh. The models have the same
+    vocabulary. Their formats, layouts and dtypes may differ. A model with an encoder reads a prompt, and its decoder
+    predicts the prompt.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        against: A second checkpoint. Default with `library="transformers"`: `checkpoint` itself.
+        progress: Receives the bytes read. Default: none. See `Progress`.
+        **options: See `LogitsOptions`.
+
+    Returns:
+        The distances. A difference is not an exception: the result is False in a condition.
+
+    Raises:
+        UsageError: An argument is invalid, or a prompt does not fit a model.
+        DamagedError: Files of a checkpoint are damaged.
+        PrepError: A checkpoint cannot be read or computed, or the models have different vocabularies.
+    """
+    from trainer.distributed.sharding import catch_out_of_memory
+
+    started_s = time.monotonic()
+    observer = observer_of(progress)
+    silence_jax(observer)
+    if against is None and options["library"] == "prep":
+        raise usage_error(
+            text("{} requires a second checkpoint", Option("logits", True)),
+            "a model alone has no logits to compare with",
+            text("name one, or use {}", Option("library", "transformers")),
+        )
+    tolerance = options["tolerance"]
+    if tolerance is None:
+        tolerance = DEFAULT_TOLERANCE
+    library = options["library"]
+    common = common_options(checkpoint, None, options)
+    comparisons: list[PromptComparison] = []
+    with (
+        catch_out_of_memory(OUT_OF_MEMORY_HINT),
+        _open_model(common, options["mesh"], observer) as first,
+        _open_model(
+            _second_checkpoint_options(common, against), options["mesh"], observer
+        ) as second,
+    ):
+        _check_pair(first, second)
+        if library != "prep":
+            check_transformers_can_load(second.folder, second.name, is_remote=second.is_remote)
+        prompts = _make_prompts(options["prompt_ids"], (first, second), library)
+        ids = list(prompts.values())
+        _check_disk(ids, first)
+        # The parameters of the first model are deleted before the second ones are loaded.
+        observer.note(f"computing {first.name}")
+        first_outputs = list(prep_outputs(first.opened, ids, first.decoder_start_id))
+        observer.note(f"computing {second.name} with {library}")
+        start_id = second.decoder_start_id
+        if library == "prep":
+            second_outputs = prep_outputs(second.opened, ids, start_id)
+        else:
+            vocab_size = second.opened.model.true_vocab_size
+            second_outputs = transformers_outputs(second.folder, ids, vocab_size, start_id)
+        for name, a, b in zip(prompts, first_outputs, second_outputs, strict=True):
+            comparisons.append(_compare(name, a, b))
+    return LogitComparison(
+        checkpoint=first.name,
+        against=second.name,
+        library=library,
+        tolerance=tolerance,
+        prompts=tuple(comparisons),
+        seconds=time.monotonic() - started_s,
+    )
+
+
+class _Model(NamedTuple):
+    """An opened model, with its name and its folder.
+
+    With `is_remote` the folder has placeholders of remote files. `decoder_start_id` is the first token of the decoder
+    of a model with an encoder, else None.
+    """
+
+    name: str
+    folder: Path
+    is_remote: bool
+    opened: OpenedModel
+    decoder_start_id: int | None
+
+
+@contextmanager
+def _open_model(common: CommonOptions, mesh: str | None, observer: Observer) -> Iterator[_Model]:
+    """Open a checkpoint for reading onto a mesh. Raise UsageError for a mesh with sp."""
+    from trainer.training.datasets import decoder_start_token_id
+
+    located, source = open_checkpoint(common, observer)
+    check_config_option(common, source)
+    observer.note(source_line(source))
+    with open_params(located, source, mesh, verify=True, observer=observer) as opened:
+        if opened.sharding.sequence_parallel_size > 1:
+            raise usage_error(
+                text("{} splits tokens over sp", Option("mesh", mesh)),
+                "logits are compared for prompts of any length",
+                text("use a {} with the axes fsdp and mp, without sp", Option("mesh")),
+            )
+        decoder_start_id: int | None = None
+        if opened.model.arch_config.encoder is not None:
+            decoder_start_id = decoder_start_token_id(source.config, opened.model.true_vocab_size)
+        files = located.local_files
+        yield _Model(
+            source.display_name, files.path, files.remote is not None, opened, decoder_start_id
+        )
+
+
+def _second_checkpoint_options(common: CommonOptions, against: PathLike | None) -> CommonOptions:
+    """Return the options of the second checkpoint. The revision, the step and the lock belong to the first one."""
+    if against is None:
+        return common
+    return replace(common, checkpoint=str(against), revision=None, step=None, lock=None)
+
+
+def _check_pair(first: _Model, second: _Model) -> None:
+    """Raise PrepError if two models have different numbers of tokens, or only one of them has an encoder."""
+    if (first.decoder_start_id is None) != (second.decoder_start_id is None):
+        models = [first, second] if second.decoder_start_id is None else [second, first]
+        what = f"{models[0].name} has an encoder, and {models[1].name} has none"
+        raise usage_error(what, "they have no layers in common", "compare models of one kind")
+    sizes = [model.opened.model.true_vocab_size for model in (first, second)]
+    if sizes[0] != sizes[1]:
+        raise PrepError(
+            "the models have different vocabularies",
+            f"{first.name} has {sizes[0]:,} tokens, {second.name} {sizes[1]:,}",
+            "compare models with one tokenizer",
+        )
+
+
+def _make_prompts(file: PathLike | None, models: Sequence[_Model], library: str) -> Prompts:
+    """Return the prompts of a file, or random ones: a short and a long one, within the positions of the models."""
+    if file is not None:
+        prompts = _read_prompts(str(file))
+        for model in models:
+            _check_prompts(prompts, model)
+        return prompts
+    generator = np.random.default_rng(RANDOM_SEED)
+    random_prompts: dict[str, Sequence[int]] = {}
+    for length in RANDOM_LENGTHS:
+        for model in models:
+            limit = _max_length(model.opened)
+            if library != "prep":
+                # Some models of transformers have a table of rotations with one row per position.
+                limit = model.opened.model.arch_config.max_positions
+            length = min(length, limit or length)
+        ids = generator.integers(0, models[0].opened.model.true_vocab_size, length)
+        random_prompts[f"{length} random tokens"] = ids.tolist()
+    return random_prompts
+
+
+def _max_length(opened: OpenedModel) -> int | None:
+    """Return the largest length of a prompt. None for a model without a limit."""
+    arch_config = opened.model.arch_config
+    if arch_config.has_limited_positions:
+        return arch_config.max_positions
+    return None
+
+
+def _read_prompts(file: str) -> Prompts:
+    """Return the prompts of a file of comma-separated token ids, one prompt per line."""
+    prompts: dict[str, Sequence[int]] = {}
+    for number, line in enumerate(read_prompts(file), start=1):
+        ids = split_token_ids(line) if isinstance(line, str) else None
+        if ids is None:
+            why = f"prompt {number} is {line!r:.60}"
+            hint = f"write comma-separated token ids of at most {MAX_ID_DIGITS} digits, one prompt per line"
+            raise PrepError(f"{file} has an invalid prompt", why, hint)
+        prompts[f"prompt {number}"] = ids
+    if not prompts:
+        hint = "write comma-separated token ids, one prompt per line"
+        raise PrepError(f"{file} has no prompts", "all lines are empty", hint)
+    return prompts
+
+
+def _check_prompts(prompts: Prompts, model: _Model) -> None:
+    """Raise UsageError for a token outside of the vocabulary, and for a prompt longer than the model's positions."""
+    vocab_size = model.opened.model.true_vocab_size
+    max_length = _max_length(model.opened)
+    for prompt_name, ids in prompts.items():
+        if max(ids) >= vocab_size:
+            raise usage_error(
+                f"token id {max(ids)} of {prompt_name} is out of range",
+                f"the vocabulary of {model.name} has {vocab_size:,} tokens",
+                "use the ids of its tokenizer",
+            )
+        if max_length is not None and len(ids) > max_length:
+            raise usage_error(
+                f"{prompt_name} has {len(ids):,} tokens",
+                f"{model.name} has {max_length:,} positions",
+                "use a shorter prompt",
+            )
+
+
+def _check_disk(prompts: Sequence[Sequence[int]], model: _Model) -> None:
+    """Raise UsageError if the temporary files of the logits and hidden states would not fit.
+
+    The outputs of the first model stay in files until the second one has computed the same prompts.
+    """
+    spec = model.opened.model
+    arch_config = spec.arch_config
+    width = spec.leaves["embed.tokens"].shape[-1]
+    num_states = 1 + len(arch_config.sliding_windows)
+    if arch_config.encoder is not None:
+        num_states += 1 + len(arch_config.encoder.sliding_windows)
+    num_values = spec.true_vocab_size + width * num_states
+    num_tokens = sum(map(len, prompts)) + max(map(len, prompts))
+    nbytes = 4 * num_tokens * num_values
+    folder = temporary_folder()
+    free_nbytes = shutil.disk_usage(folder).free
+    if nbytes > free_nbytes:
+        raise usage_error(
+            f"the prompts have {sum(map(len, prompts)):,} tokens",
+            f"their logits and hidden states take {format_bytes(nbytes)} of temporary files, "
+            f"{folder} has {format_bytes(free_nbytes)}",
+            "set the variable TMPDIR to a larger disk, or use fewer or shorter prompts",
+        )
+
+
+def _compare(prompt_name: str, first: PromptOutput, second: PromptOutput) -> PromptComparison:
+    """Return the distances between two outputs on one prompt."""
+    distance = logit_distance(first.logits, second.logits)
+    states = (*first.encoder_states, *first.states)
+    other_states = (*second.encoder_states, *second.states)
+    layers: tuple[float, ...] = ()
+    # Models of other depth or width have no corresponding layers.
+    if [state.shape for state in states] == [state.shape for state in other_states]:
+        layers = relative_differences(states, other_states)
+    return PromptComparison(
+        name=prompt_name,
+        tokens=len(first.logits),
+        kl_mean=distance.kl_mean,
+        kl_max=distance.kl_max,
+        top1_agreement=distance.top1_agreement,
+        top5_overlap=distance.top5_overlap,
+        max_difference=distance.max_abs,
+        layer_differences=layers,
+        parts_at=_parting_place(layers, len(first.encoder_states)),
+    )
+
+
+def _parting_place(layers: Sequence[float], num_encoder_states: int) -> str | None:
+    """Return the first place with a relative difference above `LAYER_TOLERANCE`. None if there is none.
+
+    Args:
+        layers: Differences after the embedding and after each layer, first of the encoder.
+        num_encoder_states: Number of differences of the encoder.
+    """
+    encoder = _parting_layer(layers[:num_encoder_states])
+    if encoder is not None:
+        return f"encoder {encoder}"
+    return _parting_layer(layers[num_encoder_states:])
+
+
+def _parting_layer(layers: Sequence[float]) -> str | None:
+    """Return the first place of a stack of layers with a larger difference. See `_parting_place`."""
+    for number, difference in enumerate(layers):
+        if not difference <= LAYER_TOLERANCE:
+            if number == 0:
+                return EMBEDDING
+            if number == len(layers) - 1:
+                return FINAL_NORM
+            return f"layer {number - 1}"
+    return None
+
+
+def check_logits_command(
+    options: VerifyOptions, logits_options: LogitsCommandOptions, chain_options: ChainCommandOptions
+) -> None:
+    """Raise UsageError for options of `prep verify` excluded by `--logits`, or without effect outside of it."""
+    logits = Option("logits", True)
+    if not logits_options["logits"]:
+        why = "only the comparison of logits computes a model"
+        reject_without(Option("prompt_ids"), logits_options["prompt_ids"], logits, why)
+        library = logits_options["library"] if logits_options["library"] != "prep" else None
+        reject_without(Option("library", library), library, logits, why)
+        reject_without(Option("mesh"), logits_options["mesh"], logits, why)
+        return
+    if chain_options["chain"]:
+        what = text("{} and {} exclude each other", logits, Option("chain", True))
+        raise usage_error(what, "a chain compares digests", "remove one of them")
+    for name in ("quick", "accept", "verbatim", "strict"):
+        if options[name] not in (None, False, (), []):
+            what = text("{} and {} exclude each other", logits, Option(name))
+            raise usage_error(what, "logits are computed from all values", "remove one of them")
+
+
+def logits_options_of(
+    options: VerifyOptions, logits_options: LogitsCommandOptions
+) -> LogitsOptions:
+    """Return the options of `verify_logits` among the options of `prep verify`."""
+    selected = {name: options[name] for name in SourceOptions.__annotations__ if name in options}
+    return LogitsOptions(
+        **selected,
+        tolerance=options["tolerance"],
+        prompt_ids=logits_options["prompt_ids"],
+        library=logits_options["library"],
+        mesh=logits_options["mesh"],
+    )

@@ -1,0 +1,268 @@
+"""A checkpoint as a self-contained HTML page: its tree, bytes per device, shards, statistics and differences."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from prepcli.commands.pages.charts import Bar, shard_map_svg, stacked_bar
+from prepcli.commands.pages.html_page import html_table, write_html_page
+from prepcli.core.counts import count_text
+from prepcli.core.formatting import format_bytes
+from prepcli.inspection.checkpoint_contents import TensorEntry
+from prepcli.inspection.logical_leaves import LogicalLeaf
+from prepcli.inspection.name_tree import build_tree, count_nodes, tree_rows
+from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map
+from prepcli.inspection.tensor_stats import TensorStats, stats_cells
+from prepcli.models.mesh import Mesh
+from prepcli.models.partition import Spec, device_boxes, num_replicas, shard_shape
+from prepcli.planning.tensors import array_bits
+
+# Nodes of the tree and rows of a table. A malicious header may list millions of tensors.
+MAX_ROWS = 2000
+# Drawings of shards: the largest kinds of leaves.
+MAX_DRAWINGS = 12
+# Cells of a picture. The device numbers of more cells do not fit, so these leaves are drawn as text.
+MAX_PICTURE_CELLS = 64
+# Parts of a bar. The smaller ones are joined.
+MAX_PARTS = 6
+OTHERS = "others"
+
+STYLE = """
+.tree td:first-child { white-space: pre; font-family: monospace }
+pre { overflow-x: auto; font-size: 12px; line-height: 1.2 }
+.shards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)); gap: 0 1.5rem }
+.shards section { min-width: 0 }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedModel:
+    """The leaves of a model with their sharding on a mesh."""
+
+    mesh: Mesh
+    leaves: Sequence[tuple[LogicalLeaf, Spec]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectionPage:
+    """Contents of the page of a checkpoint.
+
+    Attributes:
+        name: The checkpoint as the user typed it.
+        facts: Description of the model and its storage: name and text of each fact.
+        entries: The tensors.
+        statistics: Statistics of each tensor, or None if they were not computed.
+        sharded: The sharded leaves, or None without a mesh.
+        against: Name of the checkpoint to compare with, or None.
+        differences: Name of each different tensor, and its shape and dtype in both checkpoints, empty if it is missing.
+    """
+
+    name: str
+    facts: Sequence[tuple[str, str]]
+    entries: Sequence[TensorEntry]
+    statistics: Sequence[TensorStats | None] | None = None
+    sharded: ShardedModel | None = None
+    against: str | None = None
+    differences: Sequence[tuple[str, str, str]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _LeafKind:
+    """Leaves of one shape, dtype and sharding, such as the query of every layer."""
+
+    leaf: LogicalLeaf
+    spec: Spec
+    names: list[str]
+
+    @property
+    def title(self) -> str:
+        """The first name, and how many others follow."""
+        first, *others = self.names
+        if not others:
+            return first
+        return f"{first} and {len(others):,} more"
+
+
+def write_inspection_page(path: Path, page: InspectionPage) -> None:
+    """Write the page of a checkpoint.
+
+    Raises:
+        PrepError: The file cannot be written, or the path is something other than a page of prep.
+    """
+    write_html_page(path, f"prep inspect {page.name}", _page_body(page), style=STYLE)
+
+
+def _page_body(page: InspectionPage) -> Iterator[str]:
+    yield f"<h1>{escape(page.name)}</h1>"
+    yield from html_table(["checkpoint", ""], page.facts)
+    yield from _dtype_section(page.entries)
+    if page.against is not None:
+        yield from _difference_section(page.against, page.differences)
+    if page.sharded is not None:
+        yield from _device_section(page.sharded)
+    if page.statistics is not None:
+        yield from _statistics_section(page.entries, page.statistics)
+    yield from _tree_section(page.entries)
+
+
+def _dtype_section(entries: Sequence[TensorEntry]) -> Iterator[str]:
+    """Yield a bar with the bytes of each dtype."""
+    nbytes_of: dict[str, int] = {}
+    for entry in entries:
+        nbytes_of[entry.dtype] = nbytes_of.get(entry.dtype, 0) + entry.nbytes
+    yield "<h2>Bytes by dtype</h2>"
+    yield stacked_bar(_largest_parts(nbytes_of), "bytes of each dtype")
+
+
+def _largest_parts(nbytes_of: dict[str, int]) -> list[Bar]:
+    """Return the largest parts of a total, and the sum of the others.
+
+    >>> [part.name for part in _largest_parts({name: 1 for name in "abcdefgh"})]
+    ['a', 'b', 'c', 'd', 'e', 'others']
+    """
+    by_size = sorted(nbytes_of.items(), key=lambda part: -part[1])
+    if len(by_size) > MAX_PARTS:
+        rest = sum(nbytes for _, nbytes in by_size[MAX_PARTS - 1 :])
+        by_size = [*by_size[: MAX_PARTS - 1], (OTHERS, rest)]
+    return [Bar(name, nbytes, format_bytes(nbytes)) for name, nbytes in by_size]
+
+
+def _difference_section(against: str, differences: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    yield f"<h2>Differences to {escape(against)}</h2>"
+    if not differences:
+        yield "<p>No difference in names, shapes and dtypes.</p>"
+        return
+    yield from html_table(["tensor", "first", "second"], differences[:MAX_ROWS])
+    yield from _omitted_line(len(differences))
+
+
+def _device_section(sharded: ShardedModel) -> Iterator[str]:
+    """Yield the bytes of a device, a table of the kinds of leaves, and drawings of the largest kinds."""
+    mesh = sharded.mesh
+    # The shards of a leaf have equal shapes, so every device holds the same number of bytes.
+    nbytes_of: dict[str, int] = {}
+    for leaf, spec in sharded.leaves:
+        part = _part_of(leaf)
+        nbytes_of[part] = nbytes_of.get(part, 0) + _shard_nbytes(leaf, spec)
+    total = sum(_leaf_nbytes(leaf) for leaf, _ in sharded.leaves)
+    each = format_bytes(sum(nbytes_of.values()))
+    devices = count_text(mesh.n_devices, "device")
+    yield f"<h2>Parameters on {devices}</h2>"
+    yield f"<p>Mesh {escape(str(mesh))}. Each device holds {each} of {format_bytes(total)}.</p>"
+    yield stacked_bar(_largest_parts(nbytes_of), "bytes of the parameters on each device")
+    kinds = _leaf_kinds(sharded)
+    header = ["leaf", "shape", "sharding", "per device", "copies"]
+    yield from html_table(header, [_kind_row(kind, mesh) for kind in kinds[:MAX_ROWS]])
+    yield from _omitted_line(len(kinds))
+    if mesh.n_devices <= MAX_DRAWN_DEVICES:
+        yield from _drawings(kinds, mesh)
+
+
+def _part_of(leaf: LogicalLeaf) -> str:
+    """Return the part of the model that a leaf belongs to.
+
+    The number of a layer is left out: `layers.3.attn.q` and `layers.attn.q` belong to `layers.attn`.
+    """
+    words = [word for word in leaf.path.split(".") if not word.isdigit()]
+    return ".".join(words[:2])
+
+
+def _leaf_nbytes(leaf: LogicalLeaf) -> int:
+    return math.ceil(array_bits(leaf.dtype, leaf.shape) / 8)
+
+
+def _shard_nbytes(leaf: LogicalLeaf, spec: Spec) -> int:
+    return math.ceil(array_bits(leaf.dtype, shard_shape(spec, leaf.shape)) / 8)
+
+
+def _leaf_kinds(sharded: ShardedModel) -> list[_LeafKind]:
+    """Return the kinds of leaves, those with the most bytes in one leaf first."""
+    kinds: dict[tuple[object, ...], _LeafKind] = {}
+    for leaf, spec in sharded.leaves:
+        key = (_part_of(leaf), leaf.dims, leaf.shape, leaf.dtype, spec)
+        kind = kinds.setdefault(key, _LeafKind(leaf, spec, []))
+        kind.names.append(leaf.path)
+    return sorted(kinds.values(), key=lambda kind: -_leaf_nbytes(kind.leaf))
+
+
+def _kind_row(kind: _LeafKind, mesh: Mesh) -> list[str]:
+    return [
+        kind.title,
+        f"{list(kind.leaf.shape)} {kind.leaf.dtype}",
+        str(kind.spec),
+        format_bytes(_shard_nbytes(kind.leaf, kind.spec)),
+        str(num_replicas(kind.spec, mesh)),
+    ]
+
+
+def _drawings(kinds: Sequence[_LeafKind], mesh: Mesh) -> Iterator[str]:
+    """Yield the elements of the section with a drawing of the shards of each of the largest kinds of leaves."""
+    split = [kind for kind in kinds if max(kind.spec.shards_per_dim, default=1) > 1]
+    if not split:
+        return
+    yield '<h2>Shards</h2><div class="shards">'
+    for kind in split[:MAX_DRAWINGS]:
+        yield f"<section><h3>{escape(kind.title)}</h3>{_drawing(kind, mesh)}</section>"
+    yield "</div>"
+
+
+def _drawing(kind: _LeafKind, mesh: Mesh) -> str:
+    """Draw the shards as a picture of one matrix, or as text if it has many cells or a third split dim."""
+    shape = kind.leaf.shape
+    spec = kind.spec
+    split_dims = [dim for dim, parts in enumerate(spec.shards_per_dim) if parts > 1]
+    is_matrix = len(split_dims) <= 2 <= len(shape)
+    if not is_matrix or math.prod(spec.shards_per_dim) > MAX_PICTURE_CELLS:
+        text = draw_shard_map(kind.leaf.name, shape, kind.leaf.dtype, spec, mesh)
+        return f"<pre>{escape(text)}</pre>"
+    down, across = _picture_dims(split_dims, len(shape))
+    boxes = [(box[down], box[across]) for box in device_boxes(spec, mesh, shape)]
+    names = f"{spec.dim_names[down] or '1'} down, {spec.dim_names[across] or '1'} across"
+    picture = shard_map_svg((shape[down], shape[across]), boxes, f"shards of {kind.leaf.path}")
+    return f"<p>{escape(names)}</p>{picture}"
+
+
+def _picture_dims(split_dims: Sequence[int], num_dims: int) -> tuple[int, int]:
+    """Return the dims that a picture shows down and across: the split ones, or else the last ones of the leaf.
+
+    >>> _picture_dims([1], 3), _picture_dims([0, 2], 3)
+    ((1, 2), (0, 2))
+    """
+    shown = list(split_dims)
+    for dim in reversed(range(num_dims)):
+        if len(shown) < 2 and dim not in shown:
+            shown.append(dim)
+    down, across = sorted(shown)
+    return down, across
+
+
+def _statistics_section(
+    entries: Sequence[TensorEntry], statistics: Sequence[TensorStats | None]
+) -> Iterator[str]:
+    """Yield a table of the values of each tensor."""
+    yield "<h2>Statistics</h2>"
+    rows = []
+    for entry, entry_stats in zip(entries[:MAX_ROWS], statistics):
+        rows.append([entry.name, *stats_cells(entry_stats)])
+    yield from html_table(["tensor", "min", "max", "mean", "nan", "inf", "zeros"], rows)
+    yield from _omitted_line(len(entries))
+
+
+def _tree_section(entries: Sequence[TensorEntry]) -> Iterator[str]:
+    """Yield the tree of names, with equal layers merged."""
+    nodes = build_tree(entries)
+    yield '<h2>Tree</h2><div class="tree">'
+    rows = itertools.islice(tree_rows(nodes), MAX_ROWS)
+    yield from html_table(["name", "shape", "dtype", "size"], rows)
+    yield "</div>"
+    yield from _omitted_line(count_nodes(nodes))
+
+
+def _omitted_line(num_rows: int) -> Iterator[str]:
+    if num_rows > MAX_ROWS:
+        yield f"<p>and {num_rows - MAX_ROWS:,} more</p>"

@@ -1,0 +1,68 @@
+"""Chains of checkpoints as text and JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from prepcli.commands.console.ui import Report
+from prepcli.commands.operations.results import Chain, ChainLink
+from prepcli.core.counts import count_text
+from prepcli.core.errors import GET_AGAIN_HINT, Option, PrepError, text
+from prepcli.core.lists import join_names
+from prepcli.core.tables import format_table
+
+HEADER = ("link", "what is proven", "status")
+
+
+def chain_report(chain: Chain, width: int | None) -> Report:
+    """Return the report of a chain: a table of the links. It has an error if a link is broken.
+
+    Args:
+        chain: Result of the operation.
+        width: Width of the terminal, or None for full width.
+    """
+    rows: list[tuple[str, ...]] = []
+    for link in chain.links:
+        rows.append((_link_text(link), _proof_text(link), link.status))
+    lines: list[str] = []
+    if rows:
+        lines.append(format_table(rows, HEADER, width=width, wrapped=HEADER[:2]))
+    fields: dict[str, object] = {
+        "links": [asdict(link) for link in chain.links],
+        "origins": list(chain.origins),
+        "proven": all(link.status == "proven" for link in chain.links),
+    }
+    broken = chain.broken_link
+    if broken is not None:
+        return Report("\n".join(lines), fields, error=_broken_error(broken))
+    origins = join_names(chain.origins)
+    start = f" from {origins}" if origins else ""
+    lines.append(f"ok: {count_text(len(chain.links), 'link')}{start} ({chain.seconds:.1f} s)")
+    return Report("\n".join(lines), fields)
+
+
+def _link_text(link: ChainLink) -> str:
+    """Return the ends of a link, e.g. `m-hf <- export of m-init`."""
+    if not link.source:
+        return link.output
+    return f"{link.output} <- {link.command} of {link.source}"
+
+
+def _proof_text(link: ChainLink) -> str:
+    # The error below the table has the reason of a failed link.
+    parts = [link.proof]
+    if link.status != "failed":
+        parts.append(link.reason)
+    return "; ".join(filter(None, parts))
+
+
+def _broken_error(link: ChainLink) -> PrepError:
+    """Return the error for the first broken link."""
+    if link.status == "failed":
+        return PrepError(f"the link {_link_text(link)} failed", link.reason, GET_AGAIN_HINT)
+    hint = text(
+        "{} finds moved checkpoints, {} accepts the link",
+        Option("search", "FOLDER"),
+        Option("allow_unproven", True),
+    )
+    return PrepError(f"the link {_link_text(link)} is not proven", link.reason, hint)

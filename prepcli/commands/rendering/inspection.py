@@ -1,0 +1,356 @@
+"""Views of a checkpoint as text and JSON."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prepcli.commands.console.ui import Report, Ui
+from prepcli.commands.operations.inspect import (
+    LeafShards,
+    SelectedTensors,
+    ShapeAndDtype,
+    ShapeComparison,
+    SourceSummary,
+    shape_text,
+)
+from prepcli.core.counts import count_text
+from prepcli.core.errors import PrepError
+from prepcli.core.formatting import format_bytes
+from prepcli.core.observer import LEAVES
+from prepcli.core.tables import Cell, format_table, wrap_line
+from prepcli.formats.levanter import is_levanter_checkpoint
+from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents, TensorEntry
+from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
+from prepcli.inspection.parameter_count import missing_parameter, nbytes_below
+from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding
+from prepcli.inspection.tensor_stats import TensorStats, stats_cells
+from prepcli.models.parameters import VERBATIM
+from prepcli.models.partition import device_boxes, num_replicas, shard_shape
+from prepcli.models.verbatim import CANNOT_TRAIN
+from prepcli.planning.state_names import OPT_STATE, PARAMS
+from prepcli.sources.source import CONFIG
+
+if TYPE_CHECKING:
+    # Only `--html` needs the modules of pages.
+    from prepcli.commands.operations.inspect_page import WrittenPage
+
+# Rows of a table. A malicious header may list millions of tensors.
+MAX_ROWS = 2000
+# Columns that a narrow terminal leaves out, the first one first. The size follows from the shape and the dtype.
+OPTIONAL_COLUMNS = ("offset", "chunks", "file", "chunk", "size")
+# Lines about entries other than arrays. A malformed index may list any number of them.
+MAX_NON_ARRAYS = 24
+# Titles of storage formats. The title of any other format is its name.
+FORMAT_TITLES = {
+    "torch": "PyTorch",
+    "meta": "PyTorch in Meta's layout",
+    "dcp": "torch distributed checkpoint",
+    "flax": "Flax msgpack",
+    "easylm": "EasyLM stream",
+    "adapter": "adapter of PEFT",
+    "gguf": "GGUF",
+}
+
+
+def tensors_report(selected: SelectedTensors, ui: Ui, *, tree: bool = False) -> Report:
+    """Return the table of tensors, or their tree or statistics.
+
+    Args:
+        selected: Result of the operation.
+        ui: Its verbosity and width determine the rows and columns of the text.
+        tree: Show a tree with equal layers merged.
+    """
+    checkpoint = selected.checkpoint
+    contents = checkpoint.contents
+    entries = selected.entries
+    fields: dict[str, object] = {"source": checkpoint.summary, "tensors": []}
+    if ui.as_json:
+        # A checkpoint may have millions of tensors. The text needs only the first ones.
+        fields["tensors"] = _tensor_fields(selected)
+    max_rows = len(entries) if ui.level >= LEAVES else MAX_ROWS
+    if tree:
+        text, fields["tree"] = _tree_view(entries, max_rows, ui)
+    elif selected.statistics is not None:
+        text = _stats_table(entries[:max_rows], selected.statistics, ui.columns)
+        text = _append_omitted_line(text, len(entries) - max_rows)
+    else:
+        text = _entry_table(contents, entries[:max_rows], ui.columns)
+        text = _append_omitted_line(text, len(entries) - max_rows)
+    lines = [wrap_line(line, ui.columns) for line in header_lines(contents, checkpoint.summary)]
+    lines += ["", text]
+    if selected.is_selection:
+        lines.append(count_line(contents, entries))
+    return Report("\n".join(lines), fields)
+
+
+def shards_report(sharded: LeafShards) -> Report:
+    """Return the drawing of a leaf's shards, or a summary for a large mesh."""
+    leaf = sharded.leaf
+    spec = sharded.spec
+    mesh = sharded.mesh
+    draw = summarize_sharding
+    devices = None
+    if mesh.n_devices <= MAX_DRAWN_DEVICES:
+        draw = draw_shard_map
+        devices = device_boxes(spec, mesh, leaf.shape)
+    drawing = draw(leaf.name, leaf.shape, leaf.dtype, spec, mesh)
+    shards = {
+        "leaf": leaf.name,
+        "shape": leaf.shape,
+        "dtype": leaf.dtype,
+        "mesh": str(mesh),
+        "spec": str(spec),
+        "shard": shard_shape(spec, leaf.shape),
+        "copies": num_replicas(spec, mesh),
+        "devices": devices,
+    }
+    text = "\n".join([drawing, *map(str, spec.fallbacks)])
+    return Report(text, {"source": sharded.checkpoint.summary, "shards": shards})
+
+
+def shape_comparison_report(comparison: ShapeComparison, ui: Ui) -> Report:
+    """Return the report of a comparison of shapes. It has an error if there are differences.
+
+    Args:
+        comparison: Result of the operation.
+        ui: Its verbosity determines the number of lines.
+    """
+    a_name = comparison.checkpoint.contents.display_name
+    b_name = comparison.against.contents.display_name
+    differences = comparison.differences
+    fields: dict[str, object] = {
+        "source": comparison.checkpoint.summary,
+        "against": comparison.against.summary,
+        "differences": [
+            {"name": name, "a": shape_fields(a_shape), "b": shape_fields(b_shape)}
+            for name, a_shape, b_shape in differences
+        ],
+    }
+    if not differences:
+        return Report("no difference in names, shapes and dtypes", fields)
+    max_rows = len(differences) if ui.level >= LEAVES else MAX_ROWS
+    lines: list[str] = []
+    for name, a_shape, b_shape in differences[:max_rows]:
+        lines.append(difference_line(name, a_shape, b_shape, a_name=a_name, b_name=b_name))
+    text = _append_omitted_line("\n".join(lines), len(differences) - max_rows)
+    counts = f"{len(differences)} of {count_text(comparison.num_compared, 'tensor')}"
+    return Report(text, fields, error=PrepError(f"{a_name} and {b_name} differ in {counts}"))
+
+
+def page_report(written: WrittenPage, ui: Ui) -> Report:
+    """Return the report of a page. It has an error if the page shows differences to another checkpoint.
+
+    Args:
+        written: Result of the operation.
+        ui: Its verbosity determines the number of lines about differences.
+    """
+    selected = written.selected
+    output = {"output": str(written.path)}
+    if written.comparison is not None:
+        report = shape_comparison_report(written.comparison, ui)
+        return replace(report, fields={**report.fields, **output})
+    fields: dict[str, object] = {"source": selected.checkpoint.summary, **output}
+    return Report(count_line(selected.checkpoint.contents, selected.entries), fields)
+
+
+def _tree_view(
+    entries: Sequence[TensorEntry], max_rows: int, ui: Ui
+) -> tuple[str, list[dict[str, object]]]:
+    """Return the tree as text and as JSON fields."""
+    nodes = build_tree(entries)
+    # Only the shown rows are built, because a malicious header may have millions.
+    rows = list(itertools.islice(tree_rows(nodes), max_rows))
+    header = ("name", "shape", "dtype", "size")
+    table = format_table(rows, header, {"size"}, ui.columns, optional=OPTIONAL_COLUMNS)
+    text = _append_omitted_line(table, count_nodes(nodes) - len(rows))
+    fields = [tree_fields(node) for node in nodes] if ui.as_json else []
+    return text, fields
+
+
+def _tensor_fields(selected: SelectedTensors) -> list[dict[str, object]]:
+    """Return the JSON fields of each tensor."""
+    contents = selected.checkpoint.contents
+    tensors = [_entry_fields(contents, entry) for entry in selected.entries]
+    if selected.statistics is not None:
+        for fields, statistics in zip(tensors, selected.statistics):
+            fields["stats"] = _stats_fields(statistics)
+    return tensors
+
+
+def _append_omitted_line(text: str, num_omitted: int) -> str:
+    """Append a line with the number of omitted rows, if there are any."""
+    if num_omitted <= 0:
+        return text
+    return (
+        f"{text}\nand {count_text(num_omitted, 'more row')}; `-v` shows all, PATTERN selects some"
+    )
+
+
+def _first_chunk_place(contents: CheckpointContents, entry: TensorEntry) -> tuple[str, int] | None:
+    """Return file name and offset of an entry's first chunk, or None if it is inline or not stored."""
+    stored = entry.first_chunk
+    if stored is None:
+        return None
+    # An encoded chunk is in a data file of the item, while `byte_sources` have the decoded arrays.
+    files = contents.byte_sources if entry.encoded_first_chunk is None else contents.files
+    file = files[stored.file]
+    if isinstance(file, Path) and contents.folder.is_dir():
+        return str(file.relative_to(contents.folder)), stored.offset
+    return file.name, stored.offset
+
+
+def _entry_fields(contents: CheckpointContents, entry: TensorEntry) -> dict[str, object]:
+    """Return an entry's JSON fields. File and offset are of its first chunk."""
+    file_name, offset = _first_chunk_place(contents, entry) or (None, None)
+    fields: dict[str, object] = {
+        "name": entry.name,
+        "shape": entry.shape,
+        "dtype": entry.dtype,
+        "bytes": entry.nbytes,
+    }
+    fields |= {"file": file_name, "offset": offset}
+    return fields | (
+        {"chunk": entry.chunk_shape, "chunks": len(entry.chunks)}
+        if contents.kind == "orbax"
+        else {}
+    )
+
+
+def _entry_table(
+    contents: CheckpointContents, entries: Sequence[TensorEntry], columns: int | None
+) -> str:
+    location_columns = ("chunk", "chunks") if contents.kind == "orbax" else ("file", "offset")
+    rows: list[list[Cell]] = []
+    for entry in entries:
+        location: list[Cell] = [str(list(entry.chunk_shape)), len(entry.chunks)]
+        if contents.kind != "orbax":
+            location = [*(_first_chunk_place(contents, entry) or ("", ""))]
+        rows.append(
+            [entry.name, str(list(entry.shape)), entry.dtype, format_bytes(entry.nbytes), *location]
+        )
+    header = ("name", "shape", "dtype", "size", *location_columns)
+    return format_table(rows, header, {"size"}, columns, optional=OPTIONAL_COLUMNS)
+
+
+def _stats_table(
+    entries: Sequence[TensorEntry], statistics: Sequence[TensorStats | None], columns: int | None
+) -> str:
+    header = ("name", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros")
+    rows: list[list[Cell]] = []
+    for entry, entry_stats in zip(entries, statistics):
+        rows.append([entry.name, str(list(entry.shape)), entry.dtype, *stats_cells(entry_stats)])
+    return format_table(rows, header, set(header[3:]), columns, optional=("shape",))
+
+
+def _stats_fields(statistics: TensorStats | None) -> dict[str, object] | None:
+    if statistics is None:
+        return None
+    counts = {"nan": statistics.nan, "inf": statistics.inf, "zeros": statistics.zeros}
+    return {"min": statistics.minimum, "max": statistics.maximum, "mean": statistics.mean, **counts}
+
+
+def header_lines(contents: CheckpointContents, source: SourceSummary) -> list[str]:
+    """Describe the model and its storage in one line each, and the first entries that are not arrays."""
+    size_in_values = (
+        f"{source['parameters']:,} parameters"
+        if source["parameters"]
+        else f"{source['values']:,} values"
+    )
+    size = f"{format_bytes(sum(entry.nbytes for entry in contents.entries))} {', '.join(source['dtypes'])}".rstrip()
+    model = "  ".join([source["name"], _family_text(contents), size_in_values, size])
+    kind = FORMAT_TITLES.get(source["format"], source["format"])
+    stored = [
+        f"{kind}, {count_text(source['files'], 'file')}, {count_text(source['tensors'], 'tensor')}"
+    ]
+    if contents.kind == "orbax":
+        leaves = f"{count_text(source['tensors'], 'leaf', 'leaves')} in {count_text(source['chunks'], 'chunk')}"
+        codecs = f" ({', '.join(contents.codecs)})" if contents.codecs else ""
+        title = "Levanter" if is_levanter_checkpoint(contents.folder) else "Orbax"
+        stored = [f"{title}{codecs}, {count_text(source['files'], 'data file')}, {leaves}"]
+        stored += [f"mesh {source['mesh']}"] if source["mesh"] else []
+        stored += [_layout_text(source)] if source["layout"] else []
+        stored += [_step_text(contents)] if source["step"] is not None else []
+    if vocab := source["vocab"]:
+        true_text = f" ({vocab['true']} true)" if vocab["true"] != vocab["padded"] else ""
+        stored.append(f"vocabulary {vocab['padded']}{true_text}")
+    if quantization := source.get("quantization"):
+        weights = count_text(quantization["weights"], "quantised weight")
+        stored.append(f"{weights} ({quantization['method']}), {quantization['dtype']} when decoded")
+    if contents.adapter:
+        stored.append(_adapter_text(contents.adapter))
+    num_omitted = len(contents.non_arrays) - MAX_NON_ARRAYS
+    extra_lines = [
+        *contents.non_arrays[:MAX_NON_ARRAYS],
+        *([f"and {num_omitted:,} more that are not arrays"] if num_omitted > 0 else []),
+    ]
+    if missing := missing_parameter(contents):
+        extra_lines.append(f"not the tensors of {_family_text(contents)}: {missing} is missing")
+    if contents.is_verbatim or (contents.family is None and "model_type" in contents.config):
+        extra_lines.append(CANNOT_TRAIN)
+    return [model, "; ".join(stored), *extra_lines]
+
+
+def _adapter_text(adapter: AdapterSummary) -> str:
+    """Return the settings of an adapter, such as `LoRA adapter, rank 8, alpha 16, scaled by 2`."""
+    base = f" of {adapter['base']:.100}" if adapter["base"] else ""
+    return f"LoRA adapter{base}, rank {adapter['rank']}, alpha {adapter['alpha']:g}, scaled by {adapter['scaling']:g}"
+
+
+def _family_text(contents: CheckpointContents) -> str:
+    if contents.kind == "adapter":
+        return "adapter"
+    if contents.family is not None and contents.wrapper_type:
+        return f"{contents.family.name} in {contents.wrapper_type:.60}"
+    if contents.family is not None:
+        return contents.family.name
+    if contents.is_verbatim:
+        return VERBATIM
+    model_type = contents.config.get("model_type")
+    if isinstance(model_type, str):
+        return f"{model_type} (unknown family)"
+    # Files of Flax are often copied without the config that they need.
+    needs_config = contents.kind in ("flax", "easylm") and not contents.config
+    return f"unknown family (no {CONFIG}: `--config PATH`)" if needs_config else "unknown family"
+
+
+def _layout_text(source: SourceSummary) -> str:
+    stacked = (
+        f"layers stacked on axis {source['scan_axis']}" if source["scan"] else "one leaf per layer"
+    )
+    return f"layout {source['layout']}, {stacked}"
+
+
+def _step_text(contents: CheckpointContents) -> str:
+    params, state = (format_bytes(nbytes_below(contents, root)) for root in (PARAMS, OPT_STATE))
+    return f"step {contents.manifest.step}: parameters {params}, optimizer state {state}"
+
+
+def count_line(contents: CheckpointContents, entries: Sequence[TensorEntry]) -> str:
+    """Describe how many tensors a pattern selected, and their size."""
+    size = format_bytes(sum(entry.nbytes for entry in entries))
+    return f"{len(entries):,} of {len(contents.entries):,} tensors, {size}"
+
+
+def shape_fields(shape: ShapeAndDtype | None) -> dict[str, object] | None:
+    """Return a shape and dtype for the JSON object."""
+    return {"shape": shape[0], "dtype": shape[1]} if shape else None
+
+
+def difference_line(
+    name: str,
+    a_shape: ShapeAndDtype | None,
+    b_shape: ShapeAndDtype | None,
+    *,
+    a_name: str,
+    b_name: str,
+) -> str:
+    """Describe the difference of one tensor between two checkpoints."""
+    if a_shape and b_shape:
+        return f"differs  {name}  {shape_text(a_shape)} -> {shape_text(b_shape)}"
+    if a_shape:
+        return f"only in {a_name}  {name}  {shape_text(a_shape)}"
+    return f"only in {b_name}  {name}  {shape_text(b_shape)}"

@@ -1,0 +1,1 @@
+"""One module per model family. `prepcli.models.registry` lists them."""

@@ -1,0 +1,373 @@
+"""Parts that LLaMA and similar families share: sizes, architecture, axis-map rows, old buffers. No I/O, no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from prepcli.core.errors import invalid_config_error
+from prepcli.models import rows
+from prepcli.models.architecture import (
+    FULL_ATTENTION,
+    ArchConfig,
+    read_activation,
+    read_positive,
+    read_sliding_windows,
+)
+from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
+from prepcli.models.parameters import (
+    MAX_LAYERS,
+    NEVER,
+    Condition,
+    Family,
+    HFConfig,
+    TreeLayout,
+    read_count,
+    read_size,
+)
+from prepcli.models.rope_config import Rope, read_rope
+from prepcli.models.rows import (
+    Parameters,
+    embedding,
+    layer_norm,
+    linear,
+    matrix,
+    rms_norm,
+    stack,
+)
+
+TENSOR_PREFIX = "model."
+# Old versions of transformers saved this buffer with the weights. Later ones compute it on load.
+LEGACY_BUFFERS = {
+    "layers.{i}.self_attn.rotary_emb.inv_freq": "rotary frequencies, computed from the config"
+}
+FINAL_RMS_NORM = rms_norm("final_norm", "embed <- norm.weight: embed")
+FINAL_LAYER_NORM = layer_norm("final_norm", "embed <- norm.weight: embed")
+HEAD = matrix("head", "vocab embed <- lm_head.weight: vocab embed")
+
+
+def build_family(
+    name: str,
+    sizes: Callable[[HFConfig], dict[str, int]],
+    arch_config: Callable[[HFConfig], ArchConfig],
+    layer: Parameters,
+    tied_by_default: bool,
+    layouts: Callable[[Parameters], Mapping[str, TreeLayout]] = lambda parameters: {},
+    dropped: Mapping[str, str] = LEGACY_BUFFERS,
+    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
+    final_norm: Parameters = FINAL_RMS_NORM,
+    head: Parameters = HEAD,
+) -> Family:
+    """Return a family with LLaMA's tensor names in its files.
+
+    Args:
+        name: `model_type` of its config.json.
+        sizes: Atom -> extent.
+        arch_config: The architecture.
+        layer: Parameters of one layer.
+        tied_by_default: Whether the head is tied if the config does not say.
+        layouts: Trees of other libraries, from the parameters of the model.
+        dropped: Pattern of tensors to ignore -> their description.
+        dropout_fields: Fields of the config with dropout rates.
+        final_norm: Parameters of the norm after the last layer.
+        head: Parameters of the output head.
+    """
+    parameters = {
+        **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
+        **stack("layers", "layers.{layers}", layer),
+        **final_norm,
+        **head,
+    }
+    return rows.build_family(
+        name=name,
+        prefix=TENSOR_PREFIX,
+        sizes=sizes,
+        arch_config=arch_config,
+        parameters=parameters,
+        tied_by_default=tied_by_default,
+        dropped=dropped,
+        layouts=layouts(parameters),
+        dropout_fields=dropout_fields,
+    )
+
+
+def sizes(
+    config: HFConfig,
+    vocab: int = 32000,
+    embed: int = 4096,
+    mlp: int = 11008,
+    layers: int = 32,
+    heads: int = 32,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+) -> dict[str, int]:
+    """Return the extent of each atom (named axis).
+
+    Args:
+        config: Content of a config.json.
+        vocab: Default of the config class, like the following sizes.
+        embed: Width of the layers.
+        mlp: Width of the MLP.
+        layers: Number of layers.
+        heads: Number of attention heads.
+        kv_heads: Number of key and value heads. If it is None, or the config has null, there are as
+            many as heads.
+        head_dim: Width of a head. If it is None, or the config has null, it is `embed // heads`.
+
+    Raises:
+        PrepError: A size is invalid.
+    """
+    embed = read_size(config, "hidden_size", embed)
+    heads = read_size(config, "num_attention_heads", heads)
+    if embed < heads and config.get("head_dim") is None:
+        why = f"hidden_size {embed} is too small for {heads} num_attention_heads"
+        raise invalid_config_error(why)
+    # `read_size` returns the default for a null as well. In transformers a null means as many as
+    # heads, and only an absent field has the default of the class, e.g. 8 in MistralConfig.
+    kv_default = heads if kv_heads is None or "num_key_value_heads" in config else kv_heads
+    dim_default = embed // heads if head_dim is None or "head_dim" in config else head_dim
+    kv_heads = read_size(config, "num_key_value_heads", kv_default)
+    return {
+        "vocab": read_size(config, "vocab_size", vocab),
+        "layers": read_size(config, "num_hidden_layers", layers, MAX_LAYERS),
+        "embed": embed,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        # Query heads for each head of keys and values. Trees of Levanter have this axis.
+        "query_group": max(1, heads // kv_heads),
+        "head_dim": read_size(config, "head_dim", dim_default),
+        "mlp": read_size(config, "intermediate_size", mlp),
+    }
+
+
+def arch_config(
+    config: HFConfig,
+    axis_sizes: Mapping[str, int],
+    max_positions: int,
+    rope_theta: float = 10_000.0,
+    rope: Rope | None = None,
+    activation: tuple[str, str] | str = ("hidden_act", "silu"),
+    norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
+) -> ArchConfig:
+    """Return the architecture of LLaMA.
+
+    Args:
+        config: Content of a config.json.
+        axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
+        max_positions: Default of `max_position_embeddings`.
+        rope_theta: Default of the rotary base.
+        rope: Rotary embedding, if the family has read it already.
+        activation: Config field of the activation, and its default. Or an activation without a field.
+        norm_eps: Config field of the epsilon of norms, and its default.
+
+    Raises:
+        PrepError: The config is invalid, or the key and value heads do not divide the query heads.
+    """
+    check_kv_heads(axis_sizes)
+    max_positions = read_size(config, "max_position_embeddings", max_positions)
+    if isinstance(activation, tuple):
+        activation = read_activation(config, *activation)
+    return ArchConfig(
+        norm="rms",
+        norm_eps=read_positive(config, *norm_eps),
+        activation=activation,
+        has_gated_mlp=True,
+        attn_scale=axis_sizes["head_dim"] ** -0.5,
+        sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],
+        rope=rope
+        or read_rope(
+            config, axis_sizes["head_dim"], max_positions=max_positions, default_theta=rope_theta
+        ),
+        max_positions=max_positions,
+        init_std=read_positive(config, "initializer_range", 0.02),
+    )
+
+
+def check_kv_heads(axis_sizes: Mapping[str, int]) -> None:
+    """Raise PrepError if the key and value heads do not divide the query heads."""
+    heads = axis_sizes["heads"]
+    kv_heads = axis_sizes["kv_heads"]
+    if heads % kv_heads:
+        why = f"num_key_value_heads is {kv_heads}, it must divide num_attention_heads, which is {heads}"
+        raise invalid_config_error(why)
+
+
+def read_partial_rope(
+    config: HFConfig,
+    head_dim: int,
+    *,
+    default_share: float,
+    max_positions: int,
+    default_theta: float = 10_000.0,
+) -> Rope:
+    """Read the rotary embedding of a family that rotates a part of each head.
+
+    Args:
+        config: Content of a config.json.
+        head_dim: Width of a head.
+        default_share: Share of a head that rotates if the config has no `partial_rotary_factor`.
+        max_positions: Default of `max_position_embeddings`.
+        default_theta: Default of the rotary base.
+    """
+    return read_rope(
+        {"partial_rotary_factor": default_share, **config},
+        head_dim,
+        max_positions=read_size(config, "max_position_embeddings", max_positions),
+        default_theta=default_theta,
+        allow_partial=True,
+    )
+
+
+def read_upper_layer_windows(config: HFConfig, layers: int) -> tuple[int, ...]:
+    """Return the windows of a Qwen model: layers from `max_window_layers` on slide if `use_sliding_window` is true.
+
+    Raises:
+        PrepError: A field is invalid.
+    """
+    # 4096 is the default of Qwen2Config and Qwen3Config.
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    first = read_max_window_layers(config)
+    return read_sliding_windows(config, layers, window, lambda layer: layer >= first)
+
+
+def read_max_window_layers(config: HFConfig, default: int = 28) -> int:
+    """Return the layer at which the windows of a Qwen model change.
+
+    Args:
+        config: Content of a config.json.
+        default: Default of the config class, 28 in those of Qwen.
+
+    Raises:
+        PrepError: `max_window_layers` is not a number of layers.
+    """
+    return read_count(config, "max_window_layers", default)
+
+
+def read_experts_per_token(config: HFConfig, experts: int, default: int) -> int:
+    """Return the number of experts per token. Raise PrepError if the model has fewer experts."""
+    count = read_size(config, "num_experts_per_tok", default)
+    if count > experts:
+        why = f"num_experts_per_tok is {count}, but there are {experts} experts"
+        raise invalid_config_error(why)
+    return count
+
+
+def rms_norms(**module_names: str) -> Parameters:
+    """Return the parameters of norms, from their paths in the tree and the names of their modules."""
+    parameters: Parameters = {}
+    for path, module_name in module_names.items():
+        parameters |= rms_norm(path, f"embed <- {module_name}.weight: embed")
+    return parameters
+
+
+PRE_NORMS = rms_norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+SANDWICH_NORMS = rms_norms(
+    attn_norm="input_layernorm",
+    attn_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+OUTPUT_NORMS = rms_norms(
+    attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"
+)
+# One norm for all heads of a layer, over the elements of a head, before the rotation.
+QK_NORMS = {
+    **rms_norm("attn.q_norm", "head_dim <- self_attn.q_norm.weight: head_dim"),
+    **rms_norm("attn.k_norm", "head_dim <- self_attn.k_norm.weight: head_dim"),
+}
+
+
+# One norm over the elements of all heads of a layer.
+ALL_HEADS_QK_NORMS = {
+    **rms_norm("attn.q_norm", "heads head_dim <- self_attn.q_norm.weight: (heads head_dim)"),
+    **rms_norm("attn.k_norm", "kv_heads head_dim <- self_attn.k_norm.weight: (kv_heads head_dim)"),
+}
+PRE_LAYER_NORMS = {
+    **layer_norm("attn_norm", "embed <- input_layernorm.weight: embed"),
+    **layer_norm("mlp_norm", "embed <- post_attention_layernorm.weight: embed"),
+}
+
+
+def attention(bias: Condition | None = NEVER, out_bias: Condition | None = NEVER) -> Parameters:
+    """Return the parameters of attention, with the conditions of `rows.attention`."""
+    return rows.attention(
+        "self_attn.{}_proj", out_name="o", kv_heads="kv_heads", bias=bias, out_bias=out_bias
+    )
+
+
+def gated_mlp(bias: Condition | None = NEVER) -> Parameters:
+    """Return the parameters of a gated MLP, whose matrices have a bias under the condition."""
+    return {
+        **linear("mlp.gate", "mlp embed <- mlp.gate_proj.weight: mlp embed", bias),
+        **linear("mlp.up", "mlp embed <- mlp.up_proj.weight: mlp embed", bias),
+        **linear("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp", bias),
+    }
+
+
+def plain_mlp(bias: Condition | None = NEVER) -> Parameters:
+    """Return the parameters of an MLP without a gate, whose matrices have a bias under the condition."""
+    return {
+        **linear("mlp.up", "mlp embed <- mlp.up_proj.weight: mlp embed", bias),
+        **linear("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp", bias),
+    }
+
+
+# The gate is the first half of the fused matrix. Their sizes have `gate_up`: 2.
+FUSED_GATED_MLP = {
+    **matrix("mlp.gate", "mlp embed <- mlp.gate_up_proj.weight: (gate_up=0 mlp) embed"),
+    **matrix("mlp.up", "mlp embed <- mlp.gate_up_proj.weight: (gate_up=1 mlp) embed"),
+    **matrix("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp"),
+}
+
+
+def experts(gate: str, up: str, down: str, router: str) -> Parameters:
+    """Return the parameters of an MoE layer.
+
+    The alternates are the fused tensors of transformers 5: one per matrix for all experts, gate
+    before up.
+
+    Args:
+        gate: Name of an expert's gate matrix, with `{experts}` in place of its index.
+        up: Name of its up matrix.
+        down: Name of its down matrix.
+        router: Name of the router's matrix.
+    """
+    # transformers 5 names the router `mlp.gate` in both families with experts.
+    row, fused_row = (
+        f"experts embed <- {name}: experts embed" for name in (router, "mlp.gate.weight")
+    )
+    # E.g. with mlp 4 the fused tensor has 8 rows per expert: 0 to 3 are the gate, 4 to 7 are up.
+    fused = "experts mlp embed <- mlp.experts.gate_up_proj: experts (gate_up={} mlp) embed"
+    return {
+        # An alternate with the same tensor would look like a parameter that is stored in two forms.
+        **matrix("mlp.router", row, alternate="" if row == fused_row else fused_row),
+        **matrix("mlp.gate", f"experts mlp embed <- {gate}: mlp embed", alternate=fused.format(0)),
+        **matrix("mlp.up", f"experts mlp embed <- {up}: mlp embed", alternate=fused.format(1)),
+        **matrix(
+            "mlp.down",
+            f"experts embed mlp <- {down}: embed mlp",
+            alternate="experts embed mlp <- mlp.experts.down_proj: experts embed mlp",
+        ),
+    }
+
+
+def read_rotating_layers(config: HFConfig, layers: int) -> list[bool]:
+    """Return whether the queries and keys of each layer rotate: those with a 1 in `no_rope_layers`.
+
+    Without the list, every `no_rope_layer_interval`-th layer does not rotate.
+
+    Raises:
+        PrepError: The list has another length or other values.
+    """
+    listed = config.get("no_rope_layers")
+    # Published configs of Llama 4 have an empty list.
+    if not listed:
+        interval = read_size(config, "no_rope_layer_interval", 4)
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    if (
+        not isinstance(listed, list)
+        or len(listed) != layers
+        or any(value not in (0, 1) for value in listed)
+    ):
+        why = f"no_rope_layers is {listed!r:.80}, it must give {layers} of 0 and 1"
+        raise invalid_config_error(why)
+    return [value == 1 for value in listed]

@@ -1,0 +1,46 @@
+"""Configs whose fields have other names in published files. No I/O, no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prepcli.core.json_types import HFConfig, JsonValue
+
+
+class AliasedConfig(Mapping[str, JsonValue]):
+    """A config in which some fields have two names. The alias overrides, as in `attribute_map` of transformers.
+
+    >>> config = AliasedConfig({"num_layers": 2}, {"num_layers": "num_hidden_layers"})
+    >>> config.get("num_hidden_layers")
+    2
+    """
+
+    def __init__(self, config: HFConfig, aliases: Mapping[str, str]) -> None:
+        """Wrap a config.
+
+        Args:
+            config: Content of a config.json.
+            aliases: Alias -> name of the field that the family reads.
+        """
+        self._config = config
+        self._aliases = {name: alias for alias, name in aliases.items()}
+
+    def __getitem__(self, key: str) -> JsonValue:
+        alias = self._aliases.get(key)
+        names = [key] if alias is None else [alias, key]
+        for name in names:
+            # `fields_read` of the registry records the calls of `get`, for aliases too.
+            value = self._config.get(name)
+            if value is not None or name in self._config:
+                return value
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        names = dict.fromkeys(self._config)
+        names |= dict.fromkeys(
+            name for name, alias in self._aliases.items() if alias in self._config
+        )
+        return iter(names)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

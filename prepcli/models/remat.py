@@ -1,0 +1,105 @@
+"""Rematerialization policies and offload: which activations a layer saves for its backward pass, and where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from prepcli.core.errors import usage_error
+from prepcli.core.suggest import did_you_mean
+from prepcli.models.chunk_sizes import WHOLE
+
+PolicyName = Literal[
+    "none",
+    "nothing_saveable",
+    "everything_saveable",
+    "dots_saveable",
+    "checkpoint_dots",
+    "dots_with_no_batch_dims_saveable",
+    "checkpoint_dots_with_no_batch_dims",
+]
+ActivationName = Literal["q", "k", "v", "attention_output", "o", "mlp_hidden", "mlp_output"]
+Offload = Literal["none", "residuals"]
+# A PolicyName, or the ActivationNames to save in addition to the input of each layer.
+RematPolicy = str | tuple[str, ...]
+
+REMAT_NONE = "none"
+SAVES_INPUT = "nothing_saveable"
+# Names of jax.checkpoint_policies.
+REMAT_POLICIES = tuple(name for name in get_args(PolicyName) if name != REMAT_NONE)
+ACTIVATION_NAMES: tuple[str, ...] = get_args(ActivationName)
+OFFLOAD_NONE = "none"
+
+SAVES_ALL = (REMAT_NONE, "everything_saveable")
+SAVES_DOTS = ("dots_saveable", "checkpoint_dots")
+# Policies that save attention scores. With blockwise attention they save the scores of all tiles.
+SAVES_SCORES = ("everything_saveable", *SAVES_DOTS)
+SAVES_WEIGHT_DOTS = ("dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims")
+
+
+def check_remat(
+    policy: RematPolicy, offload: str = OFFLOAD_NONE, *, ffn_chunk_size: int = WHOLE
+) -> None:
+    """Check a rematerialization policy, alone and with the options that it depends on.
+
+    Args:
+        policy: `model.remat_policy`.
+        offload: `model.offload`.
+        ffn_chunk_size: `model.ffn_chunk_size`.
+
+    Raises:
+        UsageError: The policy or one of its activations is unknown, or an option conflicts with it.
+    """
+    _check_names(policy)
+    what = f"`model.remat_policy` is {json.dumps(policy)}"
+    hint = f'`model.remat_policy = "{SAVES_INPUT}"`'
+    if ffn_chunk_size != WHOLE and "mlp_hidden" in _listed_activations(policy):
+        what = f"{what}, and `model.ffn_chunk_size` {ffn_chunk_size}"
+        raise usage_error(
+            what,
+            "mlp_hidden exists for one chunk of tokens at a time",
+            "`model.ffn_chunk_size = -1`",
+        )
+    if offload != OFFLOAD_NONE and isinstance(policy, str) and policy != SAVES_INPUT:
+        what = f'`model.offload` is "{offload}", and `model.remat_policy` {json.dumps(policy)}'
+        raise usage_error(what, "it goes with nothing_saveable or a list of activations", hint)
+
+
+def _check_names(policy: RematPolicy) -> None:
+    """Raise UsageError if a policy or an activation is unknown."""
+    if isinstance(policy, str) and policy not in (REMAT_NONE, *REMAT_POLICIES):
+        supported = f"{', '.join((REMAT_NONE, *REMAT_POLICIES))}, or a list of {', '.join(ACTIVATION_NAMES)}"
+        what = f"unknown `model.remat_policy` {policy!r:.60}"
+        raise usage_error(what, f"supported: {supported}", '`model.remat_policy = "none"`')
+    for name in _listed_activations(policy):
+        if name not in ACTIVATION_NAMES:
+            what = f"unknown activation {name!r:.60} in `model.remat_policy`"
+            raise usage_error(
+                what, f"known: {', '.join(ACTIVATION_NAMES)}", did_you_mean(name, ACTIVATION_NAMES)
+            )
+
+
+def _listed_activations(policy: RematPolicy) -> Sequence[str]:
+    if isinstance(policy, str):
+        return ()
+    return policy
+
+
+def saved_activations(policy: RematPolicy, *, has_experts: bool) -> frozenset[str]:
+    """Return the names of the activations that a policy saves. The caller handles policies that save all activations.
+
+    Args:
+        policy: The policy.
+        has_experts: Whether the layers are MoE layers, whose matrix products no policy of
+            `jax.checkpoint_policies` saves.
+    """
+    if not isinstance(policy, str):
+        return frozenset(policy)
+    if policy not in SAVES_DOTS + SAVES_WEIGHT_DOTS:
+        return frozenset()
+    excluded = {"mlp_hidden", "mlp_output"} if has_experts else set[str]()
+    # The products of scores and values have batch dims (rows and heads), so that policies without
+    # batch dims do not save them. The projections have none.
+    excluded |= set() if policy in SAVES_DOTS else {"attention_output"}
+    return frozenset(ACTIVATION_NAMES) - excluded

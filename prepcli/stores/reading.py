@@ -1,0 +1,175 @@
+"""Open regular files only, and resolve paths named in files.
+
+A FIFO blocks the process that opens it, and /dev/zero never ends. A path such as `../private`, read
+from a JSON file, leaves the user's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from prepcli.core.errors import DamagedError, PrepError
+
+# Hint for an error of the operating system about a file.
+ACCESS_HINT = "check its permissions, and the free space of its disk"
+MAX_SMALL_FILE_NBYTES = 100_000_000
+MAX_LINE_NBYTES = 1 << 20
+# Bytes read at once of a line that is too long, and skipped.
+SKIPPED_PIECE_NBYTES = 1 << 20
+# A clone without Git LFS has such a text of at most 1,024 bytes in place of each large file:
+# https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+LFS_PREFIX = b"version https://git-lfs"
+MAX_LFS_POINTER_NBYTES = 1024
+
+
+def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
+    """Open a regular file for reading. Links are followed.
+
+    Args:
+        path: The file.
+        buffering: As in `open`. 0 for no buffer.
+
+    Raises:
+        PrepError: The path is a folder, FIFO, device or socket.
+        DamagedError: The file is a pointer of Git LFS.
+        OSError: The system refuses to open it.
+    """
+    # O_NONBLOCK: without it, opening a FIFO waits for a writer. It has no effect on regular files.
+    # The file is opened first and checked after: between a check by name and an opening, the name
+    # could be given to a FIFO. O_CLOEXEC: no child process inherits the file.
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        if path.is_socket():
+            raise not_regular_error(path) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise not_regular_error(path)
+        check_not_lfs_pointer(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return open(fd, "rb", buffering=buffering)
+
+
+def read_file_or_pipe(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
+    """Read a small file that the user names, or the pipe of a shell's `<(...)`.
+
+    Raises:
+        PrepError: The file or the content of the pipe is larger than `max_nbytes`, or the path is a folder, device,
+            socket or named pipe.
+        OSError: The system refuses to read it.
+    """
+    # A shell passes an open descriptor, e.g. /dev/fd/63. A named pipe without a writer would never open.
+    is_descriptor = os.path.realpath(path).startswith("/proc/")
+    if not (path.is_fifo() and is_descriptor):
+        return read_regular_file(path, max_nbytes)
+    # The read waits for the writer, as every reader of a pipe does.
+    with path.open("rb") as pipe:
+        content = pipe.read(max_nbytes + 1)
+    if len(content) > max_nbytes:
+        why = f"the limit is {max_nbytes:,} bytes"
+        raise PrepError(f"{path} is too large", why, "check that it is the right file")
+    return content
+
+
+def check_not_lfs_pointer(fd: int, path: Path) -> None:
+    """Raise DamagedError if an open file is a pointer of Git LFS, and not the file that it stands for."""
+    if os.fstat(fd).st_size > MAX_LFS_POINTER_NBYTES:
+        return
+    if os.pread(fd, len(LFS_PREFIX), 0) == LFS_PREFIX:
+        what = f"{path} is a Git LFS pointer"
+        raise DamagedError(what, "it only refers to the real file", "run `git lfs pull`")
+
+
+def read_regular_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
+    """Read a whole small file.
+
+    Raises:
+        PrepError: The file is larger than `max_nbytes`, or not a regular file.
+        OSError: The system refuses to read it.
+    """
+    with open_regular_file(path, buffering=0) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        # `read(max_nbytes)` would allocate that many bytes, also for a file of ten.
+        content = b""
+        if nbytes <= max_nbytes:
+            content = file.read()
+    # The file may have grown meanwhile.
+    nbytes = max(nbytes, len(content))
+    if nbytes > max_nbytes:
+        why = f"it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
+        raise PrepError(f"{path} is too large", why, "check that it is the right file")
+    return content
+
+
+def read_complete_lines(path: Path, *, max_nbytes: int = MAX_LINE_NBYTES) -> Iterator[bytes]:
+    """Yield the lines of a regular file without their ends, in bounded memory.
+
+    A line above the limit is yielded empty. A last line without an end, e.g. one cut short by a
+    kill, is not yielded.
+
+    Raises:
+        PrepError: The path is not a regular file.
+        OSError: The system refuses to read it.
+    """
+    with open_regular_file(path) as file:
+        while line := file.readline(max_nbytes + 1):
+            if line.endswith(b"\n"):
+                yield line[:-1]
+                continue
+            while line and not line.endswith(b"\n"):
+                line = file.readline(SKIPPED_PIECE_NBYTES)
+            if line:
+                yield b""
+
+
+def resolve_named_path(folder: Path, name: object, named_by: Path | str) -> Path:
+    """Return the path of a file or folder inside `folder` that another file names.
+
+    Every name that prep reads from a file or a listing and opens passes through this function.
+    Links in the folder are followed: only a writer of the folder can create one, and the files are
+    parsed. Files copied without parsing have stricter rules (`prepcli.sources.symlinks`).
+
+    Args:
+        folder: Folder of the named file.
+        name: The name, as read, e.g. `"train/data-00000.arrow"`.
+        named_by: The file or the listing with the name, for the error message.
+
+    Raises:
+        PrepError: The name is not text, is absolute, has a `..` or NUL, or is the folder itself.
+
+    Example:
+        >>> resolve_named_path(Path("data"), "train", Path("data/dataset_dict.json"))
+        PosixPath('data/train')
+    """
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise _unsafe_name_error(named_by, name, "is not a file name")
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts or not relative.parts:
+        raise _unsafe_name_error(named_by, name, f"is not inside {folder}")
+    return folder / relative
+
+
+def not_regular_error(path: Path) -> PrepError:
+    """Return the error for a path other than a regular file."""
+    return PrepError(
+        f"{path} is not a file", _file_type(path), "name a file, or put one in its place"
+    )
+
+
+def _file_type(path: Path) -> str:
+    if path.is_dir():
+        return "it is a folder"
+    return "it is a pipe, a device or a socket"
+
+
+def _unsafe_name_error(named_by: Path | str, name: object, why: str) -> PrepError:
+    return PrepError(
+        f"{named_by} names {name!r:.100}", f"it {why}", "correct the file, or get it again"
+    )

@@ -1,0 +1,371 @@
+"""The command line: help, usage errors, exit codes, and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.commands.cli.root import LAUNCH_COMMANDS, MAP_COMMANDS, app
+from prepcli.sources.aliases import ALIAS_FAMILIES
+from tests.helpers.waiting import MAX_S
+
+SLOW_IMPORTS = {
+    "numpy",
+    "ml_dtypes",
+    "jax",
+    "flax",
+    "rich",
+    "huggingface_hub",
+    "orbax",
+    "tensorstore",
+    "torch",
+}
+COMMANDS = [
+    command.name or command.callback.__name__
+    for command in app.registered_commands
+    if command.callback
+]
+COMMAND_WORDS = [
+    *([name.replace("_", "-")] for name in COMMANDS),
+    *(["launch", command.__name__] for command in LAUNCH_COMMANDS),
+    *(["map", command.__name__] for command in MAP_COMMANDS),
+]
+HELPS = [[], ["launch"], ["map"], *COMMAND_WORDS]
+
+# Script of a process with additional commands, which prints `ready` when a command runs
+WITH_COMMAND = """
+import sys, time
+from prepcli.commands.cli.root import app
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import PrepError
+from prepcli.execution.signals import note_durable_work, raise_on_signal
+from prepcli.commands.console.ui import Report, open_ui
+
+@app.command()
+def wait(json: bool = False) -> int:
+    try:
+        with raise_on_signal():
+            print("ready", file=sys.stderr, flush=True)
+            for _ in range(36_000):  # a signal just before one long sleep would be handled after it
+                time.sleep(0.1)
+    finally:
+        print("cleaned up", file=sys.stderr, flush=True)
+    return 0
+
+@app.command()
+def convert() -> int:
+    with note_durable_work(lambda: "1 of 2 bytes are kept"):
+        return wait()
+
+@app.command()
+def reports() -> int:
+    return open_ui("reports", False, False, 0).finish(Report(error=PrepError("stopped by SIGINT", code=130)))
+
+@app.command()
+def broken() -> int:
+    raise ZeroDivisionError("no chunks")
+
+@app.command()
+def severed() -> int:
+    raise BrokenPipeError(32, "Broken pipe")
+
+@app.command()
+def chatty() -> int:
+    for line in range(100_000):
+        print(line)
+    return 0
+
+sys.exit(main())
+"""
+
+
+def prep(*args: str, script: str = "") -> subprocess.Popen[str]:
+    command = (
+        [sys.executable, "-c", script, *args]
+        if script
+        else [sys.executable, "-m", "prepcli", *args]
+    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(*args: str, script: str = "") -> tuple[int, str, str]:
+    process = prep(*args, script=script)
+    out, err = process.communicate(timeout=MAX_S)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+@pytest.mark.parametrize("args", HELPS, ids=lambda args: " ".join(["prep", *args]))
+def test_help_fits_in_80_columns(
+    args: list[str],
+    columns: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main([*args, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(" ".join(["Usage: prep", *args]))
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["launch", "--help"], ["map", "--help"]], ids=" ".join
+)
+def test_help_cuts_no_summary_of_a_command(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 0
+    summaries = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    assert summaries
+    assert [line for line in summaries if not line.endswith(".") or line.endswith("...")] == []
+
+
+def test_help_lists_groups_after_related_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    names = [line.split()[0] for line in lines]
+    assert names[names.index("inspect") + 1] == "map"
+    assert names[names.index("train") + 1] == "launch"
+
+
+@pytest.mark.parametrize("args", COMMAND_WORDS, ids=" ".join)
+def test_help_has_one_example_per_line(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main([*args, "-h"])
+    examples = (
+        capsys.readouterr().out.partition("  Examples:\n")[2].partition("\n\n")[0].splitlines()
+    )
+    assert len(examples) >= 2
+    assert all(line.startswith(f"    prep {' '.join(args)}") for line in examples)
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["models", "--help"]])
+def test_help_imports_no_slow_module(args: list[str]) -> None:
+    script = (
+        "import sys; from prepcli.commands.cli.main import main; code = main(sys.argv[1:]);"
+        "print(code, *sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
+    )
+    code, _, err = run(*args, script=script)
+    loaded = err.split()
+    assert (code, loaded[0]) == (0, "0")
+    assert "typer" in loaded
+    assert not SLOW_IMPORTS & set(loaded)
+
+
+def test_version_is_printed() -> None:
+    assert run("--version") == (0, f"prep {metadata.version('prepcli')}\n", "")
+
+
+def test_no_command_is_a_usage_error_with_help() -> None:
+    code, out, err = run()
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: prep [OPTIONS] COMMAND")
+
+
+@pytest.mark.parametrize(
+    ("args", "err"),
+    [
+        (["modles"], "error: unknown command `modles`\n hint: did you mean `models`?\n"),
+        (["zzz"], "error: unknown command `zzz`\n hint: `prep --help`\n"),
+        (["help"], "error: unknown command `help`\n hint: `prep --help`\n"),
+        (["help", "train"], "error: unknown command `help`\n hint: `prep train --help`\n"),
+        (["finetune"], "error: unknown command `finetune`\n hint: did you mean `train`?\n"),
+        (["launch", "slrm"], "error: unknown command `slrm`\n hint: did you mean `slurm`?\n"),
+        (["launch", "zzz"], "error: unknown command `zzz`\n hint: `prep launch --help`\n"),
+        (["launch"], "error: missing command\n hint: `prep launch --help`\n"),
+        (
+            ["models", "--jsn"],
+            "error: `prep models` has no option `--jsn`\n hint: did you mean `--json`?\n",
+        ),
+        (
+            ["models", "--zzz"],
+            "error: `prep models` has no option `--zzz`\n hint: `prep models --help`\n",
+        ),
+        (
+            ["train", "x.toml", "--dtype", "bf16"],
+            "error: `prep train` has no option `--dtype`\n hint: `--set model.dtype=bfloat16`\n",
+        ),
+        (
+            ["train", "x.toml", "--resume"],
+            "error: `prep train` has no option `--resume`\n hint: run the same command again to resume\n",
+        ),
+        (
+            ["train", "x.toml", "--quite"],
+            "error: `prep train` has no option `--quite`\n hint: did you mean `--quiet`?\n",
+        ),
+        (
+            [
+                "train",
+                "x.toml",
+                "--learning_rate",
+                "4e-6",
+                "--do_train",
+                "--block_size=1024",
+                "--out",
+                "r",
+                "--zzz",
+            ],
+            "error: `prep train` has no option `--learning_rate` and 3 others\n"
+            "  why: `--learning_rate` - `--set optimizer.lr=4e-6`\n"
+            "       `--do_train` - `prep train` trains, and evaluates if there is data for it: `data.eval_path` or "
+            "`data.holdout`\n"
+            "       `--block_size` - `--set data.seq_length=1024`\n"
+            "       `--zzz`\n"
+            " hint: `prep recipes` lists examples, and `--set KEY=VALUE` changes a key\n",
+        ),
+        (["--zzz"], "error: `prep` has no option `--zzz`\n hint: `prep --help`\n"),
+        (
+            ["models", "lama"],
+            f"error: no aliases of family `lama`\n  why: known: {', '.join(ALIAS_FAMILIES)}\n"
+            " hint: did you mean `llama`?\n",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_usage_errors_have_a_hint_and_exit_2(
+    args: list[str], err: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", err)
+
+
+def test_argument_errors_point_to_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (["models", "a", "b"], ["env", "--devices=x"]):
+        assert main(args) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 2
+        assert lines[0].startswith("error: ")
+        assert lines[0][7].islower()
+        assert lines[1] == f" hint: `prep {args[0]} --help`"
+
+
+def test_invalid_value_error_has_what_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pad-vocab", "x", "--progress", "loud"]) == 2
+    what, why, hint = capsys.readouterr().err.splitlines()
+    assert what == "error: invalid value for '--progress'"
+    assert why == "  why: 'loud' is not one of 'auto', 'bar', 'lines', 'json', 'none'"
+    assert hint == " hint: `prep pad-vocab --help`"
+
+
+def test_synonym_of_a_choice_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--dtype", "bf16"]) == 2
+    assert capsys.readouterr().err.endswith(" hint: did you mean `bfloat16`?\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "command", "what"),
+    [
+        (["models", "--json", "lama"], "models", "no aliases of family `lama`"),
+        (["models", "--json", "--jsn"], "models", "`prep models` has no option `--jsn`"),
+        (["modles", "--json"], "", "unknown command `modles`"),
+        (["launch", "slurm", "none.toml", "--json"], "launch", "none.toml does not exist"),
+    ],
+)
+def test_json_is_one_object_on_failure(
+    args: list[str], command: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 2
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    document = json.loads(out)
+    assert (document["ok"], document["command"], document["error"]["what"]) == (
+        False,
+        command,
+        what,
+    )
+    assert document["error"]["code"] == 2
+
+
+def test_json_after_double_dash_is_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--", "--json"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_stops_conversion_with_75(number: signal.Signals) -> None:
+    process = prep("convert", script=WITH_COMMAND)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "ready\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=MAX_S)
+    assert (process.returncode, out) == (75, "")
+    what, why, hint = (
+        "cleaned up\nerror: stopped by",
+        "1 of 2 bytes are kept",
+        "to resume: `prep convert`",
+    )
+    assert err == f"{what} {number.name}\n  why: {why}\n hint: {hint}\n"
+
+
+def test_stopped_conversion_prints_json() -> None:
+    process = prep("wait", "--json", script=WITH_COMMAND)
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=MAX_S)
+    error = json.loads(out)["error"]
+    assert (error["code"], error["what"]) == (75, "stopped by SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("command", "kept"),
+    [("convert", "  why: 1 of 2 bytes are kept\n hint: to resume: `prep convert`\n"), ("wait", "")],
+)
+def test_ctrl_c_exits_130_with_durable_notes(command: str, kept: str) -> None:
+    script = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + WITH_COMMAND
+    )
+    process = prep(command, script=script)
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=MAX_S)
+    assert process.returncode == 130
+    assert err == f"cleaned up\nerror: interrupted\n{kept}"
+
+
+def test_reported_ctrl_c_prints_one_error() -> None:
+    assert run("reports", script=WITH_COMMAND) == (130, "", "error: stopped by SIGINT\n")
+
+
+def test_bug_exits_1_and_saves_traceback() -> None:
+    code, out, err = run("broken", script=WITH_COMMAND)
+    lines = err.splitlines()
+    assert (code, out, len(lines)) == (1, "", 3)
+    assert lines[:2] == ["error: this is a bug in prep", "  why: ZeroDivisionError: no chunks"]
+    saved = Path(lines[2].removeprefix(" hint: please report it with "))
+    assert "ZeroDivisionError: no chunks" in saved.read_text()
+    saved.unlink()
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [(["chatty"], 0), (["models"], 0), (["models", "lama", "--json"], 2), (["--help"], 0)],
+)
+def test_closed_stdout_keeps_the_exit_code(args: list[str], code: int) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-c", WITH_COMMAND, *args]
+    try:
+        done = subprocess.run(
+            command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=MAX_S, check=False
+        )
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (code, "" if code == 0 else done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_broken_pipe_other_than_stdout_is_an_error() -> None:
+    code, out, err = run("severed", script=WITH_COMMAND)
+    assert (code, out) == (1, "")
+    assert "Broken pipe" in err

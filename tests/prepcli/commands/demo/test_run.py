@@ -1,0 +1,299 @@
+"""`prep demo`: it runs all steps, reports failed ones, and keeps folders of the user."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.commands.console.ui import Report, Ui
+from prepcli.commands.demo import conversion, training
+from prepcli.commands.demo import run as module
+from prepcli.commands.demo.page import REPORT
+from prepcli.commands.demo.run import MARKER
+from prepcli.commands.demo.steps import CommandError, DemoStep, StepOutcome
+from prepcli.commands.demo.tiny_model import VOCABULARY
+from prepcli.commands.rendering.demo import demo_report
+from prepcli.core.errors import FAILED, OK, USAGE, PrepError
+from prepcli.core.pacing import PacedNotes
+from tests import CACHE, FLAGS
+from tests.helpers.tiny_checkpoints import read_tensors, same_bits
+
+README = Path(__file__).parents[4] / "README.md"
+COMMANDS = ["", "pad-vocab", "save-init", "save-init", "save-init", "reshard", "export", "verify"]
+TRAINING = ["", "train", "train", "train", "export", "verify"]
+
+
+def make_ui(as_json: bool = False) -> Ui:
+    return Ui("demo", as_json=as_json, out=io.StringIO(), err=io.StringIO())
+
+
+def demo(out: Path, ui: Ui) -> Report:
+    return demo_report(module.run_demo(out, ui), ui.columns)
+
+
+def text(stream: object) -> str:
+    assert isinstance(stream, io.StringIO)
+    return stream.getvalue()
+
+
+def run_demo(out: Path, expected_commands: Sequence[str]) -> list[dict[str, Any]]:
+    """Run the demo with `--json`, check the reports of its steps, and return them."""
+    ui = make_ui(as_json=True)
+    assert ui.finish(demo(out, ui)) == OK
+    report = json.loads(text(ui.out))
+    assert report["ok"]
+    assert report["output"] == str(out)
+    steps = report["steps"]
+    commands = [
+        re.sub(r"^(JAX_NUM_CPU_DEVICES=8 )?prep ", "", step["command"]).split(" ")[0]
+        for step in steps
+    ]
+    assert commands == [*expected_commands]
+    assert all(step["ok"] and step["seconds"] > 0 and step["bytes"] > 0 for step in steps)
+    stderr = text(ui.err)
+    assert all(
+        f"[{number}/{len(steps)}] {step['step']}\n" in stderr
+        for number, step in enumerate(steps, 1)
+    )
+    assert all(f"$ {step['command']}\n" in stderr for step in steps if step["command"])
+    return steps
+
+
+def check_conversions(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Check that a conversion was killed and resumed within its memory, and that the export equals the model."""
+    assert steps[2]["result"].startswith("killed at ")
+    assert steps[2]["bytes"] < steps[4]["bytes"] == steps[1]["bytes"]
+    assert all(0 < steps[i]["peak"] <= 32 << 20 < steps[i]["bytes"] for i in (3, 4))
+    before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-hf")
+    assert before.keys() == after.keys()
+    assert all(same_bits(before[name], after[name]) for name in before)
+    assert (out / "tiny-padded" / "config.json").read_text() != (
+        out / "tiny" / "config.json"
+    ).read_text()
+
+
+def test_demo_runs_all_conversions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "_demo_steps", conversion.conversion_steps)
+    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
+    check_conversions(tmp_path / "out", run_demo(tmp_path / "out", COMMANDS))
+    monkeypatch.chdir(tmp_path / "out")
+    capsys.readouterr()
+    assert (
+        main(["inspect", "tiny-padded-init", "--shards", "embed.tokens", "--mesh", "1,2,4"]) == OK
+    )
+    assert capsys.readouterr().out in README.read_text(), (
+        "the README shows what the demo's model looks like"
+    )
+
+
+@pytest.mark.slow
+def test_demo_runs_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo itself also checks the results of its steps."""
+    for name in (FLAGS, CACHE):  # the demo computes more than it compiles, and has its own cache
+        monkeypatch.delenv(name, raising=False)
+    steps = run_demo(tmp_path / "out", [*COMMANDS, *TRAINING])
+    check_conversions(tmp_path / "out", steps)
+    check_training(tmp_path / "out", steps)
+
+
+def check_training(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Check that training was killed, resumed, and ended like the undisturbed run, with changed weights."""
+    assert re.match(r"loss 5\.\d+ -> [234]\.\d+ in 12 steps", steps[9]["result"])
+    assert re.match(r"killed after step \d+, step (4|8) is durable", steps[10]["result"])
+    assert steps[11]["result"].endswith("step 12 is byte for byte equal to the undisturbed run")
+    losses = [training.logged_losses(out, run) for run in (training.KILLED, training.UNBROKEN)]
+    assert losses[0] == losses[1]
+    before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-learned")
+    assert before.keys() == after.keys()
+    assert not any(same_bits(before[name], after[name]) for name in before)
+    page = (out / REPORT).read_text()
+    assert page.count("<svg") == 3
+    assert not re.search(r"https?://|<script", page)
+    assert len(page) < 1 << 20
+
+
+def test_demo_reuses_the_folder_of_an_earlier_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = module._demo_steps()[0]
+    monkeypatch.setattr(module, "_demo_steps", lambda: (make,))
+    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
+    (tmp_path / "mine").mkdir()
+    assert demo(tmp_path / "out", make_ui()).error is None
+    assert demo(tmp_path / "out", make_ui()).error is None
+    assert (tmp_path / "out" / MARKER).exists()
+    assert demo(tmp_path / "mine", make_ui()).error is None, "an empty folder may be used"
+
+
+@contextmanager
+def tick_once(tick: Callable[[], None]) -> Iterator[None]:
+    """Tick in place of a thread, at the start of the block."""
+    tick()
+    yield
+
+
+def test_demo_shows_that_a_long_step_is_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with parts shows their number. Both lines would be ten seconds after the last one."""
+    train = replace(
+        training.training_steps()[1], args=(), run=lambda folder, args: StepOutcome("trained", 1)
+    )
+    make = conversion.conversion_steps()[0]
+    monkeypatch.setattr(module, "_demo_steps", lambda: (make, train))
+    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
+    monkeypatch.setattr(module, "ticking", tick_once)
+    monkeypatch.setattr(module, "PacedNotes", partial(PacedNotes, every_s=0.0))
+    ui = make_ui()
+    assert demo(tmp_path / "out", ui).error is None
+    lines = text(ui.err).splitlines()
+    first = lines[lines.index("[1/2] make a tiny GPT-Neo") + 1]
+    second = lines[lines.index("[2/2] train on 8 devices") + 1]
+    assert re.fullmatch(r"      0\.\d s", first)
+    assert re.fullmatch(r"      0\.\d s, 0 of 12 steps", second)
+
+
+def test_demo_prints_one_line_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, pad, *_ = module._demo_steps()
+    monkeypatch.setattr(module, "_demo_steps", lambda: (make, pad))
+    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
+    ui = make_ui()
+    assert ui.finish(demo(tmp_path / "out", ui)) == OK
+    head, first, second, last_line = text(ui.out).splitlines()
+    assert head.split() == ["step", "seconds", "bytes", "memory", "result"]
+    assert first.startswith("make a tiny GPT-Neo ")
+    assert first.endswith("257 words, 3 files")
+    assert second.endswith("257 -> 264 rows")
+    assert last_line == f"all 2 steps passed; report with pictures: {tmp_path}/out/report.html"
+    assert text(ui.out).isascii()
+
+
+def test_demo_ends_with_the_error_of_a_failed_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage(folder: Path, words: Sequence[str]) -> None:
+        shard = max(folder.glob("tiny/*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-1])
+
+    make, pad, *_ = module._demo_steps()
+    broken = DemoStep(
+        "make", (), lambda folder, words: (make.run(folder, words), damage(folder, words))[0]
+    )
+    monkeypatch.setattr(module, "_demo_steps", lambda: (broken, pad, make))
+    ui = make_ui()
+    report = demo(tmp_path / "out", ui)
+    assert ui.finish(report) == FAILED
+    assert report.error is not None
+    assert report.error.what == "the demo failed at step 2: pad its vocabulary"
+    assert "is cut short" in report.error.why
+    assert report.error.hint == f"`cd {tmp_path}/out && prep pad-vocab tiny --multiple 8`"
+    assert (
+        "FAILED: prep pad-vocab ended with 1 - model-00003-of-00003.safetensors is cut short"
+        in text(ui.out)
+    )
+
+
+def test_compare_step_fails_for_different_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (conversion.INIT, conversion.UNBROKEN):
+        (tmp_path / name / "d").mkdir(parents=True)
+        (tmp_path / name / "d" / "data").write_text(name)
+    monkeypatch.setattr(conversion, "run_prep", lambda folder, words: {})
+    with pytest.raises(PrepError, match="different files in tiny-padded-init: d/data"):
+        conversion._compare_outputs(tmp_path, ())
+
+
+def test_kill_step_fails_if_the_run_ends_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "_should_kill", lambda partial, is_last: False)
+    with pytest.raises(PrepError, match="ended 5 times before it could be killed"):
+        conversion._kill_conversion(tmp_path, ("models",))
+
+
+def test_demo_keeps_a_folder_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "thesis.txt").write_text("all of it")
+    with pytest.raises(PrepError, match="is not a demo") as caught:
+        demo(tmp_path, make_ui())
+    assert caught.value.code == USAGE
+    assert (tmp_path / "tiny" / "thesis.txt").read_text() == "all of it"
+
+
+def test_demo_vocabulary_is_odd() -> None:
+    assert len(VOCABULARY) % 2 == 1
+
+
+def test_hint_of_a_failed_step_repeats_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path, words: Sequence[str]) -> StepOutcome:
+        raise PrepError("the run ended 5 times before it could be killed")
+
+    monkeypatch.setattr(
+        module, "_demo_steps", lambda: (DemoStep("train, kill -9", training.KILLED_ARGS, fail),)
+    )
+    report = demo(tmp_path / "out", make_ui())
+    assert report.error is not None
+    assert report.error.hint == f"`prep demo --out {tmp_path}/out`"
+
+
+def full_disks(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    """Report no free space for the file systems of these folders, and much for others."""
+
+    def disk_usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=0 if path in folders else 1 << 40)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+
+
+@pytest.mark.parametrize("is_tmp", [False, True])
+def test_demo_names_the_folder_of_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tmp: bool
+) -> None:
+    def fail_with_errno(folder: Path, words: Sequence[str]) -> StepOutcome:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fail_with_message(folder: Path, words: Sequence[str]) -> StepOutcome:
+        raise CommandError("prep train ended with 1", "RESOURCE_EXHAUSTED: writing failed")
+
+    out = tmp_path / "out"
+    folder = tmp_path / "tmp" if is_tmp else out
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    full_disks(monkeypatch, folder)
+    for fail in (fail_with_errno, fail_with_message):
+        steps = (DemoStep("train", training.KILLED_ARGS, fail),)
+        monkeypatch.setattr(module, "_demo_steps", lambda steps=steps: steps)
+        report = demo(out, make_ui())
+        assert report.error is not None
+        assert f"the disk that holds {folder} is full" in report.error.why
+        assert "free some space" in report.error.hint
+
+
+def test_demo_names_the_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path, words: Sequence[str]) -> StepOutcome:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module, "_demo_steps", lambda: (DemoStep("make", (), fail),))
+    report = demo(tmp_path / "out", make_ui())
+    assert report.error is not None
+    assert f"{tmp_path / 'out'} - Input/output error" in report.error.why

@@ -1,0 +1,106 @@
+"""The step of the demo that kills training: it waits for a durable step, in whatever order the run saves and logs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from prepcli.commands.demo import training
+from prepcli.core.errors import PrepError
+from prepcli.formats.manifest import MANIFEST_FILE, STATE_ITEM
+from prepcli.formats.orbax import METADATA_FILE
+from trainer.training.metrics import METRICS_FILE
+
+ShouldKill = Callable[[], bool]
+
+
+def log(run: Path, steps: int) -> None:
+    run.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"step": step, "loss": 5.0}) + "\n" for step in range(1, steps + 1)]
+    (run / METRICS_FILE).write_text("".join(lines))
+
+
+def save(run: Path, step: int) -> None:
+    (run / str(step) / STATE_ITEM).mkdir(parents=True)
+    for name in (MANIFEST_FILE, f"{STATE_ITEM}/{METADATA_FILE}"):
+        (run / str(step) / name).write_text("{}")
+
+
+def use_runs(monkeypatch: pytest.MonkeyPatch, *runs: Callable[[Path, ShouldKill], bool]) -> None:
+    """Replace the processes that the step starts by functions, one per start."""
+    remaining = list(runs)
+
+    def run_and_kill(
+        folder: Path, args: Sequence[str], should_kill: ShouldKill, **variables: str
+    ) -> bool:
+        return remaining.pop(0)(folder / training.KILLED, should_kill)
+
+    monkeypatch.setattr(training, "run_and_kill", run_and_kill)
+
+
+def run_that_saves_late(run: Path, should_kill: ShouldKill) -> bool:
+    """Log steps while the first save is still under way, as on a slow disk."""
+    assert not should_kill()
+    log(run, 8)
+    assert not should_kill()
+    save(run, 4)
+    assert should_kill()
+    return True
+
+
+def run_that_saves_first(run: Path, should_kill: ShouldKill) -> bool:
+    """Save a step before a later one is logged."""
+    log(run, 4)
+    save(run, 4)
+    assert not should_kill(), "no step would be lost"
+    log(run, 5)
+    assert should_kill()
+    return True
+
+
+def run_that_ends(run: Path, should_kill: ShouldKill) -> bool:
+    """End before the kill."""
+    log(run, training.STEPS)
+    save(run, 4)
+    save(run, training.STEPS)
+    return False
+
+
+def run_that_saves_its_end(run: Path, should_kill: ShouldKill) -> bool:
+    """Save the last step between the decision and the signal."""
+    run_that_ends(run, should_kill)
+    return True
+
+
+def test_kill_step_waits_for_a_durable_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_runs(monkeypatch, run_that_saves_late)
+    assert training._kill_training(tmp_path, ()).result == "killed after step 8, step 4 is durable"
+
+
+def test_kill_step_kills_after_an_unsaved_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_runs(monkeypatch, run_that_saves_first)
+    assert training._kill_training(tmp_path, ()).result == "killed after step 5, step 4 is durable"
+
+
+@pytest.mark.parametrize("early_end", [run_that_ends, run_that_saves_its_end])
+def test_kill_step_repeats_a_run_that_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early_end: Callable[[Path, ShouldKill], bool]
+) -> None:
+    use_runs(monkeypatch, early_end, run_that_saves_first)
+    assert (
+        training._kill_training(tmp_path, ()).result
+        == "killed after step 5, step 4 is durable (try 2: it was too fast)"
+    )
+
+
+def test_kill_step_fails_if_each_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_runs(monkeypatch, *[run_that_ends] * 5)
+    with pytest.raises(PrepError, match="the run ended 5 times before it could be killed"):
+        training._kill_training(tmp_path, ())

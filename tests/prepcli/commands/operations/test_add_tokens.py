@@ -1,0 +1,551 @@
+"""`prep add-tokens` and `prep remove-tokens`: tokenizer, rows, records, and the way back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+import prepcli as prep
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import FAILED, USAGE
+from tests.helpers.adapters import make_adapter
+from tests.helpers.later_configs import LATER_FAMILIES
+from tests.helpers.run_cli import run_failing, run_failing_unchanged, run_json, run_ok
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import (
+    FAMILY_CONFIGS,
+    GPT2,
+    LLAMA,
+    assert_same,
+    make_checkpoint,
+    read_tensors,
+)
+from tests.helpers.tokenizer_folders import (
+    KINDS,
+    random_texts,
+    side_files,
+    write_json,
+    write_model,
+)
+
+TOKENS: list[Any] = ["<tool>", {"content": "<end>", "special": True}, "bäd abc", "Ünlike"]
+CONTENTS = ["<tool>", "<end>", "bäd abc", "Ünlike"]
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+CASES = [(kind, seed) for seed in range(10) for kind in KINDS]
+
+# Tied and untied heads, a head with a bias, and two stacks.
+BASES = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "gptj": FAMILY_CONFIGS["gptj"],
+    "t5": FAMILY_CONFIGS["t5"],
+}
+INIT_CASES = list(
+    itertools.product(BASES, ["mean", "zeros", "normal"], ["float32", "bfloat16", "float16"])
+)
+FAST_INIT_CASES = [
+    ("llama", "zeros", "float16"),
+    ("gpt2", "normal", "bfloat16"),
+    ("gptj", "normal", "float32"),
+    ("gptj", "mean", "float32"),
+    ("t5", "mean", "bfloat16"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_json(Path("tokens.json"), TOKENS)
+
+
+def add(*words: str) -> None:
+    run_ok("add-tokens", "./m", "--tokens", "tokens.json", "--out", "added", *words)
+
+
+def remove() -> None:
+    run_ok("remove-tokens", "./added", "--out", "removed")
+
+
+def piece_means(tokenizer: Tokenizer, table: np.ndarray) -> np.ndarray:
+    """Return the mean of the rows of each new token's pieces, rounded once."""
+    rows: list[np.ndarray] = []
+    for content in CONTENTS:
+        ids = tokenizer.encode(content, add_special_tokens=False).ids
+        rows.append(table[ids].astype(np.float64).mean(axis=0))
+    return np.stack(rows).astype(np.float32)
+
+
+def assert_removed(tensors: dict[str, np.ndarray]) -> None:
+    """Remove the added tokens, and check that tensors and tokenizer are as in `m`."""
+    remove()
+    assert_same(read_tensors(Path("removed")), tensors)
+    assert side_files(Path("removed")) == side_files(Path("m"))
+    assert json.loads(Path("removed/config.json").read_text()) == json.loads(
+        Path("m/config.json").read_text()
+    )
+    run_ok("verify", "removed")
+
+
+@pytest.mark.parametrize(("kind", "seed"), slow_except(CASES, CASES[: len(KINDS)]))
+def test_tokens_are_added_and_removed_exactly(kind: str, seed: int):
+    tokenizer = write_model(Path("m"), kind, seed)
+    tensors = read_tensors(Path("m"))
+    size = tokenizer.get_vocab_size()
+    add()
+    added = Tokenizer.from_file("added/tokenizer.json")
+    # The library adds the same tokens to the old tokenizer.
+    tokenizer_before = Tokenizer.from_file("m/tokenizer.json")
+    expected = Tokenizer.from_file("m/tokenizer.json")
+    for content in CONTENTS:
+        token = AddedToken(content, special=content == "<end>")
+        if token.special:
+            expected.add_special_tokens([token])
+        else:
+            expected.add_tokens([token])
+    assert [added.token_to_id(content) for content in CONTENTS] == list(range(size, size + 4))
+    assert json.loads(added.to_str()) == json.loads(expected.to_str())
+    texts = random_texts(seed)
+    for text in texts:
+        assert added.encode(text).ids == tokenizer_before.encode(text).ids
+    mixed = [f"{text} {content} {text}" for text, content in zip(texts, CONTENTS * 10, strict=True)]
+    assert [e.ids for e in added.encode_batch(mixed)] == [
+        e.ids for e in expected.encode_batch(mixed)
+    ]
+    actual = read_tensors(Path("added"))
+    for name in (EMBEDDING, HEAD):
+        assert actual[name][:size].tobytes() == tensors[name].tobytes()
+        np.testing.assert_array_equal(actual[name][size:], piece_means(tokenizer, tensors[name]))
+    run_ok("verify", "added")
+    assert_removed(tensors)
+
+
+@pytest.mark.parametrize(("family", "init", "dtype"), slow_except(INIT_CASES, FAST_INIT_CASES))
+def test_each_init_and_head_comes_back(family: str, init: str, dtype: str):
+    tokenizer = write_model(Path("m"), base=BASES[family], dtype=dtype)
+    tensors = read_tensors(Path("m"))
+    size = tokenizer.get_vocab_size()
+    add("--init", init)
+    resized = 0
+    for name, tensor in read_tensors(Path("added")).items():
+        if tensor.shape == tensors[name].shape:
+            assert tensor.tobytes() == tensors[name].tobytes()
+            continue
+        resized += 1
+        assert tensor[:size].tobytes() == tensors[name].tobytes()
+        assert tensor.shape == (size + 4, *tensors[name].shape[1:])
+        is_zero = init == "zeros" or (init == "normal" and tensor.ndim == 1)
+        assert (not tensor[size:].astype(np.float32).any()) == is_zero
+    assert resized >= 1
+    assert json.loads(Path("added/config.json").read_text())["vocab_size"] == size + 4
+    assert_removed(tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gptj"])
+def test_transformers_computes_equal_logits_of_old_ids(family: str):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tokenizer = write_model(Path("m"), base=BASES[family])
+    size = tokenizer.get_vocab_size()
+    add()
+    old = transformers.AutoModelForCausalLM.from_pretrained("m")
+    new = transformers.AutoModelForCausalLM.from_pretrained("added")
+    ids = torch.arange(2 * 24).reshape(2, 24) * 5 % size
+    with torch.no_grad():
+        old_logits = old(ids).logits
+        hidden = new.base_model(ids).last_hidden_state
+        assert torch.equal(hidden, old.base_model(ids).last_hidden_state)
+        head = new.get_output_embeddings()
+        bias = None if head.bias is None else head.bias[:size]
+        # A product with more columns may be summed in another order, so the old rows are multiplied alone.
+        new_logits = torch.nn.functional.linear(hidden, head.weight[:size], bias)
+        assert torch.equal(new_logits, old_logits)
+        assert new(ids).logits.shape == (2, 24, size + 4)
+    old.resize_token_embeddings(size + 4)
+    assert {name: t.shape for name, t in old.state_dict().items()} == {
+        name: t.shape for name, t in new.state_dict().items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_reads_the_tokenizer(kind: str):
+    transformers = pytest.importorskip("transformers")
+    write_model(Path("m"), kind)
+    add()
+    expected = transformers.AutoTokenizer.from_pretrained("m")
+    expected.add_tokens([AddedToken(content, special=content == "<end>") for content in CONTENTS])
+    actual = transformers.AutoTokenizer.from_pretrained("added")
+    texts = [f"{text} {content}" for text in random_texts(0)[:10] for content in CONTENTS]
+    assert actual(texts).input_ids == expected(texts).input_ids
+    assert len(actual) == len(expected)
+    assert actual.decode([len(actual) - 3], skip_special_tokens=True) == ""
+
+
+def test_settings_get_the_tokens():
+    size = write_model(Path("m")).get_vocab_size()
+    add()
+    settings = json.loads(Path("added/tokenizer_config.json").read_text())
+    tokens = settings["added_tokens_decoder"]
+    assert [tokens[str(size + n)]["content"] for n in range(4)] == CONTENTS
+    assert [tokens[str(size + n)]["special"] for n in range(4)] == [False, True, False, False]
+    special = json.loads(Path("added/special_tokens_map.json").read_text())
+    assert special["additional_special_tokens"] == ["<end>"]
+    ids = json.loads(Path("added/added_tokens.json").read_text())
+    assert ids == {content: size + n for n, content in enumerate(CONTENTS)}
+
+
+def test_manifest_and_json_list_the_tokens(capsys: pytest.CaptureFixture[str]):
+    size = write_model(Path("m")).get_vocab_size()
+    report = run_json(capsys, "add-tokens", "./m", "--tokens", "tokens.json", "--out", "added")
+    expected = {
+        "init": "mean",
+        "count": 4,
+        "tokens": [{"id": size + n, "content": content} for n, content in enumerate(CONTENTS)],
+    }
+    assert report["added_tokens"] == expected
+    manifest = json.loads(Path("added/prep-manifest.json").read_text())
+    assert manifest["added_tokens"] == expected
+    report = run_json(capsys, "remove-tokens", "./added", "--out", "removed")
+    assert report["removed_tokens"] == {"count": 4, "tokens": expected["tokens"]}
+
+
+def test_padding_has_room_for_tokens():
+    size = write_model(Path("m")).get_vocab_size()
+    run_ok("pad-vocab", "./m", "--size", str(size + 10), "--out", "padded")
+    padded = read_tensors(Path("padded"))
+    run_ok("add-tokens", "./padded", "--tokens", "tokens.json", "--out", "added")
+    config = json.loads(Path("added/config.json").read_text())
+    assert (config["vocab_size"], config["true_vocab_size"]) == (size + 10, size + 4)
+    table = read_tensors(Path("added"))[EMBEDDING]
+    assert table[size : size + 4].any(axis=1).all()
+    assert not table[size + 4 :].any()
+    remove()
+    assert_same(read_tensors(Path("removed")), padded)
+    assert side_files(Path("removed")) == side_files(Path("m"))
+
+
+def test_padding_after_tokens_is_removed_with_them():
+    write_model(Path("m"))
+    tensors = read_tensors(Path("m"))
+    add()
+    run_ok("pad-vocab", "./added", "--multiple", "64", "--out", "wide")
+    shutil.rmtree("added")
+    Path("wide").rename("added")
+    assert_removed(tensors)
+
+
+def test_true_vocab_names_the_padding_of_a_published_model():
+    tokenizer = write_model(Path("m"), padding=6)
+    size = tokenizer.get_vocab_size()
+    add("--true-vocab", str(size))
+    assert Tokenizer.from_file("added/tokenizer.json").token_to_id("<tool>") == size
+    assert json.loads(Path("added/config.json").read_text())["true_vocab_size"] == size + 4
+
+
+@pytest.mark.parametrize("folder", ["./added", "./wide"])
+def test_removal_names_the_dropped_rows(folder: str, capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"))
+    add()
+    run_ok("pad-vocab", "./added", "--multiple", "64", "--out", "wide")
+    assert main(["remove-tokens", folder, "--dry-run"]) == 0
+    assert "also where training changed them" in capsys.readouterr().err
+
+
+def test_second_addition_is_removed_first():
+    write_model(Path("m"))
+    tensors = read_tensors(Path("m"))
+    run_ok("add-tokens", "./m", "--tokens", "tokens.json", "--out", "once")
+    Path("more.txt").write_text("zzz\n")
+    run_ok("add-tokens", "./once", "--tokens", "more.txt", "--out", "twice")
+    run_ok("remove-tokens", "./twice", "--out", "added")
+    assert side_files(Path("added")) == side_files(Path("once"))
+    assert_same(read_tensors(Path("added")), read_tensors(Path("once")))
+    assert_removed(tensors)
+
+
+def test_tokens_survive_init_and_export(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"))
+    tensors = read_tensors(Path("m"))
+    run_ok("add-tokens", "./m", "--tokens", "tokens.json", "--out", "more")
+    run_ok("save-init", "./more", "--mesh", "1,1,4", "--pad-vocab", "auto", "--out", "init")
+    run_ok("export", "init", "--out", "added")
+    assert main(["remove-tokens", "./added", "--dry-run"]) == 0
+    assert "also where training changed them" in capsys.readouterr().err
+    remove()
+    assert_same(read_tensors(Path("removed")), tensors)
+    assert side_files(Path("removed")) == side_files(Path("m"))
+
+
+def flip_bit_of_row(folder: Path, row: int) -> None:
+    """Change a bit in a row of the embedding in the only file of a folder."""
+    path = next(folder.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[data.index(read_tensors(folder)[EMBEDDING][row].tobytes())] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_rows_are_found_though_read_in_part(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"), files=1)
+    run_ok("add-tokens", "./m", "--tokens", "tokens.json", "--out", "more")
+    run_ok("save-init", "./more", "--out", "init")
+    run_ok("export", "init", "--out", "added")
+    flip_bit_of_row(Path("added"), 3)
+    err = run_failing(capsys, FAILED, "remove-tokens", "./added", "--out", "removed")
+    assert "is damaged" in err
+    assert not Path("removed").exists()
+
+
+# The manifest of `added` has two digests of a vocabulary tensor: old rows and new rows. These commands read it at once.
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pad-vocab", "./added", "--multiple", "64"],
+        ["save-init", "./added"],
+        ["export", "./added", "--dtype", "bfloat16"],
+    ],
+)
+def test_damaged_output_is_not_converted(words: list[str], capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"), files=1)
+    add()
+    flip_bit_of_row(Path("added"), 3)
+    err = run_failing(capsys, FAILED, *words, "--out", "out")
+    assert "is damaged" in err
+    assert "make it again: `prep add-tokens ./m --tokens tokens.json`" in " ".join(err.split())
+    assert not Path("out").exists()
+
+
+def test_normal_rows_do_not_depend_on_the_budget():
+    write_model(Path("m"))
+    add("--init", "normal", "--seed", "3", "--memory", "32MiB")
+    first = read_tensors(Path("added"))
+    add("--init", "normal", "--seed", "3", "--overwrite", "--restart", "--workers", "2")
+    assert_same(read_tensors(Path("added")), first)
+    add("--init", "normal", "--seed", "4", "--overwrite")
+    assert read_tensors(Path("added"))[EMBEDDING].tobytes() != first[EMBEDDING].tobytes()
+
+
+def test_functions_take_the_same_arguments():
+    write_model(Path("m"))
+    plan = prep.add_tokens("./m", "added", tokens="tokens.json", dry_run=True).plan
+    assert [stream.fill.kind for stream in plan.streams if stream.fill] == ["pieces", "pieces"]
+    assert not Path("added").exists()
+    assert prep.add_tokens("./m", "added", tokens="tokens.json").plan == plan
+    assert prep.add_tokens("./m", "added", tokens=Path("tokens.json")).already_done
+    assert prep.remove_tokens("./added", "removed").bytes_written
+    with pytest.raises(prep.UsageError, match="`tokens` is missing"):
+        prep.add_tokens("./m", "added")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "code", "message"),
+    [
+        (["<s>", "new"], USAGE, "has these tokens already: '<s>'"),
+        (["<s>x"], USAGE, "'<s>x' contains '<s>'"),
+        (["a", "a"], USAGE, "it has tokens twice: 'a'"),
+        ([""], USAGE, "empty tokens: number 1 of the list"),
+    ],
+)
+def test_invalid_tokens_are_refused(
+    tokens: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+):
+    write_model(Path("m"))
+    write_json(Path("tokens.json"), tokens)
+    actual, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert actual == code
+    assert message in " ".join(lines)
+
+
+def test_tokens_with_one_normalized_text_are_refused(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"), "wordpiece")
+    write_json(Path("tokens.json"), ["Zzz", "zzZ"])
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == FAILED
+    assert "would not use the new tokens" in lines[0]
+
+
+def vocabulary_word(tokenizer: Tokenizer) -> str:
+    """Return a token of ASCII letters that is a whole word."""
+    words = sorted(tokenizer.get_vocab())
+    return next(word for word in words if word.isascii() and word.isalpha() and len(word) > 2)
+
+
+def test_normalized_token_may_not_hide_an_old_one(capsys: pytest.CaptureFixture[str]):
+    word = vocabulary_word(write_model(Path("m"), "wordpiece"))
+    write_json(Path("tokens.json"), [word.upper()])
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == USAGE
+    assert f"has these tokens already: {word!r}" in lines[0]
+    write_json(Path("tokens.json"), [{"content": word.upper(), "normalized": False}])
+    add()
+    before = Tokenizer.from_file("m/tokenizer.json")
+    assert Tokenizer.from_file("added/tokenizer.json").encode(word).ids == before.encode(word).ids
+
+
+def test_normalized_tokens_may_not_overlap(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"), "wordpiece")
+    write_json(Path("tokens.json"), ["Zzz", "xzzZ"])
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == USAGE
+    assert "'xzzz' contains 'zzz'" in " ".join(lines)
+
+
+def test_tokens_without_pieces_need_another_init(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"), "byte-level")
+    document = json.loads(Path("m/tokenizer.json").read_text())
+    # Without an unknown token and with letters only, BPE drops other characters.
+    document["pre_tokenizer"] = None
+    Path("m/tokenizer.json").write_text(json.dumps(document))
+    write_json(Path("tokens.json"), ["漢"])
+    err = run_failing(capsys, USAGE, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert "`--init mean` does not fit '漢'" in err
+    run_ok("add-tokens", "./m", "--tokens", "tokens.json", "--init", "zeros")
+
+
+@pytest.mark.parametrize(
+    ("padding", "message"), [(5, "--true-vocab"), (-5, "use the tokenizer of the model")]
+)
+def test_sizes_of_tokenizer_and_model_must_agree(
+    padding: int, message: str, capsys: pytest.CaptureFixture[str]
+):
+    write_model(Path("m"), padding=padding)
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == USAGE
+    assert message in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sentencepiece.bpe.model", "is not supported"),
+        ("vocab.txt", "is not supported"),
+        ("README.md", "has no tokenizer"),
+    ],
+)
+def test_other_tokenizers_are_refused(name: str, message: str, capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("m"), LLAMA)
+    Path("m", name).write_bytes(b"x")
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == USAGE
+    assert message in lines[0]
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json"])
+def test_settings_with_a_new_token_are_refused(name: str, capsys: pytest.CaptureFixture[str]):
+    size = write_model(Path("m")).get_vocab_size()
+    document = json.loads(Path("m", name).read_text())
+    if name == "added_tokens.json":
+        document["<tool>"] = 3
+    else:
+        document["added_tokens_decoder"][str(size)] = {"content": "old"}
+    write_json(Path("m", name), document)
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == FAILED
+    assert f"{name} is not supported" in lines[0]
+    assert "already" in " ".join(lines)
+
+
+def test_broken_tokenizer_is_one_error(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"))
+    Path("m/tokenizer.json").write_text('{"added_tokens": [}')
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == FAILED
+    assert "is not a valid tokenizer" in lines[0]
+
+
+def test_folder_without_a_record_is_refused(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"))
+    code, lines = run_failing_unchanged(capsys, "remove-tokens", "./m")
+    assert code == USAGE
+    assert "records no added tokens" in lines[0]
+
+
+def test_changed_tokenizer_is_not_removed(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"))
+    add()
+    shutil.copy("m/tokenizer.json", "added/tokenizer.json")
+    Path("added/prep-manifest.json").unlink()
+    capsys.readouterr()
+    code, lines = run_failing_unchanged(capsys, "remove-tokens", "./added")
+    assert code == FAILED
+    assert "tokenizer.json was changed" in lines[0]
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"format": 2, "additions": []}'])
+def test_damaged_record_is_one_error(content: bytes, capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"))
+    add()
+    Path("added/prep-manifest.json").unlink()
+    Path("added/prep-added-tokens.json").write_bytes(content)
+    capsys.readouterr()
+    code, lines = run_failing_unchanged(capsys, "remove-tokens", "./added")
+    assert code == FAILED
+    assert "is not a record of this prep" in lines[0]
+
+
+# A range that ends before its start doubles the text. One after the end removes no byte.
+@pytest.mark.parametrize("inserted", [[[10**18, 0]] * 40, [[5, 10**18]]])
+def test_record_with_impossible_ranges_is_damaged(
+    inserted: list[list[int]], capsys: pytest.CaptureFixture[str]
+):
+    write_model(Path("m"))
+    add()
+    Path("added/prep-manifest.json").unlink()
+    record = json.loads(Path("added/prep-added-tokens.json").read_text())
+    record["additions"][0]["files"]["tokenizer.json"]["inserted"] = inserted
+    write_json(Path("added/prep-added-tokens.json"), record)
+    capsys.readouterr()
+    code, lines = run_failing_unchanged(capsys, "remove-tokens", "./added")
+    assert code == FAILED
+    assert "the record of tokenizer.json is damaged" in lines[0]
+    assert "byte range" in " ".join(lines)
+
+
+@pytest.mark.parametrize("words", [("add-tokens", "--tokens", "tokens.json"), ("remove-tokens",)])
+def test_adapter_is_refused_and_fits_the_new_base(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    write_model(Path("m"))
+    make_adapter(Path("adapter"), {"model.layers.0.self_attn.q_proj": (32, 32)})
+    code, lines = run_failing_unchanged(capsys, words[0], "./adapter", *words[1:])
+    assert code == USAGE
+    assert "adapter has only adapters" in lines[0]
+    assert f"`prep {words[0]} BASE`" in lines[2]
+    add()
+    run_ok("merge", "adapter", "./added", "--out", "merged")
+    merged = read_tensors(Path("merged"))
+    assert merged[EMBEDDING].tobytes() == read_tensors(Path("added"))[EMBEDDING].tobytes()
+
+
+def test_embeddings_per_layer_are_refused(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"), base=LATER_FAMILIES["gemma4_text"])
+    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    assert code == USAGE
+    assert "has embeddings per layer, which is not supported" in lines[0]
+    assert "embed_tokens_per_layer.weight" in " ".join(lines)
+
+
+def test_tokens_of_a_pipe_are_added(capsys: pytest.CaptureFixture[str]):
+    write_model(Path("m"))
+    reader, writer = os.pipe()
+    os.write(writer, b"<tool>\n")
+    os.close(writer)
+    words = ("add-tokens", "./m", "--tokens", f"/dev/fd/{reader}", "--out", "added")
+    code, lines = run_failing_unchanged(capsys, *words, "--workers", "2")
+    assert code == USAGE
+    assert lines[0] == f"error: `--tokens /dev/fd/{reader}` cannot be a pipe"
+    run_ok(*words)
+    os.close(reader)
+    Path("tokens.txt").write_text("<tool>\n")
+    run_ok("add-tokens", "./m", "--tokens", "tokens.txt", "--out", "expected")
+    assert_same(read_tensors(Path("added")), read_tensors(Path("expected")))
+    assert side_files(Path("added")) == side_files(Path("expected"))

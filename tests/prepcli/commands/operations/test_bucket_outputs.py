@@ -1,0 +1,540 @@
+"""Outputs in an object store: written from memory, by one or several processes, resumed from the store alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import chdir
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from prepcli.commands.operations import conversion
+from prepcli.execution import bucket_executor
+from prepcli.execution.bucket_executor import BucketExecutor
+from prepcli.formats.orbax import chunk_file_path
+from prepcli.planning.object_files import plan_object_files
+from prepcli.remote import object_store
+from prepcli.remote.bucket_lock import BucketLock, LockOwner
+from prepcli.remote.object_store import Bucket, parse_url
+from prepcli.remote.remote_files import LOCK_FILE
+from tests.helpers.faults import change_and_restore_time, replace_by_copy
+from tests.helpers.fork_server import ForkedProcess, start_prep
+from tests.helpers.object_server import FakeObjectStore
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.store_sites import (
+    MESH,
+    WIDE,
+    StoreSite,
+    finish,
+    read_files,
+    stop_or_finish,
+    wait_for_writes,
+)
+from tests.helpers.tiny_checkpoints import make_checkpoint
+from tests.helpers.waiting import wait_until
+
+pytestmark = [pytest.mark.waits, pytest.mark.usefixtures("small_objects")]
+
+LAST_WRITES = ["PUT bucket/out/commit_success.txt", "PUT bucket/out/prep-manifest.json"]
+KILLS = 3
+COMMANDS = {
+    "save-init": ("save-init", "m", *MESH),
+    "save-init of chunk files": ("save-init", "m", *MESH, "--storage", "files"),
+    "save-init without a mesh": ("save-init", "m", "--dtype", "bfloat16"),
+    "reshard": ("reshard", "init", "--mesh", "1,1,4"),
+    "export": ("export", "init", "--shard-size", "4MB"),
+    "pad-vocab": ("pad-vocab", "m", "--multiple", "8", "--init", "mean"),
+    "export for Flax": ("export", "init", "--layout", "hf-flax"),
+}
+
+
+def words(name: str, home: Path) -> list[str]:
+    """Return the arguments of a command, with the path of its source."""
+    command, source, *options = COMMANDS[name]
+    return [command, str(home / source), *options]
+
+
+def convert_locally(site: StoreSite, arguments: Sequence[str]) -> dict[str, bytes]:
+    """Execute the plan of a bucket output in a local folder, and return its files."""
+    # The plan is the same object, so that manifest and index are equal too.
+    make_local = conversion._convert_to_folder  # pyright: ignore[reportPrivateUsage]
+
+    def convert(common: Any, observer: Any, opened: Any, started_s: float) -> Any:
+        plan = opened.planned.plan
+        plan = plan_object_files(plan, partial(chunk_file_path, uses_zarr3=plan.uses_zarr3))
+        planned = conversion.replace(opened.planned, plan=plan)
+        opened = conversion.replace(opened, planned=planned)
+        return make_local(common, observer, opened, started_s)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(conversion, "_convert_to_folder", convert)
+        report = site.run_prep(*arguments, "--out", "local")
+    assert report["ok"], report
+    return read_files(Path("local"))
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(COMMANDS, ("save-init", "save-init of chunk files", "export", "pad-vocab"))
+)
+def test_bucket_output_has_the_bytes_of_a_local_one(site: StoreSite, home: Path, name: str):
+    arguments = words(name, home)
+    expected = convert_locally(site, arguments)
+    report = site.run_process(*arguments, "--out", "gs://bucket/out", small_files=True)
+    assert (report["ok"], report["output"]) == (True, "gs://bucket/out"), report
+    assert site.store.objects_below("bucket/out/") == expected
+    assert site.writes()[-2 if "export" not in name and "pad" not in name else -1 :]
+    assert not [path for path in site.cwd.iterdir() if path.name != "local"]
+    source = str(home / COMMANDS[name][1])
+    if "Flax" not in name and "--dtype" not in arguments:
+        assert site.run_prep("verify", "gs://bucket/out", source)["ok"]
+
+
+def test_manifest_is_the_last_object(site: StoreSite, home: Path):
+    assert site.run_prep(*words("save-init", home), "--out", "gs://bucket/out")["ok"]
+    lines = [line for line in site.writes() if "/.prep/" not in line and line != "POST bucket"]
+    assert lines[-2:] == LAST_WRITES
+    assert not [key for key in site.store.objects if "/.prep/" in key]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), slow_except(product(("save-init", "export"), (2, 4)), [("export", 2)])
+)
+def test_several_processes_write_one_output(site: StoreSite, home: Path, name: str, count: int):
+    arguments = words(name, home)
+    expected = convert_locally(site, arguments)
+    running: list[ForkedProcess] = []
+    for index in range(count):
+        share = ("--processes", f"{count}/{index}", "--out", "gs://bucket/out")
+        running.append(site.start_prep(*arguments, *share, small_files=True))
+    reports = [finish(process) for process in running]
+    assert [report["ok"] for report in reports] == [True] * count, reports
+    assert site.store.objects_below("bucket/out/") == expected
+    sent = Counter(key for key, _ in site.store.received if key.endswith("safetensors"))
+    assert set(sent.values()) <= {1}
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    slow_except(
+        product(("save-init", "export", "save-init of chunk files"), (1, 2, 4)),
+        [("save-init", 2), ("export", 1)],
+    ),
+)
+def test_killed_processes_resume_from_the_store(site: StoreSite, home: Path, name: str, count: int):
+    """Each run has a folder of its own, as on another machine."""
+    arguments = words(name, home)
+    expected = convert_locally(site, arguments)
+    rng = random.Random(f"{name} {count}")
+    num_runs = 0
+    is_complete = False
+    while not is_complete:
+        folder = site.cwd / f"machine-{num_runs}"
+        folder.mkdir()
+        stored = {key for key in site.store.objects if "/.prep" not in key}
+        site.store.received.clear()
+        running: list[ForkedProcess] = []
+        with chdir(folder):
+            for index in range(count):
+                share = ("--processes", f"{count}/{index}", "--out", "gs://bucket/out")
+                running.append(site.start_prep(*arguments, *share, small_files=True))
+        if num_runs < KILLS:
+            wait_for_writes(site.store, rng.randrange(1, 12 * count), running)
+        reports = [stop_or_finish(process, kill=num_runs < KILLS) for process in running]
+        is_complete = all(report is not None and report["ok"] for report in reports)
+        assert is_complete or num_runs < KILLS, reports
+        # A killed process may have sent an object without an answer of the store.
+        time.sleep(0.05)
+        wait_until(lambda: not site.store.num_running)
+        sent_again = stored & {key for key, _ in site.store.received}
+        assert not sent_again
+        assert not list(folder.iterdir())
+        num_runs += 1
+    written = site.store.objects_below("bucket/out/")
+    # A kill may also come after the publication.
+    written.pop(LOCK_FILE, None)
+    assert written == expected
+
+
+def leave_lock(store: FakeObjectStore) -> None:
+    """Store the lock of a process that was killed after it had published the output."""
+    plan = json.loads(store.objects["bucket/out/prep-manifest.json"])["plan"]
+    owner = LockOwner("another-host", 1, plan, "token")
+    store.store(f"bucket/out/{LOCK_FILE}", owner.to_bytes())
+
+
+def test_the_next_run_deletes_what_a_kill_after_publication_left(site: StoreSite, home: Path):
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out")
+    site.store.failing_requests = "DELETE bucket/out/.prep/done"
+    assert site.run_prep(*arguments)["ok"]
+    site.store.failing_requests = "\0"
+    leave_lock(site.store)
+    site.store.objects.pop("bucket/out/.prep/run.json", None)
+    assert [key for key in site.store.objects if "/out/.prep/done/" in key]
+    assert site.run_prep(*arguments)["already"] is True
+    assert not [key for key in site.store.objects if "/out/.prep" in key]
+
+
+def test_notes_written_after_the_publication_are_deleted(
+    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Another process resumes and publishes the output while this one begins."""
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out")
+    expected = convert_locally(site, arguments[:-2])
+    site.store.failing_requests = "PUT bucket/out/hf/"
+    assert not site.run_prep(*arguments)["ok"]
+    site.store.failing_requests = "\0"
+    join = BucketExecutor._join  # pyright: ignore[reportPrivateUsage]
+
+    def join_and_publish(executor: BucketExecutor, *args: Any) -> bool:
+        is_needed = join(executor, *args)
+        for key in [key for key in site.store.objects if "/.prep/" in key]:
+            del site.store.objects[key]
+        for path, data in expected.items():
+            site.store.store(f"bucket/out/{path}", data)
+        return is_needed
+
+    monkeypatch.setattr(BucketExecutor, "_join", join_and_publish)
+    assert site.run_prep(*arguments, "--processes", "2/1")["ok"]
+    assert site.store.objects_below("bucket/out/") == expected
+
+
+@pytest.mark.parametrize("change", [change_and_restore_time, replace_by_copy])
+def test_resume_compares_the_source_with_the_earlier_run(
+    site: StoreSite, change: Callable[[Path], None]
+):
+    make_checkpoint(Path("m"))
+    arguments = ("save-init", "./m", "--mesh", "1,2,2", "--out", "gs://bucket/out")
+    site.store.failing_requests = "PUT bucket/out/hf/"
+    assert not site.run_prep(*arguments, "--pad-vocab", "8")["ok"]
+    site.store.failing_requests = "\0"
+    change(min(Path("m").glob("*.safetensors")))
+    report = site.run_prep(*arguments, "--pad-vocab", "8")
+    if change is replace_by_copy:
+        assert report["ok"], report
+        return
+    assert "changed while it was read" in report["error"]["what"]
+    assert "bucket/out/prep-manifest.json" not in site.store.objects
+    assert site.run_prep(*arguments, "--pad-vocab", "8", "--restart")["ok"]
+    assert site.run_prep("verify", "gs://bucket/out", "./m")["ok"]
+
+
+def test_tensors_without_elements_are_part_of_the_output(site: StoreSite):
+    folder = Path("empty")
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "unknown"}')
+    tensors = {"a": np.ones(8, np.float32), "b": np.zeros((0, 4), np.float32)}
+    save_file(tensors, folder / "model.safetensors")
+    assert site.run_prep("save-init", "./empty", "--out", "gs://bucket/out")["ok"]
+    assert site.run_prep("verify", "gs://bucket/out", "./empty")["ok"]
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param(("--mesh", "1,4,1"), marks=pytest.mark.slow), ("--mesh", "1,1,1")]
+)
+def test_memory_is_within_the_budget(site: StoreSite, options: Sequence[str]):
+    """Tensors of 32 MiB, which do not fit: objects in parts, and objects in several passes."""
+    make_checkpoint(site.cwd / "wide", **WIDE)
+    arguments = ("save-init", "./wide", *options, "--out", "gs://bucket/out", "--memory", "32MiB")
+    report = site.run_process(*arguments, small_files=True)
+    assert report["ok"], report
+    assert report["memory"]["peak"] <= 32 << 20
+    assert site.run_prep("verify", "gs://bucket/out", "./wide")["ok"]
+
+
+def test_kept_objects_are_not_sent_again(site: StoreSite, home: Path):
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out")
+    site.store.failing_requests = "PUT bucket/out/.prep/done/3"
+    assert not site.run_prep(*arguments)["ok"]
+    sent = {key for key, _ in site.store.received if "/d/" in key}
+    stored = {key for key in site.store.objects if "/out/d/" in key}
+    assert sent
+    assert sent == stored
+    site.store.failing_requests = "\0"
+    site.store.received.clear()
+    assert site.run_prep(*arguments)["ok"]
+    assert not stored & {key for key, _ in site.store.received}
+    assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
+
+
+def name_another_run(note: dict[str, Any]) -> None:
+    note["run"] = "another run"
+
+
+def remove_run(note: dict[str, Any]) -> None:
+    del note["run"]
+
+
+@pytest.mark.parametrize("change", [remove_run, name_another_run])
+def test_units_of_an_earlier_version_are_written_again(
+    site: StoreSite, home: Path, change: Callable[[dict[str, Any]], None]
+):
+    """Notes of units have named their run since then. A process of another run may write one late."""
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out")
+    site.store.failing_requests = "PUT bucket/out/hf/"
+    assert not site.run_prep(*arguments)["ok"]
+    site.store.failing_requests = "\0"
+    notes = [key for key in site.store.objects if "/.prep/done/" in key]
+    for key in notes[1:]:
+        note = json.loads(site.store.objects[key])
+        # The checksum is optional.
+        del note["checksum"]
+        change(note)
+        site.store.store(key, json.dumps(note).encode())
+    report = site.run_prep(*arguments)
+    assert report["ok"], report
+    assert report["bytes"]["resumed"] > 0
+    expected = convert_locally(site, arguments[:-2])
+    assert site.store.objects_below("bucket/out/") == expected
+
+
+def test_existing_bucket_output_is_kept(site: StoreSite, home: Path):
+    arguments = ("save-init", str(home / "m"), "--out", "s3://bucket/out", "--mesh")
+    assert site.run_prep(*arguments, "1,4,1")["already"] is False
+    site.store.requests.clear()
+    assert site.run_prep(*arguments, "1,4,1")["already"] is True
+    error = site.run_prep(*arguments, "1,2,1")["error"]
+    assert (error["what"], error["why"]) == (
+        "s3://bucket/out already exists",
+        "it was made by another request, or of another source",
+    )
+    assert site.writes() == []
+    assert list(site.cwd.iterdir()) == []
+
+
+def test_overwrite_deletes_the_manifest_before_other_objects(site: StoreSite, home: Path):
+    arguments = ("save-init", str(home / "m"), "--out", "s3://bucket/out", "--no-scan")
+    assert site.run_prep(*arguments[:-1])["ok"]
+    site.store.objects["bucket/out/d/old"] = b"x"
+    site.store.requests.clear()
+    assert site.run_prep(*arguments, "--overwrite")["ok"]
+    lines = [line for line in site.writes() if "/.prep/" not in line and line != "POST bucket"]
+    assert lines[:2] == [line.replace("PUT", "DELETE") for line in reversed(LAST_WRITES)]
+    assert lines[-2:] == LAST_WRITES
+    assert "bucket/out/d/old" not in site.store.objects
+    assert site.run_prep("verify", "s3://bucket/out", str(home / "m"))["ok"]
+
+
+@pytest.mark.parametrize(
+    ("address", "more"),
+    [
+        ("gs://bucket/models/m", ()),
+        ("gs://bucket/models", ("--overwrite",)),
+        ("s3://bucket", ("--restart",)),
+    ],
+)
+def test_foreign_bucket_folder_is_never_replaced(
+    site: StoreSite, home: Path, address: str, more: tuple[str, ...]
+):
+    error = site.run_prep("save-init", str(home / "m"), "--out", address, *more)["error"]
+    assert error["what"] == f"{address} exists and is something else"
+    assert "no prep-manifest.json" in error["why"]
+    assert site.writes() == []
+
+
+@pytest.mark.parametrize("failing", ["PUT bucket/out/d/", "DELETE bucket/out/d/"])
+def test_failed_overwrite_resumes(site: StoreSite, home: Path, failing: str):
+    arguments = ("save-init", str(home / "m"), *MESH, "--out", "gs://bucket/out")
+    assert site.run_prep(*arguments, "--no-scan")["ok"]
+    site.store.failing_requests = failing
+    assert not site.run_prep(*arguments, "--overwrite")["ok"]
+    assert "bucket/out/prep-manifest.json" not in site.store.objects
+    site.store.failing_requests = "\0"
+    assert site.run_prep(*arguments, "--overwrite")["ok"]
+    assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
+    names = site.store.objects_below("bucket/out/").keys()
+    assert names == convert_locally(site, arguments[:-2]).keys()
+
+
+def test_an_unfinished_output_of_another_plan_needs_restart(site: StoreSite, home: Path):
+    arguments = (
+        *words("save-init", home)[:2],
+        "--out",
+        "gs://bucket/out",
+        "--pad-vocab",
+        "8",
+        "--mesh",
+    )
+    site.store.failing_requests = "PUT bucket/out/hf/"
+    assert not site.run_prep(*arguments, "1,2,2")["ok"]
+    site.store.failing_requests = "\0"
+    before = site.store.objects_below("bucket/out/")
+    error = site.run_prep(*arguments, "1,4,1")["error"]
+    assert error["what"] == "gs://bucket/out belongs to another run"
+    assert site.store.objects_below("bucket/out/") == before
+    assert site.run_prep(*arguments, "1,4,1", "--restart")["ok"]
+    assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
+
+
+def test_concurrent_conversions_to_one_url_write_one_output(site: StoreSite, home: Path):
+    """In every interleaving: the other one finds the lock, the objects of a partial output, or the whole output."""
+    arguments = (
+        "save-init",
+        str(home / "m"),
+        "--pad-vocab",
+        "8",
+        "--out",
+        "gs://bucket/out",
+        "--mesh",
+    )
+    running = []
+    for number, mesh in enumerate(("1,2,2", "1,4,1")):
+        folder = site.cwd / str(number)
+        folder.mkdir()
+        with chdir(folder):
+            running.append(site.start_prep(*arguments, mesh))
+    reports = [json.loads(process.communicate()[0]) for process in running]
+    assert sorted(report["ok"] for report in reports) == [False, True], reports
+    loser = next(report["error"]["what"] for report in reports if not report["ok"])
+    assert loser.startswith("gs://bucket/out ")
+    winner = next(report for report in reports if report["ok"])
+    manifest = json.loads(site.store.objects["bucket/out/prep-manifest.json"])
+    assert manifest["plan"] == winner["plan_digest"]
+    assert not [key for key in site.store.objects if LOCK_FILE in key]
+    assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
+
+
+def test_a_locked_url_is_refused_before_the_work(site: StoreSite, home: Path):
+    arguments = ("save-init", str(home / "m"), *MESH, "--out", "gs://bucket/out")
+    with BucketLock(Bucket(parse_url("gs://bucket/out")), "another plan"):
+        error = site.run_prep(*arguments)["error"]
+    assert error["what"] == "gs://bucket/out is locked"
+    assert f"process {os.getpid()} on " in error["why"]
+    assert list(site.cwd.iterdir()) == []
+    assert site.writes() == []
+    assert site.run_prep(*arguments)["ok"]
+
+
+def test_workers_write_one_output(site: StoreSite, home: Path):
+    arguments = ("reshard", "gs://bucket/init", "--mesh", "1,4,1", "--out", "gs://bucket/out")
+    # Workers are new interpreters, so that objects have their usual size in all processes.
+    report = finish(start_prep(*arguments, "--workers", "2", "--json", cwd=site.cwd))
+    assert report["ok"], report
+    # Both processes may publish at the same time. The store refuses the second manifest.
+    assert site.store.stored.count("bucket/out/prep-manifest.json") == 1
+    assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
+
+
+def test_an_output_does_not_overlap_its_source(site: StoreSite):
+    for out in ("gs://bucket/init", "gs://bucket/init/wide", "gs://bucket"):
+        words = ("reshard", "gs://bucket/init", "--mesh", "1,4,1", "--overwrite", "--out", out)
+        error = site.run_prep(*words)["error"]
+        assert (error["code"], "overlap" in error["what"]) == (2, True)
+    assert site.writes() == []
+
+
+def test_an_output_with_too_many_objects_is_refused(
+    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(object_store, "MAX_OBJECTS", 20)
+    arguments = words("save-init of chunk files", home)
+    error = site.run_prep(*arguments, "--out", "gs://bucket/out")["error"]
+    assert (error["code"], "would have" in error["what"]) == (2, True)
+    assert site.writes() == []
+
+
+def test_processes_of_one_output_cannot_restart_it(site: StoreSite, home: Path):
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out", "--restart")
+    error = site.run_prep(*arguments, "--processes", "2/0")["error"]
+    assert (error["code"], "several processes" in error["what"]) == (2, True)
+    assert site.writes() == []
+
+
+def test_a_missing_process_is_an_error(
+    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bucket_executor, "PATIENCE_S", 1.0)
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out")
+    for index, what in ((1, "process 0 is not running"), (0, "a process is not running")):
+        error = site.run_prep(*arguments, "--processes", f"2/{index}")["error"]
+        assert (error["what"], error["code"]) == (what, 75)
+    # One process completes what is left.
+    assert site.run_prep(*arguments)["ok"]
+    assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
+
+
+def test_a_failed_process_ends_the_others(site: StoreSite, home: Path):
+    arguments = (*words("export", home), "--out", "gs://bucket/out")
+    site.store.failing_requests = "PUT bucket/out/model-00001"
+    running = [site.start_prep(*arguments, "--processes", f"2/{index}") for index in range(2)]
+    errors = [finish(process)["error"]["what"] for process in running]
+    assert sorted(errors)[0] == "cannot write gs://bucket/out"
+    assert sorted(errors)[1].startswith("process ")
+    site.store.failing_requests = "\0"
+    assert site.run_prep(*arguments)["ok"]
+
+
+# Faults of stores
+
+
+@pytest.mark.parametrize("scheme", slow_except(["gs", "s3"], ["s3"]))
+def test_writes_survive_faults_of_the_store(site: StoreSite, home: Path, scheme: str):
+    site.store.write_faults.rate = 0.3
+    arguments = words("save-init of chunk files", home)
+    report = site.run_process(*arguments, "--out", f"{scheme}://bucket/out")
+    assert report["ok"], report
+    assert sum(map(bool, site.store.write_faults.injected)) >= 10
+    site.store.write_faults.rate = 0
+    assert site.store.objects_below("bucket/out/") == convert_locally(site, arguments)
+
+
+@pytest.mark.parametrize("content", slow_except([b"x", None], [None]))
+def test_an_object_of_a_second_writer_stays(site: StoreSite, home: Path, content: bytes | None):
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out")
+    expected = convert_locally(site, arguments[:-2])
+    path, data = max(expected.items(), key=lambda item: len(item[1]))
+    # Of the same size, or of another one
+    foreign = content or bytes(len(data))
+    site.store.failing_requests = "PUT bucket/out/d/"
+    assert not site.run_prep(*arguments)["ok"]
+    site.store.failing_requests = "\0"
+    site.store.store(f"bucket/out/{path}", foreign)
+    error = site.run_prep(*arguments)["error"]
+    assert error["what"] == f"{path} of gs://bucket/out was written by another program"
+    assert site.store.objects[f"bucket/out/{path}"] == foreign
+    assert "bucket/out/prep-manifest.json" not in site.store.objects
+    assert site.run_prep(*arguments, "--restart")["ok"]
+    assert site.store.objects_below("bucket/out/") == expected
+
+
+def test_objects_that_are_listed_late_are_found(site: StoreSite, home: Path):
+    site.store.unlisted = "bucket/out/"
+    report = site.run_prep(*words("save-init", home), "--out", "gs://bucket/out")
+    assert report["ok"], report
+    site.store.unlisted = "\0"
+    assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
+
+
+def test_a_lost_object_is_written_again_by_the_next_run(site: StoreSite, home: Path):
+    arguments = (*words("save-init", home), "--out", "gs://bucket/out")
+    site.store.failing_requests = "PUT bucket/out/hf/"
+    assert not site.run_prep(*arguments)["ok"]
+    site.store.failing_requests = "\0"
+    lost = next(key for key in site.store.objects if key.startswith("bucket/out/d/"))
+    del site.store.objects[lost]
+    error = site.run_prep(*arguments)["error"]
+    assert error["what"].endswith("of gs://bucket/out is missing or was changed")
+    assert site.run_prep(*arguments)["ok"]
+    assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
+
+
+@pytest.mark.slow
+def test_a_forgotten_part_of_an_upload_is_noticed(site: StoreSite):
+    """An object of 32 MiB is uploaded in parts."""
+    make_checkpoint(site.cwd / "wide", **WIDE)
+    arguments = ("save-init", "./wide", "--mesh", "1,1,1", "--out", "gs://bucket/out")
+    site.store.forgets_parts = True
+    error = site.run_process(*arguments, "--memory", "32MiB")["error"]
+    assert error["what"].endswith("to gs://bucket/out is incomplete")
+    site.store.forgets_parts = False
+    assert site.run_process(*arguments, "--memory", "32MiB")["ok"]
+    assert site.run_prep("verify", "gs://bucket/out", "./wide")["ok"]

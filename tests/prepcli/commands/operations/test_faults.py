@@ -1,0 +1,404 @@
+"""Full or broken disks, and files that change or vanish during a conversion.
+
+Each fault ends in one error, and the same command again writes the same output.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.engine import pipeline
+from prepcli.engine.files import Files
+from prepcli.engine.pipeline import ConversionResult, Pipeline
+from tests.helpers.faults import COMMANDS, FaultSources, run_until_killed
+from tests.helpers.killing import read_files
+from tests.helpers.run_cli import run_ok
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.usefixtures("sources")
+
+
+def run_failing_command(
+    capsys: pytest.CaptureFixture[str], name: str, *more: str, code: int = 1
+) -> str:
+    """Run a failing command, check the absence of its output, and return stderr."""
+    capsys.readouterr()
+    assert main([*COMMANDS[name], "--out", "out", "-q", *more]) == code
+    assert not Path("out").exists()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    assert "a bug in prep" not in err
+    assert err.count("error: ") == 1
+    return err
+
+
+def check_resumes(name: str, expected: dict[str, bytes], *more: str) -> None:
+    assert main([*COMMANDS[name], "--out", "out", "-q", *more]) == 0
+    assert read_files(Path("out")) == expected
+    assert not Path("out.partial").exists()
+
+
+# Reads and writes that fail
+
+
+def fail_calls(monkeypatch: pytest.MonkeyPatch, call: str, first: int, number: int) -> None:
+    """Make reads (`preadv`) or writes (`pwritev`) fail from call `first` on."""
+    real_call, calls_left = getattr(os, call), iter(range(first))
+
+    def fail(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if next(calls_left, None) is None:
+            raise OSError(number, os.strerror(number))
+        return real_call(fd, buffers, offset)
+
+    monkeypatch.setattr(os, call, fail)
+
+
+CALL_ERRORS = {
+    ("preadv", errno.EIO): "cannot read or write ",
+    ("pwritev", errno.EIO): "cannot read or write ",
+    ("pwritev", errno.ENOSPC): " is full",
+    ("pwritev", errno.EDQUOT): " is full",
+}
+FAILING_CALLS = [
+    (name, *call, first) for name in COMMANDS for call in CALL_ERRORS for first in (0, 7)
+]
+
+
+def is_fast_failing_call(case: tuple[str, str, int, int]) -> bool:
+    """Return whether the default suite has the case: all of save-init, and each error late in every command."""
+    name, call, number, first = case
+    return name == "save-init" or (first == 7 and (call, number) != ("pwritev", errno.EDQUOT))
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "number", "first"), slow_except(FAILING_CALLS, is_fast_failing_call)
+)
+def test_failing_reads_and_writes_are_reported(
+    sources: FaultSources, capsys, monkeypatch, name: str, call: str, number: int, first: int
+):
+    expected = sources.expected(COMMANDS[name])
+    with monkeypatch.context() as patched:
+        fail_calls(patched, call, first, number)
+        err = run_failing_command(capsys, name)
+    assert CALL_ERRORS[call, number] in err
+    assert os.strerror(number) in err
+    check_resumes(name, expected)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_short_reads_and_writes_are_completed(
+    sources: FaultSources, monkeypatch, name: str, call: str
+):
+    expected, real_call, draw = (
+        sources.expected(COMMANDS[name]),
+        getattr(os, call),
+        random.Random(1),
+    )
+
+    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
+        size = len(buffers[0])
+        return real_call(
+            fd, [buffers[0][: draw.choice([size, max(1, size // 3), min(size, 4096)])]], offset
+        )
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, short)
+        check_resumes(name, expected)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_truncated_source_is_reported(sources: FaultSources, capsys, monkeypatch, name: str):
+    expected = sources.expected(COMMANDS[name])
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", lambda fd, buffers, offset: 0)
+        assert re.search(
+            r"error: \S+ is cut short\n  why: [\d,]+ bytes are missing at byte [\d,]+",
+            run_failing_command(capsys, name),
+        )
+    check_resumes(name, expected)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("call", ["fdatasync", "fsync"])
+def test_failing_sync_is_reported(sources: FaultSources, capsys, monkeypatch, name: str, call: str):
+    expected = sources.expected(COMMANDS[name])
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fail)
+        assert "Input/output error" in run_failing_command(capsys, name)
+    check_resumes(name, expected)
+
+
+# A disk that is full
+
+
+def mount_disk(folder: Path, nbytes: int) -> bool:
+    """Mount a small disk in memory, if the system allows it, and return whether it did."""
+    folder.mkdir()
+    return os.geteuid() == 0 and not subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "prep-test", folder], capture_output=True, check=False
+    ).returncode  # fmt: skip
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a disk of 1 MiB."""
+    if shutil.which("mount") is None or not mount_disk(tmp_path / "disk", 1 << 20):
+        pytest.skip("mounting is not allowed here")
+    yield tmp_path / "disk"
+    subprocess.run(["umount", tmp_path / "disk"], check=True)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_disk_that_fills_up_is_reported(
+    sources: FaultSources, capsys, monkeypatch, disk: Path, name: str
+):
+    expected, real_run = sources.expected(COMMANDS[name]), Pipeline.run
+    capsys.readouterr()
+
+    def fill(*args, **options) -> ConversionResult:
+        with (disk / "ballast").open("wb", buffering=0) as ballast:
+            for size in (1 << 16, 1 << 12):
+                try:
+                    while ballast.write(b"x" * size) == size:
+                        pass
+                except OSError:
+                    continue
+        return real_run(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Pipeline, "run", fill)
+        assert main([*COMMANDS[name], "--out", str(disk / "out"), "-q"]) == 1
+    err = capsys.readouterr().err
+    assert (
+        " is full\n  why: No space left on device\n hint: free some space, then run the same command again to resume"
+        in err
+    )
+    (disk / "ballast").unlink()
+    assert main([*COMMANDS[name], "--out", str(disk / "out"), "-q"]) == 0
+    assert read_files(disk / "out") == expected
+
+
+def test_small_disk_is_reported_before_any_write(capsys, disk: Path):
+    make_checkpoint(Path("large"), hidden_size=128)
+    assert main(["save-init", "./large", "--out", str(disk / "out"), "-q"]) == 1
+    assert "not enough room for out" in capsys.readouterr().err
+    assert not list(disk.iterdir())
+
+
+def test_file_size_limit_is_reported(sources: FaultSources, tmp_path: Path):
+    words = [*COMMANDS["save-init"], "--out", "out", "-q"]
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, -1))"
+    code = f"{limit}; from prepcli.commands.cli.main import main; sys.exit(main({words}))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert re.search(
+        r"error: cannot read or write out\.partial/d/\w+\n  why: File too large", run.stderr
+    )
+    check_resumes("save-init", sources.expected(COMMANDS["save-init"]))
+
+
+# Files that vanish or change during a conversion
+
+
+def at_first_sync(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Call `act` right before the first bytes become durable."""
+    real_sync, acts = Files.sync, iter([act])
+
+    def sync(files: Files) -> None:
+        for pending_act in acts:
+            pending_act()
+        real_sync(files)
+
+    monkeypatch.setattr(Files, "sync", sync)
+    monkeypatch.setattr(pipeline, "MOST_UNSYNCED_NBYTES", 10_000)
+
+
+def find_data_file() -> Path:
+    return next(
+        path
+        for path in sorted(Path("out.partial").rglob("*"))
+        if path.is_file() and path.parent.name in "d"
+    )
+
+
+def replace_file(path: Path) -> None:
+    size = path.stat().st_size
+    path.unlink()
+    path.write_bytes(bytes(size))
+
+
+GONE = {
+    "the folder": lambda: shutil.rmtree("out.partial"),
+    "the folder, under another name": lambda: Path("out.partial").rename("kept"),
+    "the folder of the run": lambda: shutil.rmtree("out.partial/.prep"),
+    "a data file": lambda: find_data_file().unlink(),
+    "a data file, for another": lambda: replace_file(find_data_file()),
+}
+
+
+@pytest.mark.parametrize("gone", GONE)
+@pytest.mark.parametrize("name", slow_except(["save-init", "reshard"], ["save-init"]))
+def test_removed_output_is_reported(
+    sources: FaultSources, capsys, monkeypatch, name: str, gone: str
+):
+    expected = sources.expected(COMMANDS[name])
+    with monkeypatch.context() as patched:
+        at_first_sync(patched, GONE[gone])
+        run_failing_command(capsys, name)
+    shutil.rmtree("kept", ignore_errors=True)
+    if not Path("out.partial/.prep").exists():
+        # Without `.prep`, the folder is not recognised as one of prep.
+        shutil.rmtree("out.partial", ignore_errors=True)
+    check_resumes(name, expected, "--restart")
+
+
+def test_truncated_data_file_is_reported(sources: FaultSources, capsys, monkeypatch):
+    expected, real_run = sources.expected(COMMANDS["save-init"]), Pipeline.run
+
+    def cut(*args, **options) -> ConversionResult:
+        outcome = real_run(*args, **options)
+        os.truncate(find_data_file(), 100)
+        return outcome
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Pipeline, "run", cut)
+        assert "was changed by" in run_failing_command(capsys, "save-init")
+    check_resumes("save-init", expected)
+
+
+def test_output_name_taken_meanwhile_is_kept(sources: FaultSources, capsys, monkeypatch):
+    expected = sources.expected(COMMANDS["export"])
+    with monkeypatch.context() as patched:
+        at_first_sync(patched, lambda: Path("out").write_text("mine"))
+        assert main([*COMMANDS["export"], "--out", "out", "-q"]) == 1
+    assert "out exists" in capsys.readouterr().err
+    assert Path("out").read_text() == "mine"
+    Path("out").unlink()
+    check_resumes("export", expected)
+
+
+def rewrite_file(path: Path) -> None:
+    path.write_bytes(path.read_bytes())
+
+
+def append_byte(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\0")
+
+
+def change_header(path: Path) -> None:
+    """Change the header, with the same size and time."""
+    file_stat = path.stat()
+    path.write_bytes(path.read_bytes().replace(b'{"format":"pt"}', b'{"format":"tf"}', 1))
+    os.utime(path, ns=(file_stat.st_atime_ns, file_stat.st_mtime_ns))
+
+
+def shard() -> Path:
+    return sorted(Path("model").glob("*.safetensors"))[0]
+
+
+@pytest.mark.parametrize("change", [rewrite_file, append_byte, Path.unlink])
+def test_source_change_while_reading_is_an_error(
+    capsys, monkeypatch, change: Callable[[Path], object]
+):
+    with monkeypatch.context() as patched:
+        at_first_sync(patched, lambda: change(shard()))
+        err = run_failing_command(capsys, "pad-vocab")
+    assert re.search(r"error: (cannot read or write )?\S*model-00001-of-0000\d.safetensors", err)
+
+
+@pytest.mark.parametrize("change", [rewrite_file, append_byte, change_header])
+def test_source_change_between_runs_is_an_error(
+    capsys, monkeypatch, change: Callable[[Path], object]
+):
+    run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=3)
+    before = shard().read_bytes()
+    time.sleep(0.01)
+    change(shard())
+    assert change is rewrite_file or shard().read_bytes() != before
+    err = run_failing_command(capsys, "save-init")
+    if change is append_byte:
+        assert shard().name in err
+        return
+    assert "out.partial belongs to another run" in err
+    assert "the source has changed since" in err
+    assert "--restart" in err
+    run_ok(*COMMANDS["save-init"], "--out", "whole")
+    check_resumes("save-init", read_files(Path("whole")), "--restart")
+
+
+# Journals that are torn
+
+
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ["save-init"]))
+def test_torn_journal_yields_the_same_output(sources: FaultSources, monkeypatch, name: str):
+    expected = sources.expected(COMMANDS[name])
+    run_until_killed(monkeypatch, COMMANDS[name], syncs=3)
+    shutil.copytree("out.partial", "before")
+    journal = Path("before/.prep/journal.0").read_bytes()
+    ends = [position for position, byte in enumerate(journal) if byte == 10]
+    lengths = {
+        0,
+        1,
+        len(journal) - 1,
+        *range(0, len(journal), 149),
+        *(end + step for end in ends for step in (0, 1, 2)),
+    }
+    for length in sorted(lengths):
+        shutil.rmtree("out.partial", ignore_errors=True)
+        shutil.copytree("before", "out.partial")
+        Path("out.partial/.prep/journal.0").write_bytes(journal[:length])
+        check_resumes(name, expected)
+        shutil.rmtree("out")
+
+
+@pytest.mark.parametrize("torn", ["run.json", "division.json"])
+@pytest.mark.parametrize("text", slow_except(["", "{", "[]", "{}"], ["", "{}"]))
+def test_torn_run_files_require_restart(
+    sources: FaultSources, capsys, monkeypatch, torn: str, text: str
+):
+    expected = sources.expected(COMMANDS["save-init"])
+    run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=3)
+    Path("out.partial/.prep", torn).write_text(text)
+    if (torn, text) != ("division.json", "{}"):  # an empty division is created again
+        assert "--restart" in run_failing_command(capsys, "save-init")
+    check_resumes("save-init", expected, "--restart")
+
+
+# Two on one output
+
+
+def test_other_commands_on_a_partial_output_are_rejected(
+    sources: FaultSources, capsys, monkeypatch
+):
+    expected = sources.expected(COMMANDS["save-init"])
+    run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=3)
+    before = read_files(Path("out.partial"))
+    for name in ("pad-vocab", "reshard", "export"):
+        err = run_failing_command(capsys, name)
+        assert "out.partial belongs to another run" in err
+        assert "started by `prep save-init ./model" in err
+    changed = read_files(Path("out.partial"))
+    assert {k: v for k, v in changed.items() if "lock" not in k} == {
+        k: v for k, v in before.items() if "lock" not in k
+    }
+    check_resumes("save-init", expected)

@@ -1,0 +1,478 @@
+"""Reading and writing Flax msgpack and EasyLM streams: golden files of both libraries, and bit-exact round trips."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.formats import msgpack_layout
+from tests.helpers.golden_flax import FILES, LLAMA, MODELS, decode_msgpack
+from tests.helpers.llama_trees import expected_output, read_output
+from tests.helpers.run_cli import exported_tensors, run_failing, run_ok
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import (
+    FAMILY_CONFIGS,
+    GPT_NEO,
+    assert_same,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+    write_checkpoint,
+)
+from tests.helpers.tiny_checkpoints import LLAMA as LLAMA_CONFIG
+
+BASES = {
+    "gpt_neo": GPT_NEO,
+    "llama": LLAMA_CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+FLAX_FOLDERS = [*(model / "flax" for model in MODELS), LLAMA / "sharded"]
+OTHER_FILES = [name.removeprefix("llama/") for name in FILES if name.count("/") == 1]
+
+
+@pytest.fixture(autouse=True)
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# Golden files
+
+
+@pytest.mark.parametrize(
+    "folder", FLAX_FOLDERS, ids=[f"{path.parent.name}-{path.name}" for path in FLAX_FOLDERS]
+)
+def test_flax_files_of_transformers_are_read(folder: Path):
+    run_ok("save-init", str(folder), "--out", "init")
+    run_ok("verify", "init", str(folder.parent / "hf"))
+    run_ok("verify", str(folder), str(folder.parent / "hf"))
+    assert_same(exported_tensors("init"), read_tensors(folder.parent / "hf"))
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_files_of_flax_and_easylm_are_read(name: str):
+    run_ok(
+        "save-init",
+        str(LLAMA / name),
+        "--config",
+        str(LLAMA / "hf"),
+        "--mesh",
+        "1,2,1",
+        "--out",
+        "init",
+    )
+    run_ok("verify", "init", str(LLAMA / "hf"))
+    assert_same(exported_tensors("init"), read_tensors(LLAMA / "hf"))
+
+
+@pytest.mark.parametrize("part", ["trainstate", "trainstate_params", "params", "flax_params"])
+@pytest.mark.parametrize(
+    "name", ["streaming_params", "streaming_train_state", "flax_params.msgpack"]
+)
+def test_easylm_part_prefix_must_match_the_file(
+    capsys: pytest.CaptureFixture[str], part: str, name: str
+):
+    right = {"streaming_params": ("params",), "flax_params.msgpack": ("flax_params",)}
+    args = (
+        "save-init",
+        f"{part}::{LLAMA / name}",
+        "--config",
+        str(LLAMA / "hf/config.json"),
+        "--out",
+        "init",
+    )
+    if part in right.get(name, ("trainstate", "trainstate_params")):
+        run_ok(*args)
+        run_ok("verify", "init", str(LLAMA / "hf"))
+        assert_same(exported_tensors("init"), read_tensors(LLAMA / "hf"))
+        return
+    suggestions = re.findall(r"`(\w+)::(.*)`", run_failing(capsys, 1, *args))
+    assert suggestions == [
+        (
+            right.get(name, ("params" if part == "flax_params" else "trainstate_params",))[0],
+            str(LLAMA / name),
+        )
+    ]
+
+
+def test_dropped_training_state_is_listed(capsys: pytest.CaptureFixture[str]):
+    name, config = str(LLAMA / "streaming_train_state"), str(LLAMA / "hf")
+    assert (
+        main(["save-init", f"trainstate::{name}", "--config", config, "--dry-run", "--json"]) == 0
+    )
+    dropped = json.loads(capsys.readouterr().out)["accounting"]["dropped"]
+    assert [(d["name"], d["rule"]) for d in dropped] == [
+        ("opt_state", "optimizer state"),
+        ("step", "training state"),
+    ]
+    assert (
+        main(["save-init", f"trainstate_params::{name}", "--config", config, "--dry-run", "--json"])
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["accounting"]["dropped"] == []
+
+
+@pytest.mark.parametrize(
+    "model", slow_except(MODELS, MODELS[::2]), ids=[model.name for model in MODELS]
+)
+def test_flax_export_equals_file_of_transformers(model: Path):
+    run_ok("save-init", str(model / "hf"), "--out", "init")
+    run_ok("export", "init", "--layout", "hf-flax", "--out", "out")
+    assert (
+        Path("out/flax_model.msgpack").read_bytes()
+        == (model / "flax/flax_model.msgpack").read_bytes()
+    )
+    run_ok("verify", "out")
+    run_ok("verify", "out", str(model / "hf"))
+
+
+def test_sharded_flax_export_equals_files_of_transformers():
+    run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
+    run_ok("export", "init", "--layout", "hf-flax", "--shard-size", "8KB", "--out", "out")
+    expected = {path.name: path.read_bytes() for path in (LLAMA / "sharded").glob("flax_model-*")}
+    assert {path.name: path.read_bytes() for path in Path("out").glob("flax_model-*")} == expected
+    index = "flax_model.msgpack.index.json"
+    actual_index, expected_index = (
+        json.loads((folder / index).read_bytes()) for folder in (Path("out"), LLAMA / "sharded")
+    )
+    assert actual_index == expected_index
+    run_ok("verify", "out", str(LLAMA / "hf"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "file"), [("easylm", "streaming_params"), ("easylm-scanned", "stacked_0")]
+)
+def test_easylm_export_equals_file_of_easylm(layout: str, file: str):
+    run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
+    run_ok("export", "init", "--layout", layout, "--out", "out")
+    assert Path("out/streaming_params").read_bytes() == (LLAMA / file).read_bytes()
+    run_ok("verify", "out")
+    run_ok("verify", "params::out/streaming_params", str(LLAMA / "hf"))
+
+
+@pytest.mark.parametrize("memory", ["512MiB", "32MiB"])
+def test_large_leaves_are_split_like_flax(monkeypatch: pytest.MonkeyPatch, memory: str):
+    monkeypatch.setattr(msgpack_layout, "MAX_PIECE_NBYTES", 600)
+    run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
+    run_ok("export", "init", "--layout", "easylm", "--memory", memory, "--out", "out")
+    assert Path("out/streaming_params").read_bytes() == (LLAMA / "streaming_pieces").read_bytes()
+    run_ok("verify", "out", str(LLAMA / "hf"))
+
+
+# Round trips
+
+
+FORMS = [
+    (family, layout, tied, dtype)
+    for family, layout in (("gpt_neo", "hf-flax"), ("llama", "hf-flax"), ("llama", "easylm"))
+    for tied in (True, False)
+    for dtype in ("float32", "bfloat16")
+]
+FAST_FORMS = [
+    ("gpt_neo", "hf-flax", True, "bfloat16"),
+    ("llama", "hf-flax", True, "float32"),
+    ("llama", "easylm", False, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "tied", "dtype"),
+    slow_except(FORMS, FAST_FORMS),
+)
+def test_flax_export_round_trips(family: str, layout: str, tied: bool, dtype: str):
+    tensors = make_checkpoint(Path("m"), BASES[family], dtype, tied, legacy=True)
+    run_ok("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,2", "--out", "init")
+    run_ok("export", "init", "--layout", layout, "--out", "there")
+    run_ok("save-init", "there", "--no-scan", "--out", "again")
+    run_ok("export", "again", "--out", "back")
+    buffers = (".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
+    assert_same(
+        read_tensors(Path("back")), {n: v for n, v in tensors.items() if not n.endswith(buffers)}
+    )
+    assert json.loads(Path("back/config.json").read_text()) == json.loads(
+        Path("m/config.json").read_text()
+    )
+    assert (
+        Path("there/tokenizer_config.json").read_bytes()
+        == Path("m/tokenizer_config.json").read_bytes()
+    )
+
+
+@pytest.mark.parametrize(("family", "layout"), [("gpt_neo", "hf-flax"), ("llama", "easylm")])
+def test_flax_export_keeps_padding(family: str, layout: str):
+    tensors = make_checkpoint(Path("m"), BASES[family])
+    run_ok("save-init", "./m", "--pad-vocab", "8", "--init", "mean", "--out", "init")
+    run_ok("export", "init", "--layout", layout, "--keep-padding", "--out", "there")
+    assert json.loads(Path("there/config.json").read_text())["vocab_size"] == 136
+    run_ok("verify", "there")
+    run_ok("verify", "there", "./m")
+    run_ok("verify", "there", "init")
+    run_ok("export", "there", "--keep-padding", "--out", "back")
+    actual = read_tensors(Path("back"))
+    assert actual.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert len(actual[name]) == (136 if len(tensor) == 131 else len(tensor))
+        assert same_bits(actual[name][: len(tensor)], tensor)
+
+
+def test_hf_folder_exports_to_flax_without_init():
+    tensors = make_checkpoint(Path("m"), GPT_NEO)
+    run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
+    run_ok("export", "there", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+    run_ok("pad-vocab", "there", "--multiple", "8", "--out", "padded")
+    for name in ("there", "back", "padded"):
+        run_ok("verify", name, "./m")
+    padded = read_tensors(Path("padded"))
+    assert all(same_bits(padded[name][: len(value)], value) for name, value in tensors.items())
+    assert [path.name for path in Path("padded").glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_tied_head_is_stored_for_flax_llama():
+    tensors = make_checkpoint(Path("m"), LLAMA_CONFIG, tied=True)
+    run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
+    actual = decode_msgpack(Path("there/flax_model.msgpack").read_bytes(), "flax")
+    assert same_bits(actual["lm_head", "kernel"], tensors["model.embed_tokens.weight"].T)
+    run_ok("verify", "there", "./m")
+    make_checkpoint(Path("n"), GPT_NEO, tied=True)
+    run_ok("export", "./n", "--layout", "hf-flax", "--out", "neo")
+    assert ("lm_head", "kernel") not in decode_msgpack(
+        Path("neo/flax_model.msgpack").read_bytes(), "flax"
+    )
+
+
+def test_flax_export_keeps_names_without_prefix():
+    tensors = make_checkpoint(Path("with"), GPT_NEO)
+    bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    write_checkpoint(Path("m"), {**GPT_NEO, "architectures": ["GPTNeoModel"]}, bare)
+    run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
+    assert ("wte", "embedding") in decode_msgpack(
+        Path("there/flax_model.msgpack").read_bytes(), "flax"
+    )
+    run_ok("save-init", "there", "--out", "init")
+    run_ok("export", "init", "--out", "back")
+    assert_same(read_tensors(Path("back")), bare)
+
+
+def test_easylm_rejects_llama_biases(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("m"), LLAMA_CONFIG, attention_bias=True)
+    run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
+    run_ok("verify", "there", "./m")
+    stderr = run_failing(capsys, 1, "export", "./m", "--layout", "easylm")
+    assert "the layout has no place for model.layers.0.self_attn.k_proj.bias" in stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        (
+            "llama",
+            {"mlp_bias": True},
+            "the layout has no place for model.layers.0.mlp.down_proj.bias",
+        ),
+        ("opt", {"enable_bias": False}, "the layout needs model.decoder.layers.0.fc1.bias"),
+    ],
+)
+def test_flax_rejects_unsupported_biases(
+    capsys: pytest.CaptureFixture[str], family: str, changes: dict[str, Any], why: str
+):
+    make_checkpoint(Path("m"), {**FAMILY_CONFIGS, "llama": LLAMA_CONFIG}[family], **changes)
+    assert why in run_failing(capsys, 1, "export", "./m", "--layout", "hf-flax")
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (["--layout", "keras"], "the layouts are hf, hf-flax, easylm"),
+        (["--layout", "hf-flax", "--format", "stream"], "or use `--layout easylm`"),
+        (["--format", "msgpack"], "or use `--layout hf-flax`"),
+        (["--layout", "easylm", "--format", "safetensors"], "or use `--layout hf`"),
+    ],
+)
+def test_unsupported_layout_and_format_are_rejected(
+    options: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+):
+    make_checkpoint(Path("m"), LLAMA_CONFIG)
+    assert advice in run_failing(capsys, 2, "export", "./m", *options)
+
+
+def test_layout_unsupported_by_family_is_rejected(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("m"), GPT_NEO)
+    assert "supported: hf, hf-flax" in run_failing(capsys, 2, "export", "./m", "--layout", "easylm")
+
+
+def test_shard_size_is_rejected_for_streams(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("m"), LLAMA_CONFIG)
+    stderr = run_failing(capsys, 2, "export", "./m", "--layout", "easylm", "--shard-size", "1MB")
+    assert "`--shard-size` is not supported for streams" in stderr
+
+
+def test_flax_file_without_config_needs_config_option(capsys: pytest.CaptureFixture[str]):
+    shutil.copy(LLAMA / "streaming_params", ".")
+    stderr = run_failing(capsys, 1, "save-init", "params::streaming_params", "--no-verbatim")
+    assert "has no config.json" in stderr
+    assert "`--config FOLDER`" in stderr
+    assert "gone" in run_failing(capsys, 1, "save-init", "streaming_params", "--config", "gone")
+    shutil.copy(LLAMA / "hf/config.json", ".")
+    run_ok("save-init", "params::./streaming_params", "--out", "init")
+
+
+def test_path_after_an_easylm_prefix_must_exist(capsys: pytest.CaptureFixture[str]):
+    assert "`gone` does not exist" in run_failing(capsys, 2, "save-init", "params::gone")
+
+
+def test_config_of_other_model_is_rejected(capsys: pytest.CaptureFixture[str]):
+    config = json.loads((LLAMA / "hf/config.json").read_text())
+    for key, value, why in (
+        ("hidden_size", 32, "its shape is [53, 16], its config implies [53, 32]"),
+        ("num_hidden_layers", 1, "transformer.h.1.ffn_norm.kernel [16]"),
+        ("num_hidden_layers", 3, "model.layers.2."),
+        ("num_hidden_layers", 50_000, "has 50,000 layers"),
+        ("model_type", "gpt_neo", "has no known layout"),
+    ):
+        Path("config.json").write_text(json.dumps({**config, key: value}))
+        args = (
+            "save-init",
+            str(LLAMA / "streaming_params"),
+            "--config",
+            "config.json",
+            "--out",
+            "init",
+        )
+        assert why in run_failing(capsys, 1, *args), (key, value)
+
+
+def test_folder_with_several_streams_needs_a_choice(capsys: pytest.CaptureFixture[str]):
+    shutil.copy(LLAMA / "hf/config.json", ".")
+    for name in ("streaming_params_10", "streaming_params_20"):
+        shutil.copy(LLAMA / "streaming_params", name)
+    stderr = run_failing(capsys, 1, "save-init", "./", "--out", "../init")
+    assert "holds 2 EasyLM streams" in stderr
+    assert "`params::streaming_params_20`" in stderr
+    Path("streaming_params_10").unlink()
+    run_ok("save-init", "./", "--out", "../init")
+    shutil.copy(LLAMA / "streaming_train_state", ".")
+    run_ok("save-init", "./", "--out", "../state")
+
+
+def test_flax_index_is_checked_against_its_files(capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(LLAMA / "sharded", "m")
+    Path("m/flax_model-00009-of-00009.msgpack").write_bytes(b"left over from an earlier save")
+    run_ok("save-init", "./m", "--out", "init")
+    Path("m/flax_model-00002-of-00003.msgpack").write_bytes(
+        Path("m/flax_model-00001-of-00003.msgpack").read_bytes()
+    )
+    assert "lack tensors that the index names" in run_failing(
+        capsys, 1, "save-init", "./m", "--out", "x"
+    )
+    Path("m/flax_model-00002-of-00003.msgpack").unlink()
+    assert "1 of 3 files of m are missing" in run_failing(
+        capsys, 1, "save-init", "./m", "--out", "x"
+    ).replace(" is ", " are ")
+
+
+def test_output_does_not_replace_source_file(capsys: pytest.CaptureFixture[str]):
+    shutil.copy(LLAMA / "streaming_params", ".")
+    shutil.copy(LLAMA / "hf/config.json", ".")
+    run_ok("save-init", "streaming_params")
+    run_ok("verify", "streaming_params-init", str(LLAMA / "hf"))
+    assert_same(exported_tensors("streaming_params-init"), read_tensors(LLAMA / "hf"))
+    assert "is the source" in run_failing(
+        capsys, 2, "save-init", "streaming_params", "--out", "streaming_params"
+    )
+    stderr = run_failing(
+        capsys,
+        2,
+        "save-init",
+        "./streaming_params",
+        "--out",
+        "../" + Path().absolute().name,
+        "--overwrite",
+    )
+    assert "is inside the output" in stderr
+
+
+@pytest.mark.parametrize(
+    ("layout", "file"), [("hf-flax", "flax_model.msgpack"), ("easylm", "streaming_params")]
+)
+def test_single_file_is_checked_against_its_manifest(
+    capsys: pytest.CaptureFixture[str], layout: str, file: str
+):
+    run_ok("export", str(LLAMA / "hf"), "--layout", layout, "--out", "output")
+    path = Path("output", file)
+    run_ok("save-init", str(path), "--out", "init")
+    run_ok("verify", str(path))
+    data = path.read_bytes()
+    for position in (-1, 1):  # a byte of a tensor, and one of the header
+        damaged = bytearray(data)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        run_failing(capsys, 1, "save-init", str(path), "--out", "damaged")
+    path.write_bytes(data)
+    Path("output/config.json").write_bytes(Path("output/config.json").read_bytes() + b" ")
+    stderr = run_failing(capsys, 1, "save-init", str(path), "--out", "damaged")
+    assert "config.json is damaged" in stderr
+
+
+def test_file_that_a_manifest_does_not_list_is_read():
+    run_ok("export", str(LLAMA / "hf"), "--layout", "hf-flax", "--out", "output")
+    Path("output/flax_model.msgpack").rename("output/mine.msgpack")
+    run_ok("save-init", "output/mine.msgpack", "--out", "init")
+    run_ok("verify", "init", str(LLAMA / "hf"))
+    assert_same(exported_tensors("init"), read_tensors(LLAMA / "hf"))
+
+
+def test_inspect_lists_tensors_of_flax_files(capsys: pytest.CaptureFixture[str]):
+    assert main(["inspect", str(LLAMA / "pieces.msgpack"), "--stats", "--json"]) == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert report["source"]["format"] == "flax"
+    assert {t["name"] for t in report["tensors"]} >= {
+        "params.lm_head.kernel",
+        "params.transformer.h.1.attention.wq.kernel",
+    }
+    assert main(["inspect", str(LLAMA / "streaming_train_state")]) == 0
+    stdout = capsys.readouterr().out
+    assert "EasyLM stream, 1 file" in stdout
+    assert "step is 0" in stdout
+
+
+def inspected_source(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["inspect", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["source"]
+
+
+@pytest.mark.parametrize(
+    "folder", FLAX_FOLDERS, ids=[f"{path.parent.name}-{path.name}" for path in FLAX_FOLDERS]
+)
+def test_inspect_counts_parameters_of_flax_folders(
+    capsys: pytest.CaptureFixture[str], folder: Path
+):
+    expected = inspected_source(capsys, str(folder.parent / "hf"))["parameters"]
+    assert inspected_source(capsys, str(folder))["parameters"] == expected > 0
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_inspect_reads_the_config_of_flax_files(capsys: pytest.CaptureFixture[str], name: str):
+    expected = inspected_source(capsys, str(LLAMA / "hf"))["parameters"]
+    source = inspected_source(capsys, str(LLAMA / name), "--config", str(LLAMA / "hf"))
+    assert (source["family"], source["parameters"]) == ("llama", expected)
+    assert main(["inspect", str(LLAMA / name)]) == 0
+    assert "unknown family (no config.json: `--config PATH`)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["hf-flax", "easylm"])
+def test_flax_export_casts(layout: str):
+    make_checkpoint(Path("m"), LLAMA_CONFIG)
+    run_ok("export", "./m", "--dtype", "bfloat16", "--out", "cast")
+    run_ok("export", "./m", "--dtype", "bfloat16", "--layout", layout, "--out", "there")
+    run_ok("verify", "there", "cast")
+    expected = expected_output(layout, read_tensors(Path("cast")), LLAMA_CONFIG)
+    assert_same(read_output(layout, Path("there")), expected)

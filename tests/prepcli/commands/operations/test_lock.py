@@ -1,0 +1,352 @@
+"""`prep lock` approves the bytes of a checkpoint, and `--lock` refuses all others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.numpy
+import xxhash
+
+import prepcli as prep
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import (
+    FAILED,
+    OK,
+    USAGE,
+    DamagedError,
+    OutputExistsError,
+    PrepError,
+    UsageError,
+)
+from prepcli.sources import locked
+from tests.helpers.adapters import make_adapter
+from tests.helpers.quantized_folders import make_quantized
+from tests.helpers.run_cli import run_failing, run_json, run_ok
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write `m`, a model with an untied head and a padded vocabulary, to the working folder, and lock it."""
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(Path("m"), LLAMA, vocab_size=136)
+    prep.lock("m")
+    return Path("m")
+
+
+def change_byte(path: Path, index: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[index] ^= 1
+    path.write_bytes(data)
+
+
+def change_last_value(folder: Path, name: str) -> None:
+    """Change the last byte of a tensor, where the header of its safetensors file places it."""
+    for path in folder.glob("*.safetensors"):
+        data = path.read_bytes()
+        header_nbytes = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + header_nbytes])
+        if name in header:
+            change_byte(path, 8 + header_nbytes + header[name]["data_offsets"][1] - 1)
+
+
+def test_lock_digests_equal_hashlib_and_xxhash(model: Path):
+    locked = json.loads(Path("m.lock.json").read_bytes())
+    assert locked["source"] == "m"
+    assert locked["revision"] is None
+    assert sorted(locked["files"]) == sorted(
+        path.name for path in model.iterdir() if path.name != "model.safetensors.index.json"
+    )
+    for name, entry in locked["files"].items():
+        data = (model / name).read_bytes()
+        assert entry == {"bytes": len(data), "digest": hashlib.sha256(data).hexdigest()}
+    tensors = read_tensors(model)
+    assert locked["tensors"].keys() == tensors.keys()
+    for name, array in tensors.items():
+        digest = xxhash.xxh3_128_hexdigest(array.tobytes())
+        assert locked["tensors"][name]["digests"] == [[0, array.shape[0], digest]]
+
+
+def test_page_lists_files_and_dtypes(model: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["lock", "m", "--html", "page.html"]) == OK
+    assert "wrote page.html" in capsys.readouterr().err
+    page = Path("page.html").read_text()
+    for path in json.loads(Path("m.lock.json").read_text())["files"]:
+        data = (model / path).read_bytes()
+        assert f"<td>{path}</td>" in page
+        assert hashlib.sha256(data).hexdigest() in page
+        assert f"{len(data):,}" in page
+    tensors = read_tensors(model)
+    nbytes = sum(array.nbytes for array in tensors.values())
+    row = f'<td>float32</td><td class="n">{len(tensors)}</td><td class="n">{nbytes:,}</td>'
+    assert row in page
+    assert hashlib.sha256(Path("m.lock.json").read_bytes()).hexdigest() in page
+
+
+def test_page_does_not_replace_another_file(model: Path):
+    with pytest.raises(PrepError, match=r"config\.json is not overwritten"):
+        prep.lock("m", "other.json", html="m/config.json")
+    assert not Path("other.json").exists()
+
+
+def test_result_counts_files_and_tensors(model: Path):
+    locked = prep.lock(model, "other.json")
+    assert (locked.path, locked.already_done) == (Path("other.json"), False)
+    assert locked.tensors == len(read_tensors(model))
+    assert locked.nbytes == sum(
+        (model / name).stat().st_size for name in json.loads(locked.path.read_text())["files"]
+    )
+
+
+def test_equal_lock_is_left_and_another_one_needs_overwrite(model: Path):
+    before = Path("m.lock.json").stat().st_mtime_ns
+    assert prep.lock(model).already_done
+    assert Path("m.lock.json").stat().st_mtime_ns == before
+    change_last_value(model, EMBEDDING)
+    with pytest.raises(OutputExistsError, match="already exists"):
+        prep.lock(model)
+    assert Path("m.lock.json").stat().st_mtime_ns == before
+    assert not prep.lock(model, overwrite=True).already_done
+    prep.save_init(model, lock="m.lock.json")
+
+
+def test_lock_does_not_depend_on_the_spelling_of_the_path(model: Path, tmp_path: Path):
+    before = Path("m.lock.json").read_bytes()
+    for spelled in ("./m/", tmp_path / "m"):
+        assert prep.lock(spelled).already_done
+    assert Path("m.lock.json").read_bytes() == before
+
+
+CONVERSIONS: dict[str, Callable[..., Any]] = {
+    "pad_vocab": prep.pad_vocab,
+    "save_init": prep.save_init,
+    "verify": prep.verify,
+    "load_params": prep.load_params,
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_locked_source_is_accepted(model: Path, name: str):
+    assert CONVERSIONS[name](model, lock="m.lock.json")
+
+
+@pytest.mark.parametrize("name", ["pad_vocab", "save_init", "load_params"])
+def test_changed_weight_is_refused_while_it_is_read(model: Path, name: str):
+    change_last_value(model, EMBEDDING)
+    with pytest.raises(DamagedError, match="is damaged"):
+        CONVERSIONS[name](model, lock="m.lock.json")
+    assert not [path for path in Path().iterdir() if path.name in ("m-init", "m-padded")]
+
+
+def test_verify_names_the_changed_weight(model: Path):
+    change_last_value(model, EMBEDDING)
+    result = prep.verify(model, lock="m.lock.json")
+    assert [difference["what"] for difference in result.differences] == [
+        "rows 0:136 do not match their recorded digest"
+    ]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_changed_settings_are_refused_before_the_weights(model: Path, name: str):
+    path = model / name
+    path.write_bytes(path.read_bytes().replace(b"{", b"{ ", 1))
+    with pytest.raises(PrepError, match=r"m differs from m\.lock\.json") as caught:
+        prep.save_init(model, lock="m.lock.json")
+    assert not Path("m-init").exists()
+    assert f"`{name}` has " in caught.value.why
+
+
+def test_additional_and_missing_files_are_named(model: Path):
+    Path("m/tokenizer.json").write_text("{}")
+    Path("m/generation_config.json").unlink()
+    with pytest.raises(PrepError) as caught:
+        prep.pad_vocab(model, lock="m.lock.json")
+    assert "`tokenizer.json` is not in the lock" in caught.value.why
+    assert "`generation_config.json` is missing" in caught.value.why
+
+
+def test_renamed_tensor_is_named(model: Path):
+    path = next(model.glob("*.safetensors"))
+    tensors = safetensors.numpy.load_file(path)
+    first = sorted(tensors)[0]
+    tensors["model.renamed"] = tensors.pop(first)
+    safetensors.numpy.save_file(tensors, path)
+    index = model / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(first, "model.renamed"))
+    with pytest.raises(PrepError) as caught:
+        prep.save_init(model, lock="m.lock.json", drop="*renamed")
+    assert f"tensor `{first}` is missing" in caught.value.why
+    assert "tensor `model.renamed` is not in the lock" in caught.value.why
+
+
+def test_lock_checks_rows_left_out_by_a_conversion(model: Path, capsys):
+    """The true rows of a padded vocabulary have no digest of their own: the whole tensor is read once more."""
+    run_ok("pad-vocab", "m", "--true-vocab", "131", "--size", "144", "--lock", "m.lock.json")
+    change_last_value(model, EMBEDDING)  # in a padding row, which the output does not have
+    words = ("pad-vocab", "m", "--true-vocab", "131", "--size", "144", "--out", "again")
+    assert "is damaged" in run_failing(capsys, FAILED, *words, "--lock", "m.lock.json")
+
+
+def test_lock_of_an_output_covers_its_manifest(model: Path):
+    init = prep.save_init(model, mesh="1,1,2").path
+    prep.lock(init)
+    lock = f"{init}.lock.json"
+    prep.reshard(init, "wide", mesh="1,2,1", lock=lock)
+    prep.load_params(init, lock=lock)
+    manifest = init / "prep-manifest.json"
+    other = prep.save_init(model, "other", mesh="1,1,2", pad_vocab="16").path
+    shutil.rmtree(init)
+    shutil.copytree(other, init)
+    assert manifest.exists()
+    with pytest.raises(PrepError, match="differs from") as caught:
+        prep.load_params(init, lock=lock)
+    assert "prep-manifest.json" in caught.value.why
+
+
+def test_lock_is_refused_with_no_verify(model: Path):
+    with pytest.raises(UsageError, match=r"`lock` has no effect"):
+        prep.load_params(model, lock="m.lock.json", verify=False)
+
+
+def test_damaged_output_is_not_locked(model: Path):
+    padded = prep.pad_vocab(model).path
+    change_last_value(padded, EMBEDDING)
+    with pytest.raises(DamagedError, match="is damaged"):
+        prep.lock(padded)
+    assert not Path("m-padded.lock.json").exists()
+
+
+def keep_times(path: Path, change: Callable[[], object]) -> None:
+    """Change a file, and set the times that it had."""
+    before = path.stat()
+    change()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("keeps_times", [False, True])
+def test_source_that_changes_while_it_is_locked_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, name: str, keeps_times: bool
+):
+    path = model / name if name == "config.json" else next(model.glob("*.safetensors"))
+
+    def change() -> None:
+        if keeps_times:
+            keep_times(path, lambda: change_byte(path))
+        else:
+            change_byte(path)
+
+    change_during_lock(monkeypatch, change)
+    with pytest.raises(PrepError, match=f"{path.name} changed while it was read") as error:
+        prep.lock("m", "new.lock.json")
+    assert "restart" not in str(error.value)
+    assert not Path("new.lock.json").exists()
+
+
+def test_source_that_is_only_touched_is_locked(model: Path, monkeypatch: pytest.MonkeyPatch):
+    weights = next(model.glob("*.safetensors"))
+
+    def copy_with_times() -> None:
+        shutil.copy2(weights, "copy")
+        os.replace("copy", weights)
+        (model / "config.json").chmod(0o600)
+
+    change_during_lock(monkeypatch, copy_with_times)
+    prep.lock("m", "new.lock.json")
+    assert Path("new.lock.json").read_bytes() == Path("m.lock.json").read_bytes()
+
+
+def change_during_lock(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
+    """Change the source once, after the digest of its first file."""
+    read_digest = locked.sha256_of_file
+    changes = [change]
+
+    def read_and_change(path: Path) -> str:
+        digest = read_digest(path)
+        if changes:
+            changes.pop()()
+        return digest
+
+    monkeypatch.setattr(locked, "sha256_of_file", read_and_change)
+
+
+def test_lock_checks_stored_bytes_of_decoded_weights(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_quantized(Path("q"), "fp8")
+    prep.lock("q")
+    prep.save_init("q", "init", quantized="dequantize", lock="q.lock.json")
+    weights = next(Path("q").glob("*.safetensors"))
+    change_byte(weights)
+    with pytest.raises(PrepError, match="differs from") as caught:
+        prep.save_init("q", "again", quantized="dequantize", lock="q.lock.json")
+    assert f"`{weights.name}` has the SHA-256" in caught.value.why
+
+
+def test_command_prints_the_path_and_json(model: Path, capsys):
+    report = run_json(capsys, "lock", "m", "--out", "new.json")
+    assert (report["path"], report["already"], report["revision"]) == ("new.json", False, None)
+    assert report["tensors"] == len(read_tensors(model))
+    assert "--lock" in run_failing(capsys, USAGE, "lock", "m", "--lock", "new.json")
+
+
+def test_broken_lock_file_is_rejected(model: Path, capsys):
+    Path("broken.json").write_text("{}")
+    err = run_failing(capsys, FAILED, "save-init", "m", "--lock", "broken.json")
+    assert "broken.json is not a lock file of this prep" in err
+    assert "`prep lock MODEL`" in err
+
+
+def test_inspect_does_not_ignore_a_lock(model: Path):
+    with pytest.raises(UsageError, match=r"`lock` has no effect"):
+        prep.inspect(model, lock="m.lock.json")
+
+
+def test_lock_of_an_init_does_not_concern_the_quantised_source(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_quantized(Path("q"), "gptq")
+    init = prep.save_init("q", "init", quantized="dequantize").path
+    prep.lock(init)
+    prep.export(init, "hf", quantized_source="./q", lock="init.lock.json")
+    assert read_tensors(Path("hf")).keys() == read_tensors(Path("q")).keys()
+
+
+def test_decoded_weights_without_a_published_digest_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A bucket publishes no SHA-256, and the lock has digests of codes and scales."""
+    monkeypatch.chdir(tmp_path)
+    make_quantized(Path("q"), "fp8")
+    prep.lock("q")
+    lock = json.loads(Path("q.lock.json").read_text())
+    names = [name for name in lock["files"] if name.endswith(".safetensors")]
+    for name in names:
+        del lock["files"][name]["digest"]
+    Path("q.lock.json").write_text(json.dumps(lock))
+    monkeypatch.setattr(locked, "_published_digests", lambda source: dict.fromkeys(names))
+    with pytest.raises(PrepError, match="has no SHA-256 to compare"):
+        prep.save_init("q", "init", quantized="dequantize", lock="q.lock.json")
+
+
+def test_locking_a_quantised_model_names_no_option_of_save_init(
+    tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    make_quantized(Path("q"), "fp8")
+    assert main(["lock", "q"]) == OK
+    assert "--quantized" not in capsys.readouterr().err
+
+
+def test_merge_checks_the_lock_of_its_base(model: Path, monkeypatch):
+    change_last_value(model, EMBEDDING)
+    make_adapter(Path("adapter"), {"model.layers.0.self_attn.q_proj": (32, 32)})
+    with pytest.raises(DamagedError, match="is damaged"):
+        prep.merge("adapter", model, lock="m.lock.json", verify=False)

@@ -1,0 +1,159 @@
+"""`--memory` enforced with RLIMIT_DATA: the data of `prep inspect` plus the budget is enough."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prepcli.algebra.axis_map import bind_row
+from prepcli.formats.safetensors_layout import lay_out_files
+from prepcli.models.parameters import parameter_rows
+from prepcli.models.registry import FAMILIES
+from tests.helpers.adapters import make_adapter
+from tests.helpers.fork_server import run_python
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import GPT_NEO
+
+MIB = 1 << 20
+SLACK_NBYTES = 8 * MIB  # stacks of up to eight threads, which the limit counts whole
+WIDTH = 256
+
+# Thread stacks are 1 MiB, so that they hardly count. The script prints the data size of the process at the end.
+LIMITED_SCRIPT = """
+import resource, sys, threading
+threading.stack_size(1 << 20)
+if limit := int(sys.argv[1]):
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+from prepcli.commands.cli.main import main
+code = main(sys.argv[2:])
+print([line for line in open("/proc/self/status") if line.startswith("VmData")][0], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def make_large_model(folder: Path, tensor_nbytes: int) -> None:
+    """Write a model with an embedding of `tensor_nbytes`, as a sparse file of zeros."""
+    config = {**GPT_NEO, "vocab_size": tensor_nbytes // WIDTH // 4, "hidden_size": WIDTH, "num_layers": 1,
+              "attention_types": [[["global"], 1]], "torch_dtype": "float32"}  # fmt: skip
+    family, entries = FAMILIES["gpt_neo"], []
+    for path, row in parameter_rows(family, config).items():
+        bound = bind_row(row, family.sizes(config))
+        for name, _ in bound.tensors() if path != family.tying.head_leaf else ():
+            full = name if name in family.unprefixed else family.prefix + name
+            entries.append((full, "float32", bound.source_shape, 4 * math.prod(bound.source_shape)))
+    (layout,) = lay_out_files([("model.safetensors", entries, None)])
+    folder.mkdir(parents=True)
+    with (folder / layout.name).open("wb") as file:
+        file.write(layout.header)
+        file.truncate(layout.size)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+class MemoryLimits:
+    """Sources with a tensor of four times the budget (in MiB), and the data size of `prep inspect` for each."""
+
+    def __init__(self, folder: Path, budget: int) -> None:
+        self.folder, self.budget = folder, budget
+        make_large_model(folder / "m", 4 * budget * MIB)
+        make_adapter(
+            folder / "adapter", {"transformer.wte": (4 * budget * MIB // WIDTH // 4, WIDTH)}
+        )
+        for name, more in {"init": [], "packed": ["--compress", "zstd"]}.items():
+            self.run_limited(0, "save-init", "./m", "--mesh", "1,2,4", "--out", name, *more)
+        self.inspect_nbytes = {
+            name: self.measure_inspect_nbytes(name) for name in ("./m", "init", "packed")
+        }
+
+    def run_limited(self, limit: int, *words: str) -> str:
+        """Run a command with a limit in bytes on its data (0: none), and return stderr."""
+        run = run_python(LIMITED_SCRIPT, str(limit), *words, "-q", cwd=self.folder)
+        assert run.returncode == 0, run.stderr
+        return run.stderr
+
+    def measure_inspect_nbytes(self, name: str) -> int:
+        """Return the data size in bytes of `prep inspect` for a source."""
+        match = re.search(r"VmData:\s+(\d+) kB", self.run_limited(0, "inspect", name))
+        assert match
+        return int(match[1]) * 1024
+
+    def check_within_budget(self, *words: str) -> None:
+        """Check that a command needs at most the budget more than `prep inspect` of its source."""
+        base = max(nbytes for name, nbytes in self.inspect_nbytes.items() if name in words)
+        memory = () if words[0] == "inspect" else ("--memory", f"{self.budget}MiB")
+        try:
+            self.run_limited(base + self.budget * MIB + SLACK_NBYTES, *words, *memory)
+        finally:
+            shutil.rmtree(self.folder / "out", ignore_errors=True)
+
+
+FAST_COMMANDS = [
+    ["save-init", "./m", "--mesh", "1,2,4", "--out", "out"],
+    ["save-init", "./m", "--verbatim", "--mesh", "1,2,4", "--out", "out"],
+    ["save-init", "./m", "--scan-axis", "1", "--dtype", "bfloat16", "--out", "out"],
+    ["save-init", "./m", "--compress", "zstd", "--out", "out"],
+    ["pad-vocab", "./m", "--multiple", "1000", "--init", "mean", "--out", "out"],
+    ["reshard", "packed", "--mesh", "1,2,2", "--out", "out"],
+    ["export", "init", "--out", "out"],
+    ["merge", "adapter", "./m", "--out", "out"],
+    ["verify", "packed"],
+    ["inspect", "packed", "--stats"],
+]
+COMMANDS = [
+    *FAST_COMMANDS,
+    ["pad-vocab", "./m", "--multiple", "1000", "--init", "normal", "--out", "out"],
+    ["reshard", "init", "--mesh", "1,4,2", "--out", "out"],
+    ["verify", "init"],
+    ["verify", "init", "./m"],
+    ["inspect", "./m", "--stats"],
+    ["inspect", "init", "--stats"],
+]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> MemoryLimits:
+    return MemoryLimits(tmp_path_factory.mktemp("small") / "bench", 32)
+
+
+@pytest.mark.parametrize("words", slow_except(COMMANDS, FAST_COMMANDS), ids=" ".join)
+def test_command_fits_in_minimum_budget(small: MemoryLimits, words: list[str]):
+    small.check_within_budget(*words)
+
+
+@pytest.fixture(scope="module", params=[128, 512], ids=lambda budget: f"{budget}MiB")
+def large(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[MemoryLimits]:
+    folder = tmp_path_factory.mktemp("large") / "bench"
+    yield MemoryLimits(folder, request.param)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_command_fits_in_larger_budgets(large: MemoryLimits, words: list[str]):
+    large.check_within_budget(*words)
+
+
+def test_out_of_memory_is_reported(small: MemoryLimits):
+    limit = small.inspect_nbytes["./m"] + 8 * MIB
+    words = [
+        "pad-vocab",
+        "./m",
+        "--multiple",
+        "1000",
+        "--out",
+        "starved",
+        "--memory",
+        "512MiB",
+        "-q",
+    ]
+    run = run_python(LIMITED_SCRIPT, str(limit), *words, cwd=small.folder)
+    assert run.returncode == 1
+    assert "error: the system is out of memory" in run.stderr
+    assert "`--memory`" in run.stderr

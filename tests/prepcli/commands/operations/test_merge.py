@@ -1,0 +1,285 @@
+"""`prep merge`: every value is base + scale * B A, rounded once, and all other tensors keep their bits."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The manifests of complete outputs have the keys that these tests read.
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import prepcli as prep
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import FAILED, OK, USAGE
+from prepcli.engine.fills import numpy_dtype
+from prepcli.formats.manifest import read_manifest
+from tests.helpers.adapters import ALPHA, PREFIX, RANK, make_adapter
+from tests.helpers.tiny_checkpoints import GPT2, LLAMA, make_checkpoint, read_tensors, same_bits
+
+LLAMA_TARGETS = [
+    f"model.layers.{number}.{name}"
+    for number in range(3)
+    for name in ("self_attn.q_proj", "mlp.down_proj")
+]
+GPT2_TARGETS = [
+    f"transformer.h.{number}.{name}"
+    for number in range(3)
+    for name in ("attn.c_attn", "mlp.c_proj")
+]
+
+
+@pytest.fixture(autouse=True)
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def product(
+    adapter: Mapping[str, np.ndarray], module: str, scale: float = ALPHA / RANK
+) -> np.ndarray:
+    """Compute scale * B A in float32, summed in the order of the rank."""
+    a, b = (adapter[f"{PREFIX}{module}.lora_{matrix}.weight"] for matrix in "AB")
+    total = np.zeros((len(b), a.shape[1]), np.float32)
+    for number in range(len(a)):
+        total += np.outer(b[:, number], a[number])
+    return total * np.float32(scale)
+
+
+def llama_adapter(folder: str = "adapter", **settings: Any) -> dict[str, np.ndarray]:
+    """Write an adapter of the tiny LLaMA."""
+    shapes = {name: (32, 48 if name.endswith("down_proj") else 32) for name in LLAMA_TARGETS}
+    return make_adapter(Path(folder), shapes, **settings)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_merge_adds_the_product_and_rounds_once(dtype: str):
+    make_checkpoint(Path("base"), LLAMA, dtype=dtype)
+    adapter = llama_adapter()
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == OK
+    base, merged = read_tensors(Path("base")), read_tensors(Path("merged"))
+    assert base.keys() == merged.keys()
+    for name, values in base.items():
+        module = name.removesuffix(".weight")
+        if module in LLAMA_TARGETS:
+            expected = (values.astype(np.float32) + product(adapter, module)).astype(
+                numpy_dtype(dtype)
+            )
+            assert same_bits(merged[name], expected)
+        else:
+            assert same_bits(merged[name], values)
+
+
+def test_merge_names_the_base_that_the_adapter_names(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter(base_model_name_or_path="me/llama-7b")
+    assert main(["merge", "adapter", "base", "--dry-run"]) == OK
+    assert "adapter (trained with me/llama-7b) -> base: 6 tensors change" in capsys.readouterr().err
+
+
+def test_merge_transposes_the_product_for_conv1d():
+    make_checkpoint(Path("base"), GPT2)
+    adapter = make_adapter(
+        Path("adapter"),
+        {name: (96, 32) if name.endswith("c_attn") else (32, 128) for name in GPT2_TARGETS},
+    )
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == OK
+    base, merged = read_tensors(Path("base")), read_tensors(Path("merged"))
+    assert sum(same_bits(merged[name], values) for name, values in base.items()) == len(base) - len(
+        GPT2_TARGETS
+    )
+    for name, values in base.items():
+        module = name if name.startswith("transformer.") else f"transformer.{name}"
+        if (module := module.removesuffix(".weight")) in GPT2_TARGETS:
+            assert same_bits(merged[name], values + product(adapter, module).T)
+
+
+def test_merge_of_an_init_equals_merge_of_its_model():
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter()
+    assert (
+        main(["save-init", "base", "--mesh", "1,2,4", "--pad-vocab", "8", "--out", "init", "-q"])
+        == OK
+    )
+    for base in ("base", "init"):
+        assert main(["merge", "adapter", base, "--out", f"merged-{base}", "-q"]) == OK
+    whole, padded = read_tensors(Path("merged-base")), read_tensors(Path("merged-init"))
+    assert whole.keys() == padded.keys()
+    assert all(same_bits(whole[name], padded[name][: len(whole[name])]) for name in whole)
+
+
+def test_merge_records_the_adapter_and_counts_changes(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter(use_rslora=True)
+    assert main(["merge", "adapter", "base", "--out", "merged", "--json"]) == OK
+    result = json.loads(capsys.readouterr().out)
+    num_values = 3 * (32 * 32 + 32 * 48)
+    manifest = read_manifest(Path("merged"))
+    assert manifest is not None
+    assert manifest.fields["merged"] == {
+        "adapter": "adapter",
+        "scaling": ALPHA / RANK**0.5,
+        "tensors": 6,
+    }
+    (entry,) = manifest.casts
+    assert (entry.get("update"), entry["tensors"], entry["values"]) == ("low-rank", 6, num_values)
+    changed = entry.get("changed", 0)
+    assert 0 < changed <= num_values
+    assert result["accounting"]["changed_values"] == changed
+
+
+def test_second_merge_of_another_adapter_is_another_request():
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter()
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == OK
+    assert prep.merge("adapter", "base", "merged").already_done
+    settings = Path("adapter/adapter_config.json")
+    settings.write_text(settings.read_text().replace(str(ALPHA), "9"))
+    with pytest.raises(prep.OutputExistsError):
+        prep.merge("adapter", "base", "merged")
+    assert not prep.merge("adapter", "base", "merged", overwrite=True).already_done
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_dora": True}, "use_dora = True is not supported"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is 8, but base_model.model.model.layers.0"),
+        ({"rank_pattern": {"(?i)q_proj": 8}}, "is not supported"),
+        ({"alpha_pattern": {"q_proj": -1}}, "alpha_pattern is -1, it should be greater than 0"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save has 'lm_head', and no tensor"),
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"r": "16"}, "r is '16', it should be a valid integer"),
+        (
+            {"r": 7},
+            "r is 7, but base_model.model.model.layers.0.mlp.down_proj.lora_A.weight is [3, 48]",
+        ),
+        ({"r": 10**30}, "r is an integer above 10^30, it should be"),
+        ({"r": 10**400}, "a number has 401 digits"),
+        ({"r": True}, "r is True, it should be a valid integer"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan, it should be a finite number"),
+        ({"lora_alpha": float("inf")}, "lora_alpha is inf, it should be a finite number"),
+        ({"lora_alpha": 10**299}, "which float32 cannot hold"),
+        ({"lora_alpha": 0}, "lora_alpha is 0, it should be greater than 0"),
+        ({"lora_alpha": 1e300}, "lora_alpha / r is 3.33333e+299, which float32 cannot hold"),
+        (
+            {"lora_alpha": 1e-60, "use_rslora": True},
+            "lora_alpha / sqrt(r) is 5.7735e-61, which float32 cannot hold",
+        ),
+        ({"use_rslora": "false"}, "use_rslora is 'false', it should be a valid boolean"),
+        ({"use_rslora": 1}, "use_rslora is 1, it should be a valid boolean"),
+        ({"use_dora": 0}, "use_dora = 0 is not supported"),
+        (
+            {"velora_config": {"num_groups": 4}},
+            "velora_config = {'num_groups': 4} is not supported",
+        ),
+        ({"use_new_lora": True}, "'use_new_lora' = True is unknown"),
+        (
+            {"target_modules": ["q_proj"]},
+            "they have an adapter of model.layers.0.mlp.down_proj, but target_modules",
+        ),
+        ({"exclude_modules": ["q_proj"]}, "q_proj, but exclude_modules lists it"),
+        ({"target_modules": 3}, "target_modules is 3, it should be"),
+        (
+            {"base_model_name_or_path": 3},
+            "base_model_name_or_path is 3, it should be a valid string",
+        ),
+    ],
+)
+def test_merge_rejects_other_adapters(
+    settings: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+):
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter(**settings)
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
+    assert message in capsys.readouterr().err
+    assert not Path("merged").exists()
+
+
+def test_merge_takes_settings_without_effect():
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter(use_new_lora=False, new_config=None, revision="main", eva_config={"rho": 2.0})
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == OK
+
+
+def fill_matrix(value: float, suffix: str = "layers.1.self_attn.q_proj.lora_B.weight") -> None:
+    """Set the first row of a matrix of the adapter to a value."""
+    path = Path("adapter/adapter_model.safetensors")
+    tensors = load_file(path)
+    (name,) = (name for name in tensors if name.endswith(suffix))
+    tensors[name][0] = value
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merge_refuses_values_that_become_infinite_or_nan(
+    value: float, dtype: str, capsys: pytest.CaptureFixture[str]
+):
+    make_checkpoint(Path("base"), LLAMA, dtype=dtype)
+    llama_adapter()
+    fill_matrix(value)
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
+    error = capsys.readouterr().err
+    assert re.search(
+        r"[1-9]\d* values of model.layers.1.self_attn.q_proj.weight become infinite or nan", error
+    )
+    assert "--allow-overflow" in error
+    assert not Path("merged").exists()
+
+
+def test_merge_counts_the_values_that_are_nan_after_it(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter()
+    fill_matrix(float("nan"))
+    assert main(["merge", "adapter", "base", "--allow-overflow", "--out", "merged"]) == OK
+    assert "32 overflowed, 0 became 0, 32 are nan" in capsys.readouterr().err
+    manifest = read_manifest(Path("merged"))
+    assert manifest is not None
+    (entry,) = manifest.casts
+    assert (entry.get("overflowed"), entry.get("nan")) == (32, 32)
+    merged = read_tensors(Path("merged"))
+    assert sum(int(np.isnan(values).sum()) for values in merged.values()) == 32
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (
+            {"model.layers.0.self_attn.q_proj": (32, 48)},
+            "the adapter has B [32, 3] times A [3, 48]",
+        ),
+        (
+            {"model.layers.9.self_attn.q_proj": (32, 32)},
+            "the base has no tensor model.layers.9.self_attn.q_proj.weight",
+        ),
+    ],
+)
+def test_merge_rejects_adapters_of_other_models(
+    shapes: dict[str, tuple[int, int]], message: str, capsys: pytest.CaptureFixture[str]
+):
+    make_checkpoint(Path("base"), LLAMA)
+    make_adapter(Path("adapter"), shapes)
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
+    assert message in capsys.readouterr().err
+
+
+def test_merge_names_exchanged_arguments(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter()
+    assert main(["merge", "base", "adapter", "--out", "merged", "-q"]) == USAGE
+    error = capsys.readouterr().err
+    assert "adapter and base are exchanged" in error
+    assert "`prep merge adapter base`" in error
+
+
+def test_merge_rejects_a_folder_without_an_adapter(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("base"), LLAMA)
+    assert main(["merge", "base", "base", "--out", "merged", "-q"]) == USAGE
+    assert "base is not an adapter" in capsys.readouterr().err

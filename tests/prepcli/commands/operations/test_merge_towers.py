@@ -1,0 +1,221 @@
+"""`prep merge` of adapters of multimodal classes: one model, the module names of each version of transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import FAILED
+from tests.helpers.adapters import ALPHA, PREFIX, RANK, make_adapter
+from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.stored_tensors import write_safetensors
+from tests.helpers.towers import model_values, read_golden, stored, write_model
+
+# Files of the hub have a module more in their towers than `save_pretrained` of transformers 5 writes.
+HUB_NAMES = {
+    "gemma3": (r"^vision_tower\.", "vision_tower.vision_model."),
+    "llava": (r"^vision_tower\.", "vision_tower.vision_model."),
+}
+# Multimodal type -> name in the file, names of the module in classes of transformers 5 and 4.
+TEXT_CLASSES = {
+    "gemma3": ("language_model.model.", "model.language_model.", "language_model.model."),
+    "internvl": ("language_model.model.", "model.language_model.", "language_model.model."),
+    "llava": ("language_model.model.", "model.language_model.", "language_model.model."),
+    "mistral3": ("language_model.model.", "model.language_model.", "language_model.model."),
+    "qwen2_5_vl": ("model.", "model.language_model.", "model."),
+    "qwen3_vl": ("model.language_model.", "model.language_model.", "model.language_model."),
+}
+# Module of a tower in the file, and in classes of transformers 5 and 4.
+TOWER_CLASSES = {
+    "gemma3": (
+        "vision_tower.vision_model.encoder.layers.1.mlp.fc1",
+        "model.vision_tower.encoder.layers.1.mlp.fc1",
+        "vision_tower.vision_model.encoder.layers.1.mlp.fc1",
+    ),
+    "internvl": (
+        "vision_tower.encoder.layer.1.attention.q_proj",
+        "model.vision_tower.encoder.layer.1.attention.q_proj",
+        "vision_tower.encoder.layer.1.attention.q_proj",
+    ),
+    "llava": (
+        "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj",
+        "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj",
+        "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj",
+    ),
+    "mistral3": (
+        "multi_modal_projector.linear_1",
+        "model.multi_modal_projector.linear_1",
+        "multi_modal_projector.linear_1",
+    ),
+    "qwen2_5_vl": (
+        "visual.blocks.0.attn.qkv",
+        "model.visual.blocks.0.attn.qkv",
+        "visual.blocks.0.attn.qkv",
+    ),
+    "qwen3_vl": (
+        "model.visual.blocks.1.mlp.linear_fc2",
+        "model.visual.blocks.1.mlp.linear_fc2",
+        "visual.blocks.1.mlp.linear_fc2",
+    ),
+}
+TEXT_MODULES = ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj")
+CASES = [(model_type, version) for model_type in TEXT_CLASSES for version in (4, 5)]
+
+
+@pytest.fixture(autouse=True)
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write_hub_model(model_type: str) -> dict[str, np.ndarray]:
+    """Write a model with the names of its files on the hub, and return its tensors."""
+    golden = read_golden(model_type)
+    pattern, replacement = HUB_NAMES.get(model_type, ("(?!)", ""))
+    values: dict[str, np.ndarray] = {}
+    for name, value in model_values(golden["shapes"]).items():
+        values[re.sub(pattern, replacement, name)] = value
+    Path("m").mkdir()
+    write_safetensors(Path("m/model.safetensors"), stored(values))
+    Path("m/config.json").write_text(json.dumps(golden["config"]))
+    return values
+
+
+def merged_values(
+    values: Mapping[str, np.ndarray],
+    adapter: Mapping[str, np.ndarray],
+    targets: Mapping[str, str],
+) -> dict[str, np.ndarray]:
+    """Return the tensors of a model with an adapter added in float32.
+
+    Args:
+        values: Tensors of the model.
+        adapter: Tensors of the adapter.
+        targets: Module of the adapter -> module of the model.
+    """
+    expected = dict(values)
+    for module, target in targets.items():
+        a, b = (adapter[f"{PREFIX}{module}.lora_{matrix}.weight"] for matrix in "AB")
+        expected[f"{target}.weight"] = values[f"{target}.weight"] + ALPHA / RANK * (b @ a)
+    return expected
+
+
+def assert_values(folder: str, expected: Mapping[str, np.ndarray]) -> None:
+    """Check the tensors of a folder. Sums of products may differ in their last bits."""
+    merged = load_file(Path(folder) / "model.safetensors")
+    assert merged.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(merged[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "version"),
+    slow_except(CASES, [("gemma3", 5), ("llava", 4), ("qwen2_5_vl", 5)]),
+)
+def test_adapter_of_a_multimodal_class_merges(model_type: str, version: int):
+    values = write_hub_model(model_type)
+    number = 1 if version == 5 else 2
+    stored_prefix, prefix = TEXT_CLASSES[model_type][0], TEXT_CLASSES[model_type][number]
+    targets = {f"{prefix}{module}": f"{stored_prefix}{module}" for module in TEXT_MODULES}
+    targets[TOWER_CLASSES[model_type][number]] = TOWER_CLASSES[model_type][0]
+    shapes = {module: values[f"{target}.weight"].shape for module, target in targets.items()}
+    adapter = make_adapter(Path("adapter"), shapes)
+    run_ok("merge", "adapter", "./m", "--out", "merged")
+    expected = merged_values(values, adapter, targets)
+    assert_values("merged", expected)
+    run_ok("save-init", "./m", "--out", "init")
+    run_ok("merge", "adapter", "init", "--out", "from-init")
+    assert_values("from-init", expected)
+
+
+def test_adapter_of_a_multimodal_class_merges_into_its_text_model():
+    values = write_hub_model("llava")
+    run_ok("save-init", "./m", "--out", "init")
+    run_ok("export", "init", "--text-only", "--out", "text")
+    module = "model.language_model.layers.0.self_attn.q_proj"
+    shape = values["language_model.model.layers.0.self_attn.q_proj.weight"].shape
+    adapter = make_adapter(Path("adapter"), {module: shape})
+    run_ok("merge", "adapter", "text", "--out", "merged")
+    text = load_file("text/model.safetensors")
+    targets = {module: "model.layers.0.self_attn.q_proj"}
+    assert_values("merged", merged_values(text, adapter, targets))
+
+
+def test_adapter_of_the_head_merges_under_both_names():
+    values = write_hub_model("llava")
+    shape = values["language_model.lm_head.weight"].shape
+    for number, module in enumerate(("lm_head", "language_model.lm_head")):
+        adapter = make_adapter(Path(f"adapter{number}"), {module: shape})
+        run_ok("merge", f"adapter{number}", "./m", "--out", f"merged{number}")
+        targets = {module: "language_model.lm_head"}
+        assert_values(f"merged{number}", merged_values(values, adapter, targets))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "model.vision_tower.encoder.layers.9.self_attn.q_proj",
+        # Its end is the name of a module of the text part.
+        "model.vision_tower.layers.0.self_attn.q_proj",
+        "model.vision_model.layers.0.self_attn.q_proj",
+        "model.audio_tower.language_model.layers.0.self_attn.q_proj",
+    ],
+)
+def test_merge_names_a_module_that_the_base_lacks(module: str, capsys: pytest.CaptureFixture[str]):
+    write_model("llava")
+    shape = (64, 64)
+    text_module = "model.language_model.layers.0.self_attn.q_proj"
+    make_adapter(Path("adapter"), {text_module: shape, module: shape})
+    lines = error_lines(capsys, "merge", "adapter", "./m", "--out", "merged")
+    assert lines[0] == "error: adapter does not fit the base"
+    assert lines[1].endswith(f"the base has no tensor {module}.weight")
+    assert not Path("merged").exists()
+
+
+def test_merge_into_a_base_without_a_family(capsys: pytest.CaptureFixture[str]):
+    """Only the names in the files are needed, e.g. of PaliGemma, whose text part prep does not compute."""
+    values = write_hub_model("llava")
+    config = Path("m/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "paligemma"}))
+    text_module = "layers.1.mlp.down_proj"
+    targets = {f"model.language_model.{text_module}": f"language_model.model.{text_module}"}
+    targets[TOWER_CLASSES["llava"][1]] = TOWER_CLASSES["llava"][0]
+    shapes = {module: values[f"{target}.weight"].shape for module, target in targets.items()}
+    adapter = make_adapter(Path("adapter"), shapes)
+    run_ok("merge", "adapter", "./m", "--out", "merged")
+    assert_values("merged", merged_values(values, adapter, targets))
+    make_adapter(Path("conv1d"), shapes, fan_in_fan_out=True)
+    capsys.readouterr()
+    lines = error_lines(capsys, "merge", "conv1d", "./m", "--out", "other")
+    assert lines[0] == "error: ./m is not supported as a base of conv1d"
+
+
+def test_merge_refuses_two_adapters_of_one_tensor(capsys: pytest.CaptureFixture[str]):
+    values = write_hub_model("llava")
+    shape = values["language_model.model.layers.0.self_attn.q_proj.weight"].shape
+    modules = ["model.language_model.layers.0.self_attn.q_proj", "layers.0.self_attn.q_proj"]
+    make_adapter(Path("adapter"), dict.fromkeys(modules, shape))
+    lines = error_lines(capsys, "merge", "adapter", "./m", "--out", "merged")
+    assert lines[0] == "error: adapter has two adapters of one tensor"
+    assert all(module in lines[1] for module in modules)
+
+
+def test_merge_names_an_embedding_of_a_tower(capsys: pytest.CaptureFixture[str]):
+    write_model("llava")
+    make_adapter(Path("adapter"), {"model.language_model.layers.0.self_attn.q_proj": (64, 64)})
+    path = Path("adapter/adapter_model.safetensors")
+    name = f"{PREFIX}model.vision_tower.embeddings.patch_embedding.lora_A.weight"
+    save_file(load_file(path) | {name: np.zeros((RANK, 3, 2, 2), np.float32)}, path)
+    config = Path("adapter/adapter_config.json")
+    settings = json.loads(config.read_text())
+    settings["target_modules"].append("patch_embedding")
+    config.write_text(json.dumps(settings))
+    assert main(["merge", "adapter", "./m", "--out", "merged", "-q"]) == FAILED
+    assert "vision_tower.embeddings.patch_embedding" in capsys.readouterr().err

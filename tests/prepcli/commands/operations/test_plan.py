@@ -1,0 +1,309 @@
+"""`prep plan` on recipes, checkpoints and configs, without weights or data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.commands.operations.recipe_files import recipes_folder
+from prepcli.core.errors import FAILED, OK, USAGE
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+from tests.helpers.training_plans import RECIPE, TINY
+from trainer.planning.accelerators import ACCELERATORS
+
+RECIPES = sorted(path.name for path in recipes_folder().glob("*.toml"))
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *words: str, code: int = OK) -> dict[str, Any]:
+    """Run `prep plan --json` and return its object."""
+    capsys.readouterr()
+    assert main(["plan", *words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shipped_recipes_are_planned_without_checkpoints(
+    name: str, capsys: pytest.CaptureFixture[str]
+):
+    report = plan_json(capsys, name)
+    assert report["memory"]["peak"] > report["memory"]["parameters"] > 0
+    assert [kind["kind"] for kind in report["kinds"]][:2] == ["v4", "v5e"]
+    assert any(kind["fits"] for kind in report["kinds"])
+
+
+@pytest.mark.parametrize("name", ["llama-7b-32k", "llama-13b"])
+def test_name_of_a_shipped_recipe_is_planned(name: str, capsys: pytest.CaptureFixture[str]):
+    """The name of a recipe precedes the alias of a model, as in `prep train`."""
+    by_name, by_file = (plan_json(capsys, target) for target in (name, f"{name}.toml"))
+    assert (by_name["mesh"], by_name["tokens"]) == (by_file["mesh"], by_file["tokens"])
+    assert by_name["memory"] == by_file["memory"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("llama-7b-32", "did you mean `llama-7b-32k`?"),
+        ("gpt2-wikitex", "did you mean `gpt2-wikitext`?"),
+        ("gpt2-x", "did you mean `gpt2-xl`?"),
+    ],
+    ids=["a recipe", "a folder", "an alias"],
+)
+def test_unknown_name_has_a_hint(name: str, hint: str, capsys: pytest.CaptureFixture[str]):
+    Path("gpt2-wikitext").mkdir()
+    assert plan_json(capsys, name, code=USAGE)["error"]["hint"] == hint
+
+
+def test_config_needs_no_known_name(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("tiny"), LLAMA)
+    assert (
+        plan_json(capsys, "llama-7b-32", "--config", "tiny/config.json", "--mesh", "1,2,4")[
+            "tokens"
+        ]
+        == 2 * 64
+    )
+
+
+def test_name_of_a_recipe_and_of_a_file_is_ambiguous(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("tiny"), LLAMA)
+    Path("llama-7b.toml").write_text(RECIPE)
+    error = plan_json(capsys, "llama-7b", code=USAGE)["error"]
+    assert error["what"] == "`llama-7b` is ambiguous"
+    Path("tiny").rename("llama-7b")
+    assert plan_json(capsys, "llama-7b", "--mesh", "1,2,4")["tokens"] == 2 * 64, (
+        "the folder of a checkpoint"
+    )
+
+
+@pytest.mark.parametrize(("name", "peak_gb"), [("llama-7b-32k", 6.0), ("llama-13b-32k", 8.8)])
+def test_long_context_recipes_fit_on_v5e(
+    name: str, peak_gb: float, capsys: pytest.CaptureFixture[str]
+):
+    report = plan_json(capsys, f"{name}.toml", "--devices", "v5e")
+    assert (report["mesh"], report["devices"], report["tokens"]) == ("1,64,4", 256, 64 * 32768)
+    assert report["memory"]["peak"] < peak_gb * GB
+    assert report["kinds"][0]["fits"]
+    assert report["changes"] is None
+    assert report["warnings"] == []
+
+
+def test_checkpoint_is_planned_with_its_recorded_mesh(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("tiny"), LLAMA)
+    assert main(["save-init", "tiny", "--pad-vocab", "auto", "--mesh", "1,2,4", "-q"]) == OK
+    report = plan_json(capsys, "tiny-init")
+    assert (report["mesh"], report["tokens"]) == ("1,2,4", 2 * 64)
+    assert plan_json(capsys, "tiny", "--mesh", "1,2,4")["memory"] == report["memory"], (
+        "a Hugging Face folder"
+    )
+    longer = plan_json(capsys, "tiny-init", "--set", "data.seq_length=32", "--mesh", "1,8,1")
+    assert (longer["mesh"], longer["tokens"]) == ("1,8,1", 8 * 32)
+    assert plan_json(capsys, "tiny", "--devices", "v5e:4")["mesh"] == "1,4,1"
+
+
+@pytest.mark.parametrize("mesh", ["1,-1,4", "fsdp:-1,mp:4"])
+def test_number_of_devices_replaces_a_mesh_size_of_minus_1(
+    mesh: str, capsys: pytest.CaptureFixture[str]
+):
+    report = plan_json(capsys, "llama-7b.toml", "--set", f"mesh={mesh}", "--devices", "16")
+    assert (report["mesh"], len(report["kinds"])) == ("1,4,4", len(ACCELERATORS))
+    assert plan_json(capsys, "gpt2", "--devices", "16")["mesh"] == "16,1,1", "the recipe's"
+
+
+def test_outputs_of_other_commands_are_planned(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("tiny"), LLAMA)
+    for command in (
+        ["pad-vocab", "tiny", "--multiple", "8", "--out", "padded"],
+        ["save-init", "padded", "--out", "init"],
+        ["export", "init", "--out", "back"],
+    ):
+        assert main([*command, "-q"]) == OK
+    memories = [plan_json(capsys, name)["memory"] for name in ("padded", "init")]
+    assert memories[0] == memories[1]
+    assert plan_json(capsys, "back")["memory"]["parameters"] < memories[0]["parameters"], (
+        "without padding"
+    )
+
+
+def test_missing_init_is_planned_from_a_published_config(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "llama-13b-init", "--mesh", "1,64,4"]) == OK
+    out, err = capsys.readouterr()
+    assert "13,015,864,320 parameters; mesh dp 1 x fsdp 64 x mp 4 = 256 devices" in out
+    assert "shapes from the published config of llama-13b" in err
+
+
+def test_encoder_models_have_sources_and_targets(capsys: pytest.CaptureFixture[str]):
+    report = plan_json(capsys, "flan-t5-base", "--mesh", "4,1,2")
+    assert report["flops"]["attention_full"] > report["flops"]["attention_causal"] > 0
+
+
+def test_config_replaces_a_missing_checkpoint(capsys: pytest.CaptureFixture[str]):
+    Path("config.json").write_text(json.dumps(TINY))
+    Path("recipe.toml").write_text(RECIPE.replace("llama-7b-init", "my-init"))
+    error = plan_json(capsys, "recipe.toml", "--mesh", "1,2,4", code=USAGE)["error"]
+    assert error["what"] == "no checkpoint called `my-init`"
+    report = plan_json(capsys, "recipe.toml", "--mesh", "1,2,4", "--config", "config.json")
+    assert report["tokens"] == 8 * 16
+    assert (
+        plan_json(capsys, "recipe.toml", "--mesh", "1,2,4", "--config", ".")["memory"]
+        == report["memory"]
+    )
+
+
+def test_suggested_changes_make_a_step_fit(capsys: pytest.CaptureFixture[str]):
+    sets = ("--set", "data.seq_length=16384", "--set", "model.attention_kernel=reference")
+    words = ("llama-7b.toml", "--devices", "A100-40", *sets)
+    report = plan_json(capsys, *words)
+    assert not report["kinds"][0]["fits"]
+    values = report["changes"]["set"]
+    assert "mesh" not in values
+    changed = plan_json(
+        capsys, *words, *(word for key in values for word in ("--set", f"{key}={values[key]}"))
+    )
+    assert changed["kinds"][0]["fits"]
+    assert changed["memory"]["peak"] == report["changes"]["peak"]
+
+
+def test_context_beyond_the_model_is_a_warning(capsys: pytest.CaptureFixture[str]):
+    report = plan_json(capsys, "llama-7b.toml", "--set", "data.seq_length=4096")
+    assert report["warnings"] == [
+        "`data.seq_length` is 4,096, and the model was made for 2,048 positions; `model.rope_scaling` extends them"
+    ]
+
+
+def test_plan_shows_the_bytes_sent_between_slices(capsys: pytest.CaptureFixture[str]):
+    words = (
+        str(recipes_folder() / "llama-7b.toml"),
+        "--devices",
+        "v5p:256",
+        "--set",
+        "mesh=4,64,1",
+        "--set",
+        "batch.size=256",
+    )
+    one, two = (
+        plan_json(capsys, *words, *more) for more in ((), ("--set", "cluster.dcn_mesh=dp:2"))
+    )
+    whole, axis = (
+        next(axis for axis in plan["traffic"] if axis["axis"] == "dp") for plan in (one, two)
+    )
+    assert axis["bytes"] + axis["bytes_between_slices"] == whole["bytes"]
+    assert axis["slices"] == 2
+
+
+def test_search_lists_fitting_meshes_first_the_fastest(capsys: pytest.CaptureFixture[str]):
+    report = plan_json(capsys, "llama-7b-32k.toml", "--search", "--devices", "v5p")
+    rates = [mesh["tokens_per_s"] for mesh in report["meshes"]]
+    assert rates == sorted(rates, reverse=True)
+    assert all(mesh["fits"] and mesh["devices"] == 256 for mesh in report["meshes"])
+    assert main(["plan", "llama-7b-32k.toml", "--search", "--devices", "v5p:64"]) == OK
+    assert "meshes of 64 x v5p fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "what"),
+    [
+        (["--search"], USAGE, "`--search` has no effect without `--devices KIND`"),
+        (
+            ["--search", "--devices", "8"],
+            USAGE,
+            "`--search` has no effect without `--devices KIND`",
+        ),
+        (["--devices", "9"], USAGE, "mesh 1,8,1 needs 8 devices, there are 9"),
+        (
+            ["--search", "--devices", "v4", "--html", "x"],
+            USAGE,
+            "`--html` has no effect with `--search`",
+        ),
+        (
+            ["--search", "--devices", "v4:8", "--mesh", "1,8,1"],
+            USAGE,
+            "`--mesh` has no effect with `--search`",
+        ),
+        (["--mesh=-1,1,1"], USAGE, "mesh -1,1,1 has an axis of size -1"),
+        (["--devices", "v4:9"], USAGE, "mesh 1,8,1 needs 8 devices, there are 9"),
+        (["--mesh", "1,1,3"], USAGE, "heads 32 cannot be split over mp 3"),
+        (["--config", "none.json"], FAILED, ". has no none.json"),
+        (["--set", "model.ffn_chunk_size=0"], USAGE, "`--set`: `model.ffn_chunk_size` is 0"),
+    ],
+)
+def test_invalid_requests_are_errors(
+    words: list[str], code: int, what: str, capsys: pytest.CaptureFixture[str]
+):
+    assert plan_json(capsys, "llama-7b.toml", *words, code=code)["error"]["what"] == what
+
+
+def test_first_letters_of_a_device_kind_get_suggestions(capsys: pytest.CaptureFixture[str]):
+    error = plan_json(capsys, "llama-7b.toml", "--devices", "a100:8", code=USAGE)["error"]
+    assert error["hint"] == "did you mean `A100-40` or `A100-80`?"
+
+
+def test_page_is_self_contained(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "llama-7b.toml", "--devices", "v5e", "--html", "plan.html"]) == OK
+    page = Path("plan.html").read_text()
+    assert page.count("<svg") == 2
+    assert "src=" not in page
+    assert "href=" not in page
+    for text in ("saved activations", "memory of v5e", "it fits with", "PFLOP", "fsdp 8"):
+        assert text in page
+    assert plan_json(capsys, "llama-7b.toml", "--html", "no/folder.html", code=FAILED)["error"][
+        "what"
+    ] == ("cannot read or write no/folder.html")
+
+
+def test_how_to_page_shows_the_current_output(capsys: pytest.CaptureFixture[str]):
+    page = (Path(__file__).parents[4] / "docs" / "how-to" / "plan.md").read_text()
+    assert main(["plan", "llama-7b-32k.toml", "--devices", "v5p"]) == OK
+    assert capsys.readouterr().out in page, "copy the output of the page's first command into it"
+
+
+def test_kernel_of_another_platform_is_refused(capsys: pytest.CaptureFixture[str]):
+    words = ("llama-7b-32k.toml", "--set", "model.attention_kernel=pallas-splash", "--devices")
+    assert plan_json(capsys, *words, "v5p")["memory"]["scores"] == 0
+    assert main(["plan", *words, "H100"]) == USAGE
+    assert "it runs on tpu, not on cuda" in capsys.readouterr().err
+
+
+def test_auto_is_the_kernel_of_the_devices(capsys: pytest.CaptureFixture[str]):
+    words = ("llama-7b-32k.toml", "--set", "model.attention_kernel=auto", "--devices", "v5p")
+    assert plan_json(capsys, *words)["memory"]["scores"] == 0
+    assert plan_json(capsys, *words, "--set", "model.dropout=0.1")["memory"]["scores"] > 0, (
+        "splash attention has none"
+    )
+
+
+def test_plan_describes_the_settings_of_a_recipe(capsys: pytest.CaptureFixture[str]):
+    Path("config.json").write_text(json.dumps(TINY))
+    Path("recipe.toml").write_text(RECIPE)
+    keys = (
+        *("data.type=json", "data.format=chat", "data.loss=last", "data.overlong=drop"),
+        *("train.eval_every=5", "data.holdout=0.1", "eval.stride=8", "eval.patience=3"),
+        *("optimizer.schedule=cosine_restarts", "optimizer.cycles=2"),
+    )
+    settings = [word for key in keys for word in ("--set", key)]
+    words = ("recipe.toml", "--config", "config.json", "--mesh", "1,2,4", *settings)
+    expected = [
+        "learning rate 0.001, 2 cosines to 0 until step 20",
+        "loss on the last turn of the assistant",
+        "records of more than 16 tokens are left out",
+        "evaluation every 5 steps on windows with stride 8; the run ends after 3 without a better eval_loss",
+    ]
+    assert main(["plan", *words, "--html", "plan.html"]) == OK
+    assert capsys.readouterr().out.splitlines()[2:7] == [*expected, ""]
+    page = Path("plan.html").read_text()
+    assert all(f"<p>{line}</p>" in page for line in expected)
+    assert plan_json(capsys, *words)["settings"] == expected
+
+
+def test_plan_of_a_checkpoint_has_no_settings(capsys: pytest.CaptureFixture[str]):
+    assert plan_json(capsys, "gpt2")["settings"] != []
+    assert plan_json(capsys, "llama-13b-init", "--mesh", "1,64,4")["settings"] == []

@@ -1,0 +1,281 @@
+"""`export` of dequantised weights: identical quantised bytes, or an error that names the other ways."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import prepcli as prep
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import PrepError, UsageError
+from tests.helpers.quantized_folders import FORMATS, Arrays, make_mxfp4_experts, make_quantized
+from tests.helpers.run_cli import run_ok
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import read_tensors
+
+INVERTIBLE = ["fp8", "compressed-fp8", "int8", "compressed-nvfp4", "modelopt-nvfp4"]
+OTHERS = sorted({*FORMATS} - {*INVERTIBLE})
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def assert_same_tensors(folder: str, original: str) -> None:
+    tensors = read_tensors(Path(folder))
+    stored = read_tensors(Path(original))
+    assert {*tensors} == {*stored}
+    for key, array in stored.items():
+        assert (tensors[key].dtype, tensors[key].shape) == (array.dtype, array.shape)
+        assert tensors[key].tobytes() == array.tobytes(), key
+
+
+def quantization_config(folder: str) -> dict[str, Any]:
+    return json.loads(Path(folder, "config.json").read_text())["quantization_config"]
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"mesh": "1,2,2", "pad_vocab": "auto"},
+    {"scan": False},
+    {"layers": 2},
+]
+
+
+# Layouts move values, and formats encode them: each layout with one format, and each format with one layout.
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    slow_except(
+        [(name, layout) for name in INVERTIBLE for layout in LAYOUTS],
+        lambda case: case[0] == "fp8" or case[1] == LAYOUTS[1],
+    ),
+)
+def test_export_has_the_bytes_of_the_source(name: str, layout: dict[str, Any]):
+    make_quantized(Path("m"), name)
+    prep.save_init("./m", "init", quantized="dequantize", **layout)
+    prep.export("init", "exported")
+    if "layers" in layout:
+        prep.save_init("./m", "kept", layers=2)
+        prep.export("kept", "expected")
+        assert_same_tensors("exported", "expected")
+    else:
+        assert_same_tensors("exported", "m")
+    assert quantization_config("exported") == quantization_config("m")
+    assert prep.verify("exported")
+
+
+def test_verify_ignores_the_padding_of_decoded_weights():
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize", pad_vocab="64")
+    for pair in (("init", "./m"), ("./m", "init")):
+        assert prep.verify(*pair)
+
+    def change_embedding(stored: Arrays) -> None:
+        stored["model.embed_tokens.weight"][3] += 1
+
+    make_quantized(Path("other"), "fp8", change=change_embedding)
+    (difference,) = prep.verify("init", "./other").differences
+    assert difference["tensor"] == "model.embed_tokens.weight"
+
+
+def test_export_of_resharded_init_has_the_bytes_of_the_source():
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    prep.reshard("init", "resharded", mesh="1,2,1", scan=False)
+    prep.export("resharded", "exported", shard_size="100KB")
+    assert_same_tensors("exported", "m")
+
+
+@pytest.mark.parametrize("options", [{}, {"quantized_source": "./m"}])
+def test_true_vocab_cuts_rows_of_quantised_exports(options: dict[str, Any]):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    stored = read_tensors(Path("m"))
+    size = stored["model.embed_tokens.weight"].shape[0] - 8
+    prep.export("init", "exported", true_vocab=size, **options)
+    tensors = read_tensors(Path("exported"))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert tensors[name].tobytes() == stored[name][:size].tobytes()
+    assert tensors[Q_PROJ].tobytes() == stored[Q_PROJ].tobytes()
+    assert json.loads(Path("exported/config.json").read_text())["vocab_size"] == size
+    with pytest.raises(UsageError, match="out of range"):
+        prep.export("init", "other", true_vocab=size + 9, **options)
+
+
+def test_export_in_processes_has_the_bytes_of_the_source():
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    run_ok("export", "init", "--workers", "2", "--out", "exported")
+    assert_same_tensors("exported", "m")
+
+
+def test_export_of_decoded_verbatim_model_equals_the_source():
+    make_quantized(Path("m"), "fp8")
+    config_path = Path("m/config.json")
+    config = json.loads(config_path.read_text())
+    config_path.write_text(json.dumps({**config, "model_type": "unheard_of"}))
+    prep.save_init("./m", "init", quantized="dequantize")
+    prep.export("init", "exported")
+    assert_same_tensors("exported", "m")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_irreversible_export_hints_at_alternatives(name: str):
+    make_quantized(Path("m"), name)
+    prep.save_init("./m", "init", quantized="dequantize")
+    with pytest.raises(PrepError, match="cannot be computed") as caught:
+        prep.export("init", "exported")
+    assert 'quantized_source="SOURCE"' in str(caught.value.hint)
+    assert 'quantized="dequantize"' in str(caught.value.hint)
+    assert not Path("exported").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow_except(
+        [(name, dtype) for name in FORMATS for dtype in (None, "float32")],
+        lambda case: case[0] == "fp8" or case[1] is None,
+    ),
+)
+def test_quantized_source_supplies_the_bytes(name: str, dtype: Any):
+    make_quantized(Path("m"), name)
+    prep.save_init("./m", "init", quantized="dequantize", dtype=dtype)
+    prep.export("init", "exported", quantized_source="./m")
+    exported = read_tensors(Path("exported"))
+    # A cast to float32 also changes the other tensors.
+    for key, array in read_tensors(Path("m")).items():
+        if dtype is None or "_proj." in key:
+            assert exported[key].tobytes() == array.tobytes()
+    assert quantization_config("exported") == quantization_config("m")
+
+
+def change_codes(stored: Arrays) -> None:
+    codes = stored[Q_PROJ].view(np.uint8)
+    codes[0, 0] ^= 1
+
+
+def test_other_quantized_source_is_refused():
+    make_quantized(Path("m"), "fp8")
+    make_quantized(Path("other"), "fp8", change=change_codes)
+    prep.save_init("./m", "init", quantized="dequantize")
+    with pytest.raises(PrepError, match="q_proj") as caught:
+        prep.export("init", "exported", quantized_source="./other")
+    assert "./other" in caught.value.what
+    assert not Path("exported").exists()
+
+
+def test_quantized_source_of_another_format_is_refused():
+    make_quantized(Path("m"), "fp8")
+    make_quantized(Path("other"), "gptq")
+    prep.save_init("./m", "init", quantized="dequantize")
+    with pytest.raises(PrepError, match="is not the source of init"):
+        prep.export("init", "exported", quantized_source="./other")
+
+
+def test_unquantised_source_of_bytes_is_refused():
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    prep.export("init", "values", quantized="dequantize")
+    with pytest.raises(UsageError, match="has no quantised bytes"):
+        prep.export("init", "exported", quantized_source="./values")
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float32"}, {"keep_padding": True}, {"layout": "hf-flax"}]
+)
+def test_option_of_values_is_refused_for_quantised_bytes(options: dict[str, Any]):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    with pytest.raises(UsageError, match="not supported for quantised weights") as caught:
+        prep.export("init", "exported", **options)
+    assert 'quantized="dequantize"' in str(caught.value.hint)
+
+
+def test_quantized_source_without_effect_is_refused():
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    with pytest.raises(UsageError, match="has no effect"):
+        prep.export("init", "out", quantized="dequantize", quantized_source="./m")
+
+
+def test_damaged_value_is_found_by_the_export(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    manifest_path = Path("init/prep-manifest.json")
+    manifest = json.loads(manifest_path.read_text())
+    # A wrong digest stands for wrong bytes that decode from another valid code.
+    manifest["tensors"][Q_PROJ]["digests"][0][2] = "0" * 32
+    manifest["quantized"][Q_PROJ]["digest"] = "0" * 32
+    del manifest["digest"], manifest["files"]
+    manifest_path.write_text(json.dumps(manifest))
+    assert main(["export", "init", "--out", "exported"]) == 1
+    assert f"{Q_PROJ} in init is damaged" in capsys.readouterr().err
+    assert not Path("exported").exists()
+
+
+def test_changed_weight_is_refused(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    manifest_path = Path("init/prep-manifest.json")
+    manifest = json.loads(manifest_path.read_text())
+    manifest["quantized"][Q_PROJ]["digest"] = "0" * 32
+    del manifest["digest"], manifest["files"]
+    manifest_path.write_text(json.dumps(manifest))
+    assert main(["export", "init", "--out", "exported"]) == 1
+    assert "its values were changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", slow_except(FORMATS, ["fp8", "compressed-nvfp4", "awq", "nf4"]))
+def test_verify_compares_an_init_with_its_quantised_source(name: str):
+    make_quantized(Path("m"), name)
+    prep.save_init("./m", "init", quantized="dequantize")
+    prep.save_init("./m", "kept")
+    for init in ("init", "kept"):
+        assert prep.verify(init, "./m")
+        assert prep.verify("./m", init)
+
+
+def test_verify_finds_a_difference_from_the_quantised_source(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "fp8")
+    make_quantized(Path("other"), "fp8", change=change_codes)
+    prep.save_init("./m", "init", quantized="dequantize")
+    prep.save_init("./m", "kept")
+    for pair in (("init", "./other"), ("./other", "init"), ("kept", "./other")):
+        assert main(["verify", *pair]) == 1
+        assert Q_PROJ in capsys.readouterr().err
+
+
+def test_verify_decodes_to_the_dtype_of_the_init(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "gptq")
+    prep.save_init("./m", "init", quantized="dequantize", dtype="float32")
+    assert main(["verify", "init", "./m"]) == 1
+    error = capsys.readouterr().err
+    # The norms of the source are bfloat16.
+    assert "model.norm.weight" in error
+    assert "proj" not in error
+
+
+@pytest.mark.parametrize("mesh", [None, "1,2,2"])
+def test_export_of_mxfp4_has_the_bytes_of_the_source(mesh: str | None):
+    make_mxfp4_experts(Path("m"))
+    prep.save_init("./m", "init", quantized="dequantize", mesh=mesh)
+    assert prep.verify("init", "./m")
+    prep.export("init", "exported")
+    assert_same_tensors("exported", "m")
+    assert quantization_config("exported") == quantization_config("m")
+
+
+def test_mxfp4_beyond_bfloat16_needs_its_source():
+    make_mxfp4_experts(Path("m"), exponents=256)
+    prep.save_init("./m", "init", quantized="dequantize", allow_overflow=True)
+    with pytest.raises(PrepError, match="cannot be computed") as caught:
+        prep.export("init", "exported")
+    assert "Add `restart=True` to either" in str(caught.value.hint)
+    prep.export("init", "exported", quantized_source="./m", restart=True)
+    assert_same_tensors("exported", "m")

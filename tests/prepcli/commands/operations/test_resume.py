@@ -1,0 +1,249 @@
+"""Resumed conversions verify all bytes of the earlier run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.engine import pipeline
+from prepcli.engine.files import Files
+from prepcli.engine.pipeline import ConversionResult, Pipeline
+from prepcli.execution import compress, execute, finalize
+from tests.helpers.faults import COMMANDS as PLAIN
+from tests.helpers.faults import (
+    FaultSources,
+    Killed,
+    change_and_restore_time,
+    kill,
+    replace_by_copy,
+    run_until_killed,
+)
+from tests.helpers.killing import read_files
+from tests.helpers.slow_cases import slow_except
+from tests.prepcli.commands.operations.test_rot import flip_bit
+
+COMMANDS = {
+    **PLAIN,
+    "cast": [
+        "save-init",
+        "./model",
+        "--mesh",
+        "1,2,4",
+        "--pad-vocab",
+        "8",
+        "--init",
+        "mean",
+        "--dtype",
+        "bfloat16",
+    ],
+    "compress": ["reshard", "init", "--mesh", "1,2,2", "--compress", "zstd"],
+}
+
+
+pytestmark = pytest.mark.usefixtures("sources")
+
+
+def run(name: str, *more: str) -> int:
+    return main([*COMMANDS[name], "--out", "out", "--progress", "none", *more])
+
+
+def data_files(partial: Path) -> list[Path]:
+    folder = next(f for f in (partial / ".prep/raw/d", partial / "d", partial) if f.is_dir())
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def nonzero_positions(partial: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the position of every nonzero byte in the data files of a staging folder."""
+    for path in data_files(partial):
+        yield from ((path, position) for position, byte in enumerate(path.read_bytes()) if byte)
+
+
+def flip_all_bytes(partial: Path) -> None:
+    """Damage every written byte."""
+    for path in data_files(partial):
+        path.write_bytes(bytes(byte ^ 1 if byte else 0 for byte in path.read_bytes()))
+
+
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ("pad-vocab", "export", "compress")))
+def test_resume_rewrites_flipped_bytes(sources: FaultSources, capsys, monkeypatch, name: str):
+    expected, partial = (
+        sources.expected(COMMANDS[name]),
+        run_until_killed(monkeypatch, COMMANDS[name], syncs=5),
+    )
+    shutil.copytree(partial, "before")
+    draw = random.Random(7)
+    for path, position in draw.sample(list(nonzero_positions(partial)), 3):
+        flip_bit(path, position)
+        capsys.readouterr()
+        assert run(name) == 0
+        assert read_files(Path("out")) == expected
+        shutil.rmtree("out")
+        shutil.copytree("before", partial)
+    flip_all_bytes(partial)
+    assert run(name) == 0
+    assert "in out.partial are damaged: writing them again" in capsys.readouterr().err
+    assert read_files(Path("out")) == expected
+
+
+@pytest.mark.parametrize("name", slow_except(["save-init", "cast"], ["save-init"]))
+@pytest.mark.parametrize("file", ["journal.0", "division.json", "run.json", "source.json", "lock"])
+def test_resume_never_trusts_a_damaged_run_file(
+    sources: FaultSources, capsys, monkeypatch, name: str, file: str
+):
+    expected, partial = (
+        sources.expected(COMMANDS[name]),
+        run_until_killed(monkeypatch, COMMANDS[name], syncs=5),
+    )
+    shutil.copytree(partial, "before")
+    note, draw = partial / ".prep" / file, random.Random(3)
+    for position in draw.sample(range(note.stat().st_size), 3):
+        flip_bit(note, position)
+        capsys.readouterr()
+        if run(name):
+            assert "--restart" in capsys.readouterr().err
+            assert run(name, "--restart") == 0
+        assert read_files(Path("out")) == expected
+        shutil.rmtree("out")
+        shutil.copytree("before", partial)
+
+
+def test_resume_reads_back_bytes_of_other_processes(sources: FaultSources, capsys, monkeypatch):
+    expected = sources.expected(COMMANDS["save-init"])
+    partial = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
+    flip_all_bytes(partial)
+    assert run("save-init", "--workers", "2") == 0
+    assert read_files(Path("out")) == expected
+
+
+def test_resume_clears_gaps_between_tensors(sources: FaultSources, monkeypatch):
+    expected = sources.expected(COMMANDS["save-init"])
+    partial = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
+    for path in (partial / "d").iterdir():
+        size = path.stat().st_size
+        path.write_bytes(b"\xff" * size)
+    assert run("save-init") == 0
+    assert read_files(Path("out")) == expected
+
+
+def test_resume_writes_only_the_damaged_tensors(sources: FaultSources, capsys, monkeypatch):
+    total = sum(map(len, sources.expected(COMMANDS["pad-vocab"]).values()))
+    with monkeypatch.context() as patched:
+        patched.setattr(execute, "finalize_output", kill)
+        with pytest.raises(Killed):
+            run("pad-vocab", "-q")
+    path = max(Path("out.partial").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    flip_bit(path, path.stat().st_size - 9)
+    capsys.readouterr()
+    assert run("pad-vocab", "--json") == 0
+    assert 0 < json.loads(capsys.readouterr().out)["bytes"]["written"] < total // 4
+
+
+def shard() -> Path:
+    return sorted(Path("model").glob("*.safetensors"))[0]
+
+
+def at_first_sync(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Call `act` right before the first bytes become durable."""
+    real_sync, acts = Files.sync, iter([act])
+
+    def sync(files: Files) -> None:
+        for pending_act in acts:
+            pending_act()
+        real_sync(files)
+
+    monkeypatch.setattr(Files, "sync", sync)
+    monkeypatch.setattr(pipeline, "MOST_UNSYNCED_NBYTES", 10_000)
+
+
+def test_source_change_with_restored_time_is_an_error(capsys, monkeypatch):
+    with monkeypatch.context() as patched:
+        # The changed bytes have been read before the first sync.
+        at_first_sync(patched, lambda: change_and_restore_time(shard()))
+        assert run("pad-vocab") == 1
+    assert "changed while it was read" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_touched_source_is_used(sources: FaultSources, capsys, monkeypatch):
+    expected = sources.expected(COMMANDS["pad-vocab"])
+    with monkeypatch.context() as patched:
+        at_first_sync(patched, lambda: replace_by_copy(shard()))
+        assert run("pad-vocab") == 0
+    assert "may have changed while it was read: comparing" in capsys.readouterr().err
+    assert read_files(Path("out")) == expected
+
+
+def test_resume_compares_a_source_with_restored_time(capsys, monkeypatch):
+    run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
+    change_and_restore_time(shard())
+    capsys.readouterr()
+    assert run("save-init") == 0
+    assert "may have changed since out.partial was started: comparing" in capsys.readouterr().err
+    assert main(["verify", "out", "./model", "-q"]) == 0
+
+
+def largest_data_file() -> Path:
+    return max(
+        (path for path in Path("out.partial/d").iterdir()), key=lambda path: path.stat().st_size
+    )
+
+
+def punch_hole(path: Path) -> None:
+    """Truncate a file, and extend it to its old size."""
+    size = path.stat().st_size
+    os.truncate(path, 4096)
+    os.truncate(path, size)
+
+
+@pytest.mark.parametrize("spoil", [punch_hole, lambda path: os.truncate(path, 4096)])
+def test_output_truncated_while_written_is_an_error(
+    sources: FaultSources, capsys, monkeypatch, spoil: Callable[[Path], object]
+):
+    expected, real_run = sources.expected(COMMANDS["save-init"]), Pipeline.run
+
+    def cut(*args, **options) -> ConversionResult:
+        outcome = real_run(*args, **options)
+        spoil(largest_data_file())
+        return outcome
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Pipeline, "run", cut)
+        assert run("save-init") == 1
+    assert "was changed by" in capsys.readouterr().err
+    assert run("save-init") == 0
+    assert read_files(Path("out")) == expected
+
+
+def test_output_change_while_finalizing_is_an_error(sources: FaultSources, capsys, monkeypatch):
+    expected, real_finalize = sources.expected(COMMANDS["save-init"]), execute.finalize_output
+
+    def change(*args, **options) -> None:
+        real_finalize(*args, **options)
+        flip_bit(largest_data_file(), 10)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(execute, "finalize_output", change)
+        assert run("save-init") == 1
+    assert "was changed by" in capsys.readouterr().err
+    assert run("save-init") == 0
+    assert read_files(Path("out")) == expected
+
+
+def test_compressed_chunks_are_read_back(sources: FaultSources, monkeypatch):
+    expected = sources.expected(COMMANDS["compress"])
+    with monkeypatch.context() as patched:
+        patched.setattr(compress, "MARK_NBYTES", 4096)
+        patched.setattr(finalize, "write_files", kill)
+        with pytest.raises(Killed):
+            run("compress")
+    for path in Path("out.partial/d").iterdir():
+        flip_bit(path, path.stat().st_size // 2)
+    assert run("compress") == 0
+    assert read_files(Path("out")) == expected

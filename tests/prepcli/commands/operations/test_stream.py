@@ -1,0 +1,274 @@
+"""`--stream`: conversion of a hub model without a local copy, over an unreliable network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.commands.cli.main import main
+from tests.helpers.fork_server import ForkedProcess, start_python
+from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
+from tests.helpers.range_server import FakeFileStore, FaultInjector, serve_ranges
+from tests.helpers.tiny_checkpoints import make_checkpoint
+from tests.helpers.waiting import wait_until
+
+pytestmark = pytest.mark.waits
+
+PREP_SCRIPT = """
+import sys
+from prepcli.remote import remote_files
+from prepcli.commands.cli.main import main
+remote_files.FIRST_WAIT_S = 0.001
+sys.exit(main())
+"""
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "tokenizer_config.json",
+)
+
+
+@dataclass(frozen=True)
+class HubSite:
+    """Hub with one model, its file store, and a working folder."""
+
+    hub: FakeHub
+    store: FakeFileStore
+    cwd: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        inherited = {
+            key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))
+        }
+        return inherited | self.hub.environment(self.cwd / "home") | {"HF_TOKEN": "hf_secret"}
+
+    def start_prep(self, *arguments: str, **variables: str) -> ForkedProcess:
+        return start_python(
+            PREP_SCRIPT, *arguments, "--json", cwd=self.cwd, env=self.environment | variables
+        )
+
+    def run_prep(self, *arguments: str, **variables: str) -> dict[str, Any]:
+        out, _ = self.start_prep(*arguments, **variables).communicate()
+        return json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Return the files of a 54 MB model: large tensors are read in parts, small ones ahead."""
+    folder = tmp_path_factory.mktemp("model") / "m"
+    make_checkpoint(folder, vocab_size=9001, hidden_size=512, num_heads=4)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@contextmanager
+def serve_site(
+    files: dict[str, bytes], cwd: Path, faults: FaultInjector | None = None, lasts: int = 1 << 30
+) -> Iterator[HubSite]:
+    large = tuple(name for name in files if name.endswith((".safetensors", ".bin")))
+    kept = {hashlib.sha256(files[name]).hexdigest(): files[name] for name in large}
+    with serve_ranges(kept, faults, lasts) as store:
+        repos = {
+            "o/good": FakeRepo(files, large=large, store=store),
+            "o/bin": FakeRepo({"config.json": b"{}", "m.gguf": b""}),
+        }
+        with serve_hub(repos) as hub:
+            yield HubSite(hub, store, cwd)
+
+
+def read_output_files(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files except the manifest, which records the source."""
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    return {name: data for name, data in files.items() if name != "prep-manifest.json"}
+
+
+def cached_file_names(home: Path) -> list[str]:
+    return sorted(path.name for path in home.glob("hub/models--*/snapshots/*/*"))
+
+
+SAVE_INIT = ("save-init", "o/good", "--mesh", "1,2,2", "--pad-vocab", "8")
+
+
+def test_stream_with_network_faults_equals_local(files, tmp_path: Path):
+    faults = FaultInjector(0.3, seed=11)
+    with serve_site(files, tmp_path, faults, lasts=9) as site:
+        streamed = site.run_prep(*SAVE_INIT, "--stream", "--out", "streamed", "--memory", "32MiB")
+        assert streamed["ok"], streamed
+        assert sum(map(bool, faults.injected)) >= 5
+        assert cached_file_names(tmp_path / "home") == sorted(SMALL_FILES)
+        assert not [headers for _, _, headers in site.store.requests if "Authorization" in headers]
+        faults.rate, site.store.max_url_uses = 0.0, 1 << 30
+        first = site.run_prep(*SAVE_INIT[:2], "--dry-run")
+        assert first["ok"], first
+        for path in (tmp_path / "home").rglob("*"):
+            if path.is_file():
+                os.utime(path, ns=(0, 0))  # streamed files have no modification time
+        local = site.run_prep(*SAVE_INIT, "--out", "local")
+        assert local["ok"], local
+    assert read_output_files(tmp_path / "streamed") == read_output_files(tmp_path / "local")
+    manifests = [
+        json.loads((tmp_path / name / "prep-manifest.json").read_text())
+        for name in ("streamed", "local")
+    ]
+    assert manifests[0]["tensors"] == manifests[1]["tensors"]
+    weights = [name for name in files if name.endswith(".safetensors")]
+    assert manifests[0]["source"]["files"] == [
+        {
+            "path": n,
+            "size": len(files[n]),
+            "mtime_ns": 0,
+            "digest": f"sha256:{hashlib.sha256(files[n]).hexdigest()}",
+        }
+        for n in sorted(weights)
+    ]
+    assert streamed["source"]["revision"] == COMMIT
+    assert streamed["memory"]["peak"] <= streamed["memory"]["budget"] == 32 << 20
+
+
+def test_killed_stream_resumes_without_rereading(files, tmp_path: Path):
+    options = ("--stream", "--memory", "32MiB")
+    with serve_site(files, tmp_path) as site:
+        assert site.run_prep(*SAVE_INIT, *options, "--out", "whole")["ok"]
+        site.store.requests.clear()
+        site.store.delay_s = 0.15
+        running = site.start_prep(*SAVE_INIT, *options, "--out", "killed")
+        wait_until(lambda: len(site.store.requests) >= 14, running)
+        running.send_signal(signal.SIGKILL)
+        running.communicate()
+        assert not (tmp_path / "killed").exists()
+        site.store.delay_s = 0.0
+        resumed = site.run_prep(*SAVE_INIT, *options, "--out", "killed")
+    assert resumed["ok"], resumed
+    assert resumed["bytes"]["resumed"] > 16 << 20
+    assert read_output_files(tmp_path / "killed") == read_output_files(tmp_path / "whole")
+
+
+def test_pad_vocab_verify_and_inspect_accept_stream(files, tmp_path: Path):
+    with serve_site(files, tmp_path) as site:
+        assert site.run_prep("pad-vocab", "o/good", "--stream", "--out", "padded")["ok"]
+        verify_report = site.run_prep("verify", "padded", f"o/good@{COMMIT}", "--stream")
+        assert (verify_report["ok"], verify_report["differences"]) == (True, [])
+        report = site.run_prep("inspect", "o/good", "*ln_f.weight", "--stats", "--stream")
+        assert report["ok"]
+        (entry,) = report["tensors"]
+        assert entry["stats"]["zeros"] == 0
+        assert cached_file_names(tmp_path / "home") == sorted(SMALL_FILES)
+
+
+def test_stream_leaves_no_temporary_files(files, tmp_path: Path):
+    (tmp_path / "tmp").mkdir()
+    with serve_site(files, tmp_path) as site:
+        assert site.run_prep("inspect", "o/good", "--stream", TMPDIR=str(tmp_path / "tmp"))["ok"]
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_stream_is_rejected_offline(files, tmp_path: Path):
+    with serve_site(files, tmp_path) as site:
+        for offline in ({"HF_HUB_OFFLINE": "1"}, {}):
+            report = site.run_prep(
+                *SAVE_INIT, "--stream", *([] if offline else ["--offline"]), **offline
+            )
+            why = (
+                "HF_HUB_OFFLINE=1 disables network access"
+                if offline
+                else "`--offline` disables network access"
+            )
+            assert report["error"]["what"] == "cannot stream o/good"
+            assert report["error"]["why"] == why
+        assert site.hub.requests == []
+
+
+def test_unreachable_hub_is_an_error(files, tmp_path: Path):
+    with serve_site(files, tmp_path) as site:
+        pass
+    error = site.run_prep(*SAVE_INIT, "--stream")["error"]
+    assert error["what"] == "cannot stream o/good"
+    assert error["why"] == f"the hub cannot be reached at HF_ENDPOINT={site.hub.url}"
+
+
+def test_stream_rejects_unsupported_formats(files, tmp_path: Path):
+    with serve_site(files, tmp_path) as site:
+        assert (
+            site.run_prep("save-init", "o/bin", "--stream")["error"]["what"]
+            == "o/bin is in GGUF format"
+        )
+
+
+def test_broken_header_error_names_the_model(files, tmp_path: Path):
+    broken = files | {"model-00001-of-00003.safetensors": b"\x00" * 3000}
+    with serve_site(broken, tmp_path) as site:
+        error = site.run_prep(*SAVE_INIT, "--stream")["error"]
+    assert error["what"].startswith("model-00001-of-00003.safetensors is not a safetensors file")
+    assert "prep-remote" not in json.dumps(error)
+
+
+def test_missing_file_error_names_the_model(files, tmp_path: Path):
+    less = {
+        name: data for name, data in files.items() if name != "model-00002-of-00003.safetensors"
+    }
+    with serve_site(less, tmp_path) as site:
+        error = site.run_prep(*SAVE_INIT, "--stream")["error"]
+    assert error["what"] == "1 of 3 files of o/good is missing"
+    assert "prep-remote" not in json.dumps(error)
+
+
+@pytest.mark.parametrize("options", [(), ("--stream",)])
+def test_hub_files_of_an_output_are_checked(tmp_path: Path, options: tuple[str, ...]):
+    make_checkpoint(tmp_path / "m")
+    (tmp_path / "m/LICENSE").write_text("listed, but not downloaded")
+    assert (
+        main(
+            [
+                "pad-vocab",
+                str(tmp_path / "m"),
+                "--multiple",
+                "8",
+                "--out",
+                str(tmp_path / "padded"),
+                "-q",
+            ]
+        )
+        == 0
+    )
+    files = {path.name: path.read_bytes() for path in (tmp_path / "padded").iterdir()}
+    with serve_site(files, tmp_path) as site:
+        intact = site.run_prep("save-init", "o/good", "--out", "init", *options)
+        assert intact["ok"], intact
+    shutil.rmtree(tmp_path / "home")
+    files["generation_config.json"] = files["generation_config.json"].replace(b"{", b"{ ", 1)
+    with serve_site(files, tmp_path) as site:
+        error = site.run_prep("save-init", "o/good", "--out", "again", *options)["error"]
+    assert error["what"].endswith("generation_config.json is damaged")
+
+
+def test_lock_pins_the_commit_of_the_hub(files, tmp_path: Path):
+    """A lock of streamed weights has the SHA-256 that the hub publishes, and its commit is read later."""
+    with serve_site(files, tmp_path) as site:
+        locked = site.run_prep("lock", "o/good", "--stream")
+        assert (locked["path"], locked["revision"]) == ("good.lock.json", COMMIT)
+        entries = json.loads((tmp_path / "good.lock.json").read_bytes())["files"]
+        for name, data in files.items():
+            if name != "model.safetensors.index.json":
+                assert entries[name]["digest"] == hashlib.sha256(data).hexdigest()
+        lock = ("--lock", "good.lock.json")
+        requests = len(site.hub.requests)
+        assert site.run_prep(*SAVE_INIT, "--stream", *lock, "--out", "init")["ok"]
+        pinned = [line for line in site.hub.requests[requests:] if "/resolve/" in line]
+        assert pinned
+        assert all(f"/resolve/{COMMIT}/" in line for line in pinned)
+        assert site.run_prep(*SAVE_INIT, "--revision", "main", *lock, "--out", "downloaded")["ok"]

@@ -1,0 +1,328 @@
+"""Conversions of PyTorch checkpoints equal those of safetensors."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.sources.openers.torch_folder import MAX_SHARING_TENSORS, safetensors_file_name
+from tests.helpers.pickle_builder import (
+    encode_call,
+    encode_mapping,
+    encode_storage,
+    encode_tensor,
+    encode_text,
+    make_pickle,
+    make_torch_file,
+    make_zip_file,
+)
+from tests.helpers.run_cli import error_lines, exported_tensors, run_json, run_ok
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import (
+    GPT_NEO,
+    LLAMA,
+    assert_same,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+)
+
+# Tensors of old files that are no parameters.
+BUFFERS = {"bias", "masked_bias", "inv_freq"}
+FAMILIES = pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "llama"])
+
+
+@pytest.fixture(autouse=True)
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def manifest_facts(folder: str) -> dict[str, Any]:
+    """Return the entries of a manifest that do not depend on the source's format."""
+    manifest = json.loads(Path(folder, "prep-manifest.json").read_text())
+    return {
+        key: manifest.get(key)
+        for key in ("tensors", "leaves", "config", "tied", "vocab", "prefixed")
+    }
+
+
+def write_weights_folder(folder: str, weights: bytes, file: str = "pytorch_model.bin") -> None:
+    """Write a folder with the config of `m` and one file of weights."""
+    Path(folder).mkdir()
+    Path(folder, "config.json").write_bytes(Path("m/config.json").read_bytes())
+    Path(folder, file).write_bytes(weights)
+
+
+# Without torch
+
+
+DTYPE_CASES = [(base, dtype) for base in (GPT_NEO, LLAMA) for dtype in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("base", "dtype"), slow_except(DTYPE_CASES, [(GPT_NEO, "bfloat16"), (LLAMA, "float32")])
+)
+def test_init_from_bin_equals_safetensors(base: dict[str, Any], dtype: str) -> None:
+    tensors = make_checkpoint(Path("m"), base, dtype, legacy=True)
+    write_weights_folder("b", make_torch_file(tensors))
+    for source in ("m", "b"):
+        run_ok("save-init", f"./{source}", "--mesh", "1,2,4", "--pad-vocab", "auto")
+    assert manifest_facts("b-init") == manifest_facts("m-init")
+    for pair in (("b-init",), ("b-init", "m-init"), ("b-init", "./m"), ("./b", "./m")):
+        run_ok("verify", *pair)
+    run_ok("export", "b-init", "--out", "back")
+    run_ok("export", "m-init", "--out", "other")
+    actual = read_tensors(Path("back"))
+    assert_same(actual, read_tensors(Path("other")))
+    # An export leaves out the buffers of old files.
+    assert_same(actual, {key: tensors[key] for key in actual})
+    assert {key.rpartition(".")[2] for key in tensors.keys() - actual} <= BUFFERS
+
+
+@FAMILIES
+def test_padded_bin_equals_padded_safetensors(base: dict[str, Any]) -> None:
+    write_weights_folder("b", make_torch_file(make_checkpoint(Path("m"), base)))
+    for source in ("m", "b"):
+        run_ok("pad-vocab", f"./{source}", "--init", "mean")
+    assert sorted(path.name for path in Path("b-padded").iterdir()) == [
+        "config.json", "model.safetensors", "prep-manifest.json",
+    ]  # fmt: skip
+    actual, expected = read_tensors(Path("b-padded")), read_tensors(Path("m-padded"))
+    assert {*actual} == {*expected}
+    assert all(same_bits(array, actual[key]) for key, array in expected.items())
+
+
+def test_export_of_bin_writes_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = make_checkpoint(Path("m"))
+    write_weights_folder("b", make_torch_file(tensors))
+    run_ok("export", "./b")
+    actual = read_tensors(Path("b-hf"))
+    assert all(same_bits(array, actual[key]) for key, array in tensors.items())
+    capsys.readouterr()
+    assert "transformers reads already" in error_lines(capsys, "export", "./m")[1]
+
+
+def test_safetensors_file_name_of_bin() -> None:
+    assert safetensors_file_name("pytorch_model.bin") == "model.safetensors"
+    assert (
+        safetensors_file_name("pytorch_model-00002-of-00003.bin")
+        == "model-00002-of-00003.safetensors"
+    )
+    assert safetensors_file_name("weights.v2.pth") == "weights.v2.safetensors"
+
+
+def test_safetensors_take_precedence_over_bin(capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = make_checkpoint(Path("m"), files=1)
+    Path("m/pytorch_model.bin").write_bytes(b"broken")
+    write_weights_folder("b", make_torch_file(tensors), "weights.pth")
+    Path("b/training_args.bin").write_bytes(b"broken")
+    run_ok("verify", "./b", "./m")
+    assert_same(exported_tensors("./b"), tensors)
+    capsys.readouterr()
+    Path("b/other.pt").write_bytes(b"")
+    assert "does not say which file the model is" in error_lines(capsys, "save-init", "./b")[0]
+
+
+def test_state_dict_inside_trainer_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = make_checkpoint(Path("m"))
+    state = encode_mapping({
+        key: encode_tensor(
+            array.shape, [s // 4 for s in array.strides], storage=encode_storage(str(i), numel=array.size)
+        )
+        for i, (key, array) in enumerate(tensors.items())
+    })  # fmt: skip
+    records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
+    write_weights_folder(
+        "b",
+        make_zip_file(
+            make_pickle(encode_mapping({"epoch": b"K\x03", "state_dict": state})), records
+        ),
+    )
+    run_ok("verify", "./b", "./m")
+    assert_same(exported_tensors("./b"), tensors)
+    report = run_json(capsys, "inspect", "./b")
+    assert report["source"]["others"] == ["pytorch_model.bin: `epoch` is 3"]
+    assert report["source"]["format"] == "torch"
+
+
+def test_transposed_views_of_one_storage_are_read() -> None:
+    """Every matrix is a transposed view, and all tensors share one storage."""
+    tensors = make_checkpoint(Path("m"))
+    pickled, content = {}, b""
+    total = sum(array.size for array in tensors.values())
+    for key, array in tensors.items():
+        steps = (1, array.shape[0]) if array.ndim == 2 else (1,) * array.ndim
+        pickled[key] = encode_tensor(
+            array.shape, steps, len(content) // 4, encode_storage(numel=total)
+        )
+        content += array.T.tobytes()
+    write_weights_folder(
+        "b", make_zip_file(make_pickle(encode_mapping(pickled)), {"data/0": content})
+    )
+    run_ok("save-init", "./b", "--mesh", "1,2,4", "--pad-vocab", "auto")
+    run_ok("verify", "b-init", "./m")
+    assert_same(exported_tensors("b-init"), tensors)
+    run_ok("pad-vocab", "./b")
+    run_ok("verify", "b-padded", "./m")
+    assert_same(exported_tensors("./b"), tensors)
+
+
+def with_head(pickled: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {**pickled, "lm_head.weight": pickled["transformer.wte.weight"]}
+
+
+@pytest.mark.parametrize("sharing", [2, MAX_SHARING_TENSORS, MAX_SHARING_TENSORS + 1])
+def test_tensors_may_share_one_storage(capsys: pytest.CaptureFixture[str], sharing: int) -> None:
+    tensors = make_checkpoint(Path("m"))
+    pickled = {
+        key: encode_tensor(
+            array.shape,
+            [s // 4 for s in array.strides],
+            storage=encode_storage(str(i), numel=array.size),
+        )
+        for i, (key, array) in enumerate(tensors.items())
+    }
+    more = {
+        f"h.{i}.attn.attention.masked_bias": pickled["transformer.wte.weight"]
+        for i in range(sharing - 2)
+    }
+    records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
+    write_weights_folder(
+        "b", make_zip_file(make_pickle(encode_mapping(with_head(pickled) | more)), records)
+    )
+    if sharing > MAX_SHARING_TENSORS:
+        assert "more than 64 tensors share byte" in error_lines(capsys, "save-init", "./b")[1]
+        return
+    run_ok("save-init", "./b")
+    dropped = json.loads(Path("b-init/prep-manifest.json").read_text())["dropped"]
+    rules = {entry["name"]: entry["rule"] for entry in dropped}
+    assert rules["lm_head.weight"] == "equal to wte.weight"
+    assert len(dropped) == sharing - 1
+    run_ok("verify", "b-init", "./m")
+    assert_same(exported_tensors("b-init"), tensors)
+
+
+def test_inspect_of_bin_equals_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = make_checkpoint(Path("m"), files=1)
+    write_weights_folder("b", make_torch_file(tensors))
+    expected, report = (
+        run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name")
+        for source in ("m", "b")
+    )
+    kept = ("name", "shape", "dtype", "bytes", "stats")
+    assert [{key: t[key] for key in kept} for t in report["tensors"]] == [
+        {key: t[key] for key in kept} for t in expected["tensors"]
+    ]
+    content = Path("b/pytorch_model.bin").read_bytes()
+    for entry in report["tensors"]:
+        assert (
+            content[entry["offset"] : entry["offset"] + entry["bytes"]]
+            == tensors[entry["name"]].tobytes()
+        )
+    assert run_json(capsys, "inspect", "./b", "--diff", "./m")["differences"] == []
+    assert main(["inspect", "./b", "-q"]) == 0
+    assert "PyTorch, 1 file" in capsys.readouterr().out
+
+
+def test_stats_cover_only_the_elements_of_a_view(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("b").mkdir()
+    view = encode_tensor((2, 2), (3, 2), storage=encode_storage())
+    Path("b/pytorch_model.bin").write_bytes(make_zip_file(make_pickle(encode_mapping({"w": view}))))
+    (entry,) = run_json(capsys, "inspect", "./b", "--stats")["tensors"]
+    # The view has the elements 0, 2, 3 and 5.
+    assert entry["stats"] == {
+        "min": 0,
+        "max": 5,
+        "mean": 2.5,
+        "nan": 0,
+        "inf": 0,
+        "zeros": 1,
+    }
+    assert (entry["file"], entry["shape"]) == ("pytorch_model.bin", [2, 2])
+
+
+def test_pickle_code_in_any_shard_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = make_checkpoint(Path("m"))
+    evil = make_pickle(encode_mapping({"x": encode_call("os.system", encode_text("touch pwned"))}))
+    write_weights_folder("b", make_torch_file(tensors), "pytorch_model-00001-of-00002.bin")
+    Path("b/pytorch_model-00002-of-00002.bin").write_bytes(make_zip_file(evil))
+    for command in ("save-init", "pad-vocab", "inspect"):
+        lines = error_lines(capsys, command, "./b")
+        assert lines[0] == "error: pytorch_model-00002-of-00002.bin refers to `os.system`"
+        assert lines[2].startswith(" hint: if you trust it, load it with PyTorch")
+    assert not Path("pwned").exists()
+    assert sorted(path.name for path in Path().iterdir()) == ["b", "m"]
+
+
+def test_manifest_records_bin_file_size() -> None:
+    write_weights_folder("b", make_torch_file(make_checkpoint(Path("m"))))
+    run_ok("save-init", "./b")
+    (file_record,) = json.loads(Path("b-init/prep-manifest.json").read_text())["source"]["files"]
+    path = Path("b/pytorch_model.bin")
+    assert (file_record["path"], file_record["size"]) == (path.name, path.stat().st_size)
+
+
+# With torch
+
+
+SAVED_FORMS = list(itertools.product((GPT_NEO, LLAMA), (False, True), (1, 3)))
+FAST_SAVED_FORMS = [(GPT_NEO, True, 1), (LLAMA, False, 3)]
+
+
+@pytest.mark.parametrize(("base", "legacy", "files"), slow_except(SAVED_FORMS, FAST_SAVED_FORMS))
+def test_files_saved_by_torch_convert(base: dict[str, Any], legacy: bool, files: int) -> None:
+    pytest.importorskip("torch")
+    from tests.helpers.torch_checkpoints import to_torch as as_torch
+    from tests.helpers.torch_checkpoints import write_bin_folder
+
+    tensors = make_checkpoint(Path("m"), base, "bfloat16", legacy=True)
+    write_bin_folder(
+        Path("m"),
+        Path("b"),
+        {key: as_torch(array) for key, array in tensors.items()},
+        files,
+        legacy,
+    )
+    run_ok("save-init", "./b", "--mesh", "1,4,2", "--pad-vocab", "8")
+    run_ok("verify", "b-init", "./m")
+    actual = exported_tensors("b-init")
+    assert_same(actual, {key: tensors[key] for key in actual})
+    assert {key.rpartition(".")[2] for key in tensors.keys() - actual} <= BUFFERS
+    run_ok("pad-vocab", "./b")
+    run_ok("verify", "b-padded", "./m")
+    padded = read_tensors(Path("b-padded"))
+    assert all(same_bits(padded[key][: len(array)], array) for key, array in actual.items())
+    assert len(list(Path("b-padded").glob("*.safetensors"))) == files
+
+
+@FAMILIES
+def test_state_dict_of_transformers_converts(base: dict[str, Any]) -> None:
+    """Buffers, tied heads and parameters are saved from `state_dict()`."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**base))
+    model.save_pretrained("m")
+    Path("b").mkdir()
+    Path("b/config.json").write_bytes(Path("m/config.json").read_bytes())
+    torch.save(model.state_dict(), "b/pytorch_model.bin")
+    run_ok("save-init", "./b")
+    run_ok("verify", "b-init", "./m")
+    assert_same(exported_tensors("b-init"), read_tensors(Path("m")))
+
+
+def test_float16_bin_converts() -> None:
+    arrays = make_checkpoint(Path("m"), dtype="float16")
+    assert {array.dtype for array in arrays.values()} == {np.dtype("float16")}
+    write_weights_folder("b", make_torch_file(arrays))
+    run_ok("save-init", "./b")
+    run_ok("verify", "b-init", "./m")
+    assert_same(exported_tensors("b-init"), arrays)

@@ -1,0 +1,336 @@
+"""Commands on training checkpoints: runs, steps, and resharded steps."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The manifests of complete outputs have the keys that these tests read.
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.core.formatting import format_bytes
+from prepcli.restore.item_reader import open_reader
+from tests.helpers.manifests import changed_manifest
+from tests.helpers.run_cli import run_ok
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import (
+    GPT2,
+    GPT_NEO,
+    LLAMA,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+)
+from tests.helpers.training_states import (
+    OPTIMIZER_SLOTS,
+    TrainingState,
+    make_state,
+    read_leaves,
+    read_params,
+    reshard_and_back,
+    same_state,
+    save_steps,
+)
+from tests.prepcli.formats.test_orbax import run_orbax
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a model `m`, its init `m-init`, and a run `tuned` with steps 3 and 5 of different values."""
+    folder = tmp_path_factory.mktemp("made")
+    make_checkpoint(folder / "m", GPT_NEO, hidden_size=64)
+    words = [
+        "save-init",
+        str(folder / "m"),
+        "--out",
+        str(folder / "m-init"),
+        "--mesh",
+        "1,2,4",
+        "--pad-vocab",
+        "8",
+    ]
+    assert main([*words, "-q"]) == 0
+    params = read_params(folder / "m-init")
+    changed = {name: value + np.float32(0.5) for name, value in params.items()}
+    save_steps(
+        folder / "tuned", folder / "m-init", {3: make_state(params, 3), 5: make_state(changed, 5)}
+    )
+    return folder
+
+
+@pytest.fixture
+def work_dir(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy the shared checkpoints to a new working folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("m", "m-init", "tuned"):
+        shutil.copytree(made / name, tmp_path / name)
+    return tmp_path
+
+
+def run_stdout_stderr(capsys: Capture, *args: str, code: int = 0) -> tuple[str, str]:
+    """Run a command and return stdout and stderr."""
+    capsys.readouterr()
+    assert main([*args, "--progress", "none"]) == code
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def read_state(path: str) -> TrainingState:
+    with open_reader(Path(path)) as reader:
+        return read_leaves(reader)
+
+
+BASES: dict[str, dict[str, Any]] = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA}
+STATES = [(base, *form) for base in BASES for form in (("float32", True), ("bfloat16", False))]
+
+
+@pytest.mark.parametrize(
+    ("base", "dtype", "tied"),
+    slow_except(STATES, [("llama", "bfloat16", False)]),
+)
+def test_reshard_and_export_keep_all_values(
+    tmp_path: Path, monkeypatch, base: str, dtype: str, tied: bool
+):
+    """Reshard to other meshes, without stacking, with layers on either axis, and back. Then export."""
+    monkeypatch.chdir(tmp_path)
+    tensors = make_checkpoint(
+        Path("m"), BASES[base], dtype, tied, hidden_size=64, num_heads=4, num_attention_heads=4
+    )
+    run_ok("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,1")
+    state = make_state(read_params(Path("m-init")), 4)
+    save_steps(Path("run"), Path("m-init"), {4: state}, mesh="1,1,4")
+    reshard_and_back()
+    assert same_state(read_state("r3"), state)
+    exported = []
+    for path in ("run", "r1", "r3"):
+        run_ok("export", path, "--out", f"{path}-hf")
+        exported.append(read_tensors(Path(f"{path}-hf")))
+    for actual in exported:
+        assert actual.keys() == tensors.keys()
+        assert all(
+            same_bits(value, tensors[name].astype(np.float32)) for name, value in actual.items()
+        )
+    config = json.loads(Path("run-hf/config.json").read_text())
+    assert config == json.loads(Path("m/config.json").read_text()) | {"torch_dtype": "float32"}
+
+
+def test_reshard_unstacks_optimizer_state(work_dir: Path):
+    run_ok("reshard", "tuned", "--no-scan", "--out", "apart")
+    stacked, apart = read_state("tuned"), read_state("apart")
+    for slot in ("params", *OPTIMIZER_SLOTS):
+        for layer in range(3):
+            moved = apart[f"{slot}.layers.{layer}.mlp.up.weight"]
+            assert same_bits(moved, stacked[f"{slot}.layers.mlp.up.weight"][layer])
+    assert same_bits(apart["opt_state.adam.count"], np.array(5, np.int32))
+
+
+def test_resharded_step_is_a_step(work_dir: Path):
+    run_ok("reshard", "tuned", "--mesh", "1,4,2", "--step", "3")
+    assert sorted(path.name for path in Path("tuned-1x4x2").iterdir()) == [
+        "_CHECKPOINT_METADATA", "prep-checksums.bin", "prep-manifest.json", "state",
+    ]  # fmt: skip
+    with open_reader(Path("tuned-1x4x2")) as reader:
+        facts = dict(reader.manifest)
+        assert same_state(read_leaves(reader), read_state("tuned/3"))
+    assert (facts["kind"], facts["step"], facts["recipe"], facts["mesh"]) == (
+        "train",
+        3,
+        "steps = 3",
+        "1,4,2",
+    )
+    state = read_state("tuned-1x4x2")
+    save_steps(Path("onward"), Path("tuned-1x4x2"), {4: state})
+    assert same_state(read_state("onward"), state)
+
+
+def test_repeated_reshard_of_a_run_is_already_done(work_dir: Path, capsys: Capture):
+    run_ok("reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
+    out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
+    assert (out, "already done" in err) == ("again\n", True)
+    next(Path("again/state/d").iterdir()).unlink()
+    _, err = run_stdout_stderr(
+        capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again", code=1
+    )
+    assert "its files are damaged" in err
+
+
+def test_params_only_writes_an_init(work_dir: Path, capsys: Capture):
+    out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--params-only", "--mesh", "1,2,2")
+    assert out == "tuned-1x2x2\n"
+    size = format_bytes(
+        sum(v.nbytes for name, v in read_state("tuned").items() if name.startswith("opt_state."))
+    )
+    assert f"optimizer state ({size}) dropped\n" in err
+    manifest = json.loads(Path("tuned-1x2x2/prep-manifest.json").read_text())
+    assert (manifest["kind"], "step" in manifest, "slots" in manifest) == ("init", False, False)
+    assert {dropped["name"] for dropped in manifest["dropped"]} == {
+        *OPTIMIZER_SLOTS,
+        "opt_state.adam.count",
+        "step",
+        "skipped",
+    }
+    assert {name.split(".")[0] for name in read_state("tuned-1x2x2")} == {"params"}
+    run_ok("verify", "tuned-1x2x2", "tuned")
+    assert main(["verify", "tuned-1x2x2", "m-init", "-q"]) == 1
+
+
+def test_export_of_step_reports_dropped_state(work_dir: Path, capsys: Capture):
+    out, err = run_stdout_stderr(capsys, "export", "tuned", "--step", "3")
+    assert out == "tuned-hf\n"
+    state = read_state("tuned/3")
+    size = format_bytes(
+        sum(value.nbytes for name, value in state.items() if name.startswith("opt_state."))
+    )
+    assert "tuned step 3 -> Hugging Face safetensors, 1 file; 5 rows of padding removed;" in err
+    assert f"; optimizer state ({size}) dropped\n" in err
+    assert "next: prep verify tuned-hf tuned/3" in err
+    run_ok("verify", "tuned-hf", "./m")
+    _, err = run_stdout_stderr(capsys, "verify", "tuned-hf", "tuned/3")
+    size = format_bytes(
+        sum(value.nbytes for name, value in state.items() if not name.startswith("params."))
+    )
+    assert f"training state of tuned/3 ({size}) ignored: only parameters are compared" in err
+
+
+def test_last_step_is_the_default(work_dir: Path):
+    run_ok("export", "tuned")
+    run_ok("verify", "tuned-hf", "tuned/5")
+    assert main(["verify", "tuned-hf", "tuned/3", "-q"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["export", "tuned", "--step", "4"], ("tuned has no step 4", "its steps are 3, 5")),
+        (
+            ["reshard", "m-init", "--step", "4"],
+            ("m-init has no step 4", "it is not the folder of a run"),
+        ),
+    ],
+)
+def test_missing_step_is_a_usage_error(
+    work_dir: Path, capsys: Capture, words: list[str], lines: tuple[str, str]
+):
+    assert main(words) == 2
+    assert capsys.readouterr().err.splitlines()[:2] == [f"error: {lines[0]}", f"  why: {lines[1]}"]
+
+
+def test_run_is_the_default_checkpoint(work_dir: Path, capsys: Capture):
+    shutil.rmtree("m-init")
+    _, err = run_stdout_stderr(capsys, "export")
+    assert "using ./tuned (the only prep checkpoint here)" in err
+    run_ok("reshard", "--mesh", "1,4,2")
+    run_ok("verify", "tuned-1x4x2", "./tuned")
+
+
+def flip_byte_at(path: Path, text: bytes) -> None:
+    """Flip a bit at the first occurrence of `text` in one of the item's data files."""
+    for file in (path / "state/d").iterdir():
+        data = file.read_bytes()
+        if (offset := data.find(text)) >= 0:
+            file.write_bytes(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("leaf", "called"),
+    [
+        ("params.final_norm.bias", "transformer.ln_f.bias"),
+        ("opt_state.adam.nu.final_norm.bias", "opt_state.adam.nu/transformer.ln_f.bias"),
+        ("opt_state.adam.mu.embed.tokens", "opt_state.adam.mu/transformer.wte.weight"),
+    ],
+)
+def test_verify_finds_flipped_bit_in_state(work_dir: Path, capsys: Capture, leaf: str, called: str):
+    run_ok("verify", "tuned")
+    shutil.copytree("tuned/5", "copy")
+    flip_byte_at(Path("copy"), read_state("copy")[leaf].reshape(-1)[:40].tobytes())
+    _, err = run_stdout_stderr(capsys, "verify", "copy", code=1)
+    label = f"{leaf} ({called.rpartition('/')[2]})"
+    assert f"differs  {label}" in err
+    _, err = run_stdout_stderr(capsys, "verify", "copy", "tuned", code=1)
+    assert f"differs  {label}  1 of " in err
+    _, err = run_stdout_stderr(capsys, "reshard", "copy", "--mesh", "1,4,2", "--out", "x", code=1)
+    assert f"{called} in copy is damaged" in err
+    assert main(["verify", "copy", "m-init", "-q"]) == 1  # the values differ
+    assert not Path("x").exists()
+
+
+def test_verify_checks_scalars(work_dir: Path, capsys: Capture):
+    with changed_manifest(Path("tuned/5")) as manifest:
+        manifest["others"]["skipped"]["digests"] = manifest["others"]["step"]["digests"]
+    _, err = run_stdout_stderr(capsys, "verify", "tuned", code=1)
+    assert "differs  skipped  rows 0:1 do not match their recorded digest" in err
+
+
+def test_verify_reports_missing_optimizer_state(work_dir: Path, capsys: Capture):
+    bare = {
+        name: value
+        for name, value in read_state("tuned/5").items()
+        if not name.startswith("opt_state")
+    }
+    save_steps(Path("bare"), Path("m-init"), {5: bare})
+    run_ok("verify", "bare")
+    _, err = run_stdout_stderr(capsys, "verify", "tuned", "bare", "-v", code=1)
+    assert "opt_state.adam.mu.embed.tokens (transformer.wte.weight)  is not in bare" in err
+    assert "error: tuned is not the same as bare (87 of 132 tensors)" in err
+
+
+def test_inspect_lists_parameters_and_moments(work_dir: Path, capsys: Capture):
+    capsys.readouterr()
+    assert main(["inspect", "tuned", "-q"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "step 5: parameters" in lines[1]
+    assert "optimizer state" in lines[1]
+    assert any(line.startswith("opt_state.adam.nu.layers.mlp.up.weight") for line in lines)
+    for options in (["--tree"], ["--stats"], ["--shards", "embed.tokens"], ["opt_state.*.mu.*"]):
+        run_ok("inspect", "tuned/3", *options)
+    capsys.readouterr()
+    assert main(["inspect", "tuned", "--json", "-q"]) == 0
+    source = json.loads(capsys.readouterr().out)["source"]
+    params = sum(v.size for name, v in read_state("tuned").items() if name.startswith("params."))
+    assert (source["step"], source["parameters"]) == (5, params)
+    assert source["optimizer_bytes"] == 2 * 4 * params + 4
+
+
+def test_inspect_diff_compares_steps_and_models(work_dir: Path):
+    run_ok("inspect", "tuned/3", "--diff", "tuned/5")
+    assert main(["inspect", "tuned", "--diff", "m-init", "-q"]) == 1
+    run_ok("export", "tuned", "--keep-padding", "--out", "hf")
+    run_ok("inspect", "tuned", "--diff", "hf")
+
+
+def test_save_init_rejects_training_checkpoint(work_dir: Path, capsys: Capture):
+    assert main(["save-init", "tuned"]) == 2
+    assert "tuned is already an Orbax checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["tuned/5", "tuned/5/state/x"])
+def test_export_into_a_step_is_rejected(work_dir: Path, capsys: Capture, out: str):
+    assert main(["export", "tuned", "--out", out]) == 2
+    assert "sources are never written to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("storage", ["ocdbt", "files"])
+def test_orbax_restores_a_step(work_dir: Path, storage: str):
+    run_ok("reshard", "tuned", "--mesh", "1,1,4", "--storage", storage, "--out", "anew")
+    assert (work_dir / "anew/state/manifest.ocdbt").exists() == (storage == "ocdbt")
+    Path("runs/again").mkdir(parents=True)
+    Path("anew").rename("runs/again/5")
+    for step in (Path("tuned/5"), Path("runs/again/5")):
+        leaves = {
+            name: [v.dtype.name, list(v.shape), v.tobytes().hex()]
+            for name, v in read_state(str(step)).items()
+        }
+        Path("expected.json").write_text(json.dumps(leaves))
+        assert not run_orbax("compare-step", work_dir / "expected.json", work_dir / step)
+
+
+def test_orbax_v1_loads_an_init_and_a_step(made: Path) -> None:
+    assert not run_orbax("v1-paths", made / "m-init", made / "tuned", made / "tuned" / "5")

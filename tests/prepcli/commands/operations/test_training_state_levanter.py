@@ -1,0 +1,325 @@
+"""Training moves between prep and Levanter: TensorStore reads the leaves of optax, and Levanter itself continues it.
+
+`PREP_LEVANTER_PYTHON` names a Python with Levanter 0.2.20.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from prepcli.commands.operations.training_state import read_training_state
+from prepcli.models.module_order import optimizer_groups
+from prepcli.restore.item_reader import open_reader
+from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
+from prepcli.targets.trainer_item_state import levanter_state_tree
+from tests.helpers.lazy_modules import lazy_module
+from tests.helpers.levanter_trees import TREES, Leaves, read_levanter, write_levanter
+from tests.helpers.other_trainers import (
+    BATCH,
+    HALF,
+    ROUNDING,
+    SEQ_LENGTH,
+    SETTINGS,
+    STEPS,
+    VISIBLE,
+    WARMUP,
+    make_folder,
+    token_ids,
+    train,
+    train_elsewhere,
+)
+from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.tiny_checkpoints import LLAMA, read_tensors
+from tests.helpers.training_states import read_leaves, same_state
+
+torch = lazy_module("torch")
+
+LAYOUTS = ("levanter", "levanter-unscanned")
+EMA = 0.9
+# Levanter decays neither norms nor embeddings.
+RECIPE = (f"optimizer.ema={EMA}", "optimizer.clip_norm=1.0", "optimizer.decay_embeddings=false")
+MODEL = "model."
+ADAM = "opt_state.inner_state.1."
+AVERAGES = "model_averaging.model."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Iterator[None]:
+    """Train to the middle of the run, and export the state."""
+    path = tmp_path_factory.mktemp("levanter")
+    with contextlib.chdir(path):
+        make_folder()
+        train("half", *RECIPE, stop_after=HALF)
+        for layout in LAYOUTS:
+            run_ok("export", "half", "--training-state", "--layout", layout, "--out", layout)
+        yield
+
+
+def leaves_below(leaves: Mapping[str, np.ndarray], root: str) -> Leaves:
+    """Return the leaves below a root, by their names there."""
+    return {n.removeprefix(root): leaf for n, leaf in leaves.items() if n.startswith(root)}
+
+
+def moments_by_name(source: str) -> dict[str, dict[str, np.ndarray]]:
+    """Export a training state for Trainer, and read both moments with PyTorch, by the name of the parameter."""
+    run_ok("export", source, "--training-state", "--out", "for-trainer", "--overwrite")
+    state = torch.load("for-trainer/optimizer.pt", weights_only=True)["state"]
+    names = optimizer_groups("llama", read_tensors(Path("for-trainer"))).numbered
+    moments: dict[str, dict[str, np.ndarray]] = {"exp_avg": {}, "exp_avg_sq": {}}
+    for number, name in enumerate(names):
+        for entry, tensors in moments.items():
+            tensors[name] = state[number][entry].numpy()
+    return moments
+
+
+def optax_paths(params: Mapping[str, np.ndarray], clip_norm: float) -> set[str]:
+    """Return the paths of the leaves of the optimizer that `AdamConfig.build` makes in Levanter."""
+
+    def make_optimizer(learning_rate: Any) -> optax.GradientTransformation:
+        parts = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
+        parts += [optax.scale_by_adam(), optax.add_decayed_weights(0.1), optax.scale(learning_rate)]
+        return optax.chain(*parts)
+
+    schedule = optax.constant_schedule(1e-3)
+    zeros = {name: jnp.zeros(value.shape) for name, value in params.items()}
+    state = optax.inject_hyperparams(make_optimizer)(learning_rate=schedule).init(zeros)
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    return {"opt_state." + jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in paths}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moments_have_the_leaves_of_levanter(folder: None, layout: str):
+    leaves = read_levanter(Path(layout))
+    for entry, slot in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
+        expected = TREES[layout](moments_by_name("half")[entry], LLAMA)
+        assert same_state(leaves_below(leaves, f"{ADAM}{slot}."), leaves_below(expected, MODEL))
+
+
+def test_tree_of_the_optimizer_is_that_of_optax(folder: None):
+    leaves = read_levanter(Path("levanter"))
+    params = leaves_below(leaves, MODEL)
+    written = {path for path in leaves if path.startswith("opt_state.")}
+    assert written == optax_paths(params, 1.0)
+    others = leaves.keys() - written - {f"{MODEL}{path}" for path in params}
+    assert {path for path in others if not path.startswith(AVERAGES)} == {"step", "training_key"}
+
+
+def test_tree_without_clipping_is_that_of_optax(folder: None):
+    params = leaves_below(read_levanter(Path("levanter")), MODEL)
+    state = read_training_state(open_source(locate("half")))
+    tree = levanter_state_tree(replace(state, clip_norm=0.0))
+    paths = [*tree.counters(state), *tree.constants]
+    for prefix in tree.moments:
+        paths += [f"{prefix}{path}" for path in params]
+    assert {path for path in paths if path.startswith("opt_state.")} == optax_paths(params, 0.0)
+
+
+def test_counters_have_the_values_of_the_step(folder: None):
+    leaves = read_levanter(Path("levanter"))
+    counts = [path for path in leaves if path.endswith("count")]
+    assert len(counts) == 3
+    assert [int(leaves[path]) for path in (*counts, "step")] == [HALF] * 4
+    assert leaves["training_key"].tolist() == jax.random.key_data(jax.random.key(0)).tolist()
+    # The last step, counted from 0.
+    assert json.loads(Path("levanter/metadata.json").read_text())["step"] == HALF - 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_round_trip_changes_no_bit(folder: None, layout: str):
+    run_ok("verify", layout, f"half/{HALF}")
+    out = f"{layout}-back"
+    run_ok("save-init", layout, "--training-state", "--pad-vocab", "8",
+           "--mesh", "1,2,4", "--out", out)  # fmt: skip
+    with open_reader(Path(out)) as moved, open_reader(Path("half", str(HALF))) as original:
+        assert same_state(read_leaves(moved), read_leaves(original))
+
+
+def test_verify_finds_a_changed_random_key(folder: None, capsys):
+    """The leaf is no part of the training state in prep."""
+    shutil.copytree("levanter", "changed")
+    path = max(Path("changed/d").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    assert content[-8:] == bytes(8)
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert "changed is damaged" in error_lines(capsys, "verify", "changed")[0]
+
+
+def test_export_names_what_levanter_does_not_have(folder: None):
+    record = json.loads(Path("levanter/prep-manifest.json").read_text())["training_state"]
+    assert record["left_out"] == ["random state", "settings of the optimizer"]
+
+
+def write_state(folder: str, changes: Leaves, removed: str | None = None) -> None:
+    """Write the exported state as Levanter saves it, with changed leaves, and without the leaves of a prefix."""
+    leaves = read_levanter(Path("levanter")) | changes
+    if removed is not None:
+        leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith(removed)}
+    shutil.rmtree(folder, ignore_errors=True)
+    write_levanter(Path(folder, "step-3"), leaves, HALF - 1)
+
+
+def left_out(source: str, out: str) -> list[str]:
+    """Convert a state of Levanter, and return the names of the parts without a counterpart."""
+    run_ok("save-init", source, "--training-state", "--config", "tiny", "--out", out)
+    return json.loads(Path(out, "prep-manifest.json").read_text())["training_state"]["left_out"]
+
+
+def test_import_names_what_prep_does_not_have(folder: None):
+    """A run with `skip_bad_steps` has skipped two steps. MARS has a third slot of moments."""
+    write_state("plain", {})
+    assert left_out("plain", "plain-step") == ["training_key", "settings of the optimizer"]
+    skipped = np.array(HALF + 2, np.int32)
+    changes = {
+        "opt_state.count": skipped,
+        "opt_state.inner_state._skipstep_losses": np.zeros(4, np.float32),
+        f"{ADAM}mog.lm_head.weight": np.zeros((131, 32), np.float32),
+        f"{ADAM}nu.value_head.weight": np.zeros(3, np.float32),
+        "model_averaging.tot_weight": np.array(1.0, np.float32),
+        "step": skipped,
+    }
+    write_state("skipped", changes)
+    unread = [
+        "opt_state.inner_state.1.mog",
+        "opt_state.inner_state._skipstep_losses",
+        f"{ADAM}nu.value_head.weight",
+        f"opt_state.count {HALF + 2}",
+        "model_averaging",
+        "training_key",
+        "settings of the optimizer",
+    ]
+    assert left_out("skipped", "skipped-step") == unread
+    run_ok("export", "skipped", "--training-state", "--config", "tiny", "--layout", "maxtext",
+           "--out", "skipped-maxtext")  # fmt: skip
+    record = json.loads(Path("skipped-maxtext/prep-manifest.json").read_text())["training_state"]
+    assert record["left_out"] == [*unread, "random state"]
+    fields = json.loads(Path("skipped-step/prep-manifest.json").read_text())
+    assert (fields["step"], fields["training_state"]["updates"]) == (HALF + 2, HALF)
+
+
+def test_import_names_other_leaves_of_averages(folder: None):
+    zeros = np.zeros(3, np.float32)
+    write_state("averages", {f"{AVERAGES}value_head": zeros, "model_averaging.decay": zeros[0]})
+    assert left_out("averages", "averages-step")[:2] == [
+        "model_averaging.decay",
+        f"{AVERAGES}value_head",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value"),
+    [
+        ("step", np.int32(-1)),
+        ("opt_state.count", np.float32(np.nan)),
+    ],
+)
+def test_invalid_counter_is_an_error(folder: None, capsys, leaf: str, value: np.generic):
+    write_state("invalid", {leaf: np.asarray(value)})
+    capsys.readouterr()
+    lines = error_lines(
+        capsys, "save-init", "invalid", "--training-state", "--config", "tiny", "--out", "never"
+    )
+    assert lines[0] == "error: invalid is damaged"
+    assert f"{leaf} is {value:g}" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        # Lion has first moments only.
+        (f"{ADAM}nu.", f"no leaf is in {ADAM}nu"),
+        (f"{ADAM}nu.transformer.norm.weight", "has no opt_state.adam.nu of model.norm.weight"),
+        (f"{AVERAGES}transformer.norm.weight", "has no opt_state.ema of model.norm.weight"),
+    ],
+)
+def test_incomplete_state_is_an_error(folder: None, capsys, removed: str, message: str):
+    write_state("incomplete", {}, removed)
+    capsys.readouterr()
+    lines = error_lines(
+        capsys, "save-init", "incomplete", "--training-state", "--config", "tiny", "--out", "never"
+    )
+    assert message in " ".join(lines)
+
+
+def test_state_with_more_updates_than_steps_is_refused(folder: None, capsys):
+    """The learning rates of prep and Adam's count would differ."""
+    write_state("early", {"step": np.array(HALF - 1, np.int32)})
+    capsys.readouterr()
+    lines = error_lines(
+        capsys, "save-init", "early", "--training-state", "--config", "tiny", "--out", "never"
+    )
+    assert lines[0] == "error: early has more updates than steps"
+    assert f"step {HALF - 1}, and its moments have {HALF} updates" in lines[1]
+
+
+def test_model_without_moments_is_refused(folder: None, capsys):
+    run_ok("export", "half", "--layout", "levanter", "--out", "no-state")
+    capsys.readouterr()
+    lines = error_lines(capsys, "save-init", "no-state", "--training-state", "--out", "never")
+    assert "no-state has no moments of AdamW" in lines[0]
+
+
+def continue_in_levanter(exported: str, name: str, **changes: Any) -> dict[int, float]:
+    """Take steps in Levanter from a checkpoint, save the run NAME, and return the losses."""
+    request = {
+        "config": "tiny/config.json",
+        "exported": str(Path(exported).absolute()),
+        "layout": "levanter",
+        "content": "state",
+        "ids": "steps.npy",
+        "first": HALF + 1,
+        "last": STEPS,
+        "steps": STEPS,
+        "optimizer": {
+            "learning_rate": SETTINGS["lr"],
+            "weight_decay": SETTINGS["weight_decay"],
+            "beta1": SETTINGS["b1"],
+            "beta2": SETTINGS["b2"],
+            "epsilon": SETTINGS["eps"],
+            "max_grad_norm": 1.0,
+            "warmup": WARMUP,
+            "lr_schedule": "linear",
+            "min_lr_ratio": 0.0,
+        },
+        "ema": EMA,
+    }
+    return train_elsewhere("levanter", name, request | changes)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("PREP_LEVANTER_PYTHON" not in os.environ, reason="needs Levanter")
+def test_levanter_and_prep_continue_each_other(folder: None):
+    np.save("steps.npy", token_ids().reshape(STEPS, BATCH, SEQ_LENGTH))
+    expected = train("full", *RECIPE)
+    later = {step: expected[step] for step in range(HALF + 1, STEPS + 1)}
+    losses = continue_in_levanter("levanter", "from-prep")
+    assert losses == pytest.approx(later, abs=ROUNDING)
+    fresh = continue_in_levanter("levanter", "fresh", content="state without moments")
+    assert max(abs(fresh[step] - later[step]) for step in later) > VISIBLE
+    run_ok("export", "tiny", "--layout", "levanter", "--out", "start")
+    continue_in_levanter("start", "by-levanter", content="model", first=1, last=HALF)
+    run_ok("save-init", "by-levanter", "--training-state", "--config", "tiny", "--pad-vocab", "8",
+           "--mesh", "1,2,4", "--out", "from-levanter")  # fmt: skip
+    continued = ("model.path=from-levanter", "data.tokenizer=tiny")
+    losses = train("continued", *RECIPE, *continued, "model.training_state=true")
+    assert losses == pytest.approx(later, abs=ROUNDING)
+    # The averages moved, too.
+    for name in ("full", "continued"):
+        run_ok("export", name, "--ema", "--out", f"{name}-averages")
+    averages = read_tensors(Path("full-averages"))
+    for name, values in read_tensors(Path("continued-averages")).items():
+        np.testing.assert_allclose(values, averages[name], atol=1e-5)

@@ -1,0 +1,294 @@
+"""Flipped bits in outputs that are read through a transform: decoded, mapped, in part, or under other names."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import prepcli as prep
+from prepcli.core.errors import DamagedError
+from prepcli.restore import digest_checks
+from tests.helpers.foreign_names import STACKED_MAP
+from tests.helpers.fork_server import start_prep
+from tests.helpers.object_server import use_objects
+from tests.helpers.quantized_folders import make_quantized
+from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.store_sites import read_files
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
+from tests.helpers.waiting import MAX_S
+from tests.prepcli.commands.operations.test_damage import damage_parameter
+from tests.prepcli.commands.operations.test_rot import flip_bit, tensor_byte_ranges
+
+DEQUANTIZE = ("--quantized", "dequantize")
+MAP = Path("stacked.map")
+Q_PROJ = "model.layers.1.self_attn.q_proj"
+SETTINGS = ("weight_format", "quant_state.bitsandbytes__nf4")
+
+
+@pytest.fixture(autouse=True)
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    MAP.write_text(STACKED_MAP)
+
+
+def export_quantized(name: str) -> Path:
+    """Write a quantised model, and return an export of it with digests of the codes and scales."""
+    make_quantized(Path("source"), name)
+    run_ok("save-init", "source", *DEQUANTIZE, "--out", "init")
+    run_ok("export", "init", "--quantized-source", "source", "--out", "made")
+    return Path("made")
+
+
+def export_dense(*words: str) -> Path:
+    """Write a LLaMA, and return an export of its init."""
+    make_checkpoint(Path("model"), LLAMA)
+    run_ok("save-init", "model", "--out", "init")
+    run_ok("export", "init", *words, "--out", "made")
+    return Path("made")
+
+
+def flip_tensor(folder: Path, name: str) -> None:
+    """Flip a bit of a safetensors tensor, near its end."""
+    for path in sorted(folder.glob("*.safetensors")):
+        for tensor, low, high in tensor_byte_ranges(path):
+            if tensor == name:
+                return flip_bit(path, high - 1 - (high - low) // 8)
+    raise AssertionError(name)
+
+
+def stored_names(folder: Path, prefix: str) -> list[str]:
+    (path,) = folder.glob("*.safetensors")
+    return [name for name, _, _ in tensor_byte_ranges(path) if name.startswith(prefix)]
+
+
+@pytest.mark.parametrize("name", slow_except(["fp8", "gptq", "awq", "int8", "nf4"], ["gptq"]))
+def test_decoding_refuses_a_flip_in_each_stored_tensor(
+    name: str, capsys: pytest.CaptureFixture[str]
+):
+    made = export_quantized(name)
+    for tensor in stored_names(made, Q_PROJ):
+        flip_tensor(made, tensor)
+        error = run_failing(capsys, 1, "save-init", "made", *DEQUANTIZE, "--out", "out")
+        # Settings such as the shape of NF4 are parsed before any digest is compared.
+        assert tensor in error
+        assert "is damaged" in error or tensor.endswith(SETTINGS)
+        assert not Path("out").exists()
+        flip_tensor(made, tensor)
+    run_ok("save-init", "made", *DEQUANTIZE, "--out", "out")
+    run_ok("verify", "out", "init")
+
+
+def test_decoding_the_first_layers_ignores_the_others(capsys: pytest.CaptureFixture[str]):
+    flip_tensor(export_quantized("fp8"), "model.layers.2.mlp.up_proj.weight")
+    run_ok("save-init", "made", *DEQUANTIZE, "--layers", "2", "--out", "out")
+    error = run_failing(capsys, 1, "save-init", "made", *DEQUANTIZE, "--out", "all")
+    assert "model.layers.2.mlp.up_proj.weight in made is damaged" in error.replace(")", "")
+
+
+@pytest.mark.parametrize("words", [("--map", str(MAP)), ("--map", str(MAP), "--workers", "2")])
+def test_mapping_refuses_a_flipped_bit(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+    flip_tensor(export_dense(), f"{Q_PROJ}.weight")
+    error = run_failing(capsys, 1, "save-init", "made", *words, "--out", "out")
+    assert f"{Q_PROJ}.weight in made is damaged" in error
+    assert not Path("out").exists()
+
+
+JOINT_LAUNCHES = {
+    "workers": [("--workers", "2")],
+    "processes": [("--processes", "2/0"), ("--processes", "2/1")],
+}
+
+
+@pytest.mark.parametrize(
+    ("launch", "out"),
+    slow_except(
+        product(JOINT_LAUNCHES, ("out", "gs://bucket/out")),
+        [("processes", "out"), ("processes", "gs://bucket/out")],
+    ),
+)
+def test_refused_source_does_not_block_its_repair(
+    launch: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = export_dense()
+    words = ("save-init", "made", "--map", str(MAP), "--out")
+    run_ok(*words, "whole")
+    # Every process finds a damaged tensor in its share.
+    damaged = stored_names(made, "model.layers")
+    for tensor in damaged:
+        flip_tensor(made, tensor)
+
+    def run_all(code: int) -> str:
+        processes = [
+            start_prep(*words, out, *options, cwd=tmp_path) for options in JOINT_LAUNCHES[launch]
+        ]
+        errors = ""
+        for process in processes:
+            errors += process.communicate(timeout=MAX_S)[1].decode()
+            assert process.returncode == code, errors
+        return errors
+
+    with use_objects(monkeypatch) as store:
+        assert run_all(1).count("in made is damaged") == len(JOINT_LAUNCHES[launch])
+        for tensor in damaged:
+            flip_tensor(made, tensor)
+        run_all(0)
+        run_ok("verify", out, "whole")
+        assert not [key for key in store.objects if "/.prep" in key]
+    assert not Path("out.partial").exists()
+
+
+def test_refused_source_keeps_the_replaced_bucket_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    made = export_dense()
+    words = ("save-init", "made", "--map", str(MAP), "--out", "gs://bucket/out", "--overwrite")
+    with use_objects(monkeypatch) as store:
+        run_ok(*words)
+        before = dict(store.objects)
+        flip_tensor(made, f"{Q_PROJ}.weight")
+        assert f"{Q_PROJ}.weight in made is damaged" in run_failing(capsys, 1, *words)
+        assert store.objects == before
+
+
+def test_mapping_decoded_weights_refuses_a_flipped_bit(capsys: pytest.CaptureFixture[str]):
+    made = export_quantized("fp8")
+    words = ("save-init", "made", *DEQUANTIZE, "--map", str(MAP), "--out")
+    run_ok(*words, "whole")
+    flip_tensor(made, f"{Q_PROJ}.weight")
+    assert f"{Q_PROJ}.weight in made is damaged" in run_failing(capsys, 1, *words, "out")
+
+
+LAYOUTS = {
+    "easylm": ("--layout", "easylm"),
+    "hf-flax": ("--layout", "hf-flax"),
+    "torchtitan": ("--layout", "torchtitan"),
+    "maxtext": ("--layout", "maxtext"),
+    "levanter": ("--layout", "levanter"),
+}
+
+
+def flip_norm(folder: Path) -> None:
+    """Flip a bit of the final norm, which has the same bytes in every layout."""
+    values = read_tensors(Path("model"))["model.norm.weight"].tobytes()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        position = path.read_bytes().find(values)
+        if position >= 0:
+            return flip_bit(path, position + 9)
+    raise AssertionError("no file has the norm")
+
+
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, ["torchtitan"]))
+def test_verbatim_names_do_not_hide_a_flipped_bit(layout: str, capsys: pytest.CaptureFixture[str]):
+    made = export_dense(*LAYOUTS[layout])
+    words = ("save-init", "made", "--verbatim", "--out")
+    run_ok(*words, "whole")
+    flip_norm(made)
+    assert "in made is damaged" in run_failing(capsys, 1, *words, "out")
+
+
+def test_loading_under_verbatim_names_refuses_a_flipped_bit():
+    made = export_dense("--layout", "easylm")
+    prep.load_params("./made", verbatim=True)
+    flip_norm(made)
+    with pytest.raises(DamagedError, match=r"in \./made is damaged"):
+        prep.load_params("./made", verbatim=True)
+
+
+@pytest.mark.parametrize("tolerance", [(), ("--tolerance", "1e30")])
+def test_equal_damage_on_both_sides_is_found(
+    tolerance: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    made = export_dense()
+    shutil.copytree(made, "copy")
+    for folder in (made, Path("copy")):
+        flip_tensor(folder, f"{Q_PROJ}.weight")
+    error = run_failing(capsys, 1, "verify", "made", "copy", *tolerance)
+    assert f"({Q_PROJ}.weight) in made is damaged" in error
+
+
+def test_accepted_difference_of_a_damaged_tensor_is_refused(capsys: pytest.CaptureFixture[str]):
+    made = export_dense()
+    run_ok("verify", "made", "model", "--tolerance", "1e30")
+    flip_tensor(made, f"{Q_PROJ}.weight")
+    error = run_failing(capsys, 1, "verify", "made", "model", "--tolerance", "1e30")
+    assert f"({Q_PROJ}.weight) in made is damaged" in error
+
+
+@pytest.mark.parametrize("decode", [(), DEQUANTIZE])
+def test_statistics_refuse_a_flipped_code(
+    decode: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    made = export_quantized("fp8")
+    run_ok("inspect", "made", "--stats", *decode)
+    flip_tensor(made, f"{Q_PROJ}.weight")
+    assert "in made is damaged" in run_failing(capsys, 1, "inspect", "made", "--stats", *decode)
+
+
+def test_statistics_of_a_selection_check_only_its_tensors(capsys: pytest.CaptureFixture[str]):
+    made = export_dense()
+    flip_tensor(made, f"{Q_PROJ}.weight")
+    run_ok("inspect", "made", "*norm*", "--stats")
+    assert "in made is damaged" in run_failing(capsys, 1, "inspect", "made", "*q_proj*", "--stats")
+    damage_parameter(Path("init"))
+    assert "in init is damaged" in run_failing(capsys, 1, "inspect", "init", "--stats")
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(["dense", "fp8", "init", "compressed"], ["fp8", "init"])
+)
+def test_statistics_of_a_bucket_refuse_a_flipped_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    made = export_quantized(name) if name == "fp8" else export_dense()
+    if name in ("init", "compressed"):
+        made = Path("out")
+        options = ("--compress", "zstd") if name == "compressed" else ()
+        run_ok("save-init", "model", "--storage", "files", *options, "--out", str(made))
+    objects = {f"bucket/out/{path}": data for path, data in read_files(made).items()}
+    with use_objects(monkeypatch, objects) as store:
+        command = ("inspect", "gs://bucket/out", "--stats")
+        run_ok(*command)
+        parts = ("params.layers.attn.q.weight/1.", "model.safetensors")
+        (key,) = [key for key in objects if any(part in key for part in parts)]
+        data = bytearray(objects[key])
+        data[-100] ^= 1
+        store.store(key, bytes(data))
+        error = run_failing(capsys, 1, *command)
+        assert "damaged" in error or "broken" in error
+        if name != "compressed":
+            assert "differ from their recorded digest" in error
+
+
+@pytest.mark.parametrize("storage", ["files", "zarr3-files"])
+def test_inspect_refuses_changed_metadata(storage: str, capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("model"), LLAMA)
+    run_ok("save-init", "model", "--storage", storage, "--out", "made")
+    metadata = ".zarray" if storage == "files" else "zarr.json"
+    path = Path("made/params.head.weight", metadata)
+    path.write_text(path.read_text().replace("131", "130"))
+    assert f"{path} is damaged" in run_failing(capsys, 1, "inspect", "made")
+
+
+def test_inspect_refuses_a_changed_header(capsys: pytest.CaptureFixture[str]):
+    made = export_dense()
+    path = made / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"layers.1.self_attn.q", b"layers.1.self_attn.z", 1))
+    assert "made/model.safetensors is damaged" in run_failing(capsys, 1, "inspect", "made")
+
+
+def test_check_stays_within_the_memory_of_a_run(monkeypatch: pytest.MonkeyPatch):
+    export_quantized("fp8")
+    limits: list[int] = []
+    check = digest_checks.check_before_reading
+
+    def record(source, streams, memory_nbytes, progress):
+        limits.append(memory_nbytes)
+        check(source, streams, memory_nbytes, progress)
+
+    monkeypatch.setattr("prepcli.execution.execute.check_before_reading", record)
+    run_ok("save-init", "made", *DEQUANTIZE, "--memory", "32MiB", "--out", "out")
+    assert limits == [32 << 20]

@@ -1,0 +1,142 @@
+"""Parsing and formatting of sizes, rates and durations."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prepcli.core.errors import USAGE, PrepError
+from prepcli.core.formatting import (
+    UNITS,
+    format_bytes,
+    format_bytes_of,
+    format_clock,
+    format_duration,
+    format_rate,
+    format_time_left,
+    parse_bytes,
+)
+
+OPTION = "memory"
+GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("512MiB", 512 * MIB),
+        ("512mib", 512 * MIB),
+        ("5GB", 5_000_000_000),
+        ("5 gb", 5_000_000_000),
+        ("1.5GiB", 1536 * MIB),
+        ("0.5KB", 500),
+        ("1048576", MIB),
+        (" 17 ", 17),
+        ("17B", 17),
+        ("0", 0),
+        ("2TiB", 2 << 40),
+    ],
+)
+def test_parse_bytes_reads_a_size(text: str, nbytes: int) -> None:
+    assert parse_bytes(text, OPTION) == nbytes
+
+
+@given(st.integers(0, 10**6), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]))
+def test_parse_bytes_reads_every_unit_in_any_case(number: int, unit: str, space: str) -> None:
+    for spelling in (unit, unit.lower(), unit.upper()):
+        assert parse_bytes(f"{number}{space}{spelling}", OPTION) == number * UNITS[unit]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1", "+1", "1e6", "8XB", "1 2", "1.", ".5GB", "٣", "1,000", "nan", "8MiBs"]
+)
+def test_parse_bytes_rejects_invalid_text(text: str) -> None:
+    with pytest.raises(PrepError) as caught:
+        parse_bytes(text, OPTION)
+    assert caught.value.code == USAGE
+    assert caught.value.what == f"`--memory {shlex.quote(text)}` is not a size in bytes"
+    assert caught.value.hint == "for example `--memory 512MiB`"
+
+
+def test_parse_bytes_suggests_a_unit_for_a_bare_prefix() -> None:
+    with pytest.raises(PrepError) as caught:
+        parse_bytes("512m", OPTION)
+    assert caught.value.hint == "did you mean `--memory 512MiB`?"
+
+
+def test_parse_bytes_rejects_fractions_of_a_byte() -> None:
+    with pytest.raises(PrepError) as caught:
+        parse_bytes("0.0001KB", OPTION)
+    assert caught.value.what == "`--memory 0.0001KB` is not a whole number of bytes"
+    assert caught.value.why == "it is 0.1 bytes"
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "9" * 5000 + "GiB", "0." + "9" * 5000, "8388608TiB"])
+def test_parse_bytes_rejects_huge_numbers(text: str) -> None:
+    with pytest.raises(PrepError) as caught:
+        parse_bytes(text, OPTION)
+    assert caught.value.code == USAGE
+    assert caught.value.why == "the limit is 9,223,372,036,854,775,807 bytes"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (7 * 2048 * 4, "56.0 KiB"),
+        (97 * MIB, "97.0 MiB"),
+        (214 * MIB, "214 MiB"),
+        (5_262_303_232, "4.90 GiB"),
+        (26_031_728_640, "24.24 GiB"),
+        (GIB - 1, "1.00 GiB"),
+        (3 << 40, "3.00 TiB"),
+    ],
+)
+def test_format_bytes_uses_binary_units(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text
+
+
+@given(st.integers(0, 1 << 50))
+def test_format_bytes_is_short_and_accurate(nbytes: int) -> None:
+    text = format_bytes(nbytes)
+    assert re.fullmatch(r"\d{1,4}(\.\d\d?)? (byte|bytes|[KMGT]iB)", text)
+    number, unit = text.split()
+    shown = float(number) * {"byte": 1, "bytes": 1}.get(unit, UNITS.get(unit, 0))
+    assert abs(shown - nbytes) <= 0.05 * nbytes
+
+
+def test_format_bytes_of_uses_the_unit_of_the_total() -> None:
+    assert format_bytes_of(0, 26_031_728_640) == "0.00 of 24.24 GiB"
+    assert format_bytes_of(300 * MIB, 26_031_728_640) == "0.29 of 24.24 GiB"
+    assert format_bytes_of(10 * MIB, 214 * MIB) == "10 of 214 MiB"
+    assert format_bytes_of(3, 9) == "3 of 9 bytes"
+
+
+def test_format_rate_uses_binary_units_per_second() -> None:
+    assert format_rate(870 * MIB) == "870 MiB/s"
+    assert format_rate(1.2 * GIB) == "1.2 GiB/s"
+    assert format_rate(97 * MIB) == "97.0 MiB/s"
+    assert format_rate(12.4) == "12 B/s"
+
+
+def test_format_durations_round_to_the_shown_unit() -> None:
+    assert [format_duration(s) for s in (0.04, 4.31, 32.7, 99.94, 133.2, 3599.4, 11_100)] == [
+        "0.0 s", "4.3 s", "32.7 s", "99.9 s", "2 min 13 s", "59 min 59 s", "3 h 05 min",
+    ]  # fmt: skip
+    assert [format_clock(s) for s in (4.9, 750, 3607)] == ["0:04", "12:30", "1:00:07"]
+    assert [format_time_left(s) for s in (0.2, 15, 99.4, 120, 5940, 6000, 14_400)] == [
+        "0 s left", "15 s left", "99 s left", "2 min left", "99 min left", "1 h 40 min left", "4 h 00 min left",
+    ]  # fmt: skip
+
+
+@given(st.floats(0, 1e6))
+def test_format_durations_never_show_sixty(seconds: float) -> None:
+    for text in (format_duration(seconds), format_clock(seconds), format_time_left(seconds)):
+        assert not re.search(r":60|h 60|min 60", text)

@@ -1,0 +1,416 @@
+"""`prep train` with adapters: what is trained, saved and resumed."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The manifests of complete outputs have the keys that these tests read.
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import prepcli as prep
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest
+from prepcli.models.lora_config import lora_from_manifest
+from prepcli.restore.item_reader import open_reader
+from tests.helpers.manifests import changed_manifest
+from tests.helpers.training_folder import make_training_folder
+from trainer.run.run_record import ENVIRONMENT_FILE
+
+LORA = '\n[lora]\nrank = 4\ntargets = ["attn.q", "attn.v", "mlp.*"]\n'
+
+
+@pytest.fixture
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    write_lora_recipe()
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a run of three steps, and its adapter."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        make_training_folder()
+        write_lora_recipe()
+        assert main(["train", "recipe.toml", "-q"]) == OK
+        assert main(["export", "runs/recipe", "--out", "adapter", "-q"]) == OK
+    return folder
+
+
+@pytest.fixture
+def trained(trained_folder: Path, work_dir: Path) -> Path:
+    """Copy the run and its adapter to the working folder of a test."""
+    shutil.copytree(trained_folder, work_dir, dirs_exist_ok=True)
+    return work_dir
+
+
+def write_lora_recipe() -> None:
+    """Write the recipe of three steps with adapters to the current folder.
+
+    The number of steps is a constant of the compiled step.
+    """
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text().replace("steps = 12", "steps = 3") + LORA)
+
+
+def read_leaves(path: Path) -> dict[str, np.ndarray]:
+    """Read all leaves of a step."""
+    leaves: dict[str, np.ndarray] = {}
+    with open_reader(path) as reader:
+        for name, spec in reader.leaves.items():
+            leaves[name] = np.empty(spec.shape, spec.dtype)
+            reader.read(name, {tuple((0, extent) for extent in spec.shape): leaves[name]})
+    return leaves
+
+
+def test_lora_run_saves_adapters_alone(trained: Path):
+    leaves = read_leaves(Path("runs/recipe/3"))
+    params = {name for name in leaves if name.startswith("params.")}
+    projections = ("attn.q", "attn.v", "mlp.gate", "mlp.up", "mlp.down")
+    assert params == {
+        f"params.layers.{name}.lora_{matrix}" for name in projections for matrix in "ab"
+    }
+    moments = {
+        name.replace("params.", f"opt_state.adam.{moment}.")
+        for name in params
+        for moment in ("mu", "nu")
+    }
+    assert {name for name in leaves if name.startswith("opt_state.")} == moments | {
+        "opt_state.adam.count"
+    }
+    assert all(leaves[name].any() for name in params)
+    environment = json.loads(Path("runs/recipe", ENVIRONMENT_FILE).read_text())
+    assert environment["trained_parameters"] == sum(leaves[name].size for name in params)
+    assert environment["parameters"] > environment["trained_parameters"]
+
+
+def test_stopped_lora_run_resumes_exactly(work_dir: Path):
+    words = ("train", "recipe.toml", "-q")
+    assert main([*words, "--out", "whole"]) == OK
+    assert main([*words, "--out", "parts", "--stop-after", "2"]) == STOPPED
+    assert main([*words, "--out", "parts", "--set", "mesh=1,2,4"]) == OK
+    whole, parts = (read_leaves(Path(run) / "3") for run in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+
+
+def test_manifest_of_lora_step_names_the_base(trained: Path):
+    manifest = read_manifest(Path("runs/recipe/3"))
+    assert manifest is not None
+    targets = ["attn.q", "attn.v", "mlp.*"]
+    assert manifest.fields["lora"] == {
+        "rank": 4,
+        "alpha": 8.0,
+        "targets": targets,
+        "use_rslora": False,
+    }
+    assert manifest.base["name"] == "tiny-init"
+    assert len(str(manifest.base["digest"])) == 16
+
+
+def test_resume_on_another_base_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
+    shutil.copytree("tiny", "other")
+    path = next(Path("other").glob("*.safetensors"))
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0] += 1
+    save_file(tensors, path)
+    assert main(["train", "recipe.toml", "--set", "model.path=other", "-q"]) == FAILED
+    assert "other differs from the checkpoint that the run began with" in capsys.readouterr().err
+
+
+def test_changed_adapter_settings_stop_a_resume(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
+    for key in ("lora.rank=8", "lora.rank=0"):
+        words = ["--set", key] + (
+            ["--set", "lora.targets=['attn.q', 'attn.v']"] if key.endswith("0") else []
+        )
+        assert main(["train", "recipe.toml", *words, "-q"]) == FAILED
+        assert f"lora.rank: 4 -> {key[-1]}" in capsys.readouterr().err
+
+
+def test_exported_adapter_starts_another_run(trained: Path):
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
+    assert main(["train", "recipe.toml", "--out", "second", "-q"]) == OK
+    first, second = (
+        read_manifest(Path(run) / "3") or NO_MANIFEST for run in ("runs/recipe", "second")
+    )
+    first_lora = lora_from_manifest(first.fields)
+    second_lora = lora_from_manifest(second.fields)
+    assert first_lora is not None
+    assert second_lora is not None
+    assert second_lora == replace(first_lora, targets=second_lora.targets)
+    assert second.tensors.keys() == first.tensors.keys()
+    assert second.tensors != first.tensors
+
+
+def test_adapter_of_a_multimodal_class_starts_a_run(trained: Path):
+    path = Path("adapter/adapter_model.safetensors")
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
+    assert main(["train", "recipe.toml", "--out", "second", "-q"]) == OK
+    tensors = load_file(path)
+    renamed = {
+        name.replace("model.layers.", "model.language_model.layers."): values
+        for name, values in tensors.items()
+    }
+    assert renamed.keys().isdisjoint(tensors)
+    save_file(renamed, path)
+    (path.parent / MANIFEST_FILE).unlink()
+    assert main(["train", "recipe.toml", "--out", "third", "-q"]) == OK
+    second, third = (read_manifest(Path(run) / "3") or NO_MANIFEST for run in ("second", "third"))
+    assert third.tensors == second.tensors
+
+
+def other_model(row: int) -> None:
+    """Write a copy of the base, `other`, with another value in a row of each tensor of layer 1."""
+    shutil.copytree("tiny", "other")
+    path = next(Path("other").glob("*.safetensors"))
+    tensors = load_file(path)
+    for name, values in tensors.items():
+        if ".1." in name:
+            values[row] += 1
+    save_file(tensors, path)
+
+
+@pytest.fixture
+def adapter(trained: Path) -> Path:
+    """Return the adapter of a run, whose recipe has the padded init of the base."""
+    return Path("adapter")
+
+
+def test_exported_adapter_is_checked_on_every_read(
+    adapter: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["verify", "adapter"]) == OK
+    weights = adapter / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
+    for command in (
+        ["verify", "adapter"],
+        ["merge", "adapter", "tiny"],
+        ["train", "recipe.toml", "--out", "second"],
+    ):
+        assert main(command) == FAILED
+        error = capsys.readouterr().err
+        assert "lora_" in error
+        assert "adapter is damaged" in error
+
+
+def test_merge_refuses_another_base(adapter: Path, capsys: pytest.CaptureFixture[str]):
+    other_model(row=0)
+    assert main(["merge", "adapter", "other", "--out", "merged", "-q"]) == FAILED
+    error = capsys.readouterr().err
+    assert "adapter was trained with another base than other" in error
+    assert "tiny-init" in error
+    assert "--no-verify" in error
+    assert not Path("merged").exists()
+    assert main(["merge", "adapter", "other", "--no-verify", "--out", "merged", "-q"]) == OK
+    with pytest.raises(prep.PrepError, match="another base"):
+        prep.merge("adapter", "other", "again")
+    assert prep.merge("adapter", "other", "again", verify=False).path == Path("again")
+
+
+def test_merge_takes_its_base_in_other_formats(adapter: Path):
+    assert (
+        main(["reshard", "tiny-init", "--no-scan", "--compress", "zstd", "--out", "layers", "-q"])
+        == OK
+    )
+    for base in ("tiny", "tiny-init", "layers"):
+        assert main(["merge", "adapter", base, "--out", f"merged-{base}", "-q"]) == OK
+
+
+def test_merge_takes_adapters_without_a_digest(adapter: Path):
+    other_model(row=0)
+    with changed_manifest(adapter) as manifest:
+        del manifest["base"]["sample_digest"]
+    assert main(["merge", "adapter", "other", "--out", "merged", "-q"]) == OK
+    (adapter / MANIFEST_FILE).unlink()
+    assert main(["merge", "adapter", "other", "--out", "merged", "--overwrite", "-q"]) == OK
+
+
+def test_merge_recognizes_the_base_of_a_run_from_a_hf_model(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["--set", "model.path=tiny", "-q"]
+    assert main(["train", "recipe.toml", *words]) == OK
+    assert main(["export", "runs/recipe", "--out", "adapter", "-q"]) == OK
+    other_model(row=3)
+    assert main(["merge", "adapter", "other", "-q"]) == FAILED
+    assert "another base" in capsys.readouterr().err
+    for base in ("tiny", "tiny-init"):
+        assert main(["merge", "adapter", base, "--overwrite", "-q"]) == OK
+
+
+def test_steps_of_adapters_are_not_complete_models(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    for words in (
+        ["generate", "runs/recipe", "--tokens", "1,2"],
+        ["export", "runs/recipe", "--layout", "easylm"],
+    ):
+        assert main([*words, "-q"]) == USAGE
+        assert "only adapters" in capsys.readouterr().err
+    words = ["train", "recipe.toml", "--set", "model.path=runs/recipe", "--out", "second", "-q"]
+    assert main(words) == USAGE
+    assert "`model.path` is not a complete model" in capsys.readouterr().err
+
+
+def test_verify_refuses_to_compare_adapters_with_a_model(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    capsys.readouterr()
+    for words in (["runs/recipe", "tiny-init"], ["tiny-init", "runs/recipe"]):
+        assert main(["verify", *words, "-q"]) == FAILED
+        assert "runs/recipe has only adapters, and tiny-init is a model" in capsys.readouterr().err
+
+
+def test_resharded_adapters_keep_their_values(trained: Path):
+    assert (
+        main(
+            [
+                "reshard",
+                "runs/recipe",
+                "--mesh",
+                "1,1,8",
+                "--rule",
+                "kv_heads=none",
+                "--out",
+                "wide",
+                "-q",
+            ]
+        )
+        == OK
+    )
+    before, after = read_leaves(Path("runs/recipe/3")), read_leaves(Path("wide"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lora.path=x"], "`lora.rank` is 4"),
+        (["lora.rank=0"], "there are no adapters: `lora.rank` is 0"),
+        (["lora.targets=['attn.z']"], "unknown projection 'attn.z' in `lora.targets`"),
+    ],
+)
+def test_invalid_adapter_settings_are_errors(
+    work_dir: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    options = [word for value in words for word in ("--set", value)]
+    assert main(["train", "recipe.toml", *options, "-q"]) == USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_dry_run_counts_the_state_of_adapters_alone(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["train", "recipe.toml", "--set", "lora.rank=1", "--dry-run", "--json"]) == OK
+    lora = json.loads(capsys.readouterr().out)["memory"]
+    options = ["--set", "lora.rank=0", "--set", "lora.targets=['attn.q', 'attn.v']"]
+    assert main(["train", "recipe.toml", *options, "--dry-run", "--json"]) == OK
+    full = json.loads(capsys.readouterr().out)["memory"]
+    assert lora["moments"] < full["moments"] / 4
+    assert lora["gradients"] < full["gradients"] / 4
+
+
+def test_full_run_does_not_resume_with_adapters(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    options = ["--set", "lora.rank=0", "--set", "lora.targets=['attn.q', 'attn.v']"]
+    assert main(["train", "recipe.toml", *options, "--stop-after", "2", "-q"]) == STOPPED
+    assert main(["train", "recipe.toml", "-q"]) == FAILED
+    assert "runs/recipe began without adapters" in capsys.readouterr().err
+
+
+def test_stopped_run_with_dropout_resumes_exactly(work_dir: Path):
+    recipe = Path("recipe.toml")
+    settings = (
+        'dropout = 0.3\nmodules_to_save = ["embed.tokens"]\nrank_pattern = {"mlp.down" = 2}\n'
+    )
+    recipe.write_text(f"{recipe.read_text()}{settings}")
+    words = ("train", "recipe.toml", "-q")
+    assert main([*words, "--out", "whole"]) == OK
+    assert main([*words, "--out", "parts", "--stop-after", "2"]) == STOPPED
+    assert main([*words, "--out", "parts"]) == OK
+    whole, parts = (read_leaves(Path(run) / "3") for run in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert "params.embed.tokens" in whole
+    assert whole["params.layers.mlp.down.lora_a"].shape[1] == 2
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+    assert main([*words, "--out", "none", "--set", "lora.dropout=0.0"]) == OK
+    none = read_leaves(Path("none/3"))
+    assert not np.array_equal(none["params.embed.tokens"], whole["params.embed.tokens"])
+
+
+def test_dry_run_counts_modules_trained_as_a_whole(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    memory: list[dict[str, int]] = []
+    for modules in ("[]", "['embed.tokens', 'head']"):
+        words = ["--set", f"lora.modules_to_save={modules}", "--set", "lora.dropout=0.1"]
+        assert main(["train", "recipe.toml", *words, "--dry-run", "--json"]) == OK
+        memory.append(json.loads(capsys.readouterr().out)["memory"])
+    # Embedding and head [136, 32] on 8 devices: two moments of 4 bytes on each shard.
+    assert memory[1]["moments"] - memory[0]["moments"] == 2 * 136 * 32 // 8 * 8
+    assert memory[1]["parameters"] == memory[0]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lora.modules_to_save=['embed_tokens']"], "did you mean `embed.tokens`?"),
+        (["lora.modules_to_save=['norm']"], "unknown module 'norm' in `lora.modules_to_save`"),
+        (["lora.rank_pattern={'attn.z' = 2}"], "it matches none of the adapters: attn.q"),
+        (["lora.rank_pattern={'layers.0.attn.q' = 2}"], "settings by layer are not supported"),
+        (["lora.target_parameters=['mlp.up']"], "llama has no experts in one tensor"),
+    ],
+)
+def test_invalid_settings_of_peft_are_errors(
+    work_dir: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    options = [word for value in words for word in ("--set", value)]
+    assert main(["train", "recipe.toml", *options, "-q"]) == USAGE
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ("lm_head.base_layer.weight", "lm_head.base_layer.weight is not supported"),
+        ("lm_head.lora_A.weight", "lm_head.lora_A.weight"),
+        ("model.embed_tokens.lora_embedding_A", "model.embed_tokens.lora_embedding_A"),
+        ("model.layers.0.input_layernorm.weight", "input_layernorm.weight is not supported"),
+    ],
+)
+def test_adapter_with_other_tensors_is_not_continued(
+    adapter: Path, tensor: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {f"base_model.model.{tensor}": np.zeros((4, 32), np.float32)}, path)
+    (adapter / MANIFEST_FILE).unlink()
+    config = adapter / "adapter_config.json"
+    settings = json.loads(config.read_text())
+    settings["target_modules"] += ["lm_head", "embed_tokens"]
+    config.write_text(json.dumps(settings))
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
+    assert main(["train", "recipe.toml", "--out", "second", "-q"]) == FAILED
+    assert message in capsys.readouterr().err

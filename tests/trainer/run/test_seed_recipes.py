@@ -1,0 +1,162 @@
+"""The shipped recipes of other systems' examples: planned at full size, and trained small with the same keys."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.commands.operations.recipe_files import recipes_folder
+from prepcli.core.errors import OK
+from prepcli.formats.run_steps import saved_steps
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA, make_checkpoint
+from tests.helpers.training_folder import WORDS, write_tokenizer
+
+FULL_SIZE = [  # recipe, accelerator, devices, largest peak of one device in GB
+    ("flan-t5-base", "v4", 8, 5),
+    ("flan-t5-base-cnn", "v4", 8, 5),
+    ("gpt-neo-1.3b", "v4", 8, 6),
+    ("gpt-neo-1.3b-wikitext", "v4", 8, 6),
+    ("llama-7b", "H100", 8, 25),
+    ("llama-7b-prompts", "H100", 8, 25),
+    ("llama-7b-lora", "A100-40", 8, 12),
+    ("llama-7b-32k-pretrain", "v4", 256, 6),
+    ("open-llama-7b", "v4", 256, 8),
+    ("gpt-j-6b-pretrain", "v4", 32, 8),
+    ("opt-1.3b-pretrain", "A100-40", 16, 5),
+    ("opt-6.7b", "H100", 8, 25),
+]
+# A vocabulary of 136 is divisible by every mesh.
+RANDOM = (
+    "model.overrides={ vocab_size = 136 }",
+    "optimizer.warmup_steps=1",
+)
+SHORT = (*RANDOM, "train.steps=2")
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A recipe's model and values at the size of a test."""
+
+    recipe: str
+    config: dict[str, Any]
+    mesh: str
+    values: tuple[str, ...] = ()
+
+
+TINY = [
+    *(
+        Tiny(
+            recipe,
+            FAMILY_CONFIGS["t5"],
+            "4,1,2",
+            ("data.source_length=16", "optimizer.warmup_steps=1"),
+        )
+        for recipe in ("flan-t5-base", "flan-t5-base-cnn")
+    ),
+    Tiny(
+        "gpt-neo-1.3b",
+        GPT_NEO | {"num_heads": 8},
+        "1,1,8",
+        ("batch.per_device=1", "train.epochs=1"),
+    ),
+    Tiny("gpt-neo-1.3b-wikitext", GPT_NEO | {"num_heads": 8}, "1,1,8", ("batch.per_device=1",)),
+    Tiny("llama-7b", LLAMA, "1,8,1", ("batch.size=8",)),
+    Tiny("llama-7b-prompts", LLAMA, "1,8,1", ("batch.size=8",)),
+    Tiny("llama-7b-lora", LLAMA, "1,8,1", ("batch.per_device=1", "lora.rank=2")),
+    Tiny(
+        "llama-7b-32k-pretrain",
+        LLAMA,
+        "1,2,4",
+        (
+            *(*SHORT, "optimizer.decay_steps=2", "batch.size=4"),
+            *("model.q_chunk_size=8", "model.k_chunk_size=16", "model.ffn_chunk_size=8"),
+        ),
+    ),
+    Tiny("open-llama-7b", LLAMA, "4,2,1", (*SHORT, "optimizer.decay_steps=2", "batch.size=16")),
+    Tiny("gpt-j-6b-pretrain", FAMILY_CONFIGS["gptj"], "1,4,2", (*RANDOM, "batch.size=32")),
+    Tiny(
+        "opt-1.3b-pretrain",
+        FAMILY_CONFIGS["opt"],
+        "1,8,1",
+        (*SHORT, "batch.size=32", "data.holdout=0.1"),
+    ),
+    Tiny("opt-6.7b", FAMILY_CONFIGS["opt"], "1,4,2", ("optimizer.warmup_steps=1",)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "count", "peak_gb"), FULL_SIZE, ids=lambda value: str(value)
+)
+def test_seed_recipes_fit(
+    name: str, devices: str, count: int, peak_gb: float, capsys: pytest.CaptureFixture[str]
+):
+    capsys.readouterr()
+    assert (
+        main(["plan", str(recipes_folder() / f"{name}.toml"), "--devices", devices, "--json"]) == OK
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert (report["devices"], report["kinds"][0]["fits"], report["warnings"]) == (count, True, [])
+    assert report["memory"]["peak"] < peak_gb * 10**9
+
+
+@pytest.mark.parametrize(
+    "case",
+    slow_except(TINY, fast=[case for case in TINY if case.recipe == "llama-7b-32k-pretrain"]),
+    ids=lambda case: case.recipe,
+)
+def test_seed_recipes_train(case: Tiny, capsys: pytest.CaptureFixture[str]):
+    make_data()
+    recipe = tiny_recipe(case)
+    sets = [word for value in case.values for word in ("--set", value)]
+    capsys.readouterr()
+    assert main(["train", str(recipe), "--out", "run", "--json", *sets]) == OK
+    report = json.loads(capsys.readouterr().out)
+    assert 0 < report["loss"] < 10
+    assert saved_steps(Path("run"))[-1:] == [report["steps"]]
+
+
+def make_data() -> None:
+    """Write texts, and JSON lines with the columns of all recipes."""
+    texts = [" ".join(WORDS[start : start + 20]) for start in range(2, 102)]
+    columns = ("text", "instruction", "input", "output", "article", "highlights")
+    lines = "".join(f"{json.dumps(dict.fromkeys(columns, text))}\n" for text in texts)
+    Path("data").mkdir()
+    Path("data/text.txt").write_text(" ".join(texts))
+    for name in ("train", "validation"):
+        Path(f"data/{name}.jsonl").write_text(lines)
+
+
+def tiny_recipe(case: Tiny) -> Path:
+    """Write a shipped recipe with a tiny model, its mesh and its tokenizer, and make that model."""
+    make_checkpoint(Path("tiny"), case.config)
+    write_tokenizer(Path("tiny"))
+    assert main(["save-init", "tiny", "--mesh", case.mesh, "--pad-vocab", "auto", "-q"]) == OK
+    replacements = {
+        r'^mesh = "[\d,]+"': f'mesh = "{case.mesh}"',
+        r'^path = "(.*-init|llama-7b)"': 'path = "tiny-init"',
+        r'^path = "hf://.*"$': 'path = "data/train.jsonl"',
+        r'^(config|split) = ".*"\n': "",
+        r'^eval_split = ".*"$': 'eval_path = "data/validation.jsonl"',
+        r'^preset = ".*"$': 'config = "tiny"',
+        r'^tokenizer = ".*"$': 'tokenizer = "tiny"',
+        r"^seq_length = \d+": "seq_length = 16",
+    }
+    text = (recipes_folder() / f"{case.recipe}.toml").read_text()
+    for pattern, replacement in replacements.items():
+        text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
+    path = Path(f"{case.recipe}.toml")
+    path.write_text(text)
+    return path

@@ -1,0 +1,473 @@
+"""`prep train`: training, resuming after stops and kills, exporting, and errors for invalid recipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.commands.console.ui import Ui, open_ui
+from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
+from prepcli.core.progress import NullProgress
+from prepcli.execution.checkpoint_manager import CheckpointManager
+from prepcli.execution.folder_storage import FolderStorage
+from prepcli.formats.run_steps import saved_steps
+from tests.helpers.fork_server import PREP, run_python
+from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
+from tests.helpers.token_stores import NAME, fill
+from tests.helpers.training_folder import WORDS, write_tokenizer
+from tests.helpers.waiting import MAX_S
+from trainer.data.store_writer import TokenWriter, build_store
+from trainer.run.observe import tokenize_progress
+from trainer.run.storage import describe_saved_progress
+from trainer.training.metrics import METRICS_FILE, read_metrics
+
+BLOCKWISE_ON_TWO_DEVICES = (
+    "mesh=1,2,1",
+    "model.dtype=bfloat16",
+    "model.attention_kernel=blockwise",
+    "model.q_chunk_size=8",
+    "model.k_chunk_size=8",
+    "model.remat_policy=nothing_saveable",
+    "train.steps=6",
+)
+
+
+def train_json(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    code = main(["train", "recipe.toml", "--json", *words])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def read_losses(run: str) -> list[float]:
+    return [line["loss"] for line in read_metrics(Path(run) / METRICS_FILE) if "loss" in line]
+
+
+def test_finished_run_exports_and_resumes_without_steps(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    capsys.readouterr()
+    code, report = train_json(capsys)
+    assert code == OK
+    assert (report["step"], report["resumed_at"], report["output"]) == (12, 0, "runs/recipe/12")
+    assert report["loss"] < read_losses("runs/recipe")[0] - 0.2
+    assert saved_steps(Path("runs/recipe")) == [9, 12], "the newest two are kept"
+    assert sorted(p.name for p in Path("runs/recipe").iterdir() if p.is_file()) == [
+        ".lock",
+        "environment.json",
+        METRICS_FILE,
+        "recipe.toml",
+    ]
+    assert main(["verify", "runs/recipe", "-q"]) == OK
+    assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
+    before, after = read_tensors(Path("tiny")), read_tensors(Path("learned"))
+    assert {name: t.shape for name, t in before.items()} == {
+        name: t.shape for name, t in after.items()
+    }
+    assert main(["verify", "learned", "runs/recipe", "-q"]) == OK
+    capsys.readouterr()
+    again, report = train_json(capsys)
+    assert (again, report["resumed_at"], report["step"]) == (OK, 12, 12), (
+        "a run that is done does nothing"
+    )
+
+
+def test_eval_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    capsys.readouterr()
+    report = train_json(capsys)[1]
+    assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
+    model = transformers.AutoModelForCausalLM.from_pretrained("learned", dtype=torch.float32).eval()
+    words = Path("text.txt").read_text().split()
+    ids = torch.tensor([WORDS.index(word) for word in words] + [0])
+    blocks = ids[: len(ids) // 16 * 16].reshape(-1, 16)
+    holdout = blocks[len(blocks) - round(len(blocks) * 0.1) :]
+    with torch.no_grad():
+        assert report["eval_loss"] == pytest.approx(
+            float(model(holdout, labels=holdout).loss), rel=1e-5
+        )
+
+
+# The process sends the signal to itself: another one could be too late for the few steps.
+TRAIN_UNTIL_A_SIGNAL = f"""
+import os, signal
+from trainer.training.metrics import MetricsWriter
+write = MetricsWriter.write
+
+def write_and_signal(self, line):
+    write(self, line)
+    if line["step"] == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+MetricsWriter.write = write_and_signal
+{PREP}
+"""
+
+
+def start_train(*words: str, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "prepcli", "train", "recipe.toml", "--json", *words]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", **variables}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_step(running: subprocess.Popen[str], run: str, step: int) -> None:
+    while running.poll() is None and len(read_losses(run)) < step:
+        time.sleep(0.01)
+
+
+def read_step_files(run: str, step: int = 12) -> dict[str, bytes]:
+    folder = Path(run) / str(step)
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_stopped_run_resumes_to_the_same_bits(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
+    running = run_python(TRAIN_UNTIL_A_SIGNAL, "train", "recipe.toml", "--json", has_jax=True)
+    report = json.loads(running.stdout)
+    assert running.returncode == STOPPED
+    assert report["error"]["what"] == "stopped by SIGTERM"
+    assert saved_steps(Path("runs/recipe"))[-1] == report["step"] < 12
+    capsys.readouterr()
+    code, report = train_json(capsys)
+    assert (code, report["step"]) == (OK, 12)
+    assert read_losses("runs/recipe") == read_losses("unbroken")
+    assert read_step_files("runs/recipe") == read_step_files("unbroken")
+
+
+def run_compiled_apart(
+    *words: str, settings: Sequence[str], code: int = OK, **variables: str
+) -> None:
+    """Train in a process that compiles the step on its own. Other tests share compiled steps."""
+    sets = [word for setting in settings for word in ("--set", setting)]
+    running = start_train(*words, *sets, JAX_ENABLE_COMPILATION_CACHE="false", **variables)
+    out, _ = running.communicate(timeout=MAX_S)
+    assert running.returncode == code, out
+
+
+# By default test_two_processes_train_like_one compares the bits of separately compiled runs.
+@pytest.mark.slow
+def test_separately_compiled_runs_end_in_the_same_bits(work_dir: Path):
+    settings = ("train.steps=3", "data.holdout=0")
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    assert main(["train", "recipe.toml", "--out", "one", "-q", *overrides]) == OK
+    run_compiled_apart("--out", "other", settings=settings)
+    assert read_losses("one") == read_losses("other")
+    assert read_step_files("one", 3) == read_step_files("other", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", [os.environ["XLA_FLAGS"], ""], ids=["few optimizations", "flags of users"]
+)
+def test_separately_compiled_run_resumes_to_the_same_bits(work_dir: Path, flags: str):
+    variables = {"JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": flags}
+    for run, words, code in [
+        ("unbroken", (), OK),
+        ("broken", ("--stop-after", "3"), STOPPED),
+        ("broken", (), OK),
+    ]:
+        run_compiled_apart(
+            "--out", run, *words, settings=BLOCKWISE_ON_TWO_DEVICES, code=code, **variables
+        )
+    assert read_losses("broken") == read_losses("unbroken")
+    assert read_step_files("broken", 6) == read_step_files("unbroken", 6)
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_to_the_same_bits(work_dir: Path):
+    """Kill each of 5 runs 4 times at random. With a checkpoint at every step, many kills happen during a save."""
+    often = ("--set", "checkpoint.every=1", "--set", "checkpoint.keep=3")
+    assert main(["train", "recipe.toml", "--out", "unbroken", "-q", *often]) == OK
+    moments = random.Random(0)
+    for number in range(5):
+        run = f"runs/{number}"
+        for _ in range(4):
+            running = start_train("--out", run, *often)
+            wait_for_step(running, run, len(read_losses(run)) + 1)
+            time.sleep(moments.uniform(0, 0.3))
+            running.kill()
+            running.communicate()
+        assert main(["train", "recipe.toml", "--out", run, "-q", *often]) == OK
+        assert read_losses(run) == read_losses("unbroken")
+        assert read_step_files(run) == read_step_files("unbroken")
+        assert not list(Path(run).glob("*.partial"))
+
+
+def train_error(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str, str]:
+    capsys.readouterr()
+    code, report = train_json(capsys, *words)
+    error = report["error"]
+    assert error["code"] == code
+    return code, error["what"], error["why"], error["hint"]
+
+
+def test_mesh_with_too_many_devices_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    code, what, why, hint = train_error(capsys, "--set", "mesh=1,64,4")
+    assert (code, what) == (USAGE, "mesh 1,64,4 needs 256 devices, there are 8")
+    assert why.startswith("1 host with 8 x cpu")
+    assert "`--set mesh=1,8,1`" in hint
+
+
+def test_dry_run_without_the_devices_points_to_plan(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    *_, hint = train_error(capsys, "--set", "mesh=1,64,4", "--dry-run")
+    assert hint == "`--set mesh=1,8,1`, or without devices: `prep plan recipe.toml`"
+
+
+def test_indivisible_batch_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    code, what, *_ = train_error(capsys, "--set", "batch.size=7")
+    assert (code, what) == (USAGE, "a micro-batch of 7 does not divide among 2 replicas")
+
+
+def test_missing_empty_and_short_data_are_errors(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    code, what, *_ = train_error(capsys, "--set", "data.path=nothing.txt")
+    assert code == FAILED
+    assert "nothing.txt" in what
+    (work_dir / "empty.txt").touch()
+    code, what, *_ = train_error(capsys, "--set", "data.path=empty.txt")
+    assert code == FAILED
+    assert "empty.txt is empty" in what
+    (work_dir / "short.txt").write_text("w1 w2 w3")
+    code, what, why, _ = train_error(capsys, "--set", "data.path=short.txt")
+    assert code == FAILED
+    assert "16" in what + why
+
+
+def test_tokenizer_larger_than_vocabulary_is_an_error(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The tokenizer has more words than the model's true vocabulary. Padded rows must not be used for them."""
+    (work_dir / "other").mkdir()
+    write_tokenizer(work_dir / "other", [f"x{number}" for number in range(5)] + WORDS)
+    code, what, why, _ = train_error(capsys, "--set", "data.tokenizer=other")
+    assert code == FAILED
+    assert "131" in what + why
+
+
+def test_missing_tokenizer_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    for path in work_dir.rglob("tokenizer.json"):
+        path.unlink()
+    assert main(["verify", "tiny-init", "--accept", "tokenizer.json", "-q"]) == OK
+    code, what, why, _ = train_error(capsys)
+    assert (code, what) == (FAILED, "tiny-init/hf has no tokenizer")
+    assert "looked for tokenizer.json, " in why
+
+
+def test_too_long_sequences_are_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(work_dir / "neo", GPT_NEO)
+    write_tokenizer(work_dir / "neo")
+    code, what, why, _ = train_error(
+        capsys, "--set", "model.path=neo", "--set", "data.seq_length=128"
+    )
+    assert (code, what, why) == (USAGE, "`data.seq_length` is 128", "the model has 64 positions")
+
+
+def test_resume_rejects_changed_recipe_and_data(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = Path("recipe.toml").read_text()
+    Path("recipe.toml").write_text(recipe.replace("decay_steps = 12\n", ""))
+    assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
+    code, what, why, hint = train_error(capsys, "--set", "optimizer.weight_decay=0.5")
+    assert (code, what) == (FAILED, "the run began with another recipe")
+    assert why == "optimizer.weight_decay: 0.0 -> 0.5"
+    assert "`--restart`" in hint
+    code, what, why, hint = train_error(capsys, "--set", "train.steps=24")
+    assert (code, what) == (FAILED, "the learning rate schedule has changed since the run began")
+    assert why == "train.steps: 12 -> 24 (of the schedule: decay 12 -> 24)"
+    assert hint.startswith("`--set optimizer.decay_steps=12` keeps it")
+    text = (work_dir / "text.txt").read_text()
+    (work_dir / "text.txt").write_text(text + " w1")
+    code, what, *_ = train_error(capsys)
+    assert (code, what) == (FAILED, "the data has changed since the run began")
+    (work_dir / "text.txt").unlink()
+    (work_dir / "moved.txt").write_text(text)
+    moved = ("--set", "data.path=moved.txt")
+    changes = (
+        *moved,
+        "--set",
+        "mesh=8,1,1",
+        "--set",
+        "train.log_every=5",
+        "--set",
+        "checkpoint.keep=1",
+    )
+    assert main(["train", "recipe.toml", "-q", *changes]) == OK, "these may change"
+    assert saved_steps(work_dir / "runs/recipe") == [12]
+    assert main(["train", "recipe.toml", "--restart", "--stop-after", "1", "-q", *moved]) == STOPPED
+    assert saved_steps(work_dir / "runs/recipe") == [1]
+
+
+def test_resume_in_another_environment_is_a_warning(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The flags are changed only in the environment: XLA has read them before the first run."""
+    capsys.readouterr()
+    for _ in range(2):
+        assert train_json(capsys, "--stop-after", "1")[1]["warnings"] == []
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=1")
+    _, report = train_json(capsys, "--stop-after", "1")
+    (warning,) = report["warnings"]
+    assert warning.startswith("results may differ in the last bits: since step 2, XLA_FLAGS ")
+    assert warning.endswith(" -> --xla_backend_optimization_level=1")
+
+
+def test_resume_needs_optimizer_state(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    words = ("--set", "checkpoint.optimizer_state=false")
+    assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *words]) == STOPPED
+    code, what, *_ = train_error(capsys, *words)
+    assert (code, what) == (FAILED, "step 1 has no optimizer state to resume from")
+
+
+def test_train_keeps_foreign_folder(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    (work_dir / "thesis").mkdir()
+    (work_dir / "thesis" / "text").write_text("all of it")
+    code, what, *_ = train_error(capsys, "--out", "thesis")
+    assert (code, what) == (FAILED, "thesis already exists and is not a run")
+
+
+def test_dry_run_writes_nothing(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    capsys.readouterr()
+    code, report = train_json(capsys, "--dry-run")
+    assert (code, report["steps"], report["mesh"], report["dry_run"]) == (OK, 12, "1,2,4", True)
+    assert not (work_dir / "runs").exists()
+
+
+def test_train_requires_a_recipe_or_the_schema_option(capsys: pytest.CaptureFixture[str]):
+    assert main(["train"]) == USAGE
+    assert "no recipe was given" in capsys.readouterr().err
+    assert main(["train", "--schema"]) == OK
+    assert json.loads(capsys.readouterr().out)["title"] == "Recipe of prep train"
+
+
+def test_failed_start_does_not_block_the_next(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    code, what, *_ = train_error(capsys, "--set", "data.seq_length=4000")
+    assert (code, what) == (FAILED, "the data is shorter than one block")
+    assert [path.name for path in (work_dir / "runs/recipe").iterdir()] == ["data"]
+    assert main(["train", "recipe.toml", "--dry-run", "-q"]) == OK
+
+
+def test_restart_deletes_steps_only_after_checks(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["train", "recipe.toml", "--stop-after", "4", "-q"]) == STOPPED
+    code, what, *_ = train_error(capsys, "--restart", "--set", "data.path=nothing.txt")
+    assert (code, what) == (FAILED, "no data in `nothing.txt`")
+    code, what, *_ = train_error(capsys, "--restart", "--set", "model.path=runs/recipe/3")
+    assert (code, what) == (USAGE, "`--restart` would delete runs/recipe/3")
+    with CheckpointManager(
+        work_dir / "runs/recipe", work_dir / "tiny-init", name="another process"
+    ):
+        code, what, *_ = train_error(capsys, "--restart")
+    assert "is locked" in what
+    assert saved_steps(work_dir / "runs/recipe") == [3, 4]
+
+
+def test_finished_run_needs_no_optimizer_state(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    words = ("--set", "checkpoint.optimizer_state=false")
+    assert main(["train", "recipe.toml", "-q", *words]) == OK
+    capsys.readouterr()
+    code, report = train_json(capsys, *words)
+    assert (code, report["output"], report["resumed_at"]) == (OK, "runs/recipe/12", 12)
+
+
+def test_unsupported_layout_is_rejected_before_work(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["save-init", "tiny", "--no-scan", "--mesh", "1,1,1", "--out", "apart", "-q"]) == OK
+    code, what, *_ = train_error(capsys, "--set", "model.path=apart")
+    assert (code, what) == (USAGE, "layers cannot be scanned")
+    words = ("--set", "model.path=apart", "--set", "model.scan_layers=false")
+    code, what, _, hint = train_error(capsys, *words)
+    assert (code, what) == (USAGE, "vocabulary 131 cannot be split over mp 4")
+    assert "`prep save-init MODEL --mesh 1,2,4 --pad-vocab auto`" in hint
+    assert not (work_dir / "runs").exists()
+
+
+def test_renamed_recipe_resumes_with_out(work_dir: Path):
+    assert main(["train", "recipe.toml", "--stop-after", "1", "-q"]) == STOPPED
+    Path("recipe.toml").rename("other.toml")
+    assert (
+        main(["train", "other.toml", "--out", "runs/recipe", "--stop-after", "1", "-q"]) == STOPPED
+    )
+    assert saved_steps(work_dir / "runs/recipe") == [1, 2]
+
+
+def test_tokenize_progress_shows_bytes_and_tokens(monkeypatch: pytest.MonkeyPatch):
+    """The progress of each dataset starts at the bytes of an interrupted run."""
+    calls: list[tuple[Any, ...]] = []
+
+    class RecordingProgress(NullProgress):
+        def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
+            calls.append((task, total_bytes, done_bytes))
+
+        def advance(self, written_bytes: int) -> None:
+            calls.append((written_bytes,))
+
+        def note(self, text: str) -> None:
+            calls.append((text,))
+
+        def end(self) -> None:
+            calls.append(("end",))
+
+    monkeypatch.setattr(Ui, "progress", lambda _: RecordingProgress())
+    report_progress = tokenize_progress(open_ui("train", False, True, 0))
+    for counts in (
+        (0, 20, 0),
+        (10, 20, 3_140_000),
+        (11, 20, 3_140_001),
+        (20, 20, 12_600_000),
+        (3, 5, 90_000_000),
+    ):
+        report_progress(*counts)
+    first = [
+        ("tokenize", 20, 0),
+        (0,),
+        ("3.1 M tokens",),
+        (10,),
+        (1,),
+        ("13 M tokens",),
+        (9,),
+        ("end",),
+    ]
+    assert calls == [*first, ("tokenize", 5, 3), ("90 M tokens",), (0,)]
+
+
+@pytest.mark.parametrize("whole", [(), ("data/f0",), ("data/f0.partial",)])
+def test_kept_data_note_omits_unfinished_folders(tmp_path: Path, whole: Sequence[str]):
+    for name in whole:
+        (tmp_path / "run" / name).mkdir(parents=True)
+    expected = "the tokens" if "data/f0" in whole else ""
+    note = describe_saved_progress(FolderStorage(tmp_path / "run"))
+    assert note == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")
+
+
+def test_saved_progress_mentions_incomplete_token_store(tmp_path: Path):
+    def fill_and_interrupt(writer: TokenWriter) -> None:
+        fill(writer)
+        writer.start_save()
+        raise KeyboardInterrupt
+
+    (tmp_path / "data").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        build_store(tmp_path / "data" / NAME, "uint16", fill_and_interrupt)
+    assert (
+        describe_saved_progress(FolderStorage(tmp_path))
+        == f"kept in {tmp_path}: a part of the tokens"
+    )

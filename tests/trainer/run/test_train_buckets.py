@@ -1,0 +1,309 @@
+"""`prep train --out gs://…`: runs in an object store equal local runs, also after a kill, a stop or a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
+from prepcli.execution.run_storage import TOKENS_FOLDER
+from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.run_steps import RECIPE_FILE, listed_steps
+from tests.helpers.fork_server import ForkedProcess
+from tests.helpers.object_server import FakeObjectStore, use_objects
+from tests.helpers.processes import finish, start_processes
+from tests.helpers.training_folder import make_training_folder
+from tests.helpers.waiting import wait_until
+from tests.trainer.training.test_wandb_log import FakeWandb
+from trainer.run import train as train_command
+from trainer.run.run_record import ENVIRONMENT_FILE
+from trainer.training.metrics import METRICS_FILE, read_metrics
+from trainer.training.wandb_log import ID_FILE
+
+ROOT = Path(__file__).parents[3]
+URL = "gs://bucket/runs/tiny"
+PREFIX = "bucket/runs/tiny/"
+LOCAL = Path("runs/gs/bucket/runs/tiny")
+SETTINGS = (
+    "mesh=1,2,2",
+    "checkpoint.every=1",
+    "checkpoint.keep=2",
+    "data.holdout=0",
+    "train.steps=4",
+)
+OVERRIDES = [word for setting in SETTINGS for word in ("--set", setting)]
+EIGHT_DEVICES = [word for setting in ("mesh=1,2,4", *SETTINGS[1:]) for word in ("--set", setting)]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
+    """Make a training folder, and serve an empty store that the environment names."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "PREP_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    with use_objects(monkeypatch) as fake:
+        yield fake
+
+
+def saved(store: FakeObjectStore) -> list[int]:
+    return listed_steps(store.objects_below(PREFIX))
+
+
+def digests(manifest: bytes) -> dict[str, Any]:
+    content = json.loads(manifest)
+    return {key: content[key] for key in ("tensors", "slots", "others")}
+
+
+def bucket_digests(store: FakeObjectStore, step: int) -> dict[str, Any]:
+    return digests(store.objects[f"{PREFIX}{step}/{MANIFEST_FILE}"])
+
+
+def local_digests(run: str, step: int) -> dict[str, Any]:
+    return digests(Path(run, str(step), MANIFEST_FILE).read_bytes())
+
+
+def start(count: int, *words: str, env: dict[str, str] | None = None) -> list[ForkedProcess]:
+    """Start a training in `count` processes with four devices together."""
+    command = ("train", "recipe.toml", "--out", URL, *OVERRIDES, *words)
+    return start_processes(
+        *command, count=count, devices=4 // count, env={"PYTHONPATH": str(ROOT), **(env or {})}
+    )
+
+
+def run_ok(count: int, *words: str, code: int = OK) -> None:
+    results = finish(start(count, *words))
+    assert [result[0] for result in results] == [code] * count, results
+
+
+def train(*words: str) -> int:
+    return main(["train", "recipe.toml", *EIGHT_DEVICES, *words])
+
+
+def test_stopped_and_resumed_run_equals_a_local_run(
+    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
+):
+    assert train("--out", "local", "-q") == OK
+    assert train("--out", URL, "--stop-after", "2") == STOPPED
+    assert "cannot be locked" not in capsys.readouterr().err
+    assert saved(store) == [1, 2]
+    (LOCAL / METRICS_FILE).unlink()  # as on another host
+    assert train("--out", URL, "--json") == OK
+    report = json.loads(capsys.readouterr().out)
+    assert (report["resumed_at"], report["output"], report["run"]) == (2, f"{URL}/4", URL)
+    assert saved(store) == [3, 4]
+    assert bucket_digests(store, 4) == local_digests("local", 4)
+    names = {path.partition("/")[0] for path in store.objects_below(PREFIX)}
+    assert names == {"3", "4", RECIPE_FILE, METRICS_FILE, ENVIRONMENT_FILE}
+    Path("uploaded.jsonl").write_bytes(store.objects[f"{PREFIX}{METRICS_FILE}"])
+    losses = [
+        [line["loss"] for line in read_metrics(path) if "loss" in line]
+        for path in (Path("uploaded.jsonl"), Path("local", METRICS_FILE))
+    ]
+    assert losses[0] == losses[1]
+    assert (LOCAL / TOKENS_FOLDER).is_dir()
+    assert not Path("gs:").exists()
+
+
+def test_finished_run_in_a_bucket_does_nothing_on_another_host(store: FakeObjectStore):
+    """Its log, which shows that the last evaluation is complete, is in the bucket only."""
+    words = ("--out", URL, "--set", "data.cache=tokens", "-q")
+    assert train(*words) == OK
+    objects = dict(store.objects)
+    shutil.rmtree(LOCAL)
+    assert train(*words) == OK
+    assert dict(store.objects) == objects
+
+
+def test_start_that_another_has_overtaken_changes_nothing(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """An object store has no lock: another start trains the run after this one has listed its steps."""
+    assert train("--out", URL, "--stop-after", "2", "-q") == STOPPED
+    prepare_run = train_command.prepare_run
+    objects: dict[str, bytes] = {}
+
+    def prepare_after_another(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(train_command, "prepare_run", prepare_run)
+        assert train("--out", URL, "-q") == OK
+        objects.update(store.objects)
+        capsys.readouterr()
+        return prepare_run(*arguments, **options)
+
+    monkeypatch.setattr(train_command, "prepare_run", prepare_after_another)
+    assert train("--out", URL, "--json") == STOPPED
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["what"] == f"{URL} is at step 4, and this process has read step 2"
+    assert dict(store.objects) == objects
+
+
+def test_commands_read_a_run_in_a_bucket(
+    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
+):
+    assert train("--out", "local", "-q") == OK
+    assert train("--out", URL, "-q") == OK
+    store.objects[f"{PREFIX}9/state/_METADATA"] = b"{}"  # a save that was killed
+    assert main(["verify", URL, "-q"]) == OK
+    assert main(["verify", f"{URL}/3", "-q"]) == OK
+    assert main(["export", URL, "--out", "learned", "-q"]) == OK
+    assert main(["verify", "learned", "local", "-q"]) == OK
+    assert main(["inspect", URL, "-q"]) == OK
+    capsys.readouterr()
+    texts = []
+    for name in ("local", URL):
+        assert main(["generate", name, "--tokens", "1,2,3", "--max-new-tokens", "4", "-q"]) == OK
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert main(["report", URL, "local", "--json", "-q"]) == OK
+    report = json.loads(capsys.readouterr().out)
+    (remote, local), page = report["runs"], Path("report.html").read_text()
+    assert (report["output"], remote.pop("run"), local.pop("run")) == ("report.html", URL, "local")
+    assert (remote["step"], remote["steps"], remote["loss"]) == (4, 4, local["loss"])
+    assert ">tiny</td><td>3</td>" in page
+    assert ">9</td>" not in page
+    assert main(["report", f"{URL}-none", "-q"]) == FAILED
+    assert f"{URL}-none does not exist" in capsys.readouterr().err
+    assert (
+        train("--out", "next", "--set", f"model.path={URL}", "--stop-after", "1", "-q") == STOPPED
+    )
+
+
+def test_wandb_continues_the_id_of_the_bucket(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    words = ("--out", URL, "--set", 'log.wandb={ project = "p", offline = true }', "-q")
+    assert train(*words, "--stop-after", "1") == STOPPED
+    assert store.objects[f"{PREFIX}{ID_FILE}"] == b"new1\n"
+    (LOCAL / ID_FILE).unlink()  # as on another host
+    assert train(*words, "--stop-after", "1") == STOPPED
+    assert [arguments["id"] for arguments in wandb.inits] == [None, "new1"]
+    assert [step for step, values in wandb.logged if "train/loss" in values] == [1, 2]
+
+
+def test_event_files_need_a_folder(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):
+    assert train("--out", URL, "--set", "log.tensorboard=true", "-q") == USAGE
+    assert '`log.tensorboard = "FOLDER"`' in capsys.readouterr().err
+    assert store.objects == {}
+
+
+def test_dry_run_keeps_the_bucket_and_restart_deletes_its_steps(
+    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
+):
+    assert train("--out", URL, "--dry-run", "-q") == OK
+    assert store.objects == {}
+    assert not (LOCAL / TOKENS_FOLDER).exists()
+    assert train("--out", URL, "--stop-after", "2", "-q") == STOPPED
+    store.objects[f"{PREFIX}3/state/_METADATA"] = b"{}"
+    assert train("--out", URL, "--restart", "--stop-after", "1", "-q") == STOPPED
+    assert saved(store) == [1]
+    assert not store.objects_below(f"{PREFIX}3/")
+    assert train("--out", URL, "--restart", "--set", f"model.path={URL}", "-q") != OK
+    assert saved(store) == [1]
+    capsys.readouterr()
+    assert train("--out", URL, "--set", "seed=7", "-q") != OK
+    assert "seed" in capsys.readouterr().err
+
+
+def test_other_objects_are_not_a_run(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):
+    store.objects[f"{PREFIX}photo.png"] = b"x"
+    assert train("--out", URL, "-q") == FAILED
+    assert f"{URL} already exists and is not a run" in capsys.readouterr().err
+    assert list(store.objects) == [f"{PREFIX}photo.png"]
+
+
+# tests/prepcli/execution/test_bucket_storage.py saves from several processes. test_train_processes.py trains in two.
+@pytest.mark.slow
+def test_one_process_resumes_a_save_of_two_processes(store: FakeObjectStore):
+    """The two processes have resumed a step of one process before."""
+    assert train("--out", URL, "--stop-after", "1", "-q") == STOPPED
+    run_ok(2, "--stop-after", "2", code=STOPPED)
+    assert saved(store) == [2, 3]
+    assert train("--out", URL, "-q") == OK
+    assert saved(store) == [3, 4]
+    assert main(["verify", URL, "-q"]) == OK
+
+
+def test_refused_save_keeps_earlier_steps(
+    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
+):
+    store.failing_requests = f"PUT {PREFIX}2/"
+    assert train("--out", URL, "-q") == FAILED
+    error = capsys.readouterr().err
+    assert f"cannot write {URL}/2" in error
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in error
+    assert saved(store) == [1]
+    store.failing_requests = "\0"
+    assert train("--out", URL, "--json") == OK
+    assert json.loads(capsys.readouterr().out)["resumed_at"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", ["500", "silent"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_failing_store_ends_all_processes(store: FakeObjectStore, count: int, failure: str):
+    store.status, store.stall = 500, "" if failure.isdecimal() else failure
+    store.failing_requests = f"PUT {PREFIX}2/state"
+    results = finish(start(count, env={"PREP_TIMEOUT": "5"}))
+    assert {code for code, _, _ in results} <= {FAILED, STOPPED}, results
+    assert all(f"cannot write {URL}/2" in stderr for _, _, stderr in results), results
+    assert saved(store) == [1]
+    store.failing_requests = "\0"
+    run_ok(count)
+    assert saved(store) == [3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["state/d/", "state/manifest.ocdbt", MANIFEST_FILE])
+@pytest.mark.parametrize("count", [1, 2])
+def test_kill_in_an_upload_keeps_earlier_steps(store: FakeObjectStore, count: int, place: str):
+    run_ok(count, "--set", "checkpoint.keep='all'")
+    expected = {step: bucket_digests(store, step) for step in (2, 4)}
+    store.objects.clear()
+    store.requests.clear()
+    line = f"PUT {PREFIX}3/{place}"
+    store.failing_requests, store.stall = line, "silent"
+    running = start(count, "--set", "checkpoint.keep='all'")
+    wait_until(lambda: any(line in request for request in store.requests))
+    for process in running:
+        process.kill()
+    finish(running)
+    assert saved(store) == [1, 2]
+    store.failing_requests = "\0"
+    run_ok(count, "--set", "checkpoint.keep='all'")
+    assert {step: bucket_digests(store, step) for step in (2, 4)} == expected
+    assert not [path for path in store.objects_below(PREFIX) if "/.prep/" in path]
+
+
+@pytest.mark.slow
+def test_processes_save_to_a_bucket_as_to_a_folder(store: FakeObjectStore):
+    """Two processes on a mesh of 2 x 2 devices, resumed by four and by one."""
+    words = ("--set", "checkpoint.every=1", "--set", "mesh=1,2,2")
+    folder = ["train", "recipe.toml", "--out", "local", *OVERRIDES]
+    results = finish(start_processes(*folder, count=2, devices=2, env={"PYTHONPATH": str(ROOT)}))
+    assert [code for code, _, _ in results] == [OK] * 2, results
+    run_ok(2, *words)
+    assert bucket_digests(store, 4) == local_digests("local", 4)
+    assert len(store.objects_below(f"{PREFIX}4/state/d/")) == 3, "a file per process, and the index"
+    run_ok(2, *words, "--restart", "--stop-after", "1", code=STOPPED)
+    run_ok(4, *words, "--stop-after", "1", code=STOPPED)
+    run_ok(1, *words)
+    assert saved(store) == [3, 4]
+    assert main(["verify", URL, "-q"]) == OK
+
+
+@pytest.mark.slow
+def test_launch_local_saves_to_a_bucket(store: FakeObjectStore):
+    words = ["--processes", "2", "--devices", "2", "--", "--out", URL, *OVERRIDES]
+    assert main(["launch", "local", "recipe.toml", *words]) == OK
+    assert saved(store) == [3, 4]

@@ -1,0 +1,317 @@
+"""`prep train`: the steps that remain, the best step, checkpoints in other dtypes, exports, the hub and profiles."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The manifests of complete outputs have the keys that these tests read.
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from prepcli.core.errors import OK
+from prepcli.execution.run_storage import TOKENS_FOLDER
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest
+from prepcli.formats.run_steps import best_step, manifest_score, saved_steps
+from tests.helpers.fork_server import PREP, run_python
+from tests.helpers.hub_server import hub_environment
+from tests.helpers.push_server import TOKEN, serve_push_hub
+from tests.helpers.run_cli import error_lines, run_failing, run_json, run_ok
+from tests.trainer.run.test_train import read_losses, start_train, wait_for_step
+from trainer.training.metrics import METRICS_FILE, read_metrics
+
+BEST = (
+    "train.eval_every=2",
+    "checkpoint.best=eval_loss",
+    "checkpoint.keep=1",
+    "checkpoint.every=0",
+)
+MAX_KILLS = 12  # one per step
+
+
+def set_keys(*settings: str) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def train(run: str, *settings: str, words: tuple[str, ...] = ()) -> None:
+    run_ok("train", "recipe.toml", "--out", run, *set_keys(*settings), *words)
+
+
+def eval_losses(run: str) -> dict[int, float]:
+    lines = read_metrics(Path(run, METRICS_FILE))
+    return {
+        line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line and line["step"]
+    }
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_best_step_and_milestones_outlive_keep(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    """The learning rate is too large, so that an early step is the best one. A resumed run keeps the same steps."""
+    settings = (*BEST, "checkpoint.milestones=5", "optimizer.lr=0.3", "optimizer.clip_norm=0")
+    train("whole", *settings)
+    losses = eval_losses("whole")
+    best = min(losses, key=lambda step: losses[step])
+    assert saved_steps(Path("whole")) == sorted({5, 10, 12, best})
+    assert best_step(Path("whole")) == best
+    assert (read_manifest(Path("whole", str(best))) or NO_MANIFEST).fields["eval_loss"] == losses[
+        best
+    ]
+
+    run_failing(
+        capsys,
+        75,
+        "train",
+        "recipe.toml",
+        "--out",
+        "cut",
+        *set_keys(*settings),
+        "--stop-after",
+        "7",
+    )
+    train("cut", *settings)
+    assert saved_steps(Path("cut")) == saved_steps(Path("whole"))
+    run_ok("export", "whole", "--step", "best", "--out", "best-hf")
+    run_ok("export", "whole", "--step", str(best), "--out", "numbered-hf")
+    run_ok("verify", "best-hf", "numbered-hf")
+    run_ok("export", "cut", "--step", "last", "--out", "last-hf")
+    assert (
+        run_json(
+            capsys, "eval", "whole", "--step", "best", "--data", "text.txt", "--seq-length", "16"
+        )["step"]
+        == best
+    )
+
+
+def test_losses_of_other_numbers_of_sequences_are_not_compared(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A run that is resumed with another `eval.limit` keeps the best step of both."""
+    settings = (*BEST, "optimizer.lr=0.3", "optimizer.clip_norm=0")
+    command = (
+        "train",
+        "recipe.toml",
+        "--out",
+        "run",
+        *set_keys(*settings, "eval.limit=2"),
+    )
+    run_failing(capsys, 75, *command, "--stop-after", "5")
+    train("run", *settings)
+    losses = eval_losses("run")
+    first, second = (
+        min(steps, key=lambda step: losses[step]) for steps in ((2, 4), (6, 8, 10, 12))
+    )
+    assert saved_steps(Path("run")) == sorted({first, second, 12})
+    assert best_step(Path("run")) == second
+    first_loss, second_loss = (
+        manifest_score(read_manifest(Path("run", str(step))) or NO_MANIFEST)
+        for step in (first, second)
+    )
+    assert first_loss.group == ("eval_loss", 2, None)
+    _, sequences, _ = second_loss.group
+    assert sequences is not None
+    assert sequences > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_kills_keep_best_steps_milestones_and_exports(work_dir: Path, seed: int):
+    """A run that is killed at random times ends with the steps, the losses and the exports of an undisturbed one."""
+    settings = (
+        *BEST,
+        "checkpoint.every=3",
+        "checkpoint.milestones=5",
+        "checkpoint.export_every=4",
+        "mesh=1,1,8",
+    )
+    command = [*set_keys(*settings), "--set", "optimizer.lr=0.3", "--set", "optimizer.clip_norm=0"]
+    run_ok("train", "recipe.toml", "--out", "whole", *command)
+    assert kill_until_done(command, Random(seed)) > 0
+    run_ok("train", "recipe.toml", "--out", "killed", *command)
+    assert saved_steps(Path("killed")) == saved_steps(Path("whole"))
+    assert best_step(Path("killed")) == best_step(Path("whole"))
+    assert eval_losses("killed") == eval_losses("whole")
+    for name in ("4", "8", "12"):
+        assert read_weights(Path("killed", "exports", name)) == read_weights(
+            Path("whole", "exports", name)
+        )
+
+
+def kill_until_done(command: list[str], random: Random) -> int:
+    """Start the run `killed` again and again, and kill it soon after a further step, until it ends by itself.
+
+    Return the number of kills.
+    """
+    for kills in range(MAX_KILLS):
+        running = start_train("--out", "killed", *command)
+        wait_for_step(running, "killed", len(read_losses("killed")) + 1)
+        time.sleep(random.uniform(0, 0.3))
+        running.kill()
+        running.communicate()
+        if running.returncode == OK:
+            return kills
+    return MAX_KILLS
+
+
+def read_weights(folder: Path) -> dict[str, bytes]:
+    return {
+        name: data for name, data in read_files(folder).items() if name.endswith(".safetensors")
+    }
+
+
+def test_step_option_rejects_a_step_that_is_not_saved(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    train("run", "train.steps=4")
+    capsys.readouterr()
+    assert (
+        error_lines(capsys, "export", "run", "--step", "best")[0] == "error: run has no best step"
+    )
+    assert (
+        error_lines(capsys, "export", "run", "--step", "first")[0]
+        == "error: `--step first` is invalid"
+    )
+    assert error_lines(capsys, "export", "run", "--step", "9")[0] == "error: run has no step 9"
+    assert error_lines(capsys, "export", "tiny", "--step", "last")[0] == "error: tiny has no step"
+
+
+def test_parameters_are_saved_in_the_dtype_of_the_recipe(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    train("run", "train.steps=4", "checkpoint.optimizer_state=false", "checkpoint.dtype=bfloat16")
+    cast = json.loads(Path("run", "4", MANIFEST_FILE).read_bytes())["param_cast"]
+    assert (cast["from"], cast["to"]) == ("float32", "bfloat16")
+    assert 0 < cast["changed"] <= cast["values"]
+    run_ok("export", "run", "--out", "hf")
+    tensors = run_json(capsys, "inspect", "hf")["tensors"]
+    assert {tensor["dtype"] for tensor in tensors} == {"bfloat16"}
+    lines = error_lines(
+        capsys, "train", "recipe.toml", "--out", "other", "--set", "checkpoint.dtype=bfloat16"
+    )
+    assert '`checkpoint.dtype` is "bfloat16"' in lines[0]
+
+
+def test_parameters_in_the_dtype_of_the_state_are_not_cast(work_dir: Path):
+    train("run", "train.steps=4", "checkpoint.dtype=float32")
+    assert "param_cast" not in (read_manifest(Path("run", "4")) or NO_MANIFEST).fields
+
+
+def test_rounded_parameters_are_not_resumed(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    settings = (
+        "optimizer.type=sgd",
+        "optimizer.momentum=0",
+        "checkpoint.optimizer_state=false",
+        "checkpoint.dtype=bfloat16",
+    )
+    command = ("train", "recipe.toml", "--out", "run", *set_keys(*settings))
+    run_failing(capsys, 75, *command, "--stop-after", "1")
+    lines = error_lines(capsys, *command)
+    assert lines[0] == "error: step 1 has no exact parameters to resume from"
+    assert "run/1" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("checkpoint.best=eval_loss",), "the run evaluates only after its last step"),
+        (("checkpoint.best=eval_loss", "data.holdout=0"), "there is no evaluation data"),
+        (("train.eval_every=2", "train.eval_every_epochs=1"), "both set the same interval"),
+        (("checkpoint.every_epochs=1",), "both set the same interval"),
+        (("train.profile={ start = 0, steps = 1 }",), "start is 0, not a positive integer"),
+        (("train.profile={ start = 1 }",), "its keys are start, not start and steps"),
+    ],
+)
+def test_conflicting_eval_and_checkpoint_keys_are_errors(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], settings: tuple[str, ...], message: str
+):
+    assert message in "\n".join(error_lines(capsys, "train", "recipe.toml", *set_keys(*settings)))
+
+
+def test_steps_are_exported_while_the_run_goes_on(work_dir: Path):
+    settings = ("checkpoint.export_every=4", "checkpoint.keep=1")
+    train("run", *settings)
+    assert saved_steps(Path("run")) == [12]
+    assert sorted(path.name for path in Path("run", "exports").iterdir()) == ["12", "4", "8"]
+    train("all", "checkpoint.keep='all'", "checkpoint.every=4")
+    run_ok("export", "all", "--step", "4", "--out", "four")
+    run_ok("verify", "run/exports/4", "four")
+
+
+def test_next_start_makes_a_missing_export(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    settings = ("checkpoint.export_every=2", "checkpoint.keep='all'", "train.steps=4")
+    stopped = (
+        "train",
+        "recipe.toml",
+        "--out",
+        "run",
+        *set_keys(*settings),
+        "--stop-after",
+        "2",
+    )
+    run_failing(capsys, 75, *stopped)
+    shutil.rmtree(Path("run", "exports"), ignore_errors=True)  # as if it had been killed
+    train("run", *settings)
+    assert sorted(path.name for path in Path("run", "exports").iterdir()) == ["2", "4"]
+    shutil.rmtree(Path("run", "exports", "4"))
+    train("run", *settings)
+    run_ok("verify", "run/exports/4")
+
+
+def test_restart_removes_the_exports(work_dir: Path):
+    train("run", "train.steps=4", "checkpoint.export_every=1")
+    train("run", "train.steps=4", "checkpoint.export_every=2", words=("--restart",))
+    assert sorted(path.name for path in Path("run", "exports").iterdir()) == ["2", "4"]
+
+
+def test_profile_is_written_to_the_run(work_dir: Path):
+    train("run", "train.steps=4", "train.profile={ start = 2, steps = 2 }")
+    assert list(Path("run", "profile").rglob("*.xplane.pb"))
+
+
+def test_last_step_is_pushed_once(work_dir: Path):
+    inherited = {
+        key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))
+    }
+    settings = set_keys("train.steps=4", "checkpoint.push=o/m")
+
+    def run(url: str, **variables: str) -> dict[str, Any]:
+        environment = inherited | hub_environment(url, work_dir / "home") | variables
+        process = run_python(
+            PREP,
+            "train",
+            "recipe.toml",
+            "--out",
+            "run",
+            *settings,
+            "--json",
+            env=environment,
+            has_jax=True,
+        )
+        return json.loads(process.stdout)
+
+    with serve_push_hub() as hub:
+        refused = run(hub.url)
+        assert not refused["ok"]
+        assert not Path("run", TOKENS_FOLDER).exists(), (
+            "the hub is asked before the data is tokenized"
+        )
+        report = run(hub.url, HF_TOKEN=TOKEN)
+        assert report["ok"], report
+        assert report["pushed"]["repo"] == "o/m"
+        exported = read_files(Path("run", "exports", "4"))
+        assert hub.repos["o/m"].branches["main"] == exported
+        hub.requests.clear()
+        assert run(hub.url, HF_TOKEN=TOKEN)["ok"]
+        assert not [line for line in hub.requests if line.startswith("PUT")]

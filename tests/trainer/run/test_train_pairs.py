@@ -1,0 +1,243 @@
+"""`prep train` on pairs of source and target: bit-exact resumption, and the same loss as transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
+from prepcli.formats.run_steps import saved_steps
+from tests.helpers.manifests import changed_manifest
+from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint, read_tensors
+from tests.helpers.training_folder import WORDS, write_tokenizer
+from tests.trainer.run.test_train import (
+    read_losses,
+    read_step_files,
+    start_train,
+    train_error,
+    train_json,
+    wait_for_step,
+)
+
+RECIPE = """\
+seed = 3
+mesh = "1,2,4"
+[model]
+path = "tiny-init"
+[data]
+type = "json"
+path = "pairs.jsonl"
+fields = "[first], [second], sum"
+source_length = 9
+source_prefix = "w5 "
+seq_length = 6
+holdout = 0.1
+[batch]
+size = 8
+[optimizer]
+lr = 3e-2
+warmup_steps = 2
+[train]
+steps = 12
+log_every = 1
+[checkpoint]
+every = 3
+"""
+
+
+def make_pairs() -> list[dict[str, str]]:
+    """Return texts of two fields, with a target that repeats the ends of both. Some exceed the recipe's lengths."""
+    rng = np.random.default_rng(0)
+    pairs = []
+    for _ in range(120):
+        first, second = (
+            [WORDS[n] for n in rng.integers(2, 40, rng.integers(1, 7))] for _ in range(2)
+        )
+        pairs.append(
+            {
+                "first": " ".join(first),
+                "second": " ".join(second),
+                "sum": " ".join(first[-3:] + second[-4:]),
+            }
+        )
+    return pairs
+
+
+@pytest.fixture
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_pairs_folder()
+    return tmp_path
+
+
+def make_pairs_folder() -> None:
+    """Write a recipe, pairs, a T5 model and its init to the current folder."""
+    make_checkpoint(Path("tiny"), FAMILY_CONFIGS["t5"])
+    write_tokenizer(Path("tiny"))
+    assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
+    Path("recipe.toml").write_text(RECIPE)
+
+
+def ids_of(text: str, max_length: int) -> list[int]:
+    ids = [WORDS.index(word) for word in text.split()] + [1]
+    return ids if len(ids) <= max_length else [*ids[: max_length - 1], 1]
+
+
+def test_seq2seq_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    capsys.readouterr()
+    code, report = train_json(capsys, "--set", "mesh=1,4,2")
+    assert (code, report["step"]) == (OK, 12)
+    assert report["loss"] < read_losses("runs/recipe")[0] - 0.3
+    assert report["tokens"] == 12 * 8 * (9 + 6)
+    assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
+    assert read_tensors(Path("learned")).keys() == read_tensors(Path("tiny")).keys()
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+        "learned", dtype=torch.float32
+    ).eval()
+    holdout = make_pairs()[-12:]
+    sources = [ids_of(f"w5 {pair['first']} {pair['second']}", 9) for pair in holdout]
+    targets = [ids_of(pair["sum"], 6) for pair in holdout]
+    padded = torch.tensor([ids + [0] * (9 - len(ids)) for ids in sources])
+    attention_mask = torch.tensor([[1] * len(ids) + [0] * (9 - len(ids)) for ids in sources])
+    labels = torch.tensor([ids + [-100] * (6 - len(ids)) for ids in targets])
+    with torch.no_grad():
+        loss = float(model(padded, attention_mask=attention_mask, labels=labels).loss)
+    assert report["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    assert report["eval_tokens"] == sum(map(len, targets))
+
+
+@pytest.mark.slow
+def test_loss_does_not_depend_on_execution_options(work_dir: Path):
+    """Micro-batches, unstacked layers and another mesh change the loss only by rounding."""
+    assert (
+        main(["train", "recipe.toml", "--set", "mesh=1,4,2", "--stop-after", "3", "-q"]) == STOPPED
+    )
+    assert (
+        main(["save-init", "tiny", "--no-scan", "--pad-vocab", "8", "--out", "apart", "-q"]) == OK
+    )
+    words = ("model.path=apart", "model.scan_layers=false", "batch.accumulate=2", "mesh=2,2,2")
+    sets = [
+        part for word in (*words, "model.remat_policy=nothing_saveable") for part in ("--set", word)
+    ]
+    assert (
+        main(["train", "recipe.toml", "--out", "other", "--stop-after", "3", "-q", *sets])
+        == STOPPED
+    )
+    assert read_losses("other") == pytest.approx(read_losses("runs/recipe"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_killed_seq2seq_run_resumes_to_the_same_bits(work_dir: Path):
+    assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
+    running = start_train()
+    wait_for_step(running, "runs/recipe", 5)
+    running.kill()
+    running.communicate()
+    assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
+    assert saved_steps(Path("runs/recipe"))[-1] < 12
+    assert main(["train", "recipe.toml", "-q"]) == OK
+    assert read_losses("runs/recipe") == read_losses("unbroken")
+    assert read_step_files("runs/recipe") == read_step_files("unbroken")
+
+
+def train_refusal(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, ...]:
+    code, what, why, _ = train_error(capsys, *words)
+    return code, what, why
+
+
+def test_mismatch_of_data_and_model_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    for words in (("data.fields=sum",), ("data.type=text", "data.path=recipe.toml")):
+        cleared = Path("recipe.toml").read_text()
+        for line in (
+            'fields = "[first], [second], sum"\n',
+            "source_length = 9\n",
+            'source_prefix = "w5 "\n',
+        ):
+            cleared = cleared.replace(line, "")
+        Path("other.toml").write_text(cleared)
+        sets = [part for word in words for part in ("--set", word)]
+        capsys.readouterr()
+        code = main(["train", "other.toml", "--json", *sets])
+        out = capsys.readouterr().out
+        assert code == USAGE, out
+        error = json.loads(out)["error"]
+        assert error["what"] == "t5 has an encoder, but the data has no source column"
+        assert "or on text by span corruption" in error["why"]
+    make_checkpoint(work_dir / "llama", LLAMA)
+    write_tokenizer(work_dir / "llama")
+    assert main(["save-init", "llama", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
+    code, what, why = train_refusal(capsys, "--set", "model.path=llama-init")
+    assert (code, what) == (USAGE, "`data.source_length` is 9")
+    assert why == "llama has no encoder to read the source columns in brackets"
+    cleared = Path("recipe.toml").read_text().replace("source_length = 9\n", "")
+    Path("other.toml").write_text(cleared)
+    assert main(["train", "other.toml", "--json"]) == USAGE
+    assert json.loads(capsys.readouterr().out)["error"]["what"] == "`data.source_length` is missing"
+    assert train_refusal(capsys, "--set", "data.fields=[first], third")[:2] == (
+        FAILED, "pairs.jsonl:1: no column `third`"
+    )  # fmt: skip
+
+
+def change_init_config(**changes: int | None) -> None:
+    """Change keys of the config in the init's manifest."""
+    with changed_manifest(Path("tiny-init")) as manifest:
+        manifest["config"] |= changes
+
+
+def test_missing_eos_token_is_a_warning(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    change_init_config(eos_token_id=None)
+    assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", "--stop-after", "1"]) == STOPPED
+    assert (
+        "config.json has no eos_token_id: targets get no end-of-sequence token"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("start", "padding", "why"),
+    [
+        (None, 131, "pad_token_id is 131; the vocabulary has 131 tokens"),
+        (True, 0, "decoder_start_token_id is True; the vocabulary has 131 tokens"),
+        (None, None, "it has neither decoder_start_token_id nor pad_token_id"),
+    ],
+)
+def test_invalid_decoder_start_token_is_an_error(
+    start: int | None,
+    padding: int | None,
+    why: str,
+    work_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    change_init_config(decoder_start_token_id=start, pad_token_id=padding)
+    assert train_refusal(capsys)[1:] == ("config.json has no valid decoder_start_token_id", why)
+
+
+def test_tokenize_shows_source_and_target(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    pairs = make_pairs()
+    sources = [f"w5 {pair['first']} {pair['second']}" for pair in pairs]
+    capsys.readouterr()
+    assert main(["tokenize", "recipe.toml", "--show", "2"]) == OK
+    out = capsys.readouterr().out
+    blocks = out.split("\n\n")
+    for block, pair, source in zip(blocks[:2], pairs, sources):
+        # The end token of the model is w1.
+        lines = ["source:", f"{source} w1", "target:", f"⟦{pair['sum']} w1⟧"]
+        assert block.splitlines()[1:] == lines
+    source_lengths = [len(source.split()) + 1 for source in sources]
+    target_lengths = [len(pair["sum"].split()) + 1 for pair in pairs]
+    is_cut = [a > 9 or b > 6 for a, b in zip(source_lengths, target_lengths)]
+    excess = [max(a - 9, 0) + max(b - 6, 0) for a, b in zip(source_lengths, target_lengths)]
+    row = blocks[2].splitlines()[1].replace(",", "").split()
+    total = sum(source_lengths) + sum(target_lengths)
+    longest = max(source_lengths + target_lengths)
+    expected = [len(pairs), total, sum(target_lengths), sum(is_cut), sum(excess), longest, 0]
+    assert row == ["train", *map(str, expected)]

@@ -1,0 +1,266 @@
+"""`prep train` and `prep generate` in several processes: the same batches, losses and tokens as in one process."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import OK, STOPPED
+from prepcli.formats.run_steps import saved_steps
+from prepcli.restore.item_reader import open_reader
+from tests.helpers.processes import finish, start_processes
+from tests.helpers.recorded_train import VARIABLE, batch_digests, read_records, record_batch
+from tests.helpers.training_states import read_leaves
+from tests.trainer.run.test_train import read_losses
+from tests.trainer.run.test_train_pairs import make_pairs_folder
+from trainer.run.run_record import SAMPLES_FILE
+from trainer.training import loop
+from trainer.training.metrics import METRICS_FILE, read_metrics
+
+ROOT = Path(__file__).resolve().parents[3]
+SHORT = (
+    "--set",
+    "train.steps=4",
+    "--set",
+    "checkpoint.every=2",
+    "--set",
+    "optimizer.warmup_steps=1",
+)
+RELATIVE = 1e-5  # rounding of losses: other orders of the sums over devices
+GLOO_LINE = re.compile(r"^\[Gloo\]|peer ranks")
+
+
+def run(
+    *words: str, count: int, devices: int, record: str = "record", **options: Any
+) -> list[tuple[int, str, str]]:
+    """Run `prep`, record its batches, and return the exit code, stdout without lines of gloo, and stderr of each."""
+    env = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", VARIABLE: record}
+    started = start_processes(
+        *words,
+        count=count,
+        devices=devices,
+        env=env,
+        module="tests.helpers.recorded_train",
+        **options,
+    )
+    return [
+        (code, _without_gloo(out), _without_gloo(err)) for code, out, err in finish(started, 600)
+    ]
+
+
+def _without_gloo(text: str) -> str:
+    """Remove the lines that threads of gloo print, which run into each other."""
+    return "".join(
+        line
+        for line in text.splitlines(keepends=True)
+        if line.strip() and not GLOO_LINE.search(line)
+    )
+
+
+def train(folder: str, *words: str, count: int, devices: int) -> None:
+    """Train the recipe in `folder` with a record of the same name. Raise AssertionError if a process fails."""
+    command, record = ("train", "recipe.toml", "--out", folder, *SHORT, *words), f"{folder}-record"
+    results = run(*command, count=count, devices=devices, record=record)
+    assert [code for code, *_ in results] == [OK] * count, results
+
+
+def train_here(folder: str, *words: str) -> None:
+    """Train as `train` does, in the process of the tests, which has 8 devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, f"{folder}-record")
+        patch.setattr(loop, "load_batch", record_batch)
+        assert main(["train", "recipe.toml", "--out", folder, *SHORT, *words, "-q"]) == OK
+
+
+def read_params(folder: str, step: int) -> dict[str, np.ndarray]:
+    """Return the parameters and moments of a saved step."""
+    with open_reader(Path(folder) / str(step) / "state") as reader:
+        return read_leaves(reader)
+
+
+def evaluations(folder: str) -> list[float]:
+    """Return the losses of a run's evaluations."""
+    return [
+        line["eval_loss"]
+        for line in read_metrics(Path(folder) / METRICS_FILE)
+        if "eval_loss" in line
+    ]
+
+
+def assert_equal_runs(folder: str, expected: str) -> None:
+    """Assert that two runs had the same batches, and the same losses, evaluation and last step within rounding."""
+    assert batch_digests(Path(f"{folder}-record")) == batch_digests(Path(f"{expected}-record"))
+    assert read_losses(folder) == pytest.approx(read_losses(expected), rel=RELATIVE)
+    assert evaluations(folder) == pytest.approx(evaluations(expected), rel=RELATIVE)
+    leaves, expected_leaves = read_params(folder, 4), read_params(expected, 4)
+    assert leaves.keys() == expected_leaves.keys()
+    for name, leaf in leaves.items():
+        if not name.startswith("opt_state"):
+            np.testing.assert_allclose(
+                leaf, expected_leaves[name], rtol=1e-3, atol=1e-5, err_msg=name
+            )
+
+
+def test_two_processes_train_like_one(work_dir: Path):
+    """Process 0 alone prints and writes. Each process reads the rows of its devices only.
+
+    With exact reduction the results have equal bits.
+    """
+    words = (
+        *("--set", "mesh=2,4,1", "--set", "train.reduction=exact"),
+        *("--set", "log.samples=w1 w2", "--set", "log.sample_tokens=4"),
+    )
+    results = run(
+        "train", "recipe.toml", "--json", *SHORT, *words, count=2, devices=4, record="two"
+    )
+    (code, out, err), other = results
+    assert (code, other) == (OK, (OK, "", "")), results
+    assert json.loads(out)["step"] == 4
+    assert "step 4/4" in err
+    folder = Path("runs/recipe")
+    assert saved_steps(folder) == [2, 4]
+    files = [".lock", "environment.json", METRICS_FILE, "recipe.toml", SAMPLES_FILE]
+    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == files
+    data_files = [path.name for path in (folder / "data").iterdir() if path.is_file()]
+    assert [name for name in data_files if not name.startswith("opened-")] == ["lock"]
+    # In a process of its own: exact reduction needs one that has not computed yet.
+    train("one", *words, count=1, devices=8)
+    Path("runs/recipe").rename("two")
+    for index in range(2):
+        Path(f"two.{index}.jsonl").rename(f"two-record.{index}.jsonl")
+    assert_equal_runs("two", "one")
+    assert read_losses("two") == read_losses("one")
+    leaves, expected = read_params("two", 4), read_params("one", 4)
+    assert all(np.array_equal(leaf, expected[name]) for name, leaf in leaves.items())
+    assert Path("two", SAMPLES_FILE).read_text() == Path("one", SAMPLES_FILE).read_text()
+    for first, second in zip(*read_records(Path("two-record"))):
+        assert (sorted(first["read"]), sorted(second["read"])) == (
+            sorted(first["rows"][:4]),
+            sorted(first["rows"][4:]),
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "devices", "words"),
+    [
+        (2, 4, ["--set", "mesh=1,1,8"]),  # mp across processes
+        (4, 2, ["--set", "mesh=1,2,4"]),  # a replica of each shard in two processes
+        (4, 2, ["--set", "mesh=8,1,1"]),  # two replicas in each process
+        (2, 4, ["--set", "mesh=fsdp:2,sp:4", "--set", "data.seq_length=32"]),
+        (4, 2, ["--set", "mesh=fsdp:1,sp:8", "--set", "data.seq_length=32"]),  # sp across processes
+        (
+            2,
+            4,
+            ["--set", "mesh=2,2,2", "--set", "model.dropout=0.1", "--set", "batch.accumulate=2"],
+        ),
+    ],
+)
+def test_several_processes_train_like_one(
+    work_dir: Path, count: int, devices: int, words: Sequence[str]
+):
+    train("many", *words, count=count, devices=devices)
+    train_here("one", *words)
+    assert_equal_runs("many", "one")
+
+
+@pytest.mark.slow
+def test_several_processes_train_on_pairs_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_pairs_folder()
+    train("many", "--set", "mesh=2,2,2", count=2, devices=4)
+    train_here("one", "--set", "mesh=2,2,2")
+    assert_equal_runs("many", "one")
+
+
+@pytest.mark.slow
+def test_run_resumes_with_other_numbers_of_processes(work_dir: Path):
+    """2 -> 1 -> 4 -> 2 processes, with 8, 4, 8 and 4 devices, take the batches of one process with 8 devices."""
+    words = (
+        "train",
+        "recipe.toml",
+        "--out",
+        "many",
+        "--set",
+        "mesh=dp:1,fsdp:-1",
+        "--set",
+        "train.steps=8",
+    )
+    shapes = [(2, 4), (1, 4), (4, 2), (2, 2)]
+    for phase, (count, devices) in enumerate(shapes):
+        results = run(
+            *words, "--stop-after", "2", count=count, devices=devices, record=f"phase{phase}"
+        )
+        expected_code = OK if phase == len(shapes) - 1 else STOPPED
+        assert [code for code, *_ in results] == [expected_code] * count, results
+        assert [err for _, _, err in results[1:]] == [""] * (count - 1), (
+            "process 0 reports the stop"
+        )
+    assert run(*words, "--out", "one", count=1, devices=8, record="one-record")[0][0] == OK
+    digests = [
+        digest for phase in range(len(shapes)) for digest in batch_digests(Path(f"phase{phase}"))
+    ]
+    assert digests == batch_digests(Path("one-record"))
+    assert len(set(digests)) == 8
+    assert read_losses("many") == pytest.approx(read_losses("one"), rel=RELATIVE)
+    assert evaluations("many") == pytest.approx(evaluations("one"), rel=RELATIVE)
+
+
+@pytest.mark.slow
+def test_all_workers_log_to_files_of_their_own(work_dir: Path):
+    words = ("train", "recipe.toml", "--json", *SHORT, "--set", "log.all_workers=true")
+    (code, out, err), (other_code, other_out, other_err) = run(*words, count=2, devices=4)
+    assert (code, other_code, other_out) == (OK, OK, "")
+    assert json.loads(out)["step"] == 4
+    assert "process 0: step 4/4" in err
+    assert "process 1: step 4/4" in other_err
+    assert "tokenize" not in other_err
+    lines = [read_metrics(Path("runs/recipe") / name) for name in (METRICS_FILE, "metrics.1.jsonl")]
+    losses = [[line["loss"] for line in process_lines if "loss" in line] for process_lines in lines]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+    assert run(*words, "--restart", count=1, devices=8)[0][0] == OK
+    assert not Path("runs/recipe/metrics.1.jsonl").exists(), "its steps are taken again"
+
+
+@pytest.mark.slow
+def test_dry_run_of_processes_writes_nothing(work_dir: Path):
+    (code, out, _), other = run("train", "recipe.toml", "--json", "--dry-run", count=2, devices=4)
+    assert (code, other) == (OK, (OK, "", ""))
+    assert json.loads(out)["dry_run"]
+    assert not Path("runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "devices", "mesh"), [(2, 4, "2,2,2"), (4, 2, "1,2,4")])
+def test_several_processes_generate_like_one(work_dir: Path, count: int, devices: int, mesh: str):
+    Path("prompts.txt").write_text("w3 w1 w4\nw5\n")
+    words = ("generate", "tiny", "--mesh", mesh, "--max-new-tokens", "20", "--json")
+    (code, out, err), *others = run(
+        *words, "--prompts", "-", count=count, devices=devices, stdin=Path("prompts.txt")
+    )
+    assert code == OK, err
+    assert others == [(OK, "", "")] * (count - 1)
+    (_, expected, _), *_ = run(*words, "--prompts", "prompts.txt", count=1, devices=8)
+    assert json.loads(out)["tokens"] == json.loads(expected)["tokens"]
+
+
+def test_generate_without_a_mesh_runs_alone(
+    work_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for variable, value in (
+        ("NUM_PROCESSES", "2"),
+        ("PROCESS_ID", "1"),
+        ("COORDINATOR_ADDRESS", "127.0.0.1:1"),
+    ):
+        monkeypatch.setenv(f"JAX_{variable}", value)
+    capsys.readouterr()
+    assert main(["generate", "tiny", "--prompt", "w1", "--max-new-tokens", "2", "--json"]) == OK
+    assert len(json.loads(capsys.readouterr().out)["tokens"][0]) == 2

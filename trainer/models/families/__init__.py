@@ -1,1 +1,0 @@
-"""One module per model family. `trainer.models.registry` lists them."""

@@ -1,0 +1,256 @@
+"""Checks of a run before it reads data: the memory of the devices, and the disk space of its folder."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Key, Option, PrepError, text
+from prepcli.core.formatting import format_bytes
+from prepcli.core.json_types import HFConfig
+from prepcli.core.observer import Observer
+from prepcli.engine.machine import cgroup_memory_limit, system_memory
+from prepcli.inspection.memory_report import memory_fields, memory_table
+from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU
+from prepcli.models.param_tree import ParamLeaf
+from prepcli.models.rules import Rules
+from prepcli.planning.tensors import itemsize
+from trainer.planning.memory_changes import find_memory_change
+from trainer.planning.model_shapes import PlannedModel, model_of_config
+from trainer.planning.optimizer_state import state_leaves
+from trainer.planning.step_inputs import context_warnings
+from trainer.planning.training_plan import TrainingPlan, plan_training, with_overrides
+from trainer.recipe import Recipe
+from trainer.run.run import Run
+
+if TYPE_CHECKING:
+    from trainer.distributed.sharding import ShardingContext
+
+
+def check_machine(
+    run: Run,
+    recipe: Recipe,
+    model: PlannedModel,
+    sharding: ShardingContext,
+    *,
+    processes_per_host: int,
+) -> dict[str, int | None]:
+    """Check memory and disk for a run, print warnings, and print the memory estimate of a dry run.
+
+    Args:
+        run: The run. Process 0 checks the disk.
+        recipe: The recipe of the run, with the attention kernel that was chosen.
+        model: The model to train.
+        sharding: Mesh and devices.
+        processes_per_host: Processes of the run on one host, which share its memory.
+
+    Returns:
+        The memory estimate for the result.
+
+    Raises:
+        PrepError: The run cannot work on this machine.
+    """
+    observer = run.observer
+    plan, available = plan_run(recipe, model, sharding, num_processes=processes_per_host)
+    if run.request.dry_run:
+        available_text = "unknown"
+        if available:
+            available_text = format_bytes(available)
+        observer.note(memory_table(plan.inputs, plan.memory, available_text))
+    if run.is_first:
+        for warning in context_warnings(recipe, plan.inputs):
+            observer.warn(warning)
+    check_memory(
+        plan,
+        model,
+        sharding.rules,
+        available_nbytes=available,
+        observer=observer,
+        force=run.request.force,
+    )
+    if run.is_first and run.storage.is_on_disk and not run.storage.steps():
+        check_disk(run.folder, checkpoint_nbytes(recipe, plan.inputs.saved_leaves))
+    return memory_fields(plan.memory, available)
+
+
+def check_config(
+    config: HFConfig,
+    *,
+    recipe: Recipe,
+    sharding: ShardingContext,
+    observer: Observer,
+    force: bool,
+) -> None:
+    """Check, before a Hugging Face model is converted, that a step of it fits into memory.
+
+    See `check_memory`.
+    """
+    model = model_of_config(config)
+    plan, available = plan_run(recipe, model, sharding)
+    check_memory(
+        plan, model, sharding.rules, available_nbytes=available, observer=observer, force=force
+    )
+
+
+def plan_run(
+    recipe: Recipe, model: PlannedModel, sharding: ShardingContext, *, num_processes: int = 1
+) -> tuple[TrainingPlan, int | None]:
+    """Plan a training step on the devices of a run. Return the plan and the memory of one device.
+
+    The memory is None if it is unknown.
+
+    Args:
+        recipe: The recipe of the run.
+        model: The model to train.
+        sharding: Mesh and devices.
+        num_processes: Processes of the run on this host, which share its memory.
+    """
+    assert sharding.device_mesh is not None
+    devices = list(sharding.device_mesh.local_devices)
+    # A kernel that is made for one accelerator may fail its numeric check, and the kernel that replaces it needs more
+    # memory. The plan therefore assumes a kernel that runs on every accelerator.
+    device = CPU if devices[0].platform == CPU.platform else ANY_ACCELERATOR
+    plan = plan_training(
+        with_overrides(recipe, {"mesh": str(sharding.mesh)}), model, sharding.rules, device=device
+    )
+    return plan, device_memory_nbytes(devices, host_memory(), num_processes=num_processes)
+
+
+def check_memory(
+    plan: TrainingPlan,
+    model: PlannedModel,
+    rules: Rules,
+    *,
+    available_nbytes: int | None,
+    observer: Observer,
+    force: bool,
+) -> None:
+    """Check that the estimated peak of a step is within the memory of a device.
+
+    Args:
+        plan: The plan of a step.
+        model: The model to train.
+        rules: Partition rules.
+        available_nbytes: Memory of one device. None if unknown.
+        observer: Receives the warning.
+        force: Whether a too large estimate is a warning instead of an error.
+
+    Raises:
+        PrepError: The estimate exceeds the memory. The hint names changes of the recipe with which
+            the step fits.
+    """
+    if available_nbytes is None or plan.memory.peak <= available_nbytes:
+        return
+    max_devices = plan.mesh.n_devices
+    change = find_memory_change(
+        plan, model, rules, limit_nbytes=available_nbytes, max_devices=max_devices
+    )
+    what = f"a step needs about {format_bytes(plan.memory.peak)} on each device"
+    why = f"{format_bytes(available_nbytes)} are available"
+    hint = text("use more or larger devices, or a shorter {}", Key("data.seq_length"))
+    if change is not None:
+        peak = format_bytes(change.plan.memory.peak)
+        hint = text("with {} a step needs about {}", change.overrides, peak)
+    if not force:
+        raise PrepError(
+            what, why, text("{}; {} starts the run all the same", hint, Option("force", True))
+        )
+    observer.warn(text("{}, {}: {}", what, why, hint))
+
+
+def device_memory_nbytes(
+    devices: Sequence[Any], host: Mapping[str, int | None], *, num_processes: int = 1
+) -> int | None:
+    """Return the memory that one device has for a run.
+
+    None if it is unknown.
+
+    Args:
+        devices: Devices of the mesh that belong to this process.
+        host: `available` memory of this machine and the `limit` of this process, both shared by its
+            CPU devices.
+        num_processes: Processes of the run on this machine, with as many devices each.
+    """
+    # Accelerators report the memory that XLA may allocate. CPU devices have no statistics.
+    stats = devices[0].memory_stats() or {}
+    if limit := stats.get("bytes_limit"):
+        return int(limit)
+    if devices[0].platform != "cpu":
+        return None
+    known = [nbytes for nbytes in host.values() if nbytes]
+    if not known:
+        return None
+    # XLA's CPU devices are threads of one process: all of them share the memory of the host.
+    return min(known) // (len(devices) * num_processes)
+
+
+def host_memory() -> dict[str, int | None]:
+    """Return the free memory of this machine, and the limit of this process."""
+    return {"available": system_memory().get("available"), "limit": cgroup_memory_limit()}
+
+
+def checkpoint_nbytes(recipe: Recipe, leaves: Mapping[str, ParamLeaf]) -> int:
+    """Return the size of one checkpoint: parameters, and the optimizer state if it is saved."""
+    params_nbytes = itemsize(recipe.model.param_dtype) * sum(
+        math.prod(leaf.shape) for leaf in leaves.values()
+    )
+    if not recipe.checkpoint.optimizer_state:
+        return params_nbytes
+    return params_nbytes + sum(leaf.nbytes for leaf in state_leaves(recipe.optimizer, leaves))
+
+
+def check_disk(folder: Path, needed_nbytes: int) -> None:
+    """Check a new run's folder: it needs write permission and room for one checkpoint.
+
+    Raises:
+        PrepError: It is not writable, or the disk is too full.
+    """
+    parent = _nearest_existing_folder(folder)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PrepError(
+            f"cannot write to {parent}",
+            f"the run's folder is {folder}",
+            text("use {} with a writable folder", Option("out")),
+        )
+    free_nbytes = shutil.disk_usage(parent).free
+    if needed_nbytes > free_nbytes:
+        why = f"one takes {format_bytes(needed_nbytes)}, its disk has {format_bytes(free_nbytes)} free"
+        raise PrepError(
+            f"not enough room for a checkpoint in {folder}",
+            why,
+            text("use {} with a path on another disk", Option("out")),
+        )
+
+
+def disk_warnings(
+    folder: Path, recipe: Recipe, leaves: Mapping[str, ParamLeaf], steps_left: int
+) -> Iterator[str]:
+    """Yield a warning if the kept checkpoints, and the one being written, exceed the free disk space."""
+    one_nbytes = checkpoint_nbytes(recipe, leaves)
+    table = recipe.checkpoint
+    saves = min(steps_left, 1)
+    if table.every:
+        saves = -(-steps_left // table.every)  # rounded up
+    num_checkpoints = saves
+    if table.keep != "all":
+        # The kept ones, and a new one before an old one is removed
+        num_checkpoints = min(saves, table.keep + 1)
+    if table.milestones:
+        num_checkpoints += steps_left // table.milestones
+    if table.best is not None:
+        num_checkpoints += 1
+    free_nbytes = shutil.disk_usage(_nearest_existing_folder(folder)).free
+    if num_checkpoints * one_nbytes > free_nbytes:
+        sizes = f"{count_text(num_checkpoints, 'checkpoint')} of {format_bytes(one_nbytes)}"
+        free = format_bytes(free_nbytes)
+        yield f"{folder} will hold {sizes}, its disk has {free} free: a smaller `checkpoint.keep`"
+
+
+def _nearest_existing_folder(folder: Path) -> Path:
+    """Return the folder, or the nearest folder above it that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())

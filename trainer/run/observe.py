@@ -1,0 +1,326 @@
+"""The display of a run in progress: lines, or a view that is redrawn in place on a terminal."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from prepcli.core.bounded_text import shorten
+from prepcli.core.escaping import printable
+from prepcli.core.formatting import (
+    format_duration,
+    format_number,
+    format_time_left,
+    format_token_rate,
+)
+from prepcli.core.observer import Block, Observer
+from prepcli.core.pacing import PacedNotes, ticking
+from prepcli.core.progress import REDRAW_INTERVAL_S, Clock
+from trainer.run.run import PreparedRun
+from trainer.run.run_status import RunStatus, status_lines
+from trainer.training.callbacks import Callbacks
+
+if TYPE_CHECKING:
+    from trainer.run.run import Run
+    from trainer.training.evaluation import EvaluationResult
+    from trainer.training.log_lines import StepLine
+    from trainer.training.profiling import StepProfiler
+    from trainer.training.samples import Sample
+
+# Characters of a sample, which is shown on one line
+MAX_PROMPT_WIDTH = 40
+MAX_TEXT_WIDTH = 80
+PHASES = {
+    "load": "loading",
+    "compile": "compiling",
+    "step": "training",
+    "evaluate": "evaluating",
+    "save": "saving",
+    "sample": "sampling",
+}
+
+
+class RunDisplay(Callbacks, Protocol):
+    """Receiver of events in a run, including the callbacks of the training loop."""
+
+    def on_phase(self, phase: str) -> None:
+        """Show the start of a phase such as `compile`, `step 12` or `save 12`."""
+        ...
+
+
+@contextmanager
+def open_display(prepared: PreparedRun) -> Iterator[RunDisplay]:
+    """Open the display of a run, and close it after the block. Messages appear above a live display."""
+    run = prepared.run
+    steps = prepared.loop.steps
+    block = run.observer.open_live_block()
+    if block is None:
+        lines = LineDisplay(run.observer, steps)
+        with ticking(lines.tick):
+            yield lines
+        return
+    status = RunStatus(
+        run.recipe.name, steps, prepared.step, memory_limit_nbytes=prepared.memory["available"]
+    )
+    display = LiveDisplay(block, status)
+    display.draw()
+    try:
+        with ticking(display.draw):
+            yield display
+    except BaseException as error:
+        # A signal is not a failure: the run can be resumed.
+        display.close(has_failed=isinstance(error, Exception))
+        raise
+    display.close()
+
+
+class LineDisplay:
+    """Display of one line per event, for logs. After ten seconds without one, a line shows what the run does."""
+
+    def __init__(self, observer: Observer, steps: int, clock: Clock = time.monotonic) -> None:
+        self.steps = steps
+        self.notes = PacedNotes(observer, clock=clock)
+        # `evaluating at step 288: 12/40, 31 s left` or `compiling, 20 s`, if the last line is ten seconds old
+        self.on_progress = self.notes.on_progress
+        self.tick = self.notes.tick
+        self.on_phase("load")
+
+    def on_phase(self, phase: str) -> None:
+        """Print nothing. Later lines name the phase."""
+        kind, _, step = phase.partition(" ")
+        task = PHASES.get(kind, kind)
+        if step:
+            task += f" at step {step}/{self.steps}"
+        self.notes.begin(task)
+
+    def on_compile(self, seconds: float) -> None:
+        """Print the compile time."""
+        self.notes.note(f"compiled in {format_duration(seconds)}")
+
+    def on_step(self, step: int, remaining_s: float | None) -> None:
+        """Print the step if the last line is ten seconds old."""
+        self.notes.note_if_due(
+            lambda: f"step {self._step_text(step)}{_time_left_text(remaining_s)}"
+        )
+
+    def _step_text(self, step: int) -> str:
+        # The step is padded to the width of the last one, e.g. ` 40/480`, so that the lines of a log align.
+        return f"{step:>{len(str(self.steps))}}/{self.steps}"
+
+    def on_log(self, line: StepLine, remaining_s: float | None) -> None:
+        """Print `step   288/480  loss 2.6914  lr 1.60e-06  41.2k tok/s  0.58 s/step  2 min left`."""
+        loss = format_number(line["loss"])
+        # The accuracy of tokens with loss is always finite.
+        if line["accuracy"] is None:
+            loss = "of no token"
+        text = f"step {self._step_text(line['step'])}  loss {loss}"
+        if "z_loss" in line:
+            text += f"  z-loss {format_number(line['z_loss'])}"
+        text += f"  lr {line['lr']:.2e}"
+        # Absent in the line of the first step, which has no lap before it
+        if remaining_s is not None and "seconds" in line and "tokens_per_s" in line:
+            rate = format_token_rate(line["tokens_per_s"])
+            text += f"  {rate}  {line['seconds']:.2f} s/step{_time_left_text(remaining_s)}"
+        if line["skipped"]:
+            text += f"  {line['skipped']} skipped"
+        self.notes.note(text)
+
+    def on_evaluate(self, step: int, result: EvaluationResult) -> None:
+        """Print `evaluated at step 288: loss 2.6914  perplexity 14.75  tokens 245,760`."""
+        self.notes.note(
+            f"evaluated at step {step}: {_evaluation_text(result)}  tokens {result.num_tokens:,}"
+        )
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Print `sample of step 288: Once upon a time -> there was a queen`, one line per prompt."""
+        for sample in samples:
+            self.notes.note(f"sample of step {step}: {_sample_text(sample)}")
+
+    def on_save(self, step: int, seconds: float) -> None:
+        """Print the saved step and the time it took."""
+        self.notes.note(f"saved step {step} in {format_duration(seconds)}")
+
+
+class LiveDisplay:
+    """Display redrawn in place: every second, at each event, and at most ten times per second at steps and batches.
+
+    The thread of `ticking` draws too, so that the clock advances while the main thread compiles.
+    """
+
+    def __init__(self, block: Block, status: RunStatus, clock: Clock = time.monotonic) -> None:
+        self.block = block
+        self.status = status
+        self.clock = clock
+        self.started_s = self.drawn_at_s = clock()
+        # Estimated time of the end of the run, if it is known
+        self.ends_at_s: float | None = None
+        # Reentrant: an exception of a signal may leave it acquired by the main thread, which draws once more.
+        self.lock = threading.RLock()
+
+    def on_phase(self, phase: str) -> None:
+        """Show the phase if it differs from the last one: all steps are one phase, `training`."""
+        # `step 12` and `step 13` are both `training`, so steps redraw the block only in `on_step`.
+        self.status.phase_progress = ""
+        name = PHASES.get(phase.partition(" ")[0], phase)
+        if name != self.status.phase:
+            self.status.phase = name
+            self.draw()
+
+    def on_compile(self, seconds: float) -> None:
+        """Show that the step is compiled."""
+        self.draw()
+
+    def on_step(self, step: int, remaining_s: float | None) -> None:
+        """Show the step, unless the display was redrawn less than a tenth of a second ago."""
+        self.status.step = step
+        self._set_remaining(remaining_s)
+        self._redraw_if_due()
+
+    def on_progress(self, done: int, total: int) -> None:
+        """Show the progress of the phase, unless the display was redrawn less than a tenth of a second ago."""
+        self.status.phase_progress = f"{done:,}/{total:,}"
+        self._redraw_if_due()
+
+    def _redraw_if_due(self) -> None:
+        if self.clock() - self.drawn_at_s >= REDRAW_INTERVAL_S:
+            self.draw()
+
+    def _set_remaining(self, remaining_s: float | None) -> None:
+        self.ends_at_s = None
+        if remaining_s is not None:
+            self.ends_at_s = self.clock() + remaining_s
+
+    def on_log(self, line: StepLine, remaining_s: float | None) -> None:
+        """Show the values of the line."""
+        status = self.status
+        status.losses.append(line["loss"])
+        status.z_loss = line.get("z_loss")
+        status.step = status.log_step = line["step"]
+        self._set_remaining(remaining_s)
+        status.lr = line["lr"]
+        status.grad_norm = line["grad_norm"]
+        status.skipped = line["skipped"]
+        # Absent in the line of the first step, which has no lap before it
+        status.tokens_per_s = line.get("tokens_per_s")
+        status.step_s = line.get("seconds")
+        status.mfu = line.get("mfu")
+        status.memory_nbytes = line.get("memory_bytes")
+        self.draw()
+
+    def on_evaluate(self, step: int, result: EvaluationResult) -> None:
+        """Show the evaluation and its step."""
+        self.status.evaluation = f"{_evaluation_text(result)}  at step {step:,}"
+        self.draw()
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Show the first sample."""
+        self.status.sample = _sample_text(samples[0])
+        self.draw()
+
+    def on_save(self, step: int, seconds: float) -> None:
+        """Show the saved step."""
+        self.status.save = f"step {step:,} in {format_duration(seconds)}"
+        self.draw()
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Leave the final state on the screen."""
+        self.status.phase_progress = ""
+        if has_failed:
+            self.status.phase = "failed"
+        elif self.status.step == self.status.steps:
+            self.status.phase = "finished"
+        else:
+            self.status.phase = "stopped"
+        self.draw()
+        self.block.close()
+
+    def draw(self) -> None:
+        """Update the elapsed and the remaining time, and redraw the display."""
+        with self.lock:
+            self.drawn_at_s = self.clock()
+            self.status.elapsed_s = self.drawn_at_s - self.started_s
+            self.status.remaining_s = None
+            if self.ends_at_s is not None:
+                self.status.remaining_s = max(0.0, self.ends_at_s - self.drawn_at_s)
+            self.block.draw(status_lines(self.status, self.block.width))
+
+
+def _time_left_text(remaining_s: float | None) -> str:
+    if remaining_s is None:
+        return ""
+    return f"  {format_time_left(remaining_s)}"
+
+
+def _evaluation_text(result: EvaluationResult) -> str:
+    loss = format_number(result.mean_loss)
+    perplexity = format_number(result.perplexity, 2)
+    return f"loss {loss}  perplexity {perplexity}"
+
+
+def _sample_text(sample: Sample) -> str:
+    """Return a prompt and its text on one line, shortened, with control characters escaped."""
+    prompt = shorten(_one_line(sample.prompt), MAX_PROMPT_WIDTH)
+    text = shorten(_one_line(sample.text), MAX_TEXT_WIDTH)
+    return f"{prompt} -> {text}"
+
+
+def _one_line(text: str) -> str:
+    # `printable` keeps newlines and tabs, so whitespace is joined first.
+    # A newline would break the line of the sample in two.
+    return printable(" ".join(text.split()))
+
+
+def _format_tokens(count: int) -> str:
+    """Format as `3.1 M tokens` or `310 M tokens`."""
+    decimals = 1
+    if count >= 10_000_000:
+        decimals = 0
+    return f"{count / 1e6:,.{decimals}f} M tokens"
+
+
+def tokenize_progress(observer: Observer) -> Callable[[int, int, int], None]:
+    """Return a callback that shows the progress of tokenizing, one bar per dataset.
+
+    It takes the bytes done, the total bytes, and the tokens made. The first call for a dataset has the bytes and tokens
+    of an interrupted run.
+    """
+    progress = observer.progress()
+    done_nbytes = -1  # -1: no dataset is in progress
+    shown_tokens = ""
+
+    def report_progress(nbytes: int, total: int, n_tokens: int) -> None:
+        nonlocal done_nbytes, shown_tokens
+        if done_nbytes < 0:
+            progress.begin("tokenize", total, nbytes)
+            done_nbytes = nbytes
+        tokens = _format_tokens(n_tokens)
+        # `--progress json` prints an event per note, without a minimum interval.
+        # The text changes at most once per 0.1 M tokens, and only a changed text is passed on.
+        if n_tokens and tokens != shown_tokens:
+            progress.note(tokens)
+            shown_tokens = tokens
+        progress.advance(nbytes - done_nbytes)
+        done_nbytes = nbytes
+        if nbytes >= total:
+            progress.end()
+            done_nbytes = -1
+
+    return report_progress
+
+
+def make_profiler(run: Run) -> StepProfiler | None:
+    """Return the profiler of process 0.
+
+    None if the recipe records no steps.
+    """
+    from trainer.training.profiling import PROFILE_FOLDER, StepProfiler
+
+    profile = run.recipe.train.profile
+    if profile is None or not run.is_first:
+        return None
+    return StepProfiler(
+        profile["start"], profile["steps"], run.folder / PROFILE_FOLDER, run.observer.warn
+    )

@@ -1,0 +1,149 @@
+"""Read the parameters of any checkpoint onto a device mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text, usage_error
+from prepcli.models.mesh import Mesh
+from prepcli.models.partition import vocab_multiple
+from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import Rules
+from prepcli.remote.placeholders import rename_in_errors
+from prepcli.remote.remote_files import without_read_ahead
+from prepcli.restore.average_reader import AverageReader
+from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.restore.weights_reader import WeightsReader
+from prepcli.sources.source import Source, source_axis_maps
+
+if TYPE_CHECKING:
+    from prepcli.models.param_tree import Tree
+    from trainer.distributed.sharding import ShardingContext
+    from trainer.nn.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A checkpoint open for reading, its model and its mesh."""
+
+    reader: ItemReader | WeightsReader | AverageReader
+    model: ModelSpec
+    sharding: ShardingContext
+
+    def stored_dtypes(self) -> set[str]:
+        """Return the dtypes of the parameters on disk."""
+        leaves = self.reader.leaves.items()
+        return {leaf.dtype for name, leaf in leaves if name.startswith("params.")}
+
+    def stored_dtype(self, path: str) -> str:
+        """Return the dtype of a parameter on disk.
+
+        Raises:
+            PrepError: The checkpoint does not have the parameter, or JAX supports its dtype only with
+                `jax_enable_x64`.
+        """
+        import jax
+
+        leaf = self.reader.leaves.get(f"params.{path}")
+        if leaf is None:
+            what = f"the checkpoint lacks the parameter {path}"
+            raise PrepError(what, "the model of its config has this parameter", GET_AGAIN_HINT)
+        if str(jax.dtypes.canonicalize_dtype(leaf.dtype)) != leaf.dtype:
+            why = f"params.{path} is stored in {leaf.dtype}, and JAX computes in 32 bits"
+            raise usage_error(
+                "the dtype of a parameter cannot be kept",
+                why,
+                '`dtype="float32"`, or the setting jax_enable_x64',
+            )
+        return leaf.dtype
+
+    def load(self, dtype_of: Callable[[str], str]) -> Tree:
+        """Return the parameters as sharded arrays. `dtype_of` maps the dotted path of a leaf to its dtype."""
+        from trainer.training.loading import load_params
+
+        return load_params(self.reader, self.model, sharding=self.sharding, dtype_of=dtype_of)
+
+
+@contextmanager
+def open_model(
+    source: Source, path: Path, mesh: str | None, *, verify: bool, on_unchecked: Callable[[], None]
+) -> Iterator[OpenedModel]:
+    """Open a checkpoint for reading its parameters onto a mesh, and close it at the end of the `with` block.
+
+    A checkpoint in prep's default layout is read as it is, also from a bucket if it has checksums of its chunks. Any
+    other source is converted while it is read: layers stacked on the first axis, the vocabulary padded to the size that
+    the mesh divides.
+
+    Args:
+        source: The checkpoint.
+        path: Its folder.
+        mesh: `dp,fsdp,mp` sizes or named axes, or None for the first device.
+        verify: Compare every byte with the checksums or digests of the checkpoint.
+        on_unchecked: Called for a checkpoint without checksums of its parts, if `verify` is set.
+
+    Raises:
+        PrepError: JAX has no devices, or the mesh is invalid or does not divide a parameter.
+    """
+    from trainer.distributed.devices import local_devices
+    from trainer.training.manifest_model import check_mesh_divides, model_from_manifest
+
+    if source.tree_manifest.is_adapter:
+        export = Command("export", source.display_name, Option("out", "ADAPTER"))
+        hint = text("{}, then {}", export, Command("merge", "ADAPTER", "BASE"))
+        raise usage_error(
+            f"{source.display_name} is not a complete model", "it has only adapters", hint
+        )
+    # This raises any error about devices before the first read.
+    local_devices()
+    is_remote = bool(source.remote_files)
+    errors = rename_in_errors(path, source.display_name) if is_remote else nullcontext()
+    with errors, open_checked_reader(source, path, mesh, verify, on_unchecked) as reader:
+        model = model_from_manifest(reader.manifest)
+        sharding = make_sharding(mesh, source.tree_manifest.rules)
+        check_mesh_divides(model, sharding)
+        yield OpenedModel(reader, model, sharding)
+
+
+def open_checked_reader(
+    source: Source, path: Path, mesh: str | None, verify: bool, on_unchecked: Callable[[], None]
+) -> ItemReader | WeightsReader | AverageReader:
+    """Open the fastest reader of a source. See `open_model` for the arguments."""
+    check_lock_verified(source, verify)
+    manifest = source.tree_manifest
+    if manifest and manifest.scan and manifest.scan_axis == 0:
+        reader = open_reader(path, verify, remote_files=without_read_ahead(source.remote_files))
+        if reader.is_checked or not (verify and reader.is_remote):
+            if verify and not reader.is_checked:
+                on_unchecked()
+            return AverageReader(reader) if source.has_averages else reader
+        reader.close()
+    sharding = make_sharding(mesh, manifest.rules)
+    return open_weights(source, sharding.mesh, sharding.rules, verify=verify)
+
+
+def check_lock_verified(source: Source, verify: bool) -> None:
+    """Raise UsageError if a locked source is read without its digests."""
+    if source.is_locked and not verify:
+        what = text("{} has no effect without the check of digests", Option("lock"))
+        why = "the digests of the lock are compared while the tensors are read"
+        raise usage_error(what, why, text("remove {}", Option("verify", False)))
+
+
+def open_weights(source: Source, mesh: Mesh | None, rules: Rules, *, verify: bool) -> WeightsReader:
+    """Open a source for reading leaves, with a vocabulary padded to a size that the mesh divides."""
+    dims = {path: row.leaf_dims for path, row in source_axis_maps(source).items()}
+    return WeightsReader(source, vocab_multiple(dims, mesh, rules), verify)
+
+
+def make_sharding(mesh: str | None, rules: Sequence[str]) -> ShardingContext:
+    """Return the sharding context of a mesh, with partition rules. `mesh=None`: one device."""
+    from prepcli.models.mesh import parse_mesh
+    from trainer.distributed.sharding import ShardingContext, make_sharding_context
+
+    if mesh is None:
+        return ShardingContext()
+    return make_sharding_context(parse_mesh(mesh), merge_rules(rules), origin=Option("mesh"))

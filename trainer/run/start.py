@@ -1,0 +1,552 @@
+"""The first checkpoint of a run: a step, an init, a model of another format, or random parameters.
+
+A run with LoRA has two: the frozen base and the adapters.
+"""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# A reader has the manifest of a complete model, so its optional keys exist.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
+from prepcli.core.json_types import HFConfig, JsonObject
+from prepcli.core.observer import Observer
+from prepcli.execution.run_storage import RunStorage
+from prepcli.formats.again_hint import RECREATE_HINT
+from prepcli.formats.lock_file import Lock, read_lock
+from prepcli.formats.manifest import (
+    BASE_KEY,
+    LORA_KEY,
+    SAMPLE_DIGEST_KEY,
+    STATE_ITEM,
+    TOWERS_KEY,
+    Manifest,
+    find_manifest_folder,
+    origin_record,
+    read_manifest,
+)
+from prepcli.formats.orbax import find_item
+from prepcli.models.lora_config import lora_from_manifest
+from prepcli.models.parameters import VERBATIM
+from prepcli.models.registry import family_of
+from prepcli.models.rule_text import merge_rules
+from prepcli.models.text_part import text_section
+from prepcli.planning.manifest_fields import ManifestFields, OriginRecord
+from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
+from prepcli.remote.object_store import is_url, parse_url
+from prepcli.remote.placeholders import rename_in_errors
+from prepcli.restore.digest_checks import sample_digest, towers_digest
+from prepcli.restore.earlier_checkpoints import check_without_checksums, note_missing_file_digests
+from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.restore.weights_reader import WeightsReader
+from prepcli.sources.folders import Access
+from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
+from prepcli.sources.locked import apply_lock, pinned_revision
+from prepcli.sources.model_family import verbatim_error
+from prepcli.sources.multimodal import towers_entry
+from prepcli.sources.openers.peft_folder import open_adapter
+from prepcli.sources.openers.peft_settings import read_adapter_family
+from prepcli.sources.opening import open_source
+from prepcli.sources.side_files import find_side_files
+from prepcli.sources.source import CONFIG, HF_FOLDER, Source, read_config
+from prepcli.sources.source_hints import advise_conversion
+from prepcli.targets.hf_folder import copied_files, copied_small_files, output_config
+from prepcli.targets.tokenizer_files import tokenizer_folder, with_tokenizer
+from prepcli.targets.training_step import StartModel
+from trainer.planning.model_shapes import recipe_config
+from trainer.recipe import Recipe
+from trainer.recipe.lora_table import Lora
+from trainer.run.params import check_lock_verified, open_weights
+from trainer.run.random_start import RandomReader, random_config, random_start
+
+if TYPE_CHECKING:
+    from trainer.distributed.sharding import ShardingContext
+    from trainer.nn.model_spec import ModelSpec
+    from trainer.training.step import TrainState
+
+FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def damage_hint(storage: RunStorage, step: int) -> str:
+    """Return the hint of the error for a damaged step of a run."""
+    # The known steps are enough for a hint. A new listing of a bucket could fail itself,
+    # and its error would replace the error about the damage.
+    earlier_steps = [earlier for earlier in storage.steps(refresh=False) if earlier < step]
+    if not earlier_steps:
+        return text("{} starts the run again", Option("restart", True))
+    return (
+        f"move {storage.step_name(step)} away: the run then resumes from step {earlier_steps[-1]}"
+    )
+
+
+def check_restart_source(start: StartCheckpoint, storage: RunStorage, recipe: Recipe) -> None:
+    """Raise UsageError if a restart would delete its own start checkpoint, a step of the run."""
+    if isinstance(start.model, StartModel):
+        source = recipe.model.path
+        deleted = source
+    else:
+        source = str(start.model)
+        deleted = str(start.model.parent)  # the step that has the parameters
+    if source is not None and _is_in_run(source, storage):
+        why = text("the run starts from it: it is the recipe's {}", Key("model.path"))
+        what = text("{} would delete {}", Option("restart", True), deleted)
+        raise usage_error(what, why, text("use another {}", Key("name")))
+
+
+def _is_in_run(checkpoint: str, storage: RunStorage) -> bool:
+    """Return whether a path is in a step of the run, or a URL is below the URL of the run."""
+    if not storage.is_on_disk:
+        # The slash keeps `gs://b/run2` from counting as below `gs://b/run`.
+        return is_url(checkpoint) and f"{parse_url(checkpoint)}/".startswith(f"{storage.name}/")
+    steps = {Path(storage.step_name(step)).resolve() for step in storage.steps()}
+    return not steps.isdisjoint(Path(checkpoint).resolve().parents)
+
+
+@dataclass(frozen=True, slots=True)
+class StartCheckpoint:
+    """Open checkpoint to start or resume a run from.
+
+    Attributes:
+        model_reader: Reads the parameters of the model. With LoRA, it reads the frozen base. For a saved
+            step it also reads the optimizer state. For a random start it has no leaves.
+        model: Folder of an Orbax checkpoint of prep, or the settings and files of another model.
+        tokenizer_folder: Folder with the tokenizer.
+        resume_step: Step of the run, if the checkpoint is one. 0 means another model.
+        hint: Hint of the error for a damaged checkpoint.
+        name: URL of the checkpoint, if its folder has only placeholders of its files.
+        commit: Commit of the model on the hub.
+        lora: Settings of the trained adapters. None if the run trains all parameters.
+        adapter_reader: Reads the adapters, and the optimizer state if the run is resumed. None without LoRA, and
+            if the adapters are new.
+    """
+
+    model_reader: ItemReader | WeightsReader | RandomReader
+    model: Path | StartModel
+    tokenizer_folder: Path
+    resume_step: int = 0
+    hint: str = RECREATE_HINT
+    name: str = ""
+    commit: str | None = None
+    lora: JsonObject | None = None
+    adapter_reader: ItemReader | WeightsReader | None = None
+
+    def rename_in_errors(self) -> AbstractContextManager[None]:
+        """Replace the folder of placeholders by the URL in the PrepErrors of the block."""
+        if not (self.name and isinstance(self.model_reader, ItemReader)):
+            return nullcontext()
+        return rename_in_errors(self.model_reader.folder, f"{self.name}/{STATE_ITEM}")
+
+    @property
+    def manifest(self) -> ManifestFields:
+        """Manifest of the model."""
+        manifest = self.model_reader.manifest
+        if isinstance(self.model, StartModel):
+            manifest = self.model.manifest
+        if self.lora is None:
+            return manifest
+        return {**manifest, "lora": self.lora}
+
+    @property
+    def step_reader(self) -> ItemReader | WeightsReader | RandomReader:
+        """Reader of the step to resume from: of the adapters in a run with LoRA, else of the model."""
+        return self.adapter_reader or self.model_reader
+
+    def check_remaining(self, observer: Observer, *, has_state: bool) -> None:
+        """Compare the tensors with the digests of the manifest, if the checkpoint has no checksums of its chunks.
+
+        Checksums of chunks are compared while the chunks are read.
+
+        Args:
+            observer: Receives a note and progress.
+            has_state: Check the state of the optimizer as well.
+
+        Raises:
+            PrepError: A tensor is damaged.
+        """
+        if isinstance(self.model_reader, WeightsReader):
+            note_missing_file_digests(
+                self.model_reader.source.display_name, self.model_reader.source.manifest, observer
+            )
+        if isinstance(self.model_reader, ItemReader):
+            name = self.name or str(self.model_reader.folder)
+            note_missing_file_digests(name, Manifest(self.model_reader.manifest), observer)
+        if not isinstance(self.model_reader, ItemReader) or self.model_reader.is_checked:
+            return
+        source = self._open_source(self.model_reader)
+        tensors = source.tensors
+        if has_state:
+            tensors = source.all_tensors
+        check_without_checksums(source, tensors, observer, hint=self.hint)
+
+    def sample_digest(self) -> str:
+        """Return a digest of the first rows of each parameter of the start model. See `digest_checks.sample_digest`.
+
+        Raises:
+            PrepError: A parameter is missing, or the checkpoint cannot be read.
+        """
+        if isinstance(self.model_reader, ItemReader):
+            return sample_digest(self._open_source(self.model_reader))
+        # The digest is for the base of adapters, and the recipe checks refuse adapters on a random start.
+        assert isinstance(self.model_reader, WeightsReader)
+        return sample_digest(self.model_reader.source)
+
+    def origin(self, path: str) -> OriginRecord:
+        """Return the identity of the start model of the run, for the manifests of its steps.
+
+        Args:
+            path: The recipe's path of the model.
+        """
+        if self.resume_step:
+            return Manifest(self.step_reader.manifest).origin
+        if isinstance(self.model_reader, RandomReader):
+            return {"is_random": True}
+        manifest: Manifest | None = Manifest(self.model_reader.manifest)
+        if isinstance(self.model_reader, WeightsReader):
+            manifest = self.model_reader.source.manifest
+        record: OriginRecord = {"name": path, **origin_record(manifest, self.commit)}
+        if "manifest" not in record:
+            record["sample_digest"] = self.sample_digest()
+        return record
+
+    def towers_facts(self, path: str) -> dict[str, Any] | None:
+        """Return the manifest's entry for the place of the towers of a multimodal model.
+
+        The towers are all parts except the language model, e.g. the vision encoder. Saved steps do not contain them.
+
+        Args:
+            path: Path of the model.
+
+        Returns:
+            The entry with the path and the digest of the towers. None for other models, for adapters, and if the
+            entry already has a digest.
+        """
+        entry = self.manifest.get(TOWERS_KEY)
+        if entry is None or self.lora is not None or "digest" in entry:
+            return None
+        if isinstance(self.model_reader, ItemReader):
+            source = self._open_source(self.model_reader)
+        else:
+            assert isinstance(self.model_reader, WeightsReader)
+            source = self.model_reader.source
+        return {**entry, **stored_towers(source, path, self.commit)}
+
+    def _open_source(self, reader: ItemReader) -> Source:
+        """Open the checkpoint of a reader.
+
+        A step in a bucket is opened by its name, other checkpoints by their folder.
+        """
+        return open_source(locate(self.name or str(reader.folder), access=Access(allow_urls=True)))
+
+
+def stored_towers(source: Source, path: str, commit: str | None) -> dict[str, str]:
+    """Return the manifest fields for the place of a model's towers (vision and audio parts).
+
+    Args:
+        source: The multimodal model.
+        path: Path of the model, as the user named it.
+        commit: Its commit on the hub, if it is there.
+    """
+    local_path = Path(path).expanduser()
+    if local_path.exists():
+        path = str(local_path.absolute())
+    if commit is not None:
+        # The branch may move before an export.
+        name, _, _ = path.partition("@")
+        path = f"{name}@{commit}"
+    return {"path": path, "digest": towers_digest(source)}
+
+
+def open_last_step(storage: RunStorage, step: int, *, verify: bool) -> StartCheckpoint:
+    """Open the last step of a run, to resume from it."""
+    hint = damage_hint(storage, step)
+    reader = storage.open_step(step, verify, hint)
+    # The step of a bucket is a folder of placeholder files, whose path means nothing to the user.
+    name = ""
+    if not storage.is_on_disk:
+        name = storage.step_name(step)
+    return StartCheckpoint(
+        reader,
+        reader.folder,
+        reader.folder / HF_FOLDER,
+        resume_step=int(reader.manifest["step"]),
+        hint=hint,
+        name=name,
+    )
+
+
+def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheckpoint:
+    """Open an Orbax checkpoint of prep: an init or a step of another run.
+
+    See `open_reader`.
+    """
+    reader = open_reader(path, verify)
+    if Manifest(reader.manifest).family == VERBATIM:
+        raise verbatim_error(str(path))
+    folder = reader.folder / HF_FOLDER
+    if recipe.data.tokenizer is None:
+        return StartCheckpoint(reader, reader.folder, folder)
+    manifest_folder = find_manifest_folder(reader.folder)
+    files = copied_files(
+        find_side_files(folder).copied,
+        manifest_folder,
+        manifest=Manifest(reader.manifest),
+        path_prefix=f"{HF_FOLDER}/",
+    )
+    model = StartModel(reader.manifest, with_tokenizer(files, recipe.data.tokenizer))
+    # Only another tokenizer than the checkpoint's needs the files beside the checkpoint's folder.
+    has_own_tokenizer = model.small_files == files
+    if has_own_tokenizer:
+        return StartCheckpoint(reader, reader.folder, folder)
+    return StartCheckpoint(reader, model, folder)
+
+
+def open_model_start(
+    recipe: Recipe,
+    *,
+    sharding: ShardingContext,
+    access: Access,
+    verify: bool,
+    check_config: Callable[[HFConfig], None],
+) -> StartCheckpoint:
+    """Open the recipe's model: a checkpoint of any format, converted while it is read, or a random start.
+
+    Args:
+        recipe: The recipe.
+        sharding: Mesh and rules of the recipe.
+        access: How a remote checkpoint may be read.
+        verify: Check the bytes against the digests of the checkpoint.
+        check_config: Called with the config.json of a model, with the recipe's rotary embedding, before its tensors are
+            matched.
+
+    Raises:
+        PrepError: There is no checkpoint, it does not fit its family, or `check_config` raises.
+    """
+    from trainer.training.preflight import check_batch
+
+    if recipe.model.path is None:
+        return _open_random_start(recipe, sharding, check_config)
+    lock: Lock | None = None
+    revision: str | None = None
+    if recipe.model.lock is not None:
+        lock = read_recipe_lock(recipe)
+        revision = pinned_revision(recipe.model.path, None, lock)
+    with advise_conversion(recipe.model.path):
+        located = locate(recipe.model.path, revision, access=access)
+    check_stream(access.stream, located)
+    # A checkpoint of prep on this machine is read as it is: each device reads the chunks of its own
+    # shards. Every other source is converted while it is read, without a copy on the disk.
+    path = located.local_files.path
+    is_local = located.local_files.remote is None
+    if located.kind == "orbax" and is_local and _is_written_by_prep(path):
+        if lock is not None:
+            # The digests of its manifest, which the lock approves, are checked while the chunks are read.
+            _apply_lock(open_source(located), lock, recipe, located, verify=verify)
+        start = _open_orbax_start(path, recipe, verify=verify)
+        return replace(start, commit=located.local_files.commit)
+    # The batch and config.json are checked first: `open_source` reads the header of every weight file.
+    check_batch(recipe, sharding)
+    if (path / CONFIG).is_file():
+        config = read_config(path / CONFIG)
+        # The text part of a multimodal model is known only with the names of its tensors.
+        if text_section(config) is None:
+            check_config(recipe_config(config, recipe.model))
+    with advise_conversion(recipe.model.path):
+        source = open_source(located)
+    if lock is not None:
+        source = _apply_lock(source, lock, recipe, located, verify=verify)
+    if source.wrapper is not None:
+        check_config(recipe_config(source.config, recipe.model))
+    # None means that the recipe has no rules, and [] that all dims have the default rules.
+    rules = recipe.rules
+    if rules is None:
+        rules = source.tree_manifest.rules
+    reader = open_weights(source, sharding.mesh, merge_rules(rules), verify=verify)
+    manifest: ManifestFields = {
+        **start_manifest(source, reader, located.model_name),
+        "mesh": str(sharding.mesh),
+        "rules": rules,
+    }
+    files = copied_small_files(source, f"{HF_FOLDER}/")
+    return StartCheckpoint(
+        reader,
+        StartModel(manifest, with_tokenizer(files, recipe.data.tokenizer)),
+        checkpoint_tokenizer_folder(source),
+        commit=located.local_files.commit,
+    )
+
+
+def read_recipe_lock(recipe: Recipe) -> Lock:
+    """Return the lock of a recipe, after the check of its signature if the recipe has a public key."""
+    model = recipe.model
+    public_key: Path | None = None
+    if model.public_key is not None:
+        public_key = Path(model.public_key).expanduser()
+    return read_lock(Path(str(model.lock)).expanduser(), public_key)
+
+
+def _apply_lock(
+    source: Source, lock: Lock, recipe: Recipe, located: LocatedCheckpoint, *, verify: bool
+) -> Source:
+    """Return the source with the digests of the recipe's lock. Raise PrepError if they differ."""
+    locked = apply_lock(source, lock, str(recipe.model.lock), located.local_files.commit)
+    check_lock_verified(locked, verify)
+    return locked
+
+
+def _open_random_start(
+    recipe: Recipe, sharding: ShardingContext, check_config: Callable[[HFConfig], None]
+) -> StartCheckpoint:
+    """Return the start of a run with random parameters.
+
+    The arguments are as for `open_model_start`.
+    """
+    assert sharding.mesh is not None
+    model = random_start(recipe, sharding.mesh, recipe.rules or ())
+    check_config(recipe_config(random_config(recipe.model), recipe.model))
+    folder = tokenizer_folder(recipe.data.tokenizer, recipe.model.config)
+    return StartCheckpoint(RandomReader(model.manifest), model, folder)
+
+
+def start_manifest(source: Source, reader: WeightsReader, name: str) -> ManifestFields:
+    """Return the manifest of `save-init` for the leaves of a reader, without mesh and rules."""
+    vocabulary = reader.vocabulary
+    return {
+        **reader.manifest,
+        "kind": "init",
+        "name": name,
+        "family": source.family.name,
+        "config": output_config(source, vocabulary, reader.manifest["tied"]),
+        "vocab": {"true": vocabulary.true_size, "padded": vocabulary.stored_size},
+        "layout": "native",
+        "prefixed": source.names.is_prefixed,
+        **towers_entry(source),
+    }
+
+
+def _is_written_by_prep(path: Path) -> bool:
+    """Return whether an Orbax checkpoint has the tree of prep, and not that of another trainer."""
+    # Without an item, `open_reader` reports what is missing.
+    item = find_item(path)
+    if item is None:
+        return True
+    manifest = read_manifest(find_manifest_folder(item))
+    return manifest is not None and not manifest.is_for_trainer
+
+
+def checkpoint_tokenizer_folder(source: Source) -> Path:
+    """Return the folder of the model's small files."""
+    for file in source.small_files:
+        if file.is_at_top:
+            return file.path.parent
+    return source.root
+
+
+def with_adapters(
+    start: StartCheckpoint, table: Lora, storage: RunStorage, *, last_step: int, verify: bool
+) -> StartCheckpoint:
+    """Return a start checkpoint with the trained adapters of a run.
+
+    Args:
+        start: Checkpoint of the frozen parameters.
+        table: The recipe's `[lora]`.
+        storage: Storage of the run.
+        last_step: Step of the run to resume from. 0 without a saved step.
+        verify: Check the bytes of the adapters against recorded checksums.
+
+    Raises:
+        PrepError: The adapters do not fit the model, or the start checkpoint has adapters only.
+    """
+    if LORA_KEY in start.manifest:
+        why = "the step of a run with LoRA has only adapters"
+        raise usage_error(
+            text("{} is not a complete model", Key("model.path")),
+            why,
+            text("{} adds them to their base", Command("merge")),
+        )
+    config = start.manifest["config"]
+    # A saved step has priority over `lora.path`, which is read by the first start only.
+    if last_step:
+        reader = storage.open_step(last_step, verify, damage_hint(storage, last_step))
+        lora = lora_from_manifest(reader.manifest)
+        if lora is None:
+            hint = text(
+                "{} starts again from step 0; another {} keeps both runs",
+                Option("restart", True),
+                Key("name"),
+            )
+            raise PrepError(
+                f"{storage.name} began without adapters", "its steps have all parameters", hint
+            )
+        return replace(
+            start,
+            resume_step=int(reader.manifest["step"]),
+            lora=lora.manifest_entry(),
+            adapter_reader=reader,
+        )
+    if table.path is None:
+        assert table.new_adapters is not None
+        return replace(start, lora=table.new_adapters.manifest_entry())
+    family = family_of(config)
+    adapter = Path(table.path).expanduser()
+    # Embeddings of the adapter have the rows of the vocabulary without the padding of the base.
+    vocabulary = read_vocabulary(config, family.sizes(config)["vocab"])
+    true_config = with_vocabulary(config, Vocabulary(vocabulary.true_size, vocabulary.true_size))
+    adapter_family, lora = read_adapter_family(adapter, family, true_config)
+    source = open_adapter(adapter, adapter_family, true_config)
+    reader = WeightsReader(source, vocab_multiple=vocabulary.stored_size, verify=verify)
+    return replace(start, lora=lora.manifest_entry(), adapter_reader=reader)
+
+
+def choose_base_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str) -> dict[str, str]:
+    """Return the dtype of each base parameter in device memory, by path."""
+    if base_dtype != "stored":
+        return dict.fromkeys(model.base_paths, base_dtype)
+    dtypes: dict[str, str] = {}
+    for path in model.base_paths:
+        dtype = start.model_reader.leaves[f"params.{path}"].dtype
+        # Devices do not compute in float8.
+        if dtype not in FLOAT_DTYPES:
+            dtype = "float32"
+        dtypes[path] = dtype
+    return dtypes
+
+
+def base_facts(
+    state: TrainState, model: ModelSpec, start: StartCheckpoint, *, name: str
+) -> dict[str, str]:
+    """Return the manifest's entry for the frozen parameters.
+
+    Args:
+        state: State of the run, with the frozen parameters in the device memory.
+        model: The model.
+        start: Open checkpoint of the frozen parameters.
+        name: Name of the checkpoint.
+
+    Returns:
+        The name, the digest of all frozen parameters on the devices, and the `sample_digest` of the checkpoint. A
+        resumed run compares the first digest, and `prep merge` the second.
+    """
+    from prepcli.models.param_tree import flatten_tree
+    from trainer.training.base_digest import digest_base_params
+
+    leaves = flatten_tree(state["params"])
+    digest = digest_base_params({path: leaves[path] for path in model.base_paths})
+    return {"name": name, "digest": digest, SAMPLE_DIGEST_KEY: start.sample_digest()}
+
+
+def check_base(manifest: Mapping[str, Any], base: Mapping[str, str]) -> None:
+    """Raise PrepError if the frozen parameters have changed since the adapters were trained."""
+    # The names are not compared: a copy of the base at another path resumes the run.
+    before = manifest.get(BASE_KEY, {})
+    if before.get("digest") == base["digest"]:
+        return
+    what = f"{base['name']} differs from the checkpoint that the run began with"
+    why = f"its parameters have the digest {base['digest']}, {before.get('name')} had {before.get('digest')}"
+    hint = text("set {} to the checkpoint that the run began with", Key("model.path"))
+    raise PrepError(what, why, hint)

@@ -1,0 +1,247 @@
+"""The folder or bucket of a run: its lock, the checks for concurrent changes, and its files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prepcli.core.errors import FAILED, STOPPED, Option, PrepError, text
+from prepcli.core.observer import Observer
+from prepcli.engine.digest import digest
+from prepcli.engine.files import io_error
+from prepcli.execution.bucket_storage import BucketStorage
+from prepcli.execution.folder_storage import FolderStorage
+from prepcli.execution.joint_work import joint_work
+from prepcli.execution.output_urls import parse_out_url
+from prepcli.execution.run_storage import TOKENS_FOLDER, RunStorage
+from prepcli.remote.retries import retry_policy_from_env
+from prepcli.stores.reading import not_regular_error
+from prepcli.stores.writing import write_file
+from trainer.data.store_journal import read_journal
+from trainer.recipe import Recipe, load_recipe
+from trainer.recipe.tables import keys_of, value_of
+from trainer.run.run import Run
+
+if TYPE_CHECKING:
+    from prepcli.core.process_group import ProcessGroup
+
+RUNS_FOLDER = Path("runs")
+# Errors of a read-only file system. A run there cannot be changed, so it needs no lock.
+NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+# A converted model, in the folder of a run that an earlier version of prep began
+INIT_FOLDER = "init"
+
+
+def open_run_storage(out: Path | None, recipe: Recipe, observer: Observer) -> RunStorage:
+    """Return the storage of a run, without reading or writing there.
+
+    Args:
+        out: The value of `--out`.
+        recipe: The recipe, for the name of the default folder and the lock of a bucket.
+        observer: Receives notes about retried requests.
+
+    Raises:
+        UsageError: A URL has another scheme, or is invalid.
+    """
+    from trainer.data.store_writer import LOCK_FILE as TOKENS_LOCK
+    from trainer.distributed.hosts import PROBE_PREFIX
+
+    url = parse_out_url(out)
+    if url is None:
+        start_files = (f"{TOKENS_FOLDER}/{TOKENS_LOCK}", INIT_FOLDER, f"{PROBE_PREFIX}*")
+        return FolderStorage(out or RUNS_FOLDER / recipe.name, start_files)
+    local_folder = RUNS_FOLDER / url.scheme / url.bucket / url.path
+    return BucketStorage(
+        url, local_folder, retry_policy_from_env(os.environ, observer.note), _recipe_digest(recipe)
+    )
+
+
+def _recipe_digest(recipe: Recipe) -> str:
+    """Return the digest of a recipe without the keys that say which process this is."""
+    # A restarted job takes the lock of its killed predecessor over at once, because both have the same
+    # digest. Their hosts and addresses may differ.
+    values = recipe.model_dump(mode="json", exclude={"cluster"})
+    return digest(json.dumps(values, sort_keys=True).encode())
+
+
+@contextmanager
+def hold_run(
+    storage: RunStorage, group: ProcessGroup, note: Callable[[str], None]
+) -> Iterator[None]:
+    """Hold the lock of a run in process 0, from before its steps are listed until it ends.
+
+    A file system or an object store may have no locks. Therefore `check_last_step` is called before the first change of
+    the run.
+
+    Args:
+        storage: Storage of the run.
+        group: Processes of the run.
+        note: Prints a warning if the file system has no locks.
+
+    Raises:
+        PrepError: Another process holds the run.
+    """
+    if group.index > 0:
+        yield
+        return
+    try:
+        storage.acquire(note)
+    except PrepError as error:
+        cause = error.__cause__
+        if not (isinstance(cause, OSError) and cause.errno in NOT_WRITABLE):
+            raise
+        # A finished run on a read-only file system prints its result without a lock. A run with steps to take fails
+        # when the checkpoint manager asks for the lock again, before its first write.
+    try:
+        yield
+    except BaseException:
+        # BaseException includes signals and KeyboardInterrupt: the lock is released on every exit
+        # but a kill.
+        storage.release(after_error=True)
+        raise
+    storage.release()
+
+
+def check_last_step(storage: RunStorage, step: int) -> None:
+    """Check that the last saved step of a run has not changed since it was read, before the first write to the run.
+
+    Args:
+        storage: Storage of the run, acquired.
+        step: Step to resume from. 0 means a new run.
+
+    Raises:
+        PrepError: Another process has saved or removed steps meanwhile.
+    """
+    # A new listing: without a lock, or after another process took the lock over, the known steps may be out of date.
+    last_step = max(storage.steps(), default=0)
+    if last_step != step:
+        raise _trained_meanwhile_error(storage, step, last_step)
+
+
+def _trained_meanwhile_error(storage: RunStorage, step: int, last_step: int) -> PrepError:
+    """Return the error for a run that another process has trained since this one read its last step."""
+    what = f"{storage.name} is at step {last_step}, and this process has read step {step}"
+    why = "another process has trained the run meanwhile; nothing was changed"
+    # 75 asks a launcher to start the job again. That helps only if there is a step to resume from.
+    code = FAILED
+    if last_step:
+        code = STOPPED
+    return PrepError(
+        what, why, "start again once it has ended: the run resumes from its last step", code
+    )
+
+
+@contextmanager
+def explain_removed_step(storage: RunStorage, step: int) -> Iterator[None]:
+    """Replace an error in the `with` block by the error of `check_last_step`, if another process removed the step."""
+    try:
+        yield
+    except PrepError as error:
+        if not step:
+            raise
+        # Another process that trains the run removes old steps, also one that is being read here.
+        steps = storage.steps()
+        if step not in steps:
+            raise _trained_meanwhile_error(storage, step, max(steps, default=0)) from error
+        raise
+
+
+def check_shared_folder(folder: Path, group: ProcessGroup) -> None:
+    """Check that all processes see the folder of process 0, which creates it.
+
+    Args:
+        folder: The folder.
+        group: The processes.
+
+    Raises:
+        PrepError: A process has another folder of this name, or process 0 cannot write to it.
+    """
+    from trainer.distributed.hosts import sees_folder
+
+    is_shared = sees_folder(folder, group)
+    with joint_work(group, "folder-seen"):
+        if not is_shared:
+            what = f"{socket.gethostname()} does not see the run's folder of process 0"
+            why = f"{folder.absolute()} is another folder there"
+            hint = text("set {} to a folder on a file system that all hosts share", Option("out"))
+            raise PrepError(what, why, hint)
+
+
+def describe_saved_progress(storage: RunStorage) -> str:
+    """Describe what the next start of a run continues from.
+
+    Empty without steps and tokens. For example `kept in runs/a: step 40, the tokens`, or for a bucket
+    `kept in gs://b/a: step 40; kept in runs/gs/b/a: the tokens`.
+    """
+    kept: dict[str, list[str]] = {storage.name: []}
+    steps = storage.steps(refresh=False)
+    if steps:
+        kept[storage.name].append(f"step {steps[-1]}")
+    tokens = _describe_tokens(storage.local_folder / TOKENS_FOLDER)
+    if tokens:
+        kept.setdefault(str(storage.local_folder), []).append(tokens)
+    texts = [f"kept in {where}: {', '.join(names)}" for where, names in kept.items() if names]
+    return "; ".join(texts)
+
+
+def _describe_tokens(folder: Path) -> str:
+    """Describe the tokens in a folder: all, a part of them after a kill, or none (empty)."""
+    # A store of tokens has its name only when it is complete. A part has the suffix `.partial`, and
+    # its journal lists the tokens from which the next start continues.
+    stores = [path for path in folder.glob("*") if path.is_dir()]
+    if any(not path.name.endswith(".partial") for path in stores):
+        return "the tokens"
+    for path in stores:
+        if any(state.meta.n_tokens for state in read_journal(path)):
+            return "a part of the tokens"
+    return ""
+
+
+def changed_keys(recipe_file: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Return the recipe keys with changed values since the run began, as (value then, value now)."""
+    if recipe_file.exists() and not recipe_file.is_file():
+        raise not_regular_error(recipe_file)
+    earlier_recipe = load_recipe(recipe_file).recipe
+    changed: dict[str, tuple[Any, Any]] = {}
+    for key in sorted({*keys_of(earlier_recipe)} & {*keys_of(recipe)}):
+        before = value_of(earlier_recipe, key)
+        now = value_of(recipe, key)
+        if before != now:
+            changed[key] = (before, now)
+    return changed
+
+
+def write_run_file(run: Run, name: str, text: str) -> None:
+    """Replace a file of a run and store it.
+
+    Raise PrepError if it cannot be written.
+    """
+    path = run.folder / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, text.encode())
+    except OSError as error:
+        raise io_error(path, error) from error
+    run.storage.store_file(name)
+
+
+@contextmanager
+def store_at_end(storage: RunStorage, name: str) -> Iterator[None]:
+    """Store a file of the run at the end.
+
+    After another error, ignore errors of the store.
+    """
+    try:
+        yield
+    except BaseException:
+        # The error of the block is the one to report, and not a failed upload after it.
+        with suppress(PrepError):
+            storage.store_file(name)
+        raise
+    storage.store_file(name)

@@ -1,0 +1,249 @@
+"""The description of a run before its first step: mesh, model, attention, batch and evaluation as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prepcli.algebra.axis_map import dim_name
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Command, Option, text
+from prepcli.core.formatting import format_bytes
+from prepcli.models.architecture import ArchConfig
+from prepcli.models.attention_kernels import KernelChoice
+from prepcli.models.chunk_sizes import WHOLE
+from prepcli.models.dropout_config import DROPOUT_SITES, DropoutConfig
+from prepcli.models.rope_config import Rope
+from prepcli.models.rule_text import rule_texts
+from prepcli.planning.step_fields import CastCounts
+from trainer.data.sample_text import counts_table, sample_line
+from trainer.recipe.description import data_lines, evaluation_text, schedule_text
+from trainer.run.run import PreparedRun
+
+if TYPE_CHECKING:
+    from trainer.nn.kernels.options import AttentionOptions
+    from trainer.nn.model_spec import ModelSpec
+    from trainer.training.loop_config import LoopConfig
+    from trainer.training.source_datasets import TokenStore
+    from trainer.training.step import StepSetup
+
+# First samples, one of each source of a mixture.
+MAX_SAMPLES = 4
+# Characters of all first samples: 7 lines of 80 with their labels.
+MAX_SAMPLE_CHARS = 540
+# Tokens of a first sample.
+SAMPLE_TOKENS = (256, 128, 64, 32, 16, 8)
+
+
+def run_summary_lines(prepared: PreparedRun) -> Iterator[str]:
+    """Yield lines that describe a run: mesh, rules, model, attention kernel, batch, evaluation and first step."""
+    loop = prepared.loop
+    setup = loop.setup
+    yield from _mesh_lines(setup)
+    for line in (
+        adapters_text(setup.model),
+        rope_text(setup.model.arch_config),
+        dropout_text(setup.dropout),
+    ):
+        if line:
+            yield line
+    yield attention_text(prepared.kernel, setup.forward_config.attention_options)
+    yield _batch_text(loop)
+    yield schedule_text(setup.optimizer.lr_schedule)
+    if loop.evaluation is not None:
+        n_rows = loop.evaluation.n_rows
+        limit = prepared.run.recipe.eval.limit or n_rows
+        yield evaluation_text(prepared.run.recipe, min(n_rows, limit))
+    yield from data_lines(prepared.run.recipe.data, is_read=True)
+    if prepared.run.is_first:
+        yield from _sample_counts_lines(prepared)
+    if prepared.step:
+        yield f"resuming at step {prepared.step}"
+
+
+def _sample_counts_lines(prepared: PreparedRun) -> Iterator[str]:
+    """Yield the counts of the training data, and the first sample of each source with its tokens with loss marked.
+
+    Data without loss weights has none: the line of its tokens says all.
+    """
+    from trainer.data.token_samples import count_samples
+    from trainer.training.source_datasets import token_stores
+
+    stores = token_stores(prepared.loop.train)
+    weighted = {name: part for name, part in stores.items() if part.tokens.weight_codes is not None}
+    if not weighted:
+        return
+    counts = {
+        name: count_samples(
+            part.tokens, source_length=part.source_length, has_blocks=part.has_blocks
+        )
+        for name, part in stores.items()
+    }
+    yield from counts_table(counts, None).split("\n")
+    folder = prepared.run.recipe.data.tokenizer or prepared.start.tokenizer_folder
+    yield from _sample_lines(weighted, Path(folder), is_mixture=len(stores) > 1)
+
+
+def _sample_lines(
+    stores: Mapping[str, TokenStore], tokenizer_path: Path, *, is_mixture: bool
+) -> Iterator[str]:
+    """Yield the first sample of each store, up to MAX_SAMPLES."""
+    shown = list(stores)[:MAX_SAMPLES]
+    for name in shown:
+        sample = _short_sample(stores[name], tokenizer_path, MAX_SAMPLE_CHARS // len(shown))
+        if not sample:
+            continue
+        label = "first sample"
+        if is_mixture:
+            label += f" of {name}"
+        yield f"{label}: {sample}"
+    if len(stores) > len(shown):
+        command = Command("tokenize", "RECIPE", Option("show", 1))
+        others = count_text(len(stores) - len(shown), "other source")
+        yield text("{} shows the first samples of {}", command, others)
+
+
+def _short_sample(store: TokenStore, tokenizer_path: Path, max_chars: int) -> str:
+    """Return the first sample of a store in a few lines, as many tokens of both of its ends as fit."""
+    from trainer.data.token_samples import read_samples
+    from trainer.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_path)
+    line = ""
+    for max_tokens in SAMPLE_TOKENS:
+        for sample in read_samples(
+            store.tokens,
+            tokenizer,
+            1,
+            source_length=store.source_length,
+            max_tokens=max_tokens,
+        ):
+            line = sample_line(sample)
+        if len(line) <= max_chars:
+            break
+    return line
+
+
+def _mesh_lines(setup: StepSetup) -> Iterator[str]:
+    """Yield the mesh with the memory of the state, and the partition rules.
+
+    Without a mesh there are no lines.
+    """
+    from trainer.training.step import state_nbytes_per_device
+
+    sharding = setup.forward_config.sharding
+    mesh = sharding.mesh
+    if mesh is None:
+        return
+    axes = " x ".join(f"{name} {extent}" for name, extent in zip(mesh.names, mesh.sizes))
+    state_size = format_bytes(state_nbytes_per_device(setup))
+    devices = count_text(mesh.n_devices, "device")
+    yield f"mesh {axes} = {devices}; {state_size} of parameters and moments per device"
+    dims: set[str] = set()
+    for leaf in setup.model.leaves.values():
+        # A rule for a dim of other models, e.g. `experts`, has no effect and is not shown.
+        dims.update(map(dim_name, leaf.dims))
+    yield f"rules {', '.join(rule_texts(sharding.rules, dims))}"
+
+
+def _batch_text(loop: LoopConfig) -> str:
+    """Return the batch, the steps and the epochs of a run as text."""
+    size = loop.order.batch_size
+    length = loop.tokens_per_step // size
+    parts = ""
+    if loop.setup.accumulate > 1:
+        parts = f" in {loop.setup.accumulate} parts"
+    epochs = loop.steps / loop.order.steps_per_epoch
+    return (
+        f"batch {size} x {length} = {count_text(loop.tokens_per_step, 'token')} per step{parts};"
+        f" {count_text(loop.steps, 'step')} = {epochs:.2f} epochs of {count_text(loop.train.n_rows, 'sequence')}"
+    )
+
+
+def adapters_text(model: ModelSpec) -> str:
+    """Return the adapters of a model and their size as text.
+
+    Empty without adapters.
+    """
+    if model.adapters is None:
+        return ""
+    lora = model.adapters.config
+    trained = sum(math.prod(leaf.shape) for leaf in model.saved_leaves.values())
+    total = sum(math.prod(leaf.shape) for leaf in model.leaves.values())
+    experts = [f"{name} of experts" for name in lora.target_parameters]
+    targets = ", ".join((*lora.targets, *experts))
+    parts = [f"adapters of rank {lora.rank} for {targets}, scaled by {lora.scaling:g}"]
+    for pattern, rank in lora.rank_pattern.items():
+        parts.append(f"rank {rank} for {pattern}")
+    for pattern, alpha in lora.alpha_pattern.items():
+        parts.append(f"alpha {alpha:g} for {pattern}")
+    if lora.modules_to_save:
+        parts.append(f"{', '.join(lora.modules_to_save)} trained as a whole")
+    parts.append(f"{trained:,} of {total:,} parameters are trained")
+    return "; ".join(parts)
+
+
+def rounding_text(counts: CastCounts) -> str:
+    """Return the numbers of rounded and of changed parameters as text."""
+    change = f"{counts['changed']:,} of {counts['values']:,} values changed"
+    return f"parameters {counts['from']} -> {counts['to']}: {change}"
+
+
+def attention_text(kernel: KernelChoice, options: AttentionOptions) -> str:
+    """Return an attention kernel, the reason for it, and the sizes of its tiles as text."""
+    if not options.spec.has_tiles:
+        return str(kernel)
+    queries = _size_text(options.q_chunk_size)
+    keys = _size_text(options.k_chunk_size)
+    return f"{kernel}, tiles of {queries} queries x {keys} keys"
+
+
+def _size_text(size: int) -> str:
+    if size == WHOLE:
+        return "all"
+    return str(size)
+
+
+def rope_text(arch_config: ArchConfig) -> str:
+    """Return the rotary embeddings of a model and its positions as text.
+
+    Empty without rotary embeddings.
+    """
+    if not arch_config.ropes:
+        return ""
+    ropes = " and ".join(_describe_rope(rope) for rope in arch_config.ropes if rope.rotary_dim)
+    return f"rotary embedding {ropes}; {count_text(arch_config.max_positions, 'position')}"
+
+
+def dropout_text(dropout: DropoutConfig) -> str:
+    """Return the rates of dropout and forgetful causal masking as text.
+
+    Empty without both.
+    """
+    rates: list[str] = []
+    for site in DROPOUT_SITES:
+        rate = getattr(dropout, site)
+        if rate:
+            rates.append(f"{site} {rate:g}")
+    if dropout.adapters:
+        rates.append(f"adapters {dropout.adapters:g}")
+    parts: list[str] = []
+    if rates:
+        parts.append(f"dropout {', '.join(rates)}")
+    low, high = dropout.fcm_ratio
+    if high:
+        parts.append(f"forgetful causal masking of {low:g} to {high:g} of the keys")
+    return "; ".join(parts)
+
+
+def _describe_rope(rope: Rope) -> str:
+    details = [f"theta {rope.theta:,.10g}"]
+    # longrope has a list with one factor per frequency, and no single factor.
+    if rope.rope_type not in ("default", "longrope"):
+        details.append(f"factor {rope.factor:g}")
+    # Linear scaling divides every position by the factor, whatever length the model was trained with.
+    if rope.rope_type not in ("default", "linear"):
+        details.append(f"original positions {rope.original_max_positions:,}")
+    return f"{rope.rope_type} ({', '.join(details)})"
