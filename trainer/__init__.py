@@ -1,1 +1,1 @@
-"""Model architectures, training and generation in JAX. Independent of prepcli."""
+"""Training and generation in JAX, on the models and checkpoints of prepcli."""
