@@ -67,6 +67,8 @@ class FakeObjectStore:
     upload_numbers: Iterator[int] = field(default_factory=itertools.count)
     # Seconds before each answer.
     delay_s: float = 0.0
+    # Called before each PUT, POST and DELETE changes the store.
+    before_change: Callable[[], object] = int
     # Object and number of bytes of each write that arrived, also of refused ones.
     received: list[tuple[str, int]] = field(default_factory=list)
     # The writes among `received` that changed no object: by a fault, or by a condition (412).
@@ -189,6 +191,8 @@ class _Handler(loopback.Handler):
         line = f"{self.command} {key}"
         self.fake.requests.append(line)
         time.sleep(self.fake.delay_s)
+        if self.command in ("PUT", "POST", "DELETE"):
+            self.fake.before_change()
         if self.fake.failing_requests in line and self.fake.stall:
             loopback.stall(self, self.fake.stall)
         elif self.fake.failing_requests in line:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -17,6 +18,11 @@ ASLEEP_S = 0.2
 
 class Running(Protocol):
     """A process, as `subprocess.Popen` starts it."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        ...
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs."""
@@ -41,6 +47,13 @@ def wait_until(condition: Callable[[], object], *processes: Running) -> None:
             f"the condition has not come true within {MAX_S:.0f} s"
         )
         time.sleep(POLL_EVERY_S)
+
+
+def wait_until_quiet(process: Running) -> None:
+    """Wait until a process has ended, or waits for an event."""
+    # It may end during the look.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        wait_until_asleep(process.pid)
 
 
 def wait_until_asleep(pid: int) -> None:
