@@ -172,7 +172,7 @@ def read_dcp_value(folder: DcpFolder, name: str) -> object:
             raise ValueError(f"it has no {quote_name(name)}")
     path, start, length = folder.archives[name]
     with _damage_of(path, name), open_regular_file(path) as file:
-        return to_python(TorchArchive(_window(file, start, length)))
+        return to_python(TorchArchive(io.BufferedReader(_Window(file, start, length))))
 
 
 @contextmanager
@@ -186,10 +186,6 @@ def _damage_of(path: Path, name: str = "") -> Iterator[None]:
         why = f"{quote_name(name)}: {error}" if name else str(error)
         what = f"{path.parent.name}/{path.name} is broken"
         raise DamagedError(what, why, damage_hint(path, error)) from error
-
-
-def _window(file: BinaryIO, start: int, length: int) -> BinaryIO:
-    return io.BufferedReader(_Window(file, start, length))
 
 
 class _Window(io.RawIOBase):
@@ -355,7 +351,7 @@ def _read_box(
     if start + length > stat_file(path).st_size:
         raise CutShortError(f"it is cut short: it ends before byte {start + length:,}")
     with open_regular_file(path) as file:
-        archive = TorchArchive(_window(file, start, length))
+        archive = TorchArchive(io.BufferedReader(_Window(file, start, length)))
         tensor = archive.find_tensor(archive.root)
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         stored = f"{tensor.dtype} {list(tensor.shape)}"

@@ -61,7 +61,7 @@ class ZipArchive:
         num_entries = _count_entries(self.directory)
         try:
             archive = zipfile.ZipFile(file)
-        except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
             raise ValueError(f"its directory is broken: {error}") from error
         infos = archive.infolist()
         if not num_entries == len(infos) == count or archive.start_dir != start:
@@ -141,8 +141,9 @@ class ZipArchive:
         magic, disk, other_disk, disk_count, count, nbytes, start, comment_nbytes = fields
         # Other readers search for an end record in front of a comment, which PyTorch never writes.
         if magic != _END_MAGIC or comment_nbytes:
-            why = "it is cut short, or bytes follow its end"
-            raise CutShortError(f"it has no directory at its end: {why}")
+            if _END_MAGIC in tail:
+                raise CutShortError("bytes follow its end, or it is cut short")
+            raise CutShortError("it has no directory at its end: it is cut short")
         if disk or other_disk or disk_count != count:
             raise ValueError("it is one part of a split archive")
         end = size - _END.size
