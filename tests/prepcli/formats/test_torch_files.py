@@ -250,6 +250,20 @@ def test_hint_for_files_before_pytorch_1_6_works(
     assert bits == {name: tensor["bits"] for name, tensor in TOLD["views"].items()}
 
 
+def test_repeated_containers_are_converted_once(tmp_path: Path) -> None:
+    """50 references to a tuple of 50 references, 12 times, would be 50^12 conversions."""
+    nested = b"Nq\x00" + (b"(" + b"h\x00" * 50 + b"tq\x00") * 12
+    path = tmp_path / "optimizer.pt"
+    path.write_bytes(make_zip_file(make_pickle(nested)))
+    with path.open("rb") as file:
+        root = read_torch_object(path, file).root
+    assert isinstance(root, tuple)
+    assert len(root) == 50
+    path.write_bytes(make_zip_file(make_pickle(nested, b"\x85" * 12)))
+    with pytest.raises(PrepError, match="nests more than 16"), path.open("rb") as file:
+        read_torch_object(path, file)
+
+
 # Which files of a folder
 
 

@@ -6,6 +6,7 @@ import pickle
 import pickletools
 import random
 import struct
+import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -232,6 +233,25 @@ BROKEN = {
 def test_invalid_pickles_are_rejected(data: bytes) -> None:
     assert reason(data).isprintable()
     assert 5 < len(reason(data)) < 300
+
+
+LENGTHS = {
+    "bytes": b"B" + struct.pack("<I", 2 << 30),
+    "text": b"\x8d" + struct.pack("<Q", 2 << 30),
+    "number": b"\x8b" + struct.pack("<i", (2 << 30) - 1),
+    "bytearray": b"\x96" + struct.pack("<Q", 2 << 30),
+}
+
+
+@pytest.mark.parametrize("opcode", LENGTHS.values(), ids=LENGTHS)
+def test_stated_lengths_of_2_gib_allocate_nothing(opcode: bytes) -> None:
+    tracemalloc.start()
+    try:
+        assert reason(START + opcode + b"x.") == "it is cut short"
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_nbytes < 1 << 20
 
 
 DEEP = 400_000
