@@ -1,14 +1,15 @@
-"""Read the headers of PyTorch checkpoints, and find the files of a model in a folder.
+"""Read PyTorch files: the state dict of a model, any other object, and the files of a model in a folder.
 
-A file is a pickle that refers to storages. The pickle is interpreted without running any code (`torch_pickle`). The
-engine reads the storages.
+No code of a file is run, and no payload is read.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,8 +17,6 @@ from typing import BinaryIO, Literal
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.lists import join_names
-from prepcli.engine.digest import digest
-from prepcli.formats import torch_zip
 from prepcli.formats.shard_index import (
     UnindexedTensor,
     check_numbered_files,
@@ -27,24 +26,22 @@ from prepcli.formats.shard_index import (
     list_indexed_files,
     read_weight_map,
 )
-from prepcli.formats.torch_legacy import read_legacy_file
 from prepcli.formats.torch_pickle import (
-    MAX_NBYTES,
-    BoundedReader,
+    PersistentRef,
+    PickledCall,
+    PickledMapping,
+    PickledName,
     UnexpectedNameError,
-    interpret_pickle,
 )
-from prepcli.formats.torch_state import (
-    ALLOWED_NAMES,
+from prepcli.formats.torch_tensors import (
+    INT64_LIMIT,
     UNSUPPORTED_NAMES,
-    StateDictError,
-    StorageView,
-    TorchState,
-    read_torch_state,
-    read_torch_tensor,
+    TorchArchive,
+    TorchTensor,
+    is_tensor,
 )
+from prepcli.formats.torch_zip import ZIP_MAGIC
 from prepcli.formats.untrusted import list_folder, quote_name, stat_file, unreadable_error
-from prepcli.planning.tensors import array_bits
 from prepcli.stores.reading import open_regular_file
 
 INDEX_FILE = "pytorch_model.bin.index.json"
@@ -57,7 +54,12 @@ SUFFIXES = (".bin", ".pth", ".pt")
 TRAINING_FILE_PATTERNS = (
     "training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "random_states*", "*optim_states.pt",
 )  # fmt: skip
+# Keys of a state dict in a file with several values. They come before other keys.
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 MAX_NON_TENSORS = 12
+MAX_SHOWN_CHARS = 40
+# Nested containers of an object.
+MAX_DEPTH = 16
 # A remark names at most this many keys beside a state dict.
 MAX_KEYS = 4
 
@@ -73,35 +75,7 @@ _OTHER_FORMATS = (
     ((b"lmgg", b"tjgg", b"fmgg", b"algg", b"GGUF"), "a GGML file", "its weights are quantised or reordered",
      "use the model that it was converted from"),
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class TorchTensor:
-    """A tensor in file number `file` at `offset`, in C order or with `byte_strides` along each dim."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: int
-    offset: int
-    byte_strides: tuple[int, ...] | None
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the tensor's elements in bytes."""
-        return array_bits(self.dtype, self.shape) // 8
-
-    @property
-    def byte_range(self) -> tuple[int, int]:
-        """Return start and stop offset of the tensor's bytes in its file."""
-        if self.byte_strides is None:
-            return self.offset, self.offset + self.nbytes
-        # E.g. the transpose [3, 2] of a float32 [2, 3] has the strides (4, 12): its last element is at
-        # 2 * 4 + 1 * 12 = 20, and its bytes end at 24.
-        last_offset = 0
-        for extent, step in zip(self.shape, self.byte_strides):
-            last_offset += (extent - 1) * step
-        return self.offset, self.offset + last_offset + array_bits(self.dtype, ()) // 8
+_SAVE_AGAIN_HINT = "load it with PyTorch and torch.save() only the model's state_dict()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +100,23 @@ class TorchHeader:
         others = join_names([quote_name(key) for key in self.other_keys], max_names=MAX_KEYS)
         remark = f"the tensors under {quote_name(self.key)} of {self.file_name} are read"
         return f"{remark}, not {others}" if others else remark
+
+
+@dataclass(frozen=True, slots=True)
+class TorchObject:
+    """An object in a file, see `to_python`.
+
+    Attributes:
+        root: The object.
+        digest: XXH3-128 of the metadata.
+        size: Size of the file.
+        mtime_ns: Time of its last change.
+    """
+
+    root: object
+    digest: str
+    size: int
+    mtime_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,41 +151,80 @@ def read_torch_header(path: Path, file_number: int) -> TorchHeader:
     Raises:
         PrepError: The file is unreadable or invalid. No other exception is raised, whatever the file holds.
     """
-    file_stat = stat_file(path)
-    try:
-        with open_regular_file(path) as file:
-            first_bytes = file.read(512)
-            if first_bytes.startswith(torch_zip.ZIP_MAGIC):
-                metadata_digest, state, offsets = _read_zip(file)
-            elif first_bytes.startswith(_PICKLE_MAGICS):
-                metadata_digest, state, offsets = _read_legacy(file)
-            else:
-                raise _wrong_format_error(path, first_bytes)
-        tensors = sorted(
-            (_to_torch_tensor(view, offsets, file_number) for view in state.views),
-            key=lambda t: (t.offset, t.name),
-        )
-    except OSError as error:
-        raise unreadable_error(path, error) from error
-    except UnexpectedNameError as error:
-        raise unexpected_name_error(path, error.name) from error
-    except StateDictError as error:
-        what = f"{path.name} is not a usable PyTorch file"
-        raise PrepError(what, str(error), _SAVE_AGAIN_HINT) from error
-    except ValueError as error:
-        raise DamagedError(
-            f"{path.name} is not a usable PyTorch file", str(error), damage_hint(path, error)
-        ) from error
+    stat = stat_file(path)
+    with _file_errors(path), open_regular_file(path) as file:
+        archive = _open_archive(path, file)
+        state_key, state_dict = _find_state_dict(archive)
+        tensors, non_tensors = _read_state_dict(archive, state_dict, file_number)
+        others = _outer_items(archive.root, state_dict)
+    non_tensors = [*others, *non_tensors]
+    descriptions: list[str] = []
+    for key, value in non_tensors[:MAX_NON_TENSORS]:
+        descriptions.append(f"{_describe_key(key)} is {_describe_value(value)}")
+    if len(non_tensors) > MAX_NON_TENSORS:
+        descriptions.append(f"and {len(non_tensors) - MAX_NON_TENSORS:,} more")
+    other_keys: list[str] = []
+    for key, _ in others:
+        other_keys.append(str(key) if isinstance(key, str | int) else "a key of another type")
     return TorchHeader(
         path.name,
-        file_stat.st_size,
-        file_stat.st_mtime_ns,
-        metadata_digest,
-        tuple(tensors),
-        _limit_non_tensors(state.non_tensors),
-        state.key,
-        state.other_keys,
+        stat.st_size,
+        stat.st_mtime_ns,
+        archive.digest,
+        tuple(sorted(tensors, key=lambda t: (t.offset, t.name))),
+        tuple(descriptions),
+        state_key,
+        tuple(other_keys),
     )
+
+
+def read_torch_object(path: Path, file: BinaryIO) -> TorchObject:
+    """Read the object of a file, such as the state dict of an optimizer.
+
+    Args:
+        path: The file, or its placeholder with its size.
+        file: The opened file.
+
+    Raises:
+        PrepError: The file is unreadable, damaged, or of a format before PyTorch 1.6.
+    """
+    stat = stat_file(path)
+    with _file_errors(path):
+        archive = _open_archive(path, file)
+        root = to_python(archive)
+    return TorchObject(root, archive.digest, stat.st_size, stat.st_mtime_ns)
+
+
+def to_python(archive: TorchArchive) -> object:
+    """Return the object of an archive, of dicts, lists, tuples, plain values and `TorchTensor`. Others are None."""
+    # A pickle may repeat one large container again and again. It is converted once.
+    converted: dict[int, object] = {}
+
+    def convert(value: object, depth: int) -> object:
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it nests more than {MAX_DEPTH} containers")
+        if id(value) not in converted:
+            converted[id(value)] = convert_container(value, depth + 1)
+        return converted[id(value)]
+
+    def convert_container(value: object, depth: int) -> object:
+        if is_tensor(value):
+            return archive.find_tensor(value)
+        if isinstance(value, PickledMapping):
+            items: dict[object, object] = {}
+            for key, item in value.items:
+                if not isinstance(key, str | int):
+                    raise ValueError("a key in it is neither a text nor a number")
+                items[key] = convert(item, depth)
+            return items
+        if isinstance(value, list | tuple):
+            parts = [convert(item, depth) for item in value]
+            return parts if isinstance(value, list) else tuple(parts)
+        return None
+
+    return convert(archive.root, 0)
 
 
 def select_model_files(names: Iterable[str]) -> list[str]:
@@ -288,144 +318,191 @@ def read_torch_folder(folder: Path) -> TorchFolder:
 # One file
 
 
-_StorageOffsets = Mapping[str, int]  # offset of each storage in the file
-_ReadResult = tuple[str, TorchState, _StorageOffsets]  # metadata digest, state, offsets
+def _open_archive(path: Path, file: BinaryIO) -> TorchArchive:
+    """Read the directory and the pickle of a file. Raise PrepError if it has another format."""
+    first_bytes = file.read(512)
+    if not first_bytes.startswith(ZIP_MAGIC):
+        raise _wrong_format_error(path, first_bytes)
+    return TorchArchive(file)
 
 
-def read_archived_tensor(file: BinaryIO) -> tuple[StorageView, int]:
-    """Read the archive of one tensor, as `torch.save(tensor)` writes it.
-
-    Returns:
-        The tensor as a view of its storage, and the offset of its first element in the file.
-
-    Raises:
-        ValueError: The archive is invalid.
-    """
-    archive = open_torch_archive(file)
-    pickled = torch_zip.read_record(file, archive, "data.pkl", MAX_NBYTES)
-    view = read_torch_tensor(interpret_pickle(BoundedReader.from_bytes(pickled), ALLOWED_NAMES))
-    offsets = storage_offsets(file, archive, {view.storage.key: view.storage.nbytes})
-    return view, offsets[view.storage.key] + view.offset
-
-
-def open_torch_archive(file: BinaryIO) -> torch_zip.ZipArchive:
-    """Read the directory of an archive of tensors."""
-    # Older versions of torch.save do not record the byte order. Their files count as little endian.
-    archive = torch_zip.read_archive(file)
-    if (
-        "byteorder" in archive.records
-        and torch_zip.read_record(file, archive, "byteorder", 16) != b"little"
-    ):
-        raise ValueError("it was written on a big-endian machine")
-    if any(name.startswith("code/") for name in archive.records):
-        raise ValueError("it is a TorchScript archive; save the model's state_dict() instead")
-    return archive
+@contextmanager
+def _file_errors(path: Path) -> Iterator[None]:
+    """Raise PrepError for the errors of reading a file."""
+    what = f"{path.name} is not a usable PyTorch file"
+    try:
+        yield
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+    except UnexpectedNameError as error:
+        raise _unexpected_name_error(path, error.name) from error
+    except StateDictError as error:
+        raise PrepError(what, str(error), _SAVE_AGAIN_HINT) from error
+    except ValueError as error:
+        raise DamagedError(what, str(error), damage_hint(path, error)) from error
 
 
-def _read_zip(file: BinaryIO) -> _ReadResult:
-    archive = open_torch_archive(file)
-    pickled = torch_zip.read_record(file, archive, "data.pkl", MAX_NBYTES)
-    state = read_torch_state(interpret_pickle(BoundedReader.from_bytes(pickled), ALLOWED_NAMES))
-    required_nbytes: dict[str, int] = {}
-    for view in state.views:
-        required_nbytes[view.storage.key] = max(
-            view.storage.nbytes, required_nbytes.get(view.storage.key, 0)
-        )
-    return (
-        digest(pickled + archive.directory),
-        state,
-        storage_offsets(file, archive, required_nbytes),
-    )
-
-
-def storage_offsets(
-    file: BinaryIO, archive: torch_zip.ZipArchive, required_nbytes: Mapping[str, int]
-) -> _StorageOffsets:
-    """Return the offset of each storage. Raise ValueError if one is too small or overlaps another."""
-    # Overlapping storages would let a small file claim more elements than it has bytes.
-    offsets: dict[str, int] = {}
-    spans = []
-    for key, nbytes in required_nbytes.items():
-        name = f"data/{key}"
-        offsets[key], stored_nbytes = torch_zip.locate_record(file, archive, name)
-        if nbytes > stored_nbytes:
-            raise ValueError(
-                f"storage {quote_name(key)} has {stored_nbytes:,} bytes, its tensors need {nbytes:,}"
-            )
-        spans.append((archive.records[name].header_offset, offsets[key] + stored_nbytes))
-    spans.sort()
-    for (_, end), (start, _) in itertools.pairwise(spans):
-        if start < end:
-            raise ValueError(f"two of its storages overlap at byte {start:,}")
-    return offsets
-
-
-def _read_legacy(file: BinaryIO) -> _ReadResult:
-    legacy = read_legacy_file(file)
-    state = read_torch_state(legacy.unpickled)
-    file.seek(0)
-    return digest(file.read(legacy.data_start)), state, legacy.storage_offsets
-
-
-def _to_torch_tensor(view: StorageView, offsets: _StorageOffsets, file_number: int) -> TorchTensor:
-    return TorchTensor(
-        view.name,
-        view.dtype,
-        view.shape,
-        file_number,
-        offsets[view.storage.key] + view.offset,
-        view.byte_strides,
-    )
-
-
-def _limit_non_tensors(non_tensors: Sequence[str]) -> tuple[str, ...]:
-    if len(non_tensors) > MAX_NON_TENSORS:
-        more = (f"and {len(non_tensors) - MAX_NON_TENSORS:,} more",)
-    else:
-        more = ()
-    return (*non_tensors[:MAX_NON_TENSORS], *more)
-
-
-def unexpected_name_error(path: Path, name: str) -> PrepError:
+def _unexpected_name_error(path: Path, name: str) -> PrepError:
     """Return the error for a pickle with a name outside of the allowed ones."""
     if name in UNSUPPORTED_NAMES:
-        return PrepError(
-            f"{path.name} cannot be read", f"{UNSUPPORTED_NAMES[name]} (`{name}`)", _SAVE_AGAIN_HINT
-        )
+        why = f"{UNSUPPORTED_NAMES[name]} (`{name}`)"
+        return PrepError(f"{path.name} cannot be read", why, _SAVE_AGAIN_HINT)
+    what = f"{path.name} refers to {quote_name(name)}"
     why = "prep runs no code of a file: it reads only tensors and plain settings"
-    return PrepError(
-        f"{path.name} refers to {quote_name(name)}", why, f"if you trust it, {_SAVE_AGAIN_HINT}"
-    )
-
-
-_SAVE_AGAIN_HINT = "load it with PyTorch and torch.save() only the model's state_dict()"
+    return PrepError(what, why, f"if you trust it, {_SAVE_AGAIN_HINT}")
 
 
 def _wrong_format_error(path: Path, first_bytes: bytes) -> PrepError:
-    """Return the error for a file in neither of the two formats."""
-    for magic, format_name, explanation, hint in _OTHER_FORMATS:
+    """Return the error for a file that is no zip archive."""
+    what = f"{path.name} is not a PyTorch file"
+    for magic, format_name, why, hint in _OTHER_FORMATS:
         if first_bytes.lstrip().startswith(magic):
-            return PrepError(
-                f"{path.name} is {format_name}, not a PyTorch file",
-                explanation,
-                hint or download_again_hint(path),
-            )
-    # The magic of a POSIX tar header is at byte 257.
-    if first_bytes[257:262] == b"ustar":
-        why = "PyTorch wrote this format before 0.1.10"
-        return PrepError(f"{path.name} is a tar archive", why, _SAVE_AGAIN_HINT)
+            other_format = f"{path.name} is {format_name}, not a PyTorch file"
+            return PrepError(other_format, why, hint or download_again_hint(path))
+    # Before 1.6, PyTorch wrote pickles in a row, or a tar archive, whose magic is at byte 257.
+    if first_bytes.startswith(_PICKLE_MAGICS) or first_bytes[257:262] == b"ustar":
+        why = "it has the format of PyTorch before version 1.6"
+        command = f"`torch.save(torch.load({path.name!r}), {path.name!r})`"
+        hint = f"save it again with torch 1.6 or newer: {command}"
+        return PrepError(f"{path.name} is not supported", why, hint)
     # A safetensors file has 8 bytes of length before its JSON header.
     if first_bytes[8:9] == b"{":
         hint = f"if it is a safetensors file, rename it to {path.with_suffix('.safetensors').name}"
-        return PrepError(
-            f"{path.name} is not a PyTorch file", "it starts like a safetensors file", hint
-        )
+        return PrepError(what, "it starts like a safetensors file", hint)
     if first_bytes:
-        why = f"it starts with {first_bytes[:8].hex(' ')}"
-        return DamagedError(f"{path.name} is not a PyTorch file", why, GET_AGAIN_HINT)
-    return DamagedError(
-        f"{path.name} is not a PyTorch file", "it is empty", download_again_hint(path)
-    )
+        return DamagedError(what, f"it starts with {first_bytes[:8].hex(' ')}", GET_AGAIN_HINT)
+    return DamagedError(what, "it is empty", download_again_hint(path))
+
+
+# The state dict
+
+
+class StateDictError(ValueError):
+    """A complete PyTorch file that holds no state dict, or several ones."""
+
+
+# Key and value.
+_Item = tuple[object, object]
+
+
+def _find_state_dict(archive: TorchArchive) -> tuple[str, PickledMapping]:
+    """Return the only state dict: the root with an empty key, or one of its values with its key.
+
+    E.g. nanoGPT saves `{"model": {...}, "optimizer": {...}, "iter_num": 5, "best_val_loss": tensor}`.
+    """
+    root = archive.root
+    if not isinstance(root, PickledMapping):
+        raise StateDictError(f"it holds {_describe_value(root)}, not tensors by name")
+    nested = _nested_state_dicts(root)
+    candidates = [(key, value) for key, value in nested.items() if key in WRAPPERS]
+    if not candidates:
+        # Of other names, only the ones of a model's state dict count, e.g. no `{"cpu": tensor}` of random states.
+        has_parameters = functools.cache(functools.partial(_has_parameters, archive))
+        candidates = [(key, value) for key, value in nested.items() if has_parameters(value)]
+    # Beside a state dict, tensors such as a loss or the state of a random generator are no parameters.
+    if _has_parameters(archive, root) or (_has_tensors(root) and not candidates):
+        candidates = [("", root), *candidates]
+    if not candidates:
+        raise StateDictError("it holds no tensors by name")
+    # A name in WRAPPERS comes before others, e.g. `model` beside an average under `ema`. Of two such names, or of two
+    # other ones, which one is meant is not guessed.
+    if len(candidates) > 1:
+        locations = [quote_name(key) for key, _ in candidates[:4]]
+        if not candidates[0][0]:
+            locations[0] = "itself"
+        raise StateDictError(
+            f"it has tensors by name in {' and '.join(locations)}, which is ambiguous"
+        )
+    return candidates[0]
+
+
+def _nested_state_dicts(root: PickledMapping) -> dict[str, PickledMapping]:
+    """Return the values of a mapping that have tensors by name."""
+    # A pickle may repeat one large mapping without tensors. It is searched once.
+    has_tensors = functools.cache(_has_tensors)
+    nested: dict[str, PickledMapping] = {}
+    # A pickle may set a key twice, and PyTorch then keeps the last value. Which one is meant is not guessed.
+    keys: set[str] = set()
+    for key, value in root.items:
+        if not isinstance(key, str):
+            continue
+        if isinstance(value, PickledMapping) and has_tensors(value):
+            nested.setdefault(key, value)
+        elif key not in WRAPPERS:
+            continue
+        if key in keys:
+            raise StateDictError(f"it has {quote_name(key)} twice")
+        keys.add(key)
+    return nested
+
+
+def _has_parameters(archive: TorchArchive, mapping: PickledMapping) -> bool:
+    """Return whether a mapping has a tensor with the name of a parameter, e.g. `wte.weight`, or a matrix."""
+    for key, value in mapping.items:
+        if not is_tensor(value) or not isinstance(key, str):
+            continue
+        if "." in key or len(archive.find_tensor(value).shape) > 1:
+            return True
+    return False
+
+
+def _has_tensors(mapping: PickledMapping) -> bool:
+    return any(is_tensor(value) for _, value in mapping.items)
+
+
+def _read_state_dict(
+    archive: TorchArchive, state_dict: PickledMapping, file_number: int
+) -> tuple[list[TorchTensor], list[_Item]]:
+    """Return the tensors and the other values of a state dict."""
+    tensors: dict[str, TorchTensor] = {}
+    non_tensors: list[_Item] = []
+    for key, value in state_dict.items:
+        if not is_tensor(value):
+            non_tensors.append((key, value))
+            continue
+        if not isinstance(key, str):
+            raise ValueError(f"the name of a tensor in it is not text, but {_describe_value(key)}")
+        if key in tensors:
+            raise ValueError(f"it has {quote_name(key)} twice")
+        try:
+            tensors[key] = archive.find_tensor(value, key, file_number)
+        except ValueError as error:
+            raise ValueError(f"{quote_name(key)}: {error}") from error
+    return [*tensors.values()], non_tensors
+
+
+def _outer_items(root: object, state_dict: PickledMapping) -> list[_Item]:
+    """Return the items of the root outside of the state dict."""
+    if not isinstance(root, PickledMapping) or root is state_dict:
+        return []
+    return [item for item in root.items if item[1] is not state_dict]
+
+
+def _describe_key(key: object) -> str:
+    return quote_name(key) if isinstance(key, str) else _describe_value(key)
+
+
+def _describe_value(value: object) -> str:
+    """Describe any value in a few words."""
+    match value:
+        case None | bool() | float():
+            return str(value)
+        case int():
+            return str(value) if abs(value) < INT64_LIMIT else "a large number"
+        case str():
+            return f"the text {quote_name(value[:MAX_SHOWN_CHARS])}"
+        case PickledMapping():
+            return f"a mapping of {len(value.items):,}"
+        case list() | tuple():
+            return f"a {type(value).__name__} of {len(value):,}"
+        case PickledCall():
+            return "a tensor" if is_tensor(value) else f"a {value.callee.qualified_name}"
+        case PickledName():
+            return "the name of a class"
+        case PersistentRef():
+            return "a storage"
+        case _:
+            return type(value).__name__
 
 
 # A folder
@@ -435,16 +512,10 @@ def _check_model(folder: Path, names: Sequence[str]) -> None:
     """Raise PrepError if files without an index are not one model, or a numbered file is missing."""
     if ADAPTER_FILE in names:
         why = f"{ADAPTER_FILE} has only the weights that are added to a base model"
-        raise PrepError(
-            f"{folder} is an adapter, not a model",
-            why,
-            "merge it first: PEFT's `merge_and_unload()`",
-        )
+        hint = "merge it first: PEFT's `merge_and_unload()`"
+        raise PrepError(f"{folder} is an adapter, not a model", why, hint)
     check_numbered_files(folder, names)
     if len(names) != 1 and not all(_NUMBERED_FILE.fullmatch(name) for name in names):
         why = f"it has {len(names)} PyTorch files: {', '.join(names[:4])}"
-        raise PrepError(
-            f"{folder} does not say which file the model is",
-            why,
-            f"rename the file of the model to {SINGLE_FILE}",
-        )
+        hint = f"rename the file of the model to {SINGLE_FILE}"
+        raise PrepError(f"{folder} does not say which file the model is", why, hint)

@@ -1,27 +1,32 @@
-"""Interpret a pickle without running any code: opcodes build inert objects only.
+"""Read pickles without running any code, and write pickles of plain values and tensors without torch.
 
-A class or function becomes a `PickledName` if the caller allows it, and a call of it becomes a `PickledCall`. Nothing
-is imported, called or hashed. Any other name raises `UnexpectedNameError`. Time and memory are bounded by limits on
-opcodes and input bytes. Invalid pickles raise ValueError.
+The reader takes the opcodes from `pickletools.genops`, which runs nothing, and builds inert objects. A class or
+function becomes a `PickledName` if the caller allows it, and a call of it becomes a `PickledCall`. Nothing is imported,
+called or hashed. Time and memory are bounded by limits on opcodes and input bytes. Invalid pickles raise ValueError.
 """
 
 from __future__ import annotations
 
 import io
+import math
+import pickletools
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO, TypeVar
+from typing import Any, TypeVar
 
+from prepcli.algebra.boxes import strides
 from prepcli.formats.untrusted import CutShortError, quote_name
+from prepcli.planning.tensors import itemsize
 
 # Maximum size of a pickle. A tensor takes 100 to 200 bytes.
 MAX_NBYTES = 32 << 20
 # Per pickle: a tensor takes about 35. An opcode allocates at most a few hundred bytes.
 MAX_OPCODES = 2_000_000
-MAX_TEXT_NBYTES = 1 << 20
-MAX_INT_NBYTES = 255
-MAX_LINE_NBYTES = 1000
+MAX_TEXT_LENGTH = 1 << 20
+MAX_INT_BITS = 8 * 255
+# Messages of `pickletools` may quote a whole line of the pickle.
+MAX_MESSAGE_CHARS = 120
 PROTOCOLS = range(6)
 MAPPING_TYPES = {
     "collections.OrderedDict",
@@ -69,54 +74,15 @@ class PersistentRef:
     persistent_id: object
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class UnpickledObject:
-    """Root object of a pickle, and its persistent references in order."""
-
-    root: object
-    persistent_refs: tuple[PersistentRef, ...]
-
-
-class BoundedReader:
-    """Sequential reader of at most `max_nbytes` bytes of a file from its current position."""
-
-    def __init__(self, file: BinaryIO, max_nbytes: int) -> None:
-        self._file = file
-        self._left = max_nbytes
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> BoundedReader:
-        """Return a reader of bytes in memory."""
-        return cls(io.BytesIO(data), len(data))
-
-    def read(self, nbytes: int) -> bytes:
-        """Return the next `nbytes` bytes. Raise ValueError if there are fewer."""
-        if nbytes > self._left:
-            raise ValueError(f"it continues for {nbytes:,} bytes, {self._left:,} are left")
-        data = self._file.read(nbytes)
-        if len(data) < nbytes:
-            raise CutShortError("it is cut short")
-        self._left -= nbytes
-        return data
-
-    def read_line(self) -> bytes:
-        """Return the next line without its line break."""
-        line = self._file.readline(min(MAX_LINE_NBYTES, self._left))
-        self._left -= len(line)
-        if not line.endswith(b"\n"):
-            raise ValueError(f"a name in it is cut short, or has more than {MAX_LINE_NBYTES} bytes")
-        return line[:-1]
-
-
 def interpret_pickle(
-    reader: BoundedReader, allowed_names: Collection[str], *, max_opcodes: int = MAX_OPCODES
-) -> UnpickledObject:
-    """Interpret the next pickle of a reader.
+    data: bytes, allowed_names: Collection[str], *, max_opcodes: int = MAX_OPCODES
+) -> object:
+    """Return the root object of a pickle.
 
     Numbers, text, bytes, lists and tuples become Python objects, a set becomes a list, a mapping a `PickledMapping`.
 
     Args:
-        reader: Reader at the start of the pickle. Afterwards it is at its end.
+        data: The pickle. Bytes after its end are ignored.
         allowed_names: Qualified names of classes and functions that may occur.
         max_opcodes: Maximum number of opcodes.
 
@@ -124,168 +90,121 @@ def interpret_pickle(
         UnexpectedNameError: The pickle refers to another name.
         ValueError: The pickle is invalid or exceeds a limit.
     """
-    return _PickleMachine(reader, allowed_names, max_opcodes).run()
+    machine = _PickleMachine(allowed_names)
+    for number, (opcode, argument, _) in enumerate(_iter_opcodes(data), 1):
+        if number > max_opcodes:
+            raise ValueError(f"it has more than {max_opcodes:,} opcodes")
+        execute = _OPCODES.get(opcode.name)
+        if execute is None:
+            raise ValueError(f"it has the opcode {opcode.name}, which PyTorch never writes")
+        execute(machine, argument)
+    return machine.pop()
 
 
-_MARK = object()
+def _iter_opcodes(data: bytes) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
+    """Yield each opcode with its argument and position, up to the end of the pickle."""
+    stream = io.BytesIO(data)
+    try:
+        yield from pickletools.genops(stream)
+    except ValueError as error:
+        if stream.tell() == len(data):
+            raise CutShortError("it is cut short") from error
+        raise ValueError(f"its pickle is invalid: {error!s:.{MAX_MESSAGE_CHARS}}") from error
+
+
 _T = TypeVar("_T")
 
 
 class _PickleMachine:
-    """Stack machine that interprets the opcodes of a pickle."""
+    """Stack machine that executes the opcodes of a pickle.
 
-    def __init__(
-        self, reader: BoundedReader, allowed_names: Collection[str], max_opcodes: int
-    ) -> None:
-        self.reader = reader
+    Attributes:
+        stack: Values above the last mark.
+        stacks_below: Values below each mark.
+        memo: Objects by number.
+    """
+
+    def __init__(self, allowed_names: Collection[str]) -> None:
         self.allowed_names = allowed_names
         self.stack: list[object] = []
+        self.stacks_below: list[list[object]] = []
         self.memo: dict[int, object] = {}
-        self.persistent_refs: list[PersistentRef] = []
-        self.max_opcodes = max_opcodes
-        self.steps_left = max_opcodes
-
-    def run(self) -> UnpickledObject:
-        """Interpret all opcodes and return the root object."""
-        read = self.reader.read
-        while True:
-            self.count_steps(1)
-            code = read(1)
-            if code == b".":
-                return UnpickledObject(self.pop(), tuple(self.persistent_refs))
-            execute = _OPCODES.get(code)
-            if execute is None:
-                opcode_name = _REFUSED_OPCODES.get(code, f"0x{code.hex()}")
-                raise ValueError(f"it has the opcode {opcode_name}, which PyTorch never writes")
-            execute(self)
-
-    def count_steps(self, steps: int) -> None:
-        """Count steps. Raise ValueError if there are more than `max_opcodes`."""
-        self.steps_left -= steps
-        if self.steps_left < 0:
-            raise ValueError(f"it has more than {self.max_opcodes:,} opcodes")
-
-    # Stack operations
 
     def push(self, value: object) -> None:
         """Push a value."""
         self.stack.append(value)
 
-    def pop(self) -> object:
-        """Pop the top value. Raise ValueError if there is none above the last mark."""
-        if not self.stack or self.stack[-1] is _MARK:
+    def push_mark(self) -> None:
+        """Push a mark (MARK)."""
+        self.stacks_below.append(self.stack)
+        self.stack = []
+
+    def top(self, expected_type: type[_T] = object) -> _T:
+        """Return the top value above the last mark. Raise ValueError for another type."""
+        if not self.stack:
             raise ValueError("it pops from an empty stack")
-        return self.stack.pop()
-
-    def top(self) -> object:
-        """Return the top value without popping it."""
-        value = self.pop()
-        self.stack.append(value)
-        return value
-
-    def pop_to_mark(self) -> list[object]:
-        """Pop the last mark and return the values above it."""
-        for index in reversed(range(len(self.stack))):
-            if self.stack[index] is _MARK:
-                values = self.stack[index + 1 :]
-                del self.stack[index:]
-                return values
-        raise ValueError("it pops to a mark that does not exist")
-
-    def pop_type(self, expected_type: type[_T]) -> _T:
-        """Pop a value of a type. Raise ValueError for another type."""
-        value = self.pop()
+        value = self.stack[-1]
         if not isinstance(value, expected_type):
             raise ValueError(
                 f"it has a {type(value).__name__} where a {expected_type.__name__} should be"
             )
         return value
 
+    def pop(self, expected_type: type[_T] = object) -> _T:
+        """Pop the top value above the last mark. Raise ValueError for another type."""
+        value = self.top(expected_type)
+        self.stack.pop()
+        return value
+
+    def pop_values(self, count: int) -> list[object]:
+        """Pop values, in the order in which they were pushed."""
+        if len(self.stack) < count:
+            raise ValueError("it pops from an empty stack")
+        values = self.stack[-count:]
+        del self.stack[-count:]
+        return values
+
+    def pop_to_mark(self) -> list[object]:
+        """Pop the last mark and return the values above it."""
+        if not self.stacks_below:
+            raise ValueError("it pops to a mark that does not exist")
+        values = self.stack
+        self.stack = self.stacks_below.pop()
+        return values
+
     def drop(self) -> None:
         """Pop the top value or mark (POP)."""
-        if not self.stack:
-            raise ValueError("it pops from an empty stack")
-        self.stack.pop()
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.pop_to_mark()
 
-    # Operands of opcodes
-
-    def read_number(self, struct_format: str) -> int:
-        """Read a number of a struct format."""
-        (number,) = struct.unpack(struct_format, self.reader.read(struct.calcsize(struct_format)))
-        return number
-
-    def read_sized_bytes(self, struct_format: str, max_nbytes: int = MAX_TEXT_NBYTES) -> bytes:
-        """Read bytes that follow their own length."""
-        nbytes = self.read_number(struct_format)
-        if not 0 <= nbytes <= max_nbytes:
-            raise ValueError(
-                f"a text or number in it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
-            )
-        return self.reader.read(nbytes)
-
-    # Opcodes
-
-    def push_long(self, struct_format: str) -> None:
+    def push_int(self, value: int) -> None:
         """Push an integer of any size (LONG1, LONG4)."""
-        self.push(
-            int.from_bytes(
-                self.read_sized_bytes(struct_format, MAX_INT_NBYTES), "little", signed=True
+        if value.bit_length() > MAX_INT_BITS:
+            raise ValueError(f"a number in it has more than {MAX_INT_BITS:,} bits")
+        self.push(value)
+
+    def push_text(self, value: str | bytes) -> None:
+        """Push a text or bytes (BINUNICODE, BINBYTES)."""
+        if len(value) > MAX_TEXT_LENGTH:
+            raise ValueError(
+                f"a text in it has {len(value):,} bytes, the limit is {MAX_TEXT_LENGTH:,}"
             )
-        )
+        # `pickletools` accepts halves of surrogate pairs, which UTF-8 does not have.
+        if isinstance(value, str) and not value.isascii():
+            value.encode()
+        self.push(value)
 
-    def push_text(self, struct_format: str) -> None:
-        """Push a UTF-8 text (BINUNICODE)."""
-        self.push(_decode_text(self.read_sized_bytes(struct_format)))
-
-    def push_python2_text(self, struct_format: str) -> None:
-        """Push a string of Python 2 as text, or as bytes if it is not UTF-8 (BINSTRING)."""
-        data = self.read_sized_bytes(struct_format)
-        try:
-            self.push(data.decode())
-        except UnicodeDecodeError:
-            self.push(data)
-
-    def push_tuple(self, count: int) -> None:
-        """Pop `count` values and push them as a tuple."""
-        self.push(tuple([self.pop() for _ in range(count)][::-1]))
-
-    def extend_list(self, values: list[object]) -> None:
-        """Append values to the list on the stack (APPENDS)."""
-        target = self.pop_type(list)
-        target += values
-        self.push(target)
-
-    def set_items(self, values: list[object]) -> None:
-        """Add alternating keys and values to the mapping on the stack (SETITEMS)."""
-        target = self.pop_type(PickledMapping)
-        if len(values) % 2:
-            raise ValueError("a mapping in it has a key without a value")
-        target.items += zip(values[::2], values[1::2])
-        self.push(target)
-
-    def set_item(self) -> None:
-        """Pop a key and a value into the mapping below them (SETITEM)."""
-        value = self.pop()
-        key = self.pop()
-        self.set_items([key, value])
-
-    def append_item(self) -> None:
-        """Pop a value into the list below it (APPEND)."""
-        value = self.pop()
-        self.extend_list([value])
-
-    def push_mapping(self) -> None:
-        """Push a mapping of the keys and values above the last mark (DICT)."""
-        values = self.pop_to_mark()
-        self.push(PickledMapping())
-        self.set_items(values)
-
-    def push_from_memo(self, struct_format: str) -> None:
+    def push_from_memo(self, number: int) -> None:
         """Push an object of the memo (BINGET)."""
-        number = self.read_number(struct_format)
         if number not in self.memo:
             raise ValueError(f"it refers to object {number:,}, which is not in the memo")
         self.push(self.memo[number])
+
+    def memoize(self, number: int) -> None:
+        """Store the top value in the memo (BINPUT)."""
+        self.memo[number] = self.top()
 
     def push_name(self, module: str, name: str) -> None:
         """Push a reference to a class or function. Raise UnexpectedNameError if it is not allowed."""
@@ -298,51 +217,39 @@ class _PickleMachine:
 
     def push_name_from_stack(self) -> None:
         """Push the name given by module and name on the stack (STACK_GLOBAL)."""
-        name = self.pop_type(str)
-        module = self.pop_type(str)
+        name = self.pop(str)
+        module = self.pop(str)
         self.push_name(module, name)
-
-    def push_name_from_lines(self) -> None:
-        """Push the name given by module and name in the next two lines (GLOBAL)."""
-        module = self.reader.read_line()
-        name = self.reader.read_line()
-        self.push_name(_decode_text(module), _decode_text(name))
 
     def push_call(self) -> None:
         """Record a call without making it. Calls of mapping types become mappings (REDUCE, NEWOBJ)."""
-        args = self.pop_type(tuple)
-        callee = self.pop_type(PickledName)
-        self.push(
-            self.build_mapping(args)
-            if callee.qualified_name in MAPPING_TYPES
-            else PickledCall(callee, args)
-        )
-
-    def build_mapping(self, args: tuple[object, ...]) -> PickledMapping:
-        """Return the mapping of a list of pairs (written by Python 2), of another mapping, or an empty one."""
-        if args:
-            last_arg = args[-1]
+        args = self.pop(tuple)
+        callee = self.pop(PickledName)
+        if callee.qualified_name not in MAPPING_TYPES:
+            self.push(PickledCall(callee, args))
+        # E.g. a `Counter` is built from a dict. Other mappings are empty first.
+        elif args and isinstance(args[-1], PickledMapping):
+            self.push(args[-1])
+        elif args and isinstance(args[-1], list | tuple):
+            raise ValueError("a mapping in it is built from a list, which PyTorch never does")
         else:
-            last_arg = None
-        if isinstance(last_arg, PickledMapping):
-            return last_arg
-        if isinstance(last_arg, list | tuple):
-            pairs = last_arg
-        else:
-            pairs = ()
-        # One opcode can build a mapping of a list in the memo, again and again.
-        self.count_steps(len(pairs))
-        mapping = PickledMapping()
-        for pair in pairs:
-            if not isinstance(pair, list | tuple) or len(pair) != 2:
-                raise ValueError("a mapping in it is not built from pairs")
-            mapping.items.append((pair[0], pair[1]))
-        return mapping
+            self.push(PickledMapping())
 
-    def push_call_with_kwargs(self) -> None:
-        """Record a call. Its keyword arguments are ignored (NEWOBJ_EX)."""
-        self.pop_type(PickledMapping)
-        self.push_call()
+    def extend_list(self, values: list[object]) -> None:
+        """Append values to the list on the stack (APPENDS)."""
+        self.top(list).extend(values)
+
+    def set_items(self, values: list[object]) -> None:
+        """Add alternating keys and values to the mapping on the stack (SETITEMS)."""
+        if len(values) % 2:
+            raise ValueError("a mapping in it has a key without a value")
+        self.top(PickledMapping).items += zip(values[::2], values[1::2])
+
+    def push_mapping(self) -> None:
+        """Push a mapping of the keys and values above the last mark (DICT)."""
+        values = self.pop_to_mark()
+        self.push(PickledMapping())
+        self.set_items(values)
 
     def set_state(self) -> None:
         """Keep the state of a recorded call. Ignore attributes of a mapping, such as `_metadata` (BUILD)."""
@@ -353,31 +260,18 @@ class _PickleMachine:
         elif not isinstance(target, PickledMapping):
             raise ValueError(f"it sets the state of a {type(target).__name__}")
 
-    def push_persistent_ref(self) -> None:
-        """Push a persistent reference and record it (BINPERSID)."""
-        reference = PersistentRef(self.pop())
-        self.persistent_refs.append(reference)
-        self.push(reference)
-
-    def check_protocol(self) -> None:
+    def check_protocol(self, protocol: int) -> None:
         """Raise ValueError for an unknown protocol (PROTO)."""
-        if (protocol := self.read_number("B")) not in PROTOCOLS:
+        if protocol not in PROTOCOLS:
             raise ValueError(f"it has protocol {protocol}, supported: 0 to {PROTOCOLS[-1]}")
 
 
-def _decode_text(text: bytes) -> str:
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError("a text in it is not UTF-8") from error
+_Execute = Callable[[_PickleMachine, Any], object]
 
 
-def _memoize(machine: _PickleMachine, number: int) -> None:
-    machine.memo[number] = machine.top()
-
-
-def _push_constant(value: object) -> Callable[[_PickleMachine], object]:
-    return lambda m: m.push(value)
+def _opcodes(execute: _Execute, *names: str) -> dict[str, _Execute]:
+    """Return table entries of opcodes that do the same."""
+    return dict.fromkeys(names, execute)
 
 
 # Opcodes: https://github.com/python/cpython/blob/main/Lib/pickletools.py. A tensor in a state
@@ -386,36 +280,159 @@ def _push_constant(value: object) -> Callable[[_PickleMachine], object]:
 #   ( ( "storage" <class> "0" "cpu" 6 t Q   persistent id: a storage of 6 elements
 #     K 0  K 2 K 3 \x86  K 3 K 1 \x86 ...  t   offset 0, shape (2, 3), strides (3, 1)
 #   R                                     the call, which is recorded and never made
-_OPCODES: Mapping[bytes, Callable[[_PickleMachine], object]] = {
-    b"(": _push_constant(_MARK), b"0": _PickleMachine.drop, b"1": _PickleMachine.pop_to_mark,
-    b"2": lambda m: m.push(m.top()),
-    b"N": _push_constant(None), b"\x88": _push_constant(True), b"\x89": _push_constant(False), b")": _push_constant(()),
-    b"J": lambda m: m.push(m.read_number("<i")), b"K": lambda m: m.push(m.read_number("B")),
-    b"M": lambda m: m.push(m.read_number("<H")),
-    b"G": lambda m: m.push(struct.unpack(">d", m.reader.read(8))[0]),
-    b"\x8a": lambda m: m.push_long("B"), b"\x8b": lambda m: m.push_long("<i"),
-    b"X": lambda m: m.push_text("<I"), b"\x8c": lambda m: m.push_text("B"), b"\x8d": lambda m: m.push_text("<Q"),
-    b"U": lambda m: m.push_python2_text("B"), b"T": lambda m: m.push_python2_text("<i"),
-    b"C": lambda m: m.push(m.read_sized_bytes("B")), b"B": lambda m: m.push(m.read_sized_bytes("<I")),
-    b"\x8e": lambda m: m.push(m.read_sized_bytes("<Q")), b"\x96": lambda m: m.push(m.read_sized_bytes("<Q")),
-    b"]": lambda m: m.push([]), b"\x8f": lambda m: m.push([]), b"l": lambda m: m.push(m.pop_to_mark()),
-    b"\x91": lambda m: m.push(m.pop_to_mark()), b"a": _PickleMachine.append_item,
-    b"e": lambda m: m.extend_list(m.pop_to_mark()), b"\x90": lambda m: m.extend_list(m.pop_to_mark()),
-    b"t": lambda m: m.push(tuple(m.pop_to_mark())), b"\x85": lambda m: m.push_tuple(1),
-    b"\x86": lambda m: m.push_tuple(2), b"\x87": lambda m: m.push_tuple(3),
-    b"}": lambda m: m.push(PickledMapping()), b"d": _PickleMachine.push_mapping, b"s": _PickleMachine.set_item,
-    b"u": lambda m: m.set_items(m.pop_to_mark()),
-    b"q": lambda m: _memoize(m, m.read_number("B")), b"r": lambda m: _memoize(m, m.read_number("<I")),
-    b"\x94": lambda m: _memoize(m, len(m.memo)), b"h": lambda m: m.push_from_memo("B"),
-    b"j": lambda m: m.push_from_memo("<I"),
-    b"c": _PickleMachine.push_name_from_lines, b"\x93": _PickleMachine.push_name_from_stack,
-    b"R": _PickleMachine.push_call, b"\x81": _PickleMachine.push_call,
-    b"\x92": _PickleMachine.push_call_with_kwargs, b"b": _PickleMachine.set_state,
-    b"Q": _PickleMachine.push_persistent_ref, b"\x80": _PickleMachine.check_protocol,
-    b"\x95": lambda m: m.reader.read(8),
+_OPCODES: Mapping[str, _Execute] = {
+    "PROTO": lambda m, number: m.check_protocol(number),
+    **_opcodes(lambda m, _: None, "FRAME", "STOP"),
+    "MARK": lambda m, _: m.push_mark(),
+    "POP": lambda m, _: m.drop(),
+    "POP_MARK": lambda m, _: m.pop_to_mark(),
+    "DUP": lambda m, _: m.push(m.top()),
+    "NONE": lambda m, _: m.push(None),
+    "NEWTRUE": lambda m, _: m.push(True),
+    "NEWFALSE": lambda m, _: m.push(False),
+    **_opcodes(lambda m, value: m.push(value), "BININT", "BININT1", "BININT2", "BINFLOAT"),
+    **_opcodes(lambda m, value: m.push_int(value), "LONG1", "LONG4"),
+    **_opcodes(
+        lambda m, value: m.push_text(value), "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"
+    ),
+    **_opcodes(lambda m, value: m.push_text(value), "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    **_opcodes(lambda m, value: m.push_text(value), "BYTEARRAY8"),
+    "EMPTY_TUPLE": lambda m, _: m.push(()),
+    "TUPLE": lambda m, _: m.push(tuple(m.pop_to_mark())),
+    "TUPLE1": lambda m, _: m.push(tuple(m.pop_values(1))),
+    "TUPLE2": lambda m, _: m.push(tuple(m.pop_values(2))),
+    "TUPLE3": lambda m, _: m.push(tuple(m.pop_values(3))),
+    **_opcodes(lambda m, _: m.push([]), "EMPTY_LIST", "EMPTY_SET"),
+    **_opcodes(lambda m, _: m.push(m.pop_to_mark()), "LIST", "FROZENSET"),
+    "APPEND": lambda m, _: m.extend_list(m.pop_values(1)),
+    **_opcodes(lambda m, _: m.extend_list(m.pop_to_mark()), "APPENDS", "ADDITEMS"),
+    "EMPTY_DICT": lambda m, _: m.push(PickledMapping()),
+    "DICT": lambda m, _: m.push_mapping(),
+    "SETITEM": lambda m, _: m.set_items(m.pop_values(2)),
+    "SETITEMS": lambda m, _: m.set_items(m.pop_to_mark()),
+    **_opcodes(lambda m, number: m.memoize(number), "BINPUT", "LONG_BINPUT"),
+    "MEMOIZE": lambda m, _: m.memoize(len(m.memo)),
+    **_opcodes(lambda m, number: m.push_from_memo(number), "BINGET", "LONG_BINGET"),
+    "GLOBAL": lambda m, name: m.push_name(*name.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, _: m.push_name_from_stack(),
+    **_opcodes(lambda m, _: m.push_call(), "REDUCE", "NEWOBJ"),
+    "BUILD": lambda m, _: m.set_state(),
+    "BINPERSID": lambda m, _: m.push(PersistentRef(m.pop())),
+}
+
+
+# Writing. Each function returns the opcodes of one value in protocol 2. `torch.load(weights_only=True)` reads them.
+
+PROTO = b"\x80\x02"
+STORAGE_DTYPES: Mapping[str, str] = {
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
+    "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
 }  # fmt: skip
-_REFUSED_OPCODES = {
-    b"i": "INST", b"o": "OBJ", b"P": "PERSID", b"\x82": "EXT1", b"\x83": "EXT2", b"\x84": "EXT4", b"I": "INT",
-    b"L": "LONG", b"F": "FLOAT", b"S": "STRING", b"V": "UNICODE", b"g": "GET", b"p": "PUT",
-    b"\x97": "NEXT_BUFFER", b"\x98": "READONLY_BUFFER",
-}  # fmt: skip
+_STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+SUPPORTED_DTYPES = frozenset(_STORAGE_NAMES)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A contiguous tensor in a storage of its own.
+
+    Attributes:
+        key: Name of the storage in the archive.
+        dtype: Its dtype, one of SUPPORTED_DTYPES.
+        shape: Its shape.
+        content: Its bytes. None for a streamed tensor.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    content: bytes | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the storage."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+
+# A list becomes a list, a tuple a tuple, a mapping a dict.
+PickledValue = (
+    None
+    | bool
+    | int
+    | float
+    | str
+    | StoredTensor
+    | Sequence["PickledValue"]
+    | Mapping[str, "PickledValue"]
+    | Mapping[int, "PickledValue"]
+)
+
+
+def pickle_value(value: PickledValue) -> bytes:
+    """Return a plain value or a tensor.
+
+    >>> import pickle
+    >>> pickle.loads(PROTO + pickle_value({"lr": 0.5, "params": [0, 1], "betas": (0.9, 1.0)}) + b".")
+    {'lr': 0.5, 'params': [0, 1], 'betas': (0.9, 1.0)}
+    """
+    match value:
+        case None:
+            return b"N"
+        case bool():
+            return b"\x88" if value else b"\x89"
+        case int() if abs(value) < 1 << 31:
+            return b"J" + struct.pack("<i", value)
+        case int():
+            return b"\x8a\x08" + struct.pack("<q", value)
+        case float():
+            return b"G" + struct.pack(">d", value)
+        case str():
+            data = value.encode()
+            return b"X" + struct.pack("<I", len(data)) + data
+        case StoredTensor():
+            return _pickle_tensor(value)
+        case tuple():
+            return pickle_tuple(map(pickle_value, value))
+        case Mapping():
+            items: list[bytes] = []
+            for key, item in value.items():
+                items += [pickle_value(key), pickle_value(item)]
+            return pickle_mapping(items)
+        case _:
+            return b"](" + b"".join(map(pickle_value, value)) + b"e"
+
+
+def _pickle_tensor(tensor: StoredTensor) -> bytes:
+    """Return a tensor in C order."""
+    storage = [
+        pickle_value("storage"),
+        pickle_global(f"torch {_STORAGE_NAMES[tensor.dtype]}Storage"),
+        *map(pickle_value, (tensor.key, "cpu", math.prod(tensor.shape))),
+    ]
+    arguments = [
+        pickle_tuple(storage) + b"Q",
+        *map(pickle_value, (0, tensor.shape, strides(tensor.shape, 1), False)),
+        pickle_global("collections OrderedDict") + b")R",
+    ]
+    return pickle_call("torch._utils _rebuild_tensor_v2", arguments)
+
+
+def pickle_global(name: str) -> bytes:
+    """Return the import of a global, given as `MODULE NAME`."""
+    module, _, last = name.partition(" ")
+    return f"c{module}\n{last}\n".encode()
+
+
+def pickle_call(name: str, arguments: Iterable[bytes]) -> bytes:
+    """Return the call of a global, given as `MODULE NAME`."""
+    return pickle_global(name) + pickle_tuple(arguments) + b"R"
+
+
+def pickle_mapping(items: Iterable[bytes]) -> bytes:
+    """Return a dict of alternating keys and values."""
+    return b"}(" + b"".join(items) + b"u"
+
+
+def pickle_tuple(parts: Iterable[bytes]) -> bytes:
+    """Return a tuple."""
+    return b"(" + b"".join(parts) + b"t"

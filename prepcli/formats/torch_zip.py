@@ -1,257 +1,328 @@
-"""Locate the records of the zip archives that PyTorch has written since 1.6.
+"""Read and write the zip archives of `torch.save`: records are located and laid out, payloads stay where they are.
 
-The central directory at the end of the file is read as a whole, records only on request. Records are stored without
-compression. The offset of a record follows from its local header. Functions raise ValueError for invalid archives.
-Format: APPNOTE.TXT of PKWARE.
+An archive is an uncompressed zip. It has one folder with the pickle of an object and one record per storage. The
+directory at its end is read with `zipfile`, and checked so that every reader of zip archives finds the same records in
+it. Invalid archives raise ValueError. Format: section 4.3 of APPNOTE.TXT of PKWARE.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
+from prepcli.formats.torch_pickle import PROTO, PickledValue, StoredTensor, pickle_value
 from prepcli.formats.untrusted import CutShortError, quote_name
 
 ZIP_MAGIC = b"PK\x03\x04"
-MAX_DIRECTORY_NBYTES = 32 << 20
-# End record with a comment, zip64 locator and zip64 end record.
-MAX_TAIL_NBYTES = 22 + 0xFFFF + 20 + 56
-
-# Format: section 4.3 of APPNOTE.TXT. PyTorch stores records at multiples of 64 bytes, padded by
-# the extra field of the local header, so the offset of the data is known only from there:
-#   header_offset + 30 (fixed part) + length of the name + length of the extra field
-# The directory at the end has names and sizes: entry = 46 bytes + name + extra + comment.
-_END = b"PK\x05\x06"
-_END64 = b"PK\x06\x06"
-_LOCATOR = b"PK\x06\x07"
-_ENTRY = b"PK\x01\x02"
-_END_FORM = "<4s4H2LH"
-_END64_FORM = "<4sQ2H2L4Q"
-_LOCATOR_FORM = "<4sLQL"
-_ENTRY_FORM = "<4s6H3L5H2L"
-_LOCAL_FORM = "<4s5H3L2H"
-# These values say that the number is in the zip64 extra field.
+_ENTRY_MAGIC = b"PK\x01\x02"
+_END_MAGIC = b"PK\x05\x06"
+_END64_MAGIC = b"PK\x06\x06"
+_LOCATOR_MAGIC = b"PK\x06\x07"
+_LOCAL = struct.Struct("<4s5H3L2H")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_END = struct.Struct("<4s4H2LH")
+# The records at the end of an archive: zip64 end record, its locator, end record.
+_TAIL_NBYTES = _END64.size + _LOCATOR.size + _END.size
+# A field with this value says that the zip64 extra field or end record has the number.
 _IN_ZIP64 = 0xFFFFFFFF
 _COUNT_IN_ZIP64 = 0xFFFF
-# Flags. The local header of a streamed record has no sizes.
+# Flags of a record. The local header of a streamed record has no sizes.
 _ENCRYPTED = 1
 _STREAMED = 8
+_UTF8 = 1 << 11
+
+# A record takes 60 to 120 bytes of the directory, and about 1 KB of memory.
+MAX_DIRECTORY_NBYTES = 16 << 20
+# Payloads start at a multiple of this offset in their archive, as PyTorch aligns them.
+ALIGNMENT = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ZipRecord:
-    """A record in the central directory. `is_stored` is True if it is neither compressed nor encrypted."""
-
-    name: str
-    nbytes: int
-    header_offset: int
-    is_stored: bool
-
-
-@dataclass(frozen=True, slots=True)
 class ZipArchive:
-    """Records of an archive by name, without their common folder `root`."""
+    """An archive of `torch.save`. Only its directory is read, records on request.
 
-    root: str
-    records: Mapping[str, ZipRecord]
-    directory: bytes
-    directory_offset: int
+    Attributes:
+        records: Records by name, without their common folder.
+        directory: Bytes of the directory.
+    """
 
+    def __init__(self, file: BinaryIO) -> None:
+        """Read and check the directory."""
+        self._file = file
+        start, nbytes, count = self._locate_directory()
+        self.directory = self._read(start, nbytes)
+        num_entries = _count_entries(self.directory)
+        try:
+            archive = zipfile.ZipFile(file)
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+            raise ValueError(f"its directory is broken: {error}") from error
+        infos = archive.infolist()
+        if not num_entries == len(infos) == count or archive.start_dir != start:
+            raise ValueError(f"its directory has {num_entries:,} entries, its end record {count:,}")
+        root = _find_root([info.orig_filename for info in infos])
+        self.records: dict[str, zipfile.ZipInfo] = {}
+        for info in infos:
+            name = info.orig_filename.removeprefix(root)
+            # Readers differ in which of two records they take: one file would hold two models.
+            if self.records.setdefault(name, info) is not info:
+                raise ValueError(f"it has {quote_name(info.orig_filename)} twice")
+            if info.header_offset >= start:
+                raise ValueError(f"{quote_name(name)} overlaps its directory")
+        self._starts = [*sorted(info.header_offset for info in infos), start]
 
-def read_archive(file: BinaryIO) -> ZipArchive:
-    """Read and check the central directory of an archive."""
-    size = file.seek(0, os.SEEK_END)
-    count, directory_offset, nbytes = _locate_directory(file, size)
-    if nbytes > MAX_DIRECTORY_NBYTES:
-        raise ValueError(
-            f"its directory has {nbytes:,} bytes, the limit is {MAX_DIRECTORY_NBYTES:,}"
-        )
-    directory = _read_range(file, directory_offset, nbytes)
-    records: dict[str, ZipRecord] = {}
-    for record in _iter_records(directory, count):
-        # Readers differ in which of two records they take: one file would hold two models.
-        if records.setdefault(record.name, record) is not record:
-            raise ValueError(f"it has {quote_name(record.name)} twice")
+    def locate(self, name: str) -> tuple[int, int]:
+        """Return offset and size of a record, which no other record overlaps.
+
+        Raises:
+            ValueError: There is none, it is compressed, or its local header disagrees with the directory.
+        """
+        info = self.records.get(name)
+        if info is None:
+            raise ValueError(f"it has no record {quote_name(name)}")
+        is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & _ENCRYPTED
         if (
-            record.is_stored
-            and record.header_offset + struct.calcsize(_LOCAL_FORM) + record.nbytes
-            > directory_offset
+            not is_plain
+            or info.compress_size != info.file_size
+            or info.volume not in (0, _COUNT_IN_ZIP64)
         ):
-            raise ValueError(f"{quote_name(record.name)} overlaps its directory")
-    root = _find_root(records)
-    return ZipArchive(
-        root,
-        {name[len(root) :]: record for name, record in records.items()},
-        directory,
-        directory_offset,
-    )
+            raise ValueError(
+                f"{quote_name(name)} in it is compressed or encrypted, which PyTorch never does"
+            )
+        raw_name = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
+        header = self._read(info.header_offset, _LOCAL.size + len(raw_name))
+        fields = _LOCAL.unpack_from(header)
+        magic, _, flags, method = fields[:4]
+        compressed_nbytes, nbytes, name_nbytes, extra_nbytes = fields[7:]
+        has_same_name = name_nbytes == len(raw_name) and header.endswith(raw_name)
+        has_same_sizes = flags & _STREAMED or {compressed_nbytes, nbytes} <= {
+            info.file_size,
+            _IN_ZIP64,
+        }
+        if magic != ZIP_MAGIC or method or not has_same_name or not has_same_sizes:
+            raise ValueError(f"its directory and the header of {quote_name(name)} differ")
+        # PyTorch pads with the extra field of the local header, so that the data is aligned.
+        offset = info.header_offset + len(header) + extra_nbytes
+        following = bisect_right(self._starts, info.header_offset)
+        if offset + info.file_size > self._starts[following]:
+            is_last = following == len(self._starts) - 1
+            what = "its directory" if is_last else "another record"
+            raise ValueError(f"{quote_name(name)} overlaps {what}")
+        return offset, info.file_size
+
+    def read(self, name: str, max_nbytes: int) -> bytes:
+        """Return the content of a small record."""
+        offset, nbytes = self.locate(name)
+        if nbytes > max_nbytes:
+            raise ValueError(
+                f"{quote_name(name)} in it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
+            )
+        return self._read(offset, nbytes)
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        self._file.seek(offset)
+        data = self._file.read(nbytes)
+        if len(data) < nbytes:
+            raise CutShortError("it is cut short")
+        return data
+
+    def _locate_directory(self) -> tuple[int, int, int]:
+        """Return offset, size and number of entries of the directory."""
+        size = self._file.seek(0, os.SEEK_END)
+        tail_nbytes = min(size, _TAIL_NBYTES)
+        tail = self._read(size - tail_nbytes, tail_nbytes).rjust(_TAIL_NBYTES, b"\0")
+        fields = _END.unpack_from(tail, _TAIL_NBYTES - _END.size)
+        magic, disk, other_disk, disk_count, count, nbytes, start, comment_nbytes = fields
+        # Other readers search for an end record in front of a comment, which PyTorch never writes.
+        if magic != _END_MAGIC or comment_nbytes:
+            if _END_MAGIC in tail:
+                raise CutShortError("bytes follow its end, or it is cut short")
+            raise CutShortError("it has no directory at its end: it is cut short")
+        if disk or other_disk or disk_count != count:
+            raise ValueError("it is one part of a split archive")
+        end = size - _END.size
+        locator_magic, _, end64, _ = _LOCATOR.unpack_from(tail, _END64.size)
+        # PyTorch always writes the zip64 end record.
+        if locator_magic == _LOCATOR_MAGIC:
+            end = size - _TAIL_NBYTES
+            magic, _, _, _, *fields = _END64.unpack_from(tail)
+            disk, other_disk, disk_count, count, nbytes, start = fields
+            is_split = disk or other_disk or disk_count != count
+            if magic != _END64_MAGIC or end64 != end or is_split:
+                raise ValueError("its zip64 end record is invalid")
+        # Other readers correct for bytes before or between the parts of an archive. PyTorch writes
+        # none, and two readers could find two directories.
+        if start + nbytes != end:
+            raise ValueError(
+                f"its directory ends at byte {start + nbytes:,}, and its end record begins at {end:,}"
+            )
+        if nbytes > MAX_DIRECTORY_NBYTES:
+            raise ValueError(
+                f"its directory has {nbytes:,} bytes, the limit is {MAX_DIRECTORY_NBYTES:,}"
+            )
+        return start, nbytes, count
 
 
-def locate_record(file: BinaryIO, archive: ZipArchive, name: str) -> tuple[int, int]:
-    """Return offset and size of a record. Raise ValueError if its local header disagrees with the directory."""
-    record = archive.records.get(name)
-    if record is None:
-        raise ValueError(f"it has no record {quote_name(name)}")
-    if not record.is_stored:
-        raise ValueError(
-            f"{quote_name(name)} in it is compressed or encrypted, which PyTorch never does"
-        )
-    local_header = struct.unpack(
-        _LOCAL_FORM, _read_range(file, record.header_offset, struct.calcsize(_LOCAL_FORM))
-    )
-    magic, _, flags, method, _, _, _, compressed_nbytes, nbytes, name_nbytes, extra_nbytes = (
-        local_header
-    )
-    name_offset = record.header_offset + struct.calcsize(_LOCAL_FORM)
-    has_same_name = (
-        magic == ZIP_MAGIC and _read_range(file, name_offset, name_nbytes) == record.name.encode()
-    )
-    has_same_sizes = flags & _STREAMED or {compressed_nbytes, nbytes} <= {record.nbytes, _IN_ZIP64}
-    if method or not has_same_name or not has_same_sizes:
-        raise ValueError(f"its directory and the header of {quote_name(name)} differ")
-    data_offset = name_offset + name_nbytes + extra_nbytes
-    if data_offset + record.nbytes > archive.directory_offset:
-        raise ValueError(f"{quote_name(name)} overlaps its directory")
-    return data_offset, record.nbytes
-
-
-def read_record(file: BinaryIO, archive: ZipArchive, name: str, max_nbytes: int) -> bytes:
-    """Return the content of a small record."""
-    offset, nbytes = locate_record(file, archive, name)
-    if nbytes > max_nbytes:
-        raise ValueError(
-            f"{quote_name(name)} in it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
-        )
-    return _read_range(file, offset, nbytes)
-
-
-def _read_range(file: BinaryIO, offset: int, nbytes: int) -> bytes:
-    file.seek(offset)
-    data = file.read(nbytes)
-    if len(data) < nbytes:
-        raise CutShortError("it is cut short")
-    return data
-
-
-def _locate_directory(file: BinaryIO, size: int) -> tuple[int, int, int]:
-    """Return number of entries, offset and size of the directory, from the end record."""
-    tail_start = max(0, size - MAX_TAIL_NBYTES)
-    tail = _read_range(file, tail_start, size - tail_start)
-    end_position = tail.rfind(_END)
-    if end_position < 0 or len(tail) - end_position < struct.calcsize(_END_FORM):
-        raise CutShortError("it has no directory at its end: it is cut short")
-    _, disk, other_disk, disk_count, count, nbytes, directory_offset, comment_nbytes = (
-        struct.unpack_from(_END_FORM, tail, end_position)
-    )
-    if end_position + struct.calcsize(_END_FORM) + comment_nbytes != len(tail):
-        raise CutShortError("bytes follow its end, or it is cut short")
-    end_offset = tail_start + end_position
-    if disk or other_disk or disk_count != count:
-        raise ValueError("it is one part of a split archive")
-    # PyTorch always writes the zip64 locator.
-    if tail.startswith(_LOCATOR, max(0, end_position - struct.calcsize(_LOCATOR_FORM))):
-        end_offset, count, nbytes, directory_offset = _locate_zip64_directory(
-            file, end_offset - struct.calcsize(_LOCATOR_FORM)
-        )
-    # Other readers correct for bytes before or between the parts of an archive. PyTorch writes
-    # none, and two readers could find two directories.
-    if directory_offset + nbytes != end_offset:
-        raise ValueError(
-            f"its directory ends at byte {directory_offset + nbytes:,}, and its end record begins at {end_offset:,}"
-        )
-    return count, directory_offset, nbytes
-
-
-def _locate_zip64_directory(file: BinaryIO, locator_offset: int) -> tuple[int, int, int, int]:
-    """Return where the zip64 end record starts, and the entry count, size and offset of the directory."""
-    _, _, end_offset, _ = struct.unpack(
-        _LOCATOR_FORM, _read_range(file, locator_offset, struct.calcsize(_LOCATOR_FORM))
-    )
-    if end_offset + struct.calcsize(_END64_FORM) != locator_offset:
-        raise ValueError("its zip64 end record is invalid")
-    fields = struct.unpack(_END64_FORM, _read_range(file, end_offset, struct.calcsize(_END64_FORM)))
-    magic, _, _, _, disk, other_disk, disk_count, count, nbytes, directory_offset = fields
-    if magic != _END64 or disk or other_disk or disk_count != count:
-        raise ValueError("its zip64 end record is invalid")
-    return end_offset, count, nbytes, directory_offset
-
-
-def _iter_records(directory: bytes, count: int) -> Iterator[ZipRecord]:
-    """Yield the records of a zip directory, and check their number."""
+def _count_entries(directory: bytes) -> int:
+    """Return the number of entries of a directory. `zipfile` accepts entries with a name that is cut short."""
     position = 0
-    record_count = 0
+    count = 0
     while position < len(directory):
         if (
-            len(directory) - position < struct.calcsize(_ENTRY_FORM)
-            or directory[position : position + 4] != _ENTRY
+            not directory.startswith(_ENTRY_MAGIC, position)
+            or len(directory) - position < _ENTRY.size
         ):
             raise ValueError(f"its directory is broken at its byte {position:,}")
-        fields = struct.unpack_from(_ENTRY_FORM, directory, position)
-        position += struct.calcsize(_ENTRY_FORM)
-        name = directory[position : position + fields[10]]
-        extra = directory[position + fields[10] : position + fields[10] + fields[11]]
-        position += sum(fields[10:13])
-        if position > len(directory):
-            raise CutShortError("its directory is cut short")
-        record_count += 1
-        yield _parse_record(name, fields, extra)
-    if record_count != count:
-        raise ValueError(f"its directory has {record_count:,} entries, its end record {count:,}")
+        position += _ENTRY.size + sum(_ENTRY.unpack_from(directory, position)[10:13])
+        count += 1
+    if position > len(directory):
+        raise CutShortError("its directory is cut short")
+    return count
 
 
-def _parse_record(raw_name: bytes, fields: Sequence[Any], extra: bytes) -> ZipRecord:
-    """Check an entry of a zip directory, and return its record."""
-    flags = fields[3]
-    method = fields[4]
-    compressed_nbytes = fields[8]
-    nbytes = fields[9]
-    disk = fields[13]
-    header_offset = fields[16]
-    try:
-        name = raw_name.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError("the name of a record in it is not UTF-8") from error
-    if any(part in ("", "..", ".") for part in name.split("/")) or "\\" in name or "\0" in name:
-        raise ValueError(f"it has a record called {quote_name(name)}, which is not a plain path")
-    nbytes, compressed_nbytes, header_offset = _apply_zip64_extra(
-        extra, [nbytes, compressed_nbytes, header_offset]
-    )
-    is_stored = (
-        not flags & _ENCRYPTED
-        and not method
-        and compressed_nbytes == nbytes
-        and disk in (0, _COUNT_IN_ZIP64)
-    )
-    return ZipRecord(name, nbytes, header_offset, is_stored)
-
-
-def _apply_zip64_extra(extra: bytes, numbers: list[int]) -> list[int]:
-    """Replace numbers marked as too large by the numbers in the zip64 extra field, in order."""
-    position = 0
-    zip64_data = b""
-    while position + 4 <= len(extra):
-        tag, nbytes = struct.unpack_from("<2H", extra, position)
-        if tag == 1:
-            zip64_data = extra[position + 4 : position + 4 + nbytes]
-        position += 4 + nbytes
-    # The extra field has only the numbers that did not fit, in this order: size, compressed
-    # size, offset.
-    missing_count = numbers.count(_IN_ZIP64)
-    if len(zip64_data) < 8 * missing_count:
-        raise ValueError("an entry of its directory lacks its zip64 numbers")
-    large_numbers = iter(struct.unpack_from(f"<{missing_count}Q", zip64_data))
-    return [next(large_numbers) if number == _IN_ZIP64 else number for number in numbers]
-
-
-def _find_root(records: Mapping[str, ZipRecord]) -> str:
+def _find_root(names: list[str]) -> str:
     """Return the folder of all records, with a slash. PyTorch names it after the saved file."""
-    pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
-    if len(pickles) != 1:
+    for name in names:
+        if any(part in ("", "..", ".") for part in name.split("/")) or "\\" in name or "\0" in name:
+            raise ValueError(
+                f"it has a record called {quote_name(name)}, which is not a plain path"
+            )
+    pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(set(pickles)) != 1:
         raise ValueError(f"it is a zip archive with {len(pickles)} pickles of tensors, not one")
     root = pickles[0].removesuffix("data.pkl")
-    if strays := [name for name in records if not name.startswith(root)]:
+    if strays := [name for name in names if not name.startswith(root)]:
         raise ValueError(f"{quote_name(strays[0])} in it is not under {quote_name(root)}")
     return root
+
+
+# Writing
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectArchive:
+    """The archive of an object.
+
+    Attributes:
+        constant_ranges: Offset and bytes of everything outside of the streamed tensors.
+        offsets: Offset of each tensor, by the key of its storage.
+        nbytes: Size of the archive.
+    """
+
+    constant_ranges: tuple[tuple[int, bytes], ...]
+    offsets: Mapping[str, int]
+    nbytes: int
+
+
+def encode_object(root: PickledValue) -> ObjectArchive:
+    """Return the archive of an object with tensors at any depth, without the payloads of streamed tensors."""
+    writer = _ArchiveWriter()
+    for name, data in (
+        ("data.pkl", PROTO + pickle_value(root) + b"."),
+        ("byteorder", b"little"),
+        ("version", b"3\n"),
+    ):
+        writer.add(name, len(data), data)
+    offsets: dict[str, int] = {}
+    for tensor in _tensors_in(root):
+        name = f"data/{tensor.key}"
+        offsets[tensor.key] = writer.add(name, tensor.nbytes, tensor.content, alignment=ALIGNMENT)
+    return writer.finish(offsets)
+
+
+def _tensors_in(value: PickledValue) -> Iterator[StoredTensor]:
+    """Yield the tensors of a value in their order."""
+    if isinstance(value, StoredTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+class _ArchiveWriter:
+    """Collects the records of an archive in their order."""
+
+    def __init__(self) -> None:
+        self._constants: list[tuple[int, bytes]] = []
+        # Bytes from `_start` to the next payload.
+        self._start = 0
+        self._pending = bytearray()
+        self._directory: list[bytes] = []
+
+    def add(self, name: str, nbytes: int, data: bytes | None, *, alignment: int = 1) -> int:
+        """Append a record and return the offset of its data, which is None for a streamed tensor."""
+        raw_name = f"archive/{name}".encode()
+        # The checksum of a streamed payload is 0. PyTorch does not compare it, as after
+        # `set_crc32_options(False)`.
+        checksum = zlib.crc32(data or b"")
+        header_offset = self._start + len(self._pending)
+        self._directory.append(_central_header(raw_name, nbytes, checksum, header_offset))
+        size = min(nbytes, _IN_ZIP64)
+        extra = b""
+        if size == _IN_ZIP64:
+            extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
+        if alignment > 1:
+            # The padding is an extra field of its own: a tag, a length and zeros.
+            end = header_offset + _LOCAL.size + len(raw_name) + len(extra) + 4
+            extra += struct.pack("<2sH", b"FB", -end % alignment) + bytes(-end % alignment)
+        # fmt: off
+        self._pending += _LOCAL.pack(
+            ZIP_MAGIC, 45, 0, 0, 0, 0, checksum, size, size, len(raw_name), len(extra)
+        )
+        # fmt: on
+        self._pending += raw_name + extra
+        offset = self._start + len(self._pending)
+        if data is None:
+            self._constants.append((self._start, bytes(self._pending)))
+            self._start = offset + nbytes
+            self._pending.clear()
+        else:
+            self._pending += data
+        return offset
+
+    def finish(self, offsets: Mapping[str, int]) -> ObjectArchive:
+        """Append the directory and return the archive."""
+        count = len(self._directory)
+        start = self._start + len(self._pending)
+        directory = b"".join(self._directory)
+        self._pending += directory
+        count_field = min(count, _COUNT_IN_ZIP64)
+        start_field = min(start, _IN_ZIP64)
+        if start_field == _IN_ZIP64 or count_field == _COUNT_IN_ZIP64:
+            sizes = (count, count, len(directory), start)
+            self._pending += _END64.pack(_END64_MAGIC, 44, 45, 45, 0, 0, *sizes)
+            self._pending += _LOCATOR.pack(_LOCATOR_MAGIC, 0, start + len(directory), 1)
+        self._pending += _END.pack(
+            _END_MAGIC, 0, 0, count_field, count_field, len(directory), start_field, 0
+        )
+        self._constants.append((self._start, bytes(self._pending)))
+        nbytes = self._start + len(self._pending)
+        return ObjectArchive(tuple(self._constants), offsets, nbytes)
+
+
+def _central_header(raw_name: bytes, nbytes: int, checksum: int, offset: int) -> bytes:
+    """Return the entry of a record in the directory."""
+    # The extra field has the numbers that do not fit in 32 bits, in this order: sizes, then the offset.
+    large: list[int] = []
+    if nbytes >= _IN_ZIP64:
+        large += [nbytes, nbytes]
+    if offset >= _IN_ZIP64:
+        large.append(offset)
+    extra = b""
+    if large:
+        extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large)
+    size = min(nbytes, _IN_ZIP64)
+    header = _ENTRY.pack(
+        *(_ENTRY_MAGIC, 45, 45, 0, 0, 0, 0, checksum, size, size),
+        *(len(raw_name), len(extra), 0, 0, 0, 0, min(offset, _IN_ZIP64)),
+    )
+    return header + raw_name + extra

@@ -17,7 +17,8 @@ from prepcli.engine.files import allocate_buffer
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.torch_objects import ArchivedTensor, TorchObject, read_torch_object
+from prepcli.formats.torch_files import TorchObject, read_torch_object
+from prepcli.formats.torch_tensors import TorchTensor
 from prepcli.formats.untrusted import unreadable_error
 from prepcli.models.module_order import module_order, optimizer_groups
 from prepcli.planning.plan import Contiguous, SourceFile, Strided
@@ -187,7 +188,7 @@ def _parameter_keys(
 
 def _named_entries(
     path: Path, entries: Mapping[Any, Any], keys: Mapping[int | str, str]
-) -> Iterator[tuple[str, Mapping[str, ArchivedTensor]]]:
+) -> Iterator[tuple[str, Mapping[str, TorchTensor]]]:
     """Yield the name of each parameter and its entries.
 
     Raises:
@@ -198,7 +199,7 @@ def _named_entries(
         if not isinstance(entry, dict):
             why = "the parameter was frozen, or the optimizer has taken no step"
             raise PrepError(f"{path} has no moments of {name}", why, WITHOUT_STATE_HINT)
-        tensors = {key: value for key, value in entry.items() if isinstance(value, ArchivedTensor)}
+        tensors = {key: value for key, value in entry.items() if isinstance(value, TorchTensor)}
         if tensors.keys() != {*ENTRIES, NUM_UPDATES}:
             why = f"the state of {name} is {', '.join(map(str, entry))}"
             what = f"{path} is no state of AdamW"
@@ -211,7 +212,7 @@ def _named_entries(
 
 
 def _num_updates(
-    source: Source, blob: Path | RemoteBlob, tensors: Mapping[str, Mapping[str, ArchivedTensor]]
+    source: Source, blob: Path | RemoteBlob, tensors: Mapping[str, Mapping[str, TorchTensor]]
 ) -> int:
     """Return the number of updates. All parameters have the same one."""
     counts: dict[str, float] = {}
@@ -230,7 +231,7 @@ def _num_updates(
 def _moments(
     source: Source,
     path: Path,
-    tensors: Mapping[str, Mapping[str, ArchivedTensor]],
+    tensors: Mapping[str, Mapping[str, TorchTensor]],
     *,
     file_number: int,
 ) -> Iterator[SourceTensor]:
@@ -258,7 +259,7 @@ def _stamp(
     blob: Path | RemoteBlob,
     name: str,
     optimizer: TorchObject,
-    tensors: Mapping[str, Mapping[str, ArchivedTensor]],
+    tensors: Mapping[str, Mapping[str, TorchTensor]],
 ) -> SourceFile:
     """Return the stamp of the file. Of an output of prep, it has the digest of the bytes outside of moments."""
     metadata_digest = optimizer.digest

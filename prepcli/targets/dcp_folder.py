@@ -11,11 +11,15 @@ from prepcli.algebra.axis_map import LAYERS
 from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
-from prepcli.formats.torch_archive_write import encode_archive, encode_object
-from prepcli.formats.torch_dcp import MAX_METADATA_OPCODES, METADATA_FILE
-from prepcli.formats.torch_dcp_write import DATA_FILE, DcpEntry, encode_metadata
-from prepcli.formats.torch_pickle import MAX_NBYTES
-from prepcli.formats.torch_pickle_write import SUPPORTED_DTYPES, PickledValue, StoredTensor
+from prepcli.formats.torch_dcp import (
+    DATA_FILE,
+    MAX_METADATA_OPCODES,
+    METADATA_FILE,
+    DcpEntry,
+    encode_metadata,
+)
+from prepcli.formats.torch_pickle import MAX_NBYTES, SUPPORTED_DTYPES, PickledValue, StoredTensor
+from prepcli.formats.torch_zip import encode_object
 from prepcli.planning.plan import Contiguous, Locations, OutputFile, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source, SourceTensor
@@ -78,12 +82,11 @@ def lay_out_dcp_folder(
         file_name = DATA_FILE.format(number)
         ranges: list[tuple[int, bytes]] = []
         offset = 0
-        for name, dtype, shape, nbytes in group:
+        for name, dtype, shape, _ in group:
             _check_dtype(name, dtype)
-            archive = encode_archive(dtype, shape)
-            payload = offset + len(archive.prefix)
-            ranges += [(offset, archive.prefix), (payload + nbytes, archive.suffix)]
-            locations[name] = Contiguous(number, payload)
+            archive = encode_object(StoredTensor("0", dtype, shape))
+            ranges += [(offset + start, data) for start, data in archive.constant_ranges]
+            locations[name] = Contiguous(number, offset + archive.offsets["0"])
             path = paths.get(name, ())
             dcp_entries.append(
                 DcpEntry(name, dtype, shape, file_name, offset, archive.nbytes, path)

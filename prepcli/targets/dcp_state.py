@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from prepcli.formats.safetensors_layout import LayoutEntry
-from prepcli.formats.torch_pickle_write import StoredTensor
+from prepcli.formats.torch_pickle import StoredTensor
 from prepcli.models.module_order import OptimizerGroups
 from prepcli.sources.adam_state import AdamSettings, AdamState
 from prepcli.targets.dcp_folder import DcpConstant, DcpLayout, lay_out_dcp_folder

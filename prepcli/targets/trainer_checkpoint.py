@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.formats.torch_archive_write import encode_object
-from prepcli.formats.torch_pickle_write import SUPPORTED_DTYPES, PickledValue, StoredTensor
+from prepcli.formats.torch_pickle import SUPPORTED_DTYPES, PickledValue, StoredTensor
+from prepcli.formats.torch_zip import encode_object
 from prepcli.models.module_order import OptimizerGroups
 from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
 from prepcli.sources.adam_state import AdamSettings, AdamState, moment_names

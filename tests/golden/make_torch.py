@@ -64,7 +64,9 @@ def main() -> None:
             ("plain", {"_disable_byteorder_record": True, "pickle_protocol": 4}),
             ("legacy", {"_use_new_zipfile_serialization": False}),
         ):
-            torch.save(checkpoint, FOLDER / f"{name}-{kind}.bin", **options)
+            # prep refuses files before PyTorch 1.6.
+            if kind != "legacy" or name == "views":
+                torch.save(checkpoint, FOLDER / f"{name}-{kind}.bin", **options)
         state = checkpoint.get("state_dict", checkpoint)
         described[name] = {
             key: {

@@ -113,27 +113,6 @@ def _entry(name: str) -> zipfile.ZipInfo:
     return zipfile.ZipInfo(name)
 
 
-MAGIC = 0x1950A86A20F9469CFC6C
-
-
-def make_legacy_file(
-    root: bytes,
-    storages: Sequence[tuple[str, int, bytes]] = (("0", 6, SIX_FLOATS),),
-    little: bytes = b"\x88",
-    magic: int = MAGIC,
-) -> bytes:
-    """Return a file in the format before PyTorch 1.6; storages are (key, stated length, bytes)."""
-    head = [
-        encode_int(magic),
-        b"M" + struct.pack("<H", 1001),
-        encode_mapping({"little_endian": little}),
-        root,
-    ]
-    keys = b"]" + MARK + b"".join(encode_text(key) for key, _, _ in storages) + b"e"
-    data = b"".join(struct.pack("<q", count) + raw for _, count, raw in storages)
-    return b"".join(make_pickle(part) for part in [*head, keys]) + data
-
-
 def mutate(data: bytes, rng: random.Random) -> bytes:
     """Flip, delete, repeat or replace random bytes."""
     mutated = bytearray(data)

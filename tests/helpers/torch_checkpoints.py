@@ -38,7 +38,7 @@ def tensor_bytes(value: Any) -> bytes:
 
 
 def write_bin_folder(
-    folder: Path, out: Path, tensors: Mapping[str, Any], num_files: int = 1, legacy: bool = False
+    folder: Path, out: Path, tensors: Mapping[str, Any], num_files: int = 1
 ) -> Path:
     """Write pytorch_model.bin, or several files with an index, with the settings of another folder."""
     import torch
@@ -56,11 +56,7 @@ def write_bin_folder(
             if num_files == 1
             else f"pytorch_model-{i:05d}-of-{num_files:05d}.bin"
         )
-        torch.save(
-            {name: tensors[name] for name in part},
-            out / file,
-            _use_new_zipfile_serialization=not legacy,
-        )
+        torch.save({name: tensors[name] for name in part}, out / file)
         file_names |= dict.fromkeys(part, file)
     if num_files > 1:
         index = {"metadata": {"total_size": 1.5}, "weight_map": file_names}

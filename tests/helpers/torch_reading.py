@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import FAILED, PrepError
-from prepcli.formats.torch_files import TorchHeader, TorchTensor, read_torch_header
+from prepcli.formats.torch_files import TorchHeader, read_torch_header
+from prepcli.formats.torch_tensors import TorchTensor
 from prepcli.planning.tensors import itemsize
 
 

@@ -35,9 +35,9 @@ from prepcli.formats.torch_files import (
     META_PARAMS_FILE,
     MISTRAL_FILE,
     TorchHeader,
-    TorchTensor,
     read_torch_header,
 )
+from prepcli.formats.torch_tensors import TorchTensor
 from prepcli.formats.untrusted import (
     list_folder,
     parse_json,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prepcli.core.errors import PrepError
-from prepcli.formats.torch_files import TorchTensor, read_torch_folder
+from prepcli.formats.torch_files import read_torch_folder
+from prepcli.formats.torch_tensors import TorchTensor
 from prepcli.planning.plan import Contiguous, Strided
 from prepcli.sources.model_family import find_config_path, read_folder_model
 from prepcli.sources.source import Source, SourceTensor, file_stamps

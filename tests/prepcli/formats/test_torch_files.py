@@ -13,20 +13,19 @@ import pytest
 from prepcli.core.errors import PrepError
 from prepcli.formats.torch_files import (
     MAX_NON_TENSORS,
-    TorchTensor,
     detect_torch_kind,
     read_torch_folder,
     read_torch_header,
+    read_torch_object,
     select_model_files,
 )
+from prepcli.formats.torch_tensors import TorchTensor
 from tests.golden.make_torch import FOLDER
 from tests.helpers.pickle_builder import (
     ONE_TENSOR,
-    SIX_FLOATS,
     encode_int,
     encode_mapping,
     encode_tensor,
-    make_legacy_file,
     make_pickle,
     make_zip_file,
     mutate,
@@ -36,7 +35,7 @@ from tests.helpers.torch_reading import read_content, read_error, tensor_bytes
 
 FUZZED = 500
 TOLD = json.loads((FOLDER / "tensors.json").read_text())
-FILES = sorted(FOLDER.glob("*.bin"))
+FILES = [*sorted(FOLDER.glob("*-plain.bin")), *sorted(FOLDER.glob("*-zip.bin"))]
 
 
 # What PyTorch writes
@@ -61,15 +60,11 @@ def test_read_torch_header_matches_golden_files(path: Path) -> None:
 
 
 def test_read_torch_header_returns_byte_strides_of_views() -> None:
-    for kind in ("zip", "legacy"):
-        steps = {
-            t.name: t.byte_strides
-            for t in read_torch_header(FOLDER / f"views-{kind}.bin", 0).tensors
-        }
-        assert steps == {
-            "big": None, "alias": None, "row": None, "scalar": None, "empty": None, "parameter": None,
-            "transposed": (4, 32), "inside": (32, 4), "every_other": (32, 8), "one": (32, 4), "swapped": (2, 24, 8),
-        }  # fmt: skip
+    header = read_torch_header(FOLDER / "views-zip.bin", 0)
+    assert {t.name: t.byte_strides for t in header.tensors} == {
+        "big": None, "alias": None, "row": None, "scalar": None, "empty": None, "parameter": None,
+        "transposed": (4, 32), "inside": (32, 4), "every_other": (32, 8), "one": (32, 4), "swapped": (2, 24, 8),
+    }  # fmt: skip
 
 
 def test_byte_range_of_a_view_ends_with_its_last_element() -> None:
@@ -80,7 +75,7 @@ def test_byte_range_of_a_view_ends_with_its_last_element() -> None:
 
 
 def test_non_tensors_are_described() -> None:
-    for kind in ("zip", "plain", "legacy"):
+    for kind in ("zip", "plain"):
         assert read_torch_header(FOLDER / f"wrapped-{kind}.bin", 0).non_tensors == (
             "`epoch` is 3", "`lr` is 0.5", "`optimizer` is a mapping of 2", "`dtype` is the name of a class",
             "`device` is a torch.device", "`note` is the text `x`", "`size` is a torch.Size",
@@ -101,14 +96,6 @@ def test_digest_covers_metadata_without_payload(tmp_path: Path) -> None:
     root, other_root = (
         encode_mapping({"w": encode_tensor()}),
         encode_mapping({"v": encode_tensor()}),
-    )
-    assert (
-        read_content(tmp_path, make_legacy_file(root)).digest
-        == read_content(tmp_path, make_legacy_file(root).replace(SIX_FLOATS, bytes(24))).digest
-    )
-    assert (
-        read_content(tmp_path, make_legacy_file(root)).digest
-        != read_content(tmp_path, make_legacy_file(other_root)).digest
     )
     assert (
         read_content(tmp_path, make_zip_file(make_pickle(root))).digest
@@ -144,7 +131,7 @@ def test_random_views_match_torch(tmp_path: Path) -> None:
                 ])(view)  # fmt: skip
             state[f"v{i}"] = view
         path = tmp_path / "x.bin"
-        torch.save(state, path, _use_new_zipfile_serialization=bool(turn % 2))
+        torch.save(state, path, pickle_protocol=2 + turn % 4)
         content = path.read_bytes()
         tensors = {t.name: t for t in read_torch_header(path, 0).tensors}
         assert {key: tuple(value.shape) for key, value in state.items()} == {
@@ -186,17 +173,12 @@ NOT_CARRIED: Mapping[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize(("make", "message"), NOT_CARRIED.values(), ids=NOT_CARRIED)
-@pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.filterwarnings("ignore")
 def test_unsupported_objects_are_rejected_by_name(
-    tmp_path: Path, make: Callable[[Any], object], message: str, zipped: bool
+    tmp_path: Path, make: Callable[[Any], object], message: str
 ) -> None:
     torch = pytest.importorskip("torch")
-    torch.save(
-        {"w": torch.ones(2), "x": make(torch)},
-        tmp_path / "y.bin",
-        _use_new_zipfile_serialization=zipped,
-    )
+    torch.save({"w": torch.ones(2), "x": make(torch)}, tmp_path / "y.bin")
     error = read_error(tmp_path, (tmp_path / "y.bin").read_bytes())
     assert message in f"{error.what} {error.why}"
     assert error.hint
@@ -241,8 +223,45 @@ def fuzzed(rng: random.Random, number: int) -> bytes:
         return content[:-edge] + mutate(content[-edge:], rng)
     if kind == 2:
         return mutate(content[:600], rng) + content[600:]
-    pickled = mutate(ONE_TENSOR, rng)
-    return make_zip_file(pickled) if number % 2 else make_legacy_file(pickled[2:-1])
+    return make_zip_file(mutate(ONE_TENSOR, rng))
+
+
+def test_files_before_pytorch_1_6_are_refused(tmp_path: Path) -> None:
+    error = read_error(tmp_path, (FOLDER / "views-legacy.bin").read_bytes())
+    assert error.what == "x.bin is not supported"
+    assert error.why == "it has the format of PyTorch before version 1.6"
+    assert "`torch.save(torch.load('x.bin'), 'x.bin')`" in str(error.hint)
+    with pytest.raises(PrepError) as caught, (tmp_path / "x.bin").open("rb") as file:
+        read_torch_object(tmp_path / "x.bin", file)
+    assert str(caught.value) == str(error)
+
+
+def test_hint_for_files_before_pytorch_1_6_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    error = read_error(tmp_path, (FOLDER / "views-legacy.bin").read_bytes())
+    code = str(error.hint).split("`")[1]
+    exec(code, {"torch": torch})
+    tensors = {t.name: t for t in read_torch_header(tmp_path / "x.bin", 0).tensors}
+    content = (tmp_path / "x.bin").read_bytes()
+    bits = {name: tensor_bytes(tensor, content).hex() for name, tensor in tensors.items()}
+    assert bits == {name: tensor["bits"] for name, tensor in TOLD["views"].items()}
+
+
+def test_repeated_containers_are_converted_once(tmp_path: Path) -> None:
+    """50 references to a tuple of 50 references, 12 times, would be 50^12 conversions."""
+    nested = b"Nq\x00" + (b"(" + b"h\x00" * 50 + b"tq\x00") * 12
+    path = tmp_path / "optimizer.pt"
+    path.write_bytes(make_zip_file(make_pickle(nested)))
+    with path.open("rb") as file:
+        root = read_torch_object(path, file).root
+    assert isinstance(root, tuple)
+    assert len(root) == 50
+    path.write_bytes(make_zip_file(make_pickle(nested, b"\x85" * 12)))
+    with pytest.raises(PrepError, match="nests more than 16"), path.open("rb") as file:
+        read_torch_object(path, file)
 
 
 # Which files of a folder

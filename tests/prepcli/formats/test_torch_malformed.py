@@ -11,7 +11,6 @@ import pytest
 from prepcli.core.errors import PrepError
 from prepcli.formats.torch_files import read_torch_header
 from tests.helpers.pickle_builder import (
-    SIX_FLOATS,
     encode_call,
     encode_int,
     encode_ints,
@@ -21,7 +20,6 @@ from tests.helpers.pickle_builder import (
     encode_tensor,
     encode_text,
     encode_tuple,
-    make_legacy_file,
     make_pickle,
     make_zip_file,
 )
@@ -286,66 +284,10 @@ def test_invalid_tensors_are_rejected(tmp_path: Path, pickled: bytes, why: str) 
     assert len(error.why) < 300
 
 
-ROOT = encode_mapping({"w": encode_tensor()})
-TWO = encode_mapping(
-    {
-        "w": encode_tensor(),
-        "v": encode_tensor(storage=encode_storage(kind="torch.HalfStorage", numel=12)),
-    }
-)
-LEGACIES = {
-    "another magic number": (make_legacy_file(ROOT, magic=5), "not PyTorch's magic number"),
-    "another pickle": (make_pickle(encode_int(3)), "not PyTorch's magic number"),
-    "another version": (
-        make_legacy_file(ROOT).replace(b"M\xe9\x03", b"M\xea\x03"),
-        "its version is not 1001",
-    ),
-    "numbers the other way round": (make_legacy_file(ROOT, little=b"\x89"), "big-endian machine"),
-    "a number for True": (make_legacy_file(ROOT, little=encode_int(1)), "big-endian machine"),
-    "no storage": (make_legacy_file(ROOT, ()), "differs from the storages of its tensors"),
-    "another storage": (
-        make_legacy_file(ROOT, [("1", 6, SIX_FLOATS)]),
-        "differs from the storages of its tensors",
-    ),
-    "one storage more": (
-        make_legacy_file(ROOT, [("0", 6, SIX_FLOATS), ("1", 6, SIX_FLOATS)]),
-        "differs from the storages of its tensors",
-    ),
-    "a storage twice": (
-        make_legacy_file(ROOT, [("0", 6, SIX_FLOATS), ("0", 6, SIX_FLOATS)]),
-        "differs from the storages of its tensors",
-    ),
-    "another length": (
-        make_legacy_file(ROOT, [("0", 7, SIX_FLOATS)]),
-        "has 7 elements, its tensors need 6",
-    ),
-    "a negative length": (make_legacy_file(ROOT, [("0", -6, SIX_FLOATS)]), "has -6 elements"),
-    "cut short in a storage": (make_legacy_file(ROOT)[:-1], "cut short in storage `0`"),
-    "cut short before it": (
-        make_legacy_file(ROOT)[: -len(SIX_FLOATS) - 1],
-        "cut short in storage `0`",
-    ),
-    "bytes behind the end": (make_legacy_file(ROOT) + b"x", "the file has"),
-    "two lengths of a storage": (
-        make_legacy_file(
-            encode_mapping(
-                {"w": encode_tensor(), "v": encode_tensor(storage=encode_storage(numel=7))}
-            )
-        ),
-        "storage `0` has two lengths",
-    ),
-}
-
-
-@pytest.mark.parametrize(("content", "why"), LEGACIES.values(), ids=LEGACIES)
-def test_invalid_legacy_files_are_rejected(tmp_path: Path, content: bytes, why: str) -> None:
-    error = read_error(tmp_path, content)
-    assert error.what == "x.bin is not a usable PyTorch file"
-    assert why in error.why
-
-
 def test_storage_with_two_dtypes_is_read(tmp_path: Path) -> None:
-    dtypes = {t.name: t.dtype for t in read_content(tmp_path, make_legacy_file(TWO)).tensors}
+    half = encode_tensor(storage=encode_storage(kind="torch.HalfStorage", numel=12))
+    content = make_zip_file(make_pickle(encode_mapping({"w": encode_tensor(), "v": half})))
+    dtypes = {t.name: t.dtype for t in read_content(tmp_path, content).tensors}
     assert dtypes == {"w": "float32", "v": "float16"}
 
 
@@ -363,7 +305,8 @@ OTHER = {
         "x.bin is not a PyTorch file",
         "like a safetensors file",
     ),
-    "tar": (b"x" * 257 + b"ustar\x00", "x.bin is a tar archive", "before 0.1.10"),
+    "tar": (b"x" * 257 + b"ustar\x00", "x.bin is not supported", "PyTorch before version 1.6"),
+    "pickle": (make_pickle(encode_int(3)), "x.bin is not supported", "PyTorch before version 1.6"),
     "ggml": (b"lmgg" + bytes(20), "x.bin is a GGML file", "quantised"),
     "zip of something else": (b"PK\x03\x04", "x.bin is not a usable PyTorch file", "no directory"),
 }

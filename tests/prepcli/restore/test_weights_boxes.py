@@ -21,7 +21,7 @@ from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.prepcli.commands.operations.test_format_matrix import make_formats, make_torch_formats
 
-TORCH = ("bin", "bin-legacy", "meta")
+TORCH = ("bin", "meta")
 KINDS = ("hf", "init", "init-zstd", "unscanned", "hf-flax", "easylm", "zarr3", *TORCH)
 UP = "params.layers.mlp.up.weight"
 WIDE = LLAMA | {

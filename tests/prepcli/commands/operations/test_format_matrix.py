@@ -21,7 +21,7 @@ from tests.prepcli.commands.operations.test_orbax_sources import array_metas
 from tests.prepcli.commands.operations.test_restore import expected_leaves
 
 CONFIG = LLAMA | {"vocab_size": 136, "num_attention_heads": 4, "num_key_value_heads": 2}
-TORCH = ("bin", "bin-legacy", "meta")
+TORCH = ("bin", "meta")
 CONVERTED = {
     "init": ("save-init", "hf", "--mesh", "1,2,1"),
     "init-zstd": ("save-init", "hf", "--compress", "zstd", "--mesh", "1,4,1"),
@@ -76,7 +76,6 @@ def make_torch_formats(folder: Path) -> Path:
     """Add the formats that need PyTorch."""
     tensors = {name: to_torch(value) for name, value in read_tensors(folder / "hf").items()}
     write_bin_folder(folder / "hf", folder / "bin", tensors, num_files=2)
-    write_bin_folder(folder / "hf", folder / "bin-legacy", tensors, legacy=True)
     write_meta_folder(folder / "meta", CONFIG, tensors, num_files=2)
     return folder
 

@@ -273,12 +273,12 @@ def test_manifest_records_bin_file_size() -> None:
 # With torch
 
 
-SAVED_FORMS = list(itertools.product((GPT_NEO, LLAMA), (False, True), (1, 3)))
-FAST_SAVED_FORMS = [(GPT_NEO, True, 1), (LLAMA, False, 3)]
+SAVED_FORMS = list(itertools.product((GPT_NEO, LLAMA), (1, 3)))
+FAST_SAVED_FORMS = [(GPT_NEO, 1), (LLAMA, 3)]
 
 
-@pytest.mark.parametrize(("base", "legacy", "files"), slow_except(SAVED_FORMS, FAST_SAVED_FORMS))
-def test_files_saved_by_torch_convert(base: dict[str, Any], legacy: bool, files: int) -> None:
+@pytest.mark.parametrize(("base", "files"), slow_except(SAVED_FORMS, FAST_SAVED_FORMS))
+def test_files_saved_by_torch_convert(base: dict[str, Any], files: int) -> None:
     pytest.importorskip("torch")
     from tests.helpers.torch_checkpoints import to_torch as as_torch
     from tests.helpers.torch_checkpoints import write_bin_folder
@@ -289,7 +289,6 @@ def test_files_saved_by_torch_convert(base: dict[str, Any], legacy: bool, files:
         Path("b"),
         {key: as_torch(array) for key, array in tensors.items()},
         files,
-        legacy,
     )
     run_ok("save-init", "./b", "--mesh", "1,4,2", "--pad-vocab", "8")
     run_ok("verify", "b-init", "./m")

@@ -1,13 +1,19 @@
-"""Tests of zip archives of PyTorch, with malformed records and directories, and in zip64."""
+"""Tests of zip archives of PyTorch: malformed records and directories, zip64, and archives of prep loaded by torch."""
 
 from __future__ import annotations
 
+import itertools
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from prepcli.formats.torch_pickle import PickledValue, StoredTensor
+from prepcli.formats.torch_zip import ObjectArchive, encode_object
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.pickle_builder import (
     ONE_TENSOR,
     SIX_FLOATS,
@@ -18,6 +24,8 @@ from tests.helpers.pickle_builder import (
     make_zip_file,
 )
 from tests.helpers.torch_reading import read_content, read_error, tensor_bytes
+
+torch = lazy_module("torch")
 
 
 def zipped(edit: Callable[[bytearray], None]) -> bytes:
@@ -54,11 +62,11 @@ ARCHIVES = {
         "its directory is broken at its byte",
     ),
     "with an endless name": (put(ENTRY, 28, b"\xff\xff"), "its directory is cut short"),
-    "with a header elsewhere": (put(ENTRY, 42, b"\x01\x00\x00\x00"), "header of `data/0` differ"),
+    "with a header elsewhere": (put(ENTRY, 42, b"\x01\x00\x00\x00"), "overlaps another record"),
     "with a header behind its end": (put(ENTRY, 42, b"\xf0\xff\xff\x7f"), "overlaps its directory"),
     "with large numbers that are not there": (
         put(ENTRY, 42, b"\xff\xff\xff\xff"),
-        "lacks its zip64 numbers",
+        "overlaps its directory",
     ),
     "with another name in its header": (put(LOCAL, 30, b"Archive"), "header of `data/0` differ"),
     "with another length in its header": (put(LOCAL, 22, b"\x17"), "header of `data/0` differ"),
@@ -124,7 +132,7 @@ def test_duplicate_and_overlapping_records_are_rejected(tmp_path: Path) -> None:
     header_offset = content.find(header)
     position = content.rfind(ENTRY) + 42
     content[position : position + 4] = struct.pack("<I", header_offset)
-    assert "two of its storages overlap at byte" in read_error(tmp_path, bytes(content)).why
+    assert "`data/0` overlaps another record" in read_error(tmp_path, bytes(content)).why
 
 
 def test_zip64_archive_is_read(tmp_path: Path) -> None:
@@ -151,3 +159,83 @@ def test_zip64_archive_is_read(tmp_path: Path) -> None:
     ):
         broken = content[:start] + directory + bad_zip64_end + locator + end_record
         assert "zip64 end record" in read_error(tmp_path, broken).why
+
+
+# Writing
+
+
+MOMENT = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+STEP = np.float32(7)
+STATE: PickledValue = {
+    "state": {
+        0: {
+            "step": StoredTensor("0", "float32", (), STEP.tobytes()),
+            "exp_avg": StoredTensor("1", "float32", MOMENT.shape),
+            "empty": StoredTensor("2", "bfloat16", (0, 4)),
+        }
+    },
+    "param_groups": [
+        {"lr": 1e-3, "betas": (0.9, 0.999), "foreach": None, "amsgrad": False, "params": [0, 1]},
+        {"lr": -2.5, "large": 1 << 40, "negative": -3, "is": True, "params": []},
+    ],
+}
+
+
+def write_archive(path: Path, archive: ObjectArchive, payloads: dict[str, bytes]) -> None:
+    """Write an archive with the payloads of its tensors, by the keys of their storages."""
+    with path.open("wb") as file:
+        file.truncate(archive.nbytes)
+        for offset, data in archive.constant_ranges:
+            file.seek(offset)
+            file.write(data)
+        for key, data in payloads.items():
+            file.seek(archive.offsets[key])
+            file.write(data)
+
+
+def test_torch_load_returns_the_object(tmp_path: Path):
+    write_archive(tmp_path / "a.pt", encode_object(STATE), {"1": MOMENT.tobytes()})
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    entry = loaded["state"][0]
+    assert np.array_equal(entry["exp_avg"].numpy(), MOMENT)
+    assert (entry["step"].item(), entry["step"].dtype) == (7, torch.float32)
+    assert (entry["empty"].shape, entry["empty"].dtype) == ((0, 4), torch.bfloat16)
+    assert loaded["param_groups"] == STATE["param_groups"]  # pyright: ignore[reportArgumentType,reportIndexIssue,reportOptionalSubscript,reportCallIssue]
+
+
+def test_payloads_are_aligned_and_apart_from_constants():
+    archive = encode_object(STATE)
+    ranges = [(start, start + len(data)) for start, data in archive.constant_ranges]
+    ranges.append((archive.offsets["1"], archive.offsets["1"] + MOMENT.nbytes))
+    ranges.sort()
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == archive.nbytes
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(ranges))
+    assert all(offset % 64 == 0 for offset in archive.offsets.values())
+
+
+def small_tensors(count: int) -> dict[int, StoredTensor]:
+    """Return tensors of one byte."""
+    return {number: StoredTensor(str(number), "uint8", (1,)) for number in range(count)}
+
+
+def test_archive_of_many_tensors_has_a_64_bit_count(tmp_path: Path):
+    """The number of records beyond 65,535 needs zip64."""
+    archive = encode_object(small_tensors(66_000))
+    write_archive(tmp_path / "a.pt", archive, {})
+    with zipfile.ZipFile(tmp_path / "a.pt") as file:
+        # The pickle, the byte order and the version are records, too.
+        assert len(file.infolist()) == 66_003
+
+
+def test_archive_of_large_tensors_has_64_bit_offsets(tmp_path: Path):
+    """Offsets beyond 4 GiB need zip64. The file is sparse."""
+    large = StoredTensor("large", "uint8", (5 << 30,))
+    archive = encode_object({"large": large, "small": small_tensors(3)})
+    write_archive(tmp_path / "a.pt", archive, {"2": b"\x05"})
+    with zipfile.ZipFile(tmp_path / "a.pt") as file:
+        info = file.getinfo("archive/data/2")
+    assert 5 << 30 < info.header_offset < archive.offsets["2"]
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True, mmap=True)
+    assert loaded["small"][2].item() == 5
+    assert loaded["large"].shape == (5 << 30,)

@@ -15,11 +15,14 @@ import pytest
 from prepcli.core.errors import PrepError
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.safetensors_layout import LayoutEntry
-from prepcli.formats.torch_archive_write import encode_archive
-from prepcli.formats.torch_dcp import MAX_METADATA_OPCODES, read_dcp_folder
-from prepcli.formats.torch_dcp_write import DcpEntry, encode_metadata
-from prepcli.formats.torch_pickle import MAX_NBYTES
-from prepcli.formats.torch_pickle_write import SUPPORTED_DTYPES
+from prepcli.formats.torch_dcp import (
+    MAX_METADATA_OPCODES,
+    DcpEntry,
+    encode_metadata,
+    read_dcp_folder,
+)
+from prepcli.formats.torch_pickle import MAX_NBYTES, SUPPORTED_DTYPES, StoredTensor
+from prepcli.formats.torch_zip import encode_object
 from prepcli.targets import dcp_folder
 from prepcli.targets.dcp_folder import lay_out_dcp_folder
 
@@ -124,11 +127,13 @@ def test_reader_finds_every_tensor(tmp_path: Path):
 
 @pytest.mark.parametrize("dtype", sorted(SUPPORTED_DTYPES))
 def test_archive_is_a_zip_with_aligned_payload(dtype: str):
-    archive = encode_archive(dtype, (5, 3))
+    archive = encode_object(StoredTensor("0", dtype, (5, 3)))
+    (_, prefix), (_, suffix) = archive.constant_ranges
     nbytes = 15 * numpy_dtype(dtype).itemsize
-    assert archive.nbytes == len(archive.prefix) + nbytes + len(archive.suffix)
-    assert len(archive.prefix) % 64 == 0
-    content = archive.prefix + bytes(nbytes) + archive.suffix
+    assert archive.nbytes == len(prefix) + nbytes + len(suffix)
+    assert archive.offsets["0"] == len(prefix)
+    assert len(prefix) % 64 == 0
+    content = prefix + bytes(nbytes) + suffix
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         sizes = {info.filename: info.file_size for info in file.infolist()}
         assert sizes["archive/data/0"] == nbytes
@@ -137,13 +142,14 @@ def test_archive_is_a_zip_with_aligned_payload(dtype: str):
 
 @pytest.mark.parametrize("rows", [(1 << 32) - 1, 1 << 32, 1 << 33])
 def test_archive_above_4_gib_is_a_zip64(tmp_path: Path, rows: int):
-    archive = encode_archive("uint8", (rows,))
+    archive = encode_object(StoredTensor("0", "uint8", (rows,)))
+    (_, prefix), (_, suffix) = archive.constant_ranges
     path = tmp_path / "sparse.zip"
     # The payload is a hole in the file.
     with path.open("wb") as file:
-        file.write(archive.prefix)
+        file.write(prefix)
         file.seek(rows, io.SEEK_CUR)
-        file.write(archive.suffix)
+        file.write(suffix)
     with zipfile.ZipFile(path) as file:
         assert file.getinfo("archive/data/0").file_size == rows
         with file.open("archive/data.pkl") as record:
