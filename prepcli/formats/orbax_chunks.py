@@ -145,9 +145,8 @@ class ItemValues:
         self.folder = folder
         self.storage = storage
         self._before_read = before_read
-        self._paths: list[str] = []
-        self._numbers: dict[str, int] = {}  # file number by path
-        self._chunks = 0
+        self._file_numbers: dict[str, int] = {}  # by path
+        self._num_chunks = 0
         # Metadata document of each array, if arrays are folders. It is no data file.
         self._document_paths: dict[str, Path] = {}
         self.by_name: dict[str, dict[str, StoredValue]] = {}
@@ -158,12 +157,13 @@ class ItemValues:
         for name, key, value in values_by_key:
             self.count_chunks(1)
             self.by_name.setdefault(name, {})[key] = value
+        self._paths = tuple(self._file_numbers)
         self.files = tuple(folder / path for path in self._paths)
 
-    def count_chunks(self, chunks: int) -> None:
+    def count_chunks(self, num_chunks: int) -> None:
         """Add to the total of values and of chunks in shards. Raise PrepError if the total exceeds `MAX_VALUES`."""
-        self._chunks += chunks
-        if self._chunks > MAX_VALUES:
+        self._num_chunks += num_chunks
+        if self._num_chunks > MAX_VALUES:
             what = f"{self.folder} claims more than {MAX_VALUES:,} chunks"
             raise PrepError(what, "that is the limit of prep", "save it again in larger chunks")
 
@@ -181,10 +181,7 @@ class ItemValues:
             yield name, array_key, value
 
     def _file_number(self, path: str) -> int:
-        number = self._numbers.setdefault(path, len(self._paths))
-        if number == len(self._paths):
-            self._paths.append(path)
-        return number
+        return self._file_numbers.setdefault(path, len(self._file_numbers))
 
     def _iter_folders(self, names: Iterable[str]) -> Iterator[tuple[str, str, StoredValue]]:
         for name in names:
@@ -222,7 +219,7 @@ class ItemValues:
         """Return the bytes of a value. Raise ValueError if it exceeds `max_nbytes` or its file."""
         if isinstance(value, bytes):
             return value
-        path = self.folder / self._paths[value.file]
+        path = self.files[value.file]
         end = value.offset + value.nbytes
         if value.nbytes > max_nbytes or end > stat_indexed_file(path).st_size:
             raise ValueError(f"its {value.nbytes:,} bytes are not in {path}")
