@@ -21,8 +21,8 @@ from prepcli.algebra.grids import ChunkGrid, StridedPlacement
 from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.execution.box_exchange import decode_boxes, encode_boxes
-from prepcli.formats.orbax import ArrayMeta
-from prepcli.formats.orbax_write import WrittenChunk, encode_item_metadata
+from prepcli.formats.orbax import encode_item_metadata
+from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
 from prepcli.planning.process_files import plan_process_files
 from prepcli.planning.state_names import identity_axis_map

@@ -28,7 +28,7 @@ from prepcli.execution.bucket_publication import BucketPublication
 from prepcli.execution.bucket_run import RUN_OBJECT, BucketRun, UnitNote
 from prepcli.execution.execute import make_run_identity
 from prepcli.execution.finalize import check_small_files
-from prepcli.execution.object_compressor import compression_threads, context_nbytes
+from prepcli.execution.object_compressor import compression_threads
 from prepcli.execution.output_urls import RETRIES
 from prepcli.execution.request import ExecutionRequest
 from prepcli.execution.resume import StreamReader, find_outdated
@@ -43,6 +43,7 @@ from prepcli.execution.source_checks import (
 from prepcli.execution.staging import WORK_FOLDER
 from prepcli.execution.stored_outputs import check_stored_output, has_intact_files, stored_manifest
 from prepcli.execution.unit_progress import UnitProgress
+from prepcli.formats.codecs import codec_of
 from prepcli.formats.manifest import MANIFEST_FILE, Manifest, foreign_output_error
 from prepcli.planning import coverage
 from prepcli.planning.object_files import OBJECT_NBYTES
@@ -89,11 +90,11 @@ class BucketExecutor:
         largest_nbytes = max((file.size for file in self.plan.files), default=0)
         kept_nbytes = max(matrix_nbytes(self.plan.streams), piece_nbytes(self.plan.streams))
         self.num_compressing = 0
-        if self.plan.zstd_level:
-            level = self.plan.zstd_level
-            self.num_compressing = compression_threads(level, self.pool.memory_nbytes)
+        if compression := self.plan.compression:
+            self.num_compressing = compression_threads(compression, self.pool.memory_nbytes)
             # As many contexts again for chunks of split objects, continued by a later piece
-            kept_nbytes += 2 * self.num_compressing * context_nbytes(level)
+            encoder_nbytes = codec_of(compression).encoder_nbytes(compression.level)
+            kept_nbytes += 2 * self.num_compressing * encoder_nbytes
         self.budget, self.limits = make_object_budget(
             self.pool.memory_nbytes,
             min_buffer_nbytes=min_buffer_nbytes(self.plan.streams),

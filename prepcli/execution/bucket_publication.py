@@ -29,7 +29,7 @@ from prepcli.formats.manifest import (
     XXH3_KEY,
     encode_manifest,
 )
-from prepcli.formats.orbax_write import COMMIT_MARKER
+from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.chunk_extents import chunk_extents, count_blocks
 from prepcli.planning.manifest_fields import FileRecord
 from prepcli.planning.plan import Plan
@@ -207,7 +207,7 @@ class BucketPublication:
 
     def _compressed_chunks(self, notes: Sequence[UnitNote]) -> CompressedChunks | None:
         """Return the locations of compressed chunks, or None if the chunks are raw."""
-        if not self._plan.zstd_level:
+        if not self._plan.compression:
             return None
         lengths: dict[int, Sequence[int]] = {}
         for note in notes:

@@ -29,7 +29,7 @@ from prepcli.execution.run_notes import decode_record, encode_record
 from prepcli.execution.source_checks import SourceState, parse_source_state
 from prepcli.execution.staging import WORK_FOLDER, other_run_error
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.orbax_write import COMMIT_MARKER
+from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.shares import Share
 from prepcli.remote.conditional_objects import read_object
 from prepcli.remote.object_store import Bucket

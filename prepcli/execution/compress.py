@@ -1,7 +1,7 @@
 """Compression of an output's chunks, one after another, once all raw chunks are in its staging folder.
 
 The length of a compressed chunk is unknown until it is compressed, so its location cannot be planned. The bytes depend
-only on the raw bytes and the level. A chunk is compressed in pieces, because it may be of any size. A line of the
+only on the raw bytes and the compression. A chunk is compressed in pieces, because it may be of any size. A line of the
 journal holds the lengths of durable chunks and the digest of their bytes. A later run reads the bytes back before it
 continues.
 """
@@ -23,23 +23,21 @@ import numpy.typing as npt
 import xxhash
 
 from prepcli.core.counts import count_text
-from prepcli.core.errors import RESUME_HINT, Option, PrepError, text, usage_error
+from prepcli.core.errors import RESUME_HINT, PrepError
 from prepcli.core.progress import Progress
 from prepcli.engine.background_sync import SYNC_INTERVAL_S
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import seal_line, unseal_line
 from prepcli.engine.no_follow import open_no_follow, read_no_follow
 from prepcli.engine.sync_files import sync_paths
-from prepcli.formats.orbax_write import WrittenChunk
+from prepcli.formats.codecs import codec_of
+from prepcli.formats.orbax_chunks import WrittenChunk
 from prepcli.planning.chunk_placement import FILE_NBYTES
+from prepcli.planning.item_storage import Compression
 
 PIECE_NBYTES = 1 << 20
 # A mark is a line of the journal. One is written after this many raw bytes at the latest.
 MARK_NBYTES = 256 << 20
-METHOD = "zstd"
-DEFAULT_LEVEL = 1  # the level that Orbax uses
-# Higher levels need much memory.
-MAX_LEVEL = 19
 
 # [chunks, 3]: file, offset, bytes. An object per chunk would need too much memory.
 _ChunkTable = npt.NDArray[np.int64]
@@ -98,32 +96,13 @@ class CompressedChunks:
             yield replace(chunk, file=file, offset=offset, nbytes=nbytes)
 
 
-def parse_compress(value: str | None) -> int | None:
-    """Return the level of `zstd` or `zstd:LEVEL`. Raise UsageError for any other text."""
-    if value is None:
-        return None
-    method, colon, level = value.partition(":")
-    number = 0
-    if level.isdecimal() and len(level) < 3:
-        number = int(level)
-    elif not colon:
-        number = DEFAULT_LEVEL
-    if method != METHOD or not 1 <= number <= MAX_LEVEL:
-        raise usage_error(
-            text("{} is invalid", Option("compress", value)),
-            f"valid values are zstd, and zstd:1 to zstd:{MAX_LEVEL}",
-            text("{}", Option("compress", "zstd")),
-        )
-    return number
-
-
 def compress_chunks(
     chunks: Iterable[WrittenChunk],
     raw_files: Sequence[Path],
     *,
     folder: Path,
     journal: Path,
-    level: int,
+    compression: Compression,
     progress: Progress,
     chunk_paths: Sequence[str] | None = None,
 ) -> CompressedChunks:
@@ -136,7 +115,7 @@ def compress_chunks(
         raw_files: Paths of the raw data files, by file number.
         folder: Folder of the item.
         journal: Path of the journal of durable chunks.
-        level: Compression level of zstd.
+        compression: Codec and level.
         progress: Receives the number of compressed raw bytes.
         chunk_paths: Path of the file of each chunk, in the order of `chunks`. None to write chunks one after another
             into files in `d/`.
@@ -155,7 +134,7 @@ def compress_chunks(
     data_files = _DataFiles(None)
     if chunk_paths is not None:
         data_files = _DataFiles([chunk_paths[number] for number in map(int, order)])
-    compressor = _Compressor(table[order], raw_files, folder, journal, level, data_files)
+    compressor = _Compressor(table[order], raw_files, folder, journal, compression, data_files)
     durable_chunks = compressor.chunks[: len(compressor.lengths)]
     progress.begin("compress", int(table[:, 2].sum()), int(durable_chunks[:, 2].sum()))
     try:
@@ -223,14 +202,14 @@ class _Compressor:
         raw: Sequence[Path],
         folder: Path,
         journal: Path,
-        level: int,
+        compression: Compression,
         data_files: _DataFiles,
     ) -> None:
         self.chunks = chunks
         self.raw_files = raw
         self.folder = folder
         self.journal = journal
-        self.level = level
+        self.compression = compression
         self.data_files = data_files
         self.lengths = _durable_lengths(journal, folder, len(chunks), data_files)
         # The digest of the bytes compressed since the last mark.
@@ -287,10 +266,8 @@ class _Compressor:
             raise io_error(path, error) from error
 
     def _compress_chunk(self, chunk: _ByteRange, progress: Progress) -> int:
-        # Imported late: most outputs are not compressed.
-        import zstandard
-
-        stream = zstandard.ZstdCompressor(level=self.level).compressobj(size=chunk.nbytes)
+        codec = codec_of(self.compression)
+        stream = codec.open_encoder(self.compression.level, chunk.nbytes)
         length = 0
         for piece in self._chunk_pieces(chunk):
             length += self._write_to_data_file(stream.compress(piece))

@@ -44,7 +44,6 @@ from prepcli.execution.source_checks import (
 from prepcli.execution.staging import PARTIAL_SUFFIX, Staging, remove_work_folder
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.file_records import are_files_intact
-from prepcli.formats.levanter import LEVANTER_METADATA_FILE
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
@@ -53,7 +52,6 @@ from prepcli.formats.manifest import (
     read_manifest,
 )
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
-from prepcli.formats.orbax import METADATA_FILE
 from prepcli.planning import coverage
 from prepcli.planning.plan import Plan
 from prepcli.planning.plan_text import encode_text, iter_text
@@ -209,7 +207,7 @@ class ConversionExecutor:
         ):
             # Bytes between tensors have no digest, so that a resumed run would keep whatever an
             # earlier run left there. In new files they are zero. Chunks to compress have no gaps.
-            if had_files and index == 0 and not share_plan.zstd_level:
+            if had_files and index == 0 and not share_plan.compression:
                 zero_gaps(self.plan, self._files)
             with self.team.open_journal(index, self._verify_earlier_run(index)) as journal:
                 done_nbytes, total_nbytes = self.team.durable_and_total_nbytes()
@@ -370,15 +368,14 @@ def _check_replaceable(out: Path) -> None:
 def _is_complete(plan: Plan, out: Path, manifest: Manifest) -> bool:
     """Return whether all files of an output exist, its listed files are intact, and data files have their sizes."""
     folder = out / plan.item
-    if plan.zstd_level:
+    if plan.compression:
         sizes_by_path = manifest.packed
     else:
         sizes_by_path = {file.path: file.size for file in plan.files}
     small_files = [file.path for file in plan.small_files]
-    metadata_file = LEVANTER_METADATA_FILE if plan.is_levanter else METADATA_FILE
     for item in plan.items:
-        small_files.append(str(Path(item or "", metadata_file)))
-        if plan.uses_ocdbt:
+        small_files.append(str(Path(item or "", plan.storage.metadata_file)))
+        if not plan.storage.has_chunk_files:
             small_files.append(str(Path(item or "", OCDBT_MANIFEST)))
     for path, size in sizes_by_path.items():
         data_file = folder / path

@@ -21,7 +21,6 @@ from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes
 from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.formats.checksums import CHECKSUMS_FILE, write_checksums
 from prepcli.formats.file_records import record_file, record_files
-from prepcli.formats.levanter_write import encode_levanter_metadata
 from prepcli.formats.manifest import (
     DROPPED_KEY,
     FILES_KEY,
@@ -33,13 +32,14 @@ from prepcli.formats.manifest import (
     XXH3_KEY,
     encode_manifest,
 )
-from prepcli.formats.orbax import ArrayMeta, OrbaxNonArray, chunk_file_path
-from prepcli.formats.orbax_write import (
-    WrittenChunk,
+from prepcli.formats.orbax import (
+    OrbaxNonArray,
     encode_item_metadata,
     encode_step_metadata,
     write_files,
 )
+from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
+from prepcli.planning.item_storage import Compression
 from prepcli.planning.manifest_fields import (
     TRAINING_STATE_KEY,
     FileRecord,
@@ -61,7 +61,7 @@ COMPRESS_JOURNAL = "packed"
 
 def data_folder(plan: Plan, folder: Path) -> Path:
     """Return the folder of the data files. Chunks are first written to a work folder if they will be compressed."""
-    if plan.zstd_level:
+    if plan.compression:
         return folder / WORK_FOLDER / RAW_FOLDER
     return folder / plan.item
 
@@ -92,8 +92,8 @@ def finalize_output(
     # This call checks the folders. Each file is opened without following links.
     check_no_symlinks(stage.folder)
     compressed = None
-    if plan.zstd_level:
-        compressed = _compress_output(plan, stage, progress or NullProgress())
+    if plan.compression:
+        compressed = _compress_output(plan, plan.compression, stage, progress or NullProgress())
     try:
         write_files(stage.folder, encode_metadata(plan, compressed))
         for file in plan.small_files:
@@ -161,21 +161,16 @@ def _item_metadata(
         assert len(plan.items) == 1
         chunks = compressed.relocate(chunks)
         names = compressed.files
-    if plan.is_levanter:
-        record = plan.settings.get(TRAINING_STATE_KEY)
-        step = record["step"] if record is not None else 0
-        return encode_levanter_metadata(
-            array_metas, chunks, names, newest_source_ns(plan), step=step
-        )
+    state_record = plan.settings.get(TRAINING_STATE_KEY)
     return encode_item_metadata(
         array_metas,
         chunks,
         names,
         newest_source_ns(plan),
+        storage=plan.storage,
+        compression=plan.compression,
         non_arrays=[OrbaxNonArray(path, "None") for path in plan.empty_nodes],
-        zstd_level=plan.zstd_level,
-        uses_ocdbt=plan.uses_ocdbt,
-        uses_zarr3=plan.uses_zarr3,
+        step=0 if state_record is None else state_record["step"],
     )
 
 
@@ -285,21 +280,22 @@ def _open_without_links(path: str, flags: int) -> int:
     return fd
 
 
-def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> CompressedChunks:
+def _compress_output(
+    plan: Plan, compression: Compression, stage: Staging, progress: Progress
+) -> CompressedChunks:
     data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
     chunk_paths: list[str] | None = None
-    if not plan.uses_ocdbt:
+    if plan.storage.has_chunk_files:
         chunk_paths = []
         for chunk in raw_chunks(plan.leaves):
             leaf_name = plan.leaves[chunk.array].name
-            path = chunk_file_path(leaf_name, chunk.index, uses_zarr3=plan.uses_zarr3)
-            chunk_paths.append(path)
+            chunk_paths.append(plan.storage.chunk_path(leaf_name, chunk.index))
     return compress_chunks(
         raw_chunks(plan.leaves),
         data_files,
         folder=stage.folder / plan.item,
         journal=stage.folder / WORK_FOLDER / COMPRESS_JOURNAL,
-        level=plan.zstd_level or 0,
+        compression=compression,
         progress=progress,
         chunk_paths=chunk_paths,
     )
@@ -314,7 +310,7 @@ def newest_source_ns(plan: Plan) -> int:
 
 def output_nbytes_to_compress(plan: Plan, folder: Path) -> int:
     """Return the number of bytes still to compress."""
-    if not plan.zstd_level:
+    if not plan.compression:
         return 0
     return nbytes_to_compress(raw_chunks(plan.leaves), folder / WORK_FOLDER / COMPRESS_JOURNAL)
 

@@ -14,9 +14,9 @@ from prepcli.core.errors import Option, PrepError, UsageError, text, usage_error
 from prepcli.execution.staging import WORK_FOLDER
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.orbax import METADATA_FILE, STRINGS_FILE
-from prepcli.formats.orbax_write import CHECKPOINT_METADATA_FILE, COMMIT_MARKER
+from prepcli.formats.orbax import CHECKPOINT_METADATA_FILE, COMMIT_MARKER, STRINGS_FILE
 from prepcli.formats.untrusted import quote_name
+from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.plan import Plan
 from prepcli.stores.writing import name_fault
 
@@ -32,7 +32,7 @@ def check_output_paths(plan: Plan) -> None:
         UsageError: The storage makes a folder of the name of a leaf, and the name cannot be one.
         PrepError: The path of another file leaves the output, or has the place of another one.
     """
-    if not plan.uses_ocdbt:
+    if plan.storage.has_chunk_files:
         for leaf in plan.leaves:
             if fault := name_fault(leaf.name):
                 raise _folder_name_error(plan, leaf.name, fault)
@@ -60,11 +60,11 @@ def _planned_paths(plan: Plan) -> Iterator[str]:
         folder = PurePosixPath(plan.item, item or "")
         for name in ITEM_FILES:
             yield str(folder / name)
-        if not plan.uses_ocdbt:
+        if plan.storage.has_chunk_files:
             for leaf in leaves:
                 # Not `/`, which drops a part `.` and everything before an absolute path.
                 yield "/".join((*folder.parts, leaf.name))
-    data_files = plan.files if plan.uses_ocdbt else ()
+    data_files = () if plan.storage.has_chunk_files else plan.files
     for file in (*data_files, *plan.small_files):
         yield "/".join((*PurePosixPath(plan.item).parts, file.path))
 
@@ -85,6 +85,6 @@ def _shared_path_error(plan: Plan, first: str, second: str) -> PrepError:
     if first != second:
         what = f"{quote_name(first)} would be a file of the output, and the folder of another one"
     hint = "rename the file in the source"
-    if not plan.uses_ocdbt:
+    if plan.storage.has_chunk_files:
         hint = text("{} makes no folder for an array", Option("storage", "ocdbt"))
     return PrepError(what, f"the other one is {quote_name(second)}", hint)

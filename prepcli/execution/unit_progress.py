@@ -67,8 +67,8 @@ class UnitProgress:
                 self._extents.setdefault(extent.file, []).append(extent)
         self._recorder = ChecksumRecorder(None, extents)
         self._compressor: ObjectCompressor | None = None
-        if plan.zstd_level:
-            self._compressor = ObjectCompressor(self._extents, plan.zstd_level, num_compressing)
+        if plan.compression:
+            self._compressor = ObjectCompressor(self._extents, plan.compression, num_compressing)
         # Compressed bytes of each object so far, by file
         self._compressed_nbytes: dict[int, int] = {}
 

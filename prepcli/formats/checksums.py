@@ -18,7 +18,7 @@ from prepcli.core.json_types import JsonObject
 from prepcli.engine.digest import CHECKSUM_DTYPE, checksum, digest
 from prepcli.engine.no_follow import write_no_follow
 from prepcli.formats.manifest import Manifest
-from prepcli.formats.orbax import ArrayMeta
+from prepcli.formats.orbax_chunks import ArrayMeta
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, assign_block_numbers
 

@@ -16,7 +16,6 @@ import xxhash
 from prepcli.algebra.boxes import Range
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.formats.levanter import LEVANTER_METADATA_FILE
 from prepcli.formats.manifest import (
     HEADER_KEY,
     MANIFEST_FILE,
@@ -27,9 +26,8 @@ from prepcli.formats.manifest import (
     read_manifest,
 )
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
-from prepcli.formats.orbax import METADATA_FILE, ZARRAY
 from prepcli.formats.untrusted import unreadable_error
-from prepcli.formats.zarr import ZARR_JSON
+from prepcli.planning.item_storage import LEVANTER_METADATA_FILE, METADATA_FILE, ZARR2, ZARR3
 from prepcli.planning.manifest_fields import FileRecord
 from prepcli.stores.reading import open_regular_file, resolve_named_path
 
@@ -38,8 +36,8 @@ READ_NBYTES = 1 << 20
 ITEM_FILES = {
     METADATA_FILE,
     LEVANTER_METADATA_FILE,
-    ZARRAY,
-    ZARR_JSON,
+    ZARR2.document,
+    ZARR3.document,
     OCDBT_MANIFEST,
     "_CHECKPOINT_METADATA",
     "commit_success.txt",

@@ -1,30 +1,49 @@
-"""Write the index of an OCDBT database, TensorStore's key-value format (`ocdbt_read` reads it).
+"""Index of an OCDBT database, TensorStore's key-value format: write it, and read it node by node within fixed limits.
 
-The caller writes the data files with the values. This module writes the sorted keys and the location of each value:
-B-tree nodes in one file `d/<hex>`, and `manifest.ocdbt`, which refers to the root node. Format specification:
-https://google.github.io/tensorstore/kvstore/ocdbt/index.html.
+The manifest refers to the root of the newest version. Nodes of height 0 hold keys and values, higher nodes refer to
+child nodes. Values in data files are neither read nor written. Older versions are ignored. Every configuration that
+TensorStore writes is read. Specification: https://google.github.io/tensorstore/kvstore/ocdbt/index.html.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import google_crc32c
 import numpy as np
+from numpy.typing import NDArray
 
-from prepcli.engine.no_follow import write_no_follow
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.formats.ocdbt_frames import (
+    UINT64_MAX,
+    BodyReader,
+    decode_frame,
+    decode_keys,
+    encode_frame,
+    encode_keys,
+    encode_varints,
+    iter_ints,
+)
+from prepcli.formats.untrusted import (
+    list_folder,
+    quote_name,
+    read_bytes,
+    stat_file,
+    stat_indexed_file,
+)
+from prepcli.stores.reading import resolve_named_path
 
 OCDBT_MANIFEST = "manifest.ocdbt"
-# Decoded size of a node, about 37,000 chunks: bounds the memory of writing.
-NODE_NBYTES = 4 << 20
 NODE_MAGIC = 0x0CDB20DE
 MANIFEST_MAGIC = 0x0CDB3A2A
+# Decoded size of a written node, about 37,000 chunks: bounds the memory of writing.
+NODE_NBYTES = 4 << 20
 # TensorStore's estimate of a decoded entry without key, path and inline value.
 _ENTRY_OVERHEAD_NBYTES = 32
 # Configuration as in databases of Orbax.
@@ -34,6 +53,25 @@ _VERSION_ARITY_LOG2 = 4
 # Value kinds of a leaf node.
 _INLINE = 0
 _IN_DATA_FILE = 1
+
+# Limits on untrusted input. Nodes may be compressed and may refer to each other, so a file of
+# 1 kB can claim any number of keys: sizes are counted after decompression, entries before they
+# are decoded, and a node that was read once is refused.
+MAX_MANIFEST_NBYTES = 16 << 20
+MAX_INDEX_NBYTES = 256 << 20  # total decompressed size of all nodes
+MAX_TEXT_NBYTES = 256 << 20  # total size of all keys and inline values
+MAX_ENTRIES = 1 << 21  # entries of all nodes: far above any model
+# A compressed node of a few hundred bytes may claim a million entries.
+_BASE_ENTRIES = 1 << 18
+_ENTRIES_PER_BYTE = 16
+_MAX_VERSIONS = 1 << 16
+# Number of files in a node's table, and total length of their paths.
+_MAX_FILES = 1 << 18
+_MAX_PATHS_NBYTES = 16 << 20
+_MAX_PATH_NBYTES = 4095
+_MAX_KEY_NBYTES = 65535
+_MAX_OFFSET = (1 << 63) - 1
+_NUMBERED_MANIFEST = re.compile(r"manifest\.[0-9a-f]{16}")
 
 
 class ValueLocation(NamedTuple):
@@ -50,6 +88,11 @@ class ValueLocation(NamedTuple):
 # The order in which they are made durable: data files, node file, manifest. A kill before the
 # manifest leaves unreferenced files.
 OcdbtEntry = tuple[bytes, "bytes | ValueLocation"]  # key and value, inline or by its location
+BeforeRead = Callable[[ValueLocation], None]
+
+
+def ignore_read(location: ValueLocation) -> None:
+    """Do nothing before a read: the file is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +103,6 @@ class _EncodedNode:
     data: bytes
     num_keys: int
     value_nbytes: int
-
-
-def write_ocdbt_index(
-    folder: Path, entries: Iterable[OcdbtEntry], now_ns: int, node_nbytes: int = NODE_NBYTES
-) -> None:
-    """Write the index of a database into its folder. See `encode_ocdbt_index`."""
-    (folder / "d").mkdir(exist_ok=True)
-    for path, content in encode_ocdbt_index(entries, now_ns, node_nbytes).items():
-        write_no_follow(folder / path, content)
 
 
 def encode_ocdbt_index(
@@ -89,17 +123,15 @@ def encode_ocdbt_index(
     """
     # The name of the node file is a digest of its leaves, so that equal entries give an equal file.
     # TensorStore draws a random number for it, and readers accept any 16 bytes.
-    leaves = [_encode_leaf(batch) for batch in _split_into_nodes(entries, node_nbytes)]
+    nodes = [_encode_leaf(batch) for batch in _split_into_nodes(entries, node_nbytes)]
     file_id = hashlib.blake2b(digest_size=16)
-    for leaf in leaves:
+    for leaf in nodes:
         file_id.update(leaf.data)
     path = f"d/{file_id.hexdigest()}"
     # One interior node refers to all leaves: 10^6 chunks are about 30 leaves of NODE_NBYTES. The root is
     # the last node of the file.
-    if len(leaves) == 1:
-        nodes = leaves
-    else:
-        nodes = [*leaves, _encode_interior(leaves, path)]
+    if len(nodes) > 1:
+        nodes.append(_encode_interior(nodes, path))
     return {
         path: b"".join(node.data for node in nodes),
         OCDBT_MANIFEST: _encode_manifest(nodes, path, file_id.digest(), now_ns),
@@ -127,7 +159,6 @@ def _split_into_nodes(
 
 
 def _encode_leaf(entries: Sequence[OcdbtEntry]) -> _EncodedNode:
-    """Encode a leaf node of the tree."""
     # The format stores a node by columns: all keys, then all sizes, then all kinds. Only values in data
     # files have an entry in the columns of file numbers and offsets.
     keys: list[bytes] = []
@@ -150,15 +181,15 @@ def _encode_leaf(entries: Sequence[OcdbtEntry]) -> _EncodedNode:
     body = [
         b"\0",  # height
         _encode_file_table(files),
-        _encode_varints([len(entries)]),
-        *_encode_sorted_keys(keys),
-        _encode_varints(sizes),
+        encode_varints([len(entries)]),
+        encode_keys(keys),
+        encode_varints(sizes),
         kinds,
-        _encode_varints([file_numbers[location.path] for location in locations]),
-        _encode_varints([location.offset for location in locations]),
+        encode_varints([file_numbers[location.path] for location in locations]),
+        encode_varints([location.offset for location in locations]),
         *inline,
     ]
-    data = _encode_frame(NODE_MAGIC, b"".join(body))
+    data = encode_frame(NODE_MAGIC, b"".join(body))
     value_nbytes = sum(location.nbytes for location in locations)
     return _EncodedNode(keys[0], data, len(entries), value_nbytes)
 
@@ -166,113 +197,311 @@ def _encode_leaf(entries: Sequence[OcdbtEntry]) -> _EncodedNode:
 def _encode_interior(leaves: Sequence[_EncodedNode], path: str) -> _EncodedNode:
     """Encode the parent of leaves stored consecutively in the file `path`. Keys are stored in full."""
     sizes = [len(leaf.data) for leaf in leaves]
-    prefix_lengths, suffix_lengths, *suffixes = _encode_sorted_keys(
-        [leaf.first_key for leaf in leaves]
-    )
+    offsets = [0, *itertools.accumulate(sizes[:-1])]
+    # Length of the common key prefix of each child's subtree: 0.
+    common_lengths = bytes(len(leaves))
     body = [
         b"\1",  # height
         _encode_file_table([path]),
-        _encode_varints([len(leaves)]),
-        prefix_lengths,
-        suffix_lengths,
-        # Length of the common key prefix of each child's subtree: 0.
-        bytes(len(leaves)),
-        *suffixes,
-        *_encode_references([0, *itertools.accumulate(sizes[:-1])], leaves, sizes),
+        encode_varints([len(leaves)]),
+        encode_keys([leaf.first_key for leaf in leaves], common_lengths),
+        _encode_references(leaves, offsets, sizes),
     ]
-    data = _encode_frame(NODE_MAGIC, b"".join(body))
-    statistics = sum(leaf.num_keys for leaf in leaves), sum(leaf.value_nbytes for leaf in leaves)
-    return _EncodedNode(leaves[0].first_key, data, *statistics)
-
-
-def _encode_references(
-    offsets: Sequence[int], nodes: Sequence[_EncodedNode], tree_nbytes: Sequence[int]
-) -> list[bytes]:
-    """Encode references to nodes of file 0 as columns."""
-    return [
-        bytes(len(nodes)),
-        _encode_varints(offsets),
-        _encode_varints([len(node.data) for node in nodes]),
-        _encode_varints([node.num_keys for node in nodes]),
-        _encode_varints(tree_nbytes),
-        _encode_varints([node.value_nbytes for node in nodes]),
-    ]
+    data = encode_frame(NODE_MAGIC, b"".join(body))
+    num_keys = sum(leaf.num_keys for leaf in leaves)
+    return _EncodedNode(
+        leaves[0].first_key, data, num_keys, sum(leaf.value_nbytes for leaf in leaves)
+    )
 
 
 def _encode_manifest(nodes: Sequence[_EncodedNode], path: str, uuid: bytes, now_ns: int) -> bytes:
     """Encode a manifest of one version. Its root is the last node in the file `path`."""
-    tree_bytes = sum(len(node.data) for node in nodes)
+    tree_nbytes = sum(len(node.data) for node in nodes)
     root = nodes[-1]
     body = [
         uuid,
         b"\0",  # manifest kind: a single file
-        _encode_varints([_MAX_INLINE_NBYTES, _MAX_NODE_NBYTES]),
+        encode_varints([_MAX_INLINE_NBYTES, _MAX_NODE_NBYTES]),
         bytes([_VERSION_ARITY_LOG2, 0]),  # 0: nodes are not compressed
         _encode_file_table([path]),
-        _encode_varints([1, 1]),  # number of versions, generation number
+        encode_varints([1, 1]),  # number of versions, generation number
         bytes([len(nodes) > 1]),  # height of the root
-        *_encode_references([tree_bytes - len(root.data)], [root], [tree_bytes]),
+        _encode_references([root], [tree_nbytes - len(root.data)], [tree_nbytes]),
         struct.pack("<Q", now_ns),
         b"\0",  # number of older version tree nodes
     ]
-    return _encode_frame(MANIFEST_MAGIC, b"".join(body))
-
-
-def _encode_frame(magic: int, body: bytes) -> bytes:
-    """Encode magic, total length, format version 0, compression 0 (none), body and CRC-32C of all of these."""
-    # 18 = 4 magic + 8 length + 1 version + 1 compression + 4 checksum. The magic is big endian,
-    # all other numbers are little endian.
-    framed = struct.pack(">I", magic) + struct.pack("<Q", len(body) + 18) + b"\0\0" + body
-    return framed + struct.pack("<I", google_crc32c.value(framed))
+    return encode_frame(MANIFEST_MAGIC, b"".join(body))
 
 
 def _encode_file_table(paths: Sequence[str]) -> bytes:
-    if not paths:
-        return _encode_varints([0])
-    prefix_lengths, suffix_lengths, *suffixes = _encode_sorted_keys(
-        [path.encode() for path in paths]
-    )
     # A base path would move the file to another folder. Length 0: relative to the database.
-    no_base_paths = bytes(len(paths))
-    return b"".join(
-        [_encode_varints([len(paths)]), prefix_lengths, suffix_lengths, no_base_paths, *suffixes]
-    )
+    keys = encode_keys([path.encode() for path in paths], bytes(len(paths)))
+    return encode_varints([len(paths)]) + keys
 
 
-def _encode_sorted_keys(keys: Sequence[bytes]) -> list[bytes]:
-    """Encode sorted keys as columns: common prefix lengths with the previous key, suffix lengths, suffixes."""
-    # E.g. [b"a.w/.zarray", b"a.w/0.0", b"a.w/0.1"] -> prefix lengths [4, 6] (the first key has
-    # none), suffix lengths [11, 3, 1], suffixes b"a.w/.zarray", b"0.0", b"1".
-    prefix_lengths: list[int] = []
-    suffixes = [keys[0]]
-    for previous, key in itertools.pairwise(keys):
-        prefix_length = _common_prefix_nbytes(previous, key)
-        prefix_lengths.append(prefix_length)
-        suffixes.append(key[prefix_length:])
-    return [
-        _encode_varints(prefix_lengths),
-        _encode_varints(list(map(len, suffixes))),
-        *suffixes,
+def _encode_references(
+    nodes: Sequence[_EncodedNode], offsets: Sequence[int], tree_nbytes: Sequence[int]
+) -> bytes:
+    """Encode references to nodes of file 0 as columns."""
+    columns = [
+        offsets,
+        [len(node.data) for node in nodes],
+        [node.num_keys for node in nodes],
+        tree_nbytes,
+        [node.value_nbytes for node in nodes],
     ]
+    return bytes(len(nodes)) + b"".join(map(encode_varints, columns))
 
 
-def _common_prefix_nbytes(a: bytes, b: bytes) -> int:
-    """Return the length of the common prefix, from the leading zeros of one XOR."""
-    nbytes = min(len(a), len(b))
-    # E.g. b"ab1", b"ab2": the XOR is 0x000003, 2 bits long, so 1 byte differs and 2 are common.
-    differing = int.from_bytes(a[:nbytes], "big") ^ int.from_bytes(b[:nbytes], "big")
-    return nbytes - (differing.bit_length() + 7) // 8
+@dataclass(frozen=True, slots=True)
+class _DataFile:
+    """A data file in a node's file table. `base_path` is the prefix of the paths in a node that this file holds."""
+
+    path: str
+    base_path: bytes
+
+    def make_reference(self, offset: int, nbytes: int) -> ValueLocation:
+        """Return the location of a byte range of the file. Raise ValueError if it exceeds any file size."""
+        if offset + nbytes > _MAX_OFFSET:
+            raise ValueError(f"it refers to {nbytes:,} bytes at offset {offset:,}, beyond any file")
+        return ValueLocation(self.path, offset, nbytes)
 
 
-def _encode_varints(values: Sequence[int]) -> bytes:
-    """Encode numbers as varints: base 128, lowest digit first, top bit set if another byte follows."""
-    if not values:
-        return b""
-    # E.g. 300 = 0b10_0101100 -> digits [0x2c, 2] -> bytes ac 02. One row of `digits` per number,
-    # as wide as the longest one; `used` drops the leading zeros of the shorter ones.
-    width = max(1, -(-max(values).bit_length() // 7))
-    digits = np.array(values, np.uint64)[:, None] >> np.arange(0, 7 * width, 7, dtype=np.uint64)
-    used = digits != 0
-    used[:, 0] = True
-    more = np.where(digits > 127, 128, 0)
-    return ((digits & np.uint64(127)).astype(np.uint8) | more.astype(np.uint8))[used].tobytes()
+@dataclass(frozen=True, slots=True)
+class _NodeRef:
+    """A reference to a node. `key_prefix` is prepended to all of its keys."""
+
+    location: ValueLocation
+    base_path: bytes
+    height: int
+    key_prefix: bytes = b""
+
+
+def read_ocdbt_index(folder: Path, before_read: BeforeRead = ignore_read) -> Iterator[OcdbtEntry]:
+    """Yield all entries of the newest version in ascending order of keys, node by node.
+
+    Paths are checked to stay in the folder and nodes to be inside their files. The caller checks the
+    locations of values.
+
+    Args:
+        folder: Folder of the database.
+        before_read: Called with the location of each node before it is read, for example to download it.
+
+    Raises:
+        PrepError: The database is missing, invalid, or exceeds a limit of this module.
+    """
+    if not (folder / OCDBT_MANIFEST).is_file():
+        why = "the checkpoint is unfinished or was copied in part"
+        raise DamagedError(f"{folder} has no {OCDBT_MANIFEST}", why, GET_AGAIN_HINT)
+    try:
+        root = _read_root(folder)
+        if root is not None:
+            yield from _IndexReader(folder, before_read).iter_entries(root)
+    except ValueError as error:
+        raise DamagedError(
+            f"the index of {folder} cannot be read", str(error), GET_AGAIN_HINT
+        ) from error
+
+
+def _read_root(folder: Path) -> _NodeRef | None:
+    """Return a reference to the root of the newest version. None for an empty database."""
+    body, is_numbered = _open_manifest(folder / OCDBT_MANIFEST)
+    if is_numbered:
+        # Numbered manifests have one file per version.
+        numbered = [name for name in list_folder(folder) if _NUMBERED_MANIFEST.fullmatch(name)]
+        if not numbered:
+            raise ValueError("its manifest refers to numbered manifests, and none exists")
+        body, is_numbered = _open_manifest(folder / numbered[-1])
+        if is_numbered:
+            raise ValueError(f"{numbered[-1]} names no version")
+    files = _read_file_table(body, folder, b"")
+    count = body.read_varint(_MAX_VERSIONS)
+    if not count:
+        raise ValueError("its manifest names no version")
+    body.read_varints(count)  # generation numbers
+    height = body.take(count)[-1]
+    columns = _read_references(body, count, files)
+    file_number, offset, nbytes = (int(column[-1]) for column in columns)
+    # TensorStore marks an empty tree by these two numbers
+    if offset == nbytes == UINT64_MAX:
+        return None
+    file = files[file_number]
+    return _NodeRef(file.make_reference(offset, nbytes), file.base_path, height)
+
+
+def _open_manifest(path: Path) -> tuple[BodyReader, bool]:
+    """Return a reader at a manifest's file table, and whether its versions are in numbered manifests instead."""
+    nbytes = stat_file(path).st_size
+    if nbytes > MAX_MANIFEST_NBYTES:
+        raise ValueError(f"{path.name} has {nbytes:,} bytes, the limit is {MAX_MANIFEST_NBYTES:,}")
+    body = decode_frame(read_bytes(path, 0, nbytes), MANIFEST_MAGIC, MAX_MANIFEST_NBYTES)
+    body.take(16)  # uuid
+    kind = body.read_varint(1)
+    body.read_varints(2)  # limits of an inline value and of a node
+    body.take(1)  # arity of the version tree
+    if body.read_varint(1):
+        body.take(4)  # compression level
+    return body, kind == 1
+
+
+def _read_file_table(body: BodyReader, folder: Path, base_path: bytes) -> list[_DataFile]:
+    """Read the file table of a node or manifest. `base_path` is prepended to all paths."""
+    count = body.read_varint(_MAX_FILES)
+    max_path_nbytes = _MAX_PATH_NBYTES - len(base_path)
+    paths, base_lengths = decode_keys(body, count, max_path_nbytes, has_column=True)
+    files: list[_DataFile] = []
+    nbytes = 0
+    for path, base_nbytes in zip(paths, iter_ints(base_lengths)):
+        if base_nbytes > len(path):
+            shown_path = quote_name(path.decode(errors="replace"))
+            raise ValueError(
+                f"a node has the file {shown_path} with a base path of {base_nbytes:,} bytes"
+            )
+        full_path = (base_path + path).decode(errors="replace")
+        # A table may have an entry without a name, and no reference to it.
+        if full_path:
+            resolve_named_path(folder, full_path, f"the index of {folder}")
+        files.append(_DataFile(full_path, base_path + path[:base_nbytes]))
+        nbytes += len(base_path) + len(path)
+        if nbytes > _MAX_PATHS_NBYTES:
+            raise ValueError(f"a node has file paths of more than {_MAX_PATHS_NBYTES:,} bytes")
+    return files
+
+
+def _read_references(
+    body: BodyReader, count: int, files: Sequence[_DataFile]
+) -> tuple[NDArray[np.uint64], ...]:
+    """Read `count` node references as columns: file number, offset, length in bytes."""
+    columns = (
+        body.read_varints(count, len(files) - 1),
+        body.read_varints(count),
+        body.read_varints(count),
+    )
+    body.read_varints(3 * count)  # statistics of the subtrees
+    return columns
+
+
+class _IndexReader:
+    """Reader of the nodes of a database, with counters for the limits."""
+
+    def __init__(self, folder: Path, before_read: BeforeRead) -> None:
+        self._folder = folder
+        self._before_read = before_read
+        self._seen: set[ValueLocation] = set()
+        self._nbytes = 0
+        self._stored_nbytes = 0
+        self._text_nbytes = 0
+        self._num_entries = 0
+
+    def iter_entries(self, root: _NodeRef) -> Iterator[OcdbtEntry]:
+        """Yield all entries of a subtree in ascending order of keys."""
+        last_key: bytes | None = None
+        stack: list[Iterator[_NodeRef]] = [iter([root])]
+        while stack:
+            node = next(stack[-1], None)
+            if node is None:
+                stack.pop()
+                continue
+            body, files, count = self._open_node(node)
+            if node.height:
+                stack.append(_iter_children(node, body, files, count))
+                continue
+            for key, value in _iter_leaf_entries(node, body, files, count):
+                # Readers search by bisection. Keys out of order would make two readers
+                # disagree on what the database holds.
+                if last_key is not None and key <= last_key:
+                    raise ValueError(
+                        f"key {quote_name(repr(key))} follows {quote_name(repr(last_key))}"
+                    )
+                self._text_nbytes += len(key)
+                if isinstance(value, bytes):
+                    self._text_nbytes += len(value)
+                if self._text_nbytes > MAX_TEXT_NBYTES:
+                    raise ValueError(
+                        f"its keys and inline values have more than {MAX_TEXT_NBYTES:,} bytes"
+                    )
+                last_key = key
+                yield key, value
+
+    def _open_node(self, node: _NodeRef) -> tuple[BodyReader, list[_DataFile], int]:
+        """Return a node's body, positioned at its entries, its file table, and the number of its entries."""
+        body = decode_frame(
+            self._read_node(node.location), NODE_MAGIC, MAX_INDEX_NBYTES - self._nbytes
+        )
+        self._nbytes += max(body.remaining_nbytes, node.location.nbytes)
+        height = body.take(1)[0]
+        # The check also prevents a node from being its own child.
+        if height != node.height:
+            raise ValueError(
+                f"a node has height {height}, its parent refers to height {node.height}"
+            )
+        files = _read_file_table(body, self._folder, node.base_path)
+        count = body.read_varint()
+        max_entries = min(MAX_ENTRIES, _BASE_ENTRIES + _ENTRIES_PER_BYTE * self._stored_nbytes)
+        self._num_entries += count
+        if not 0 < count <= self._num_entries <= max_entries:
+            raise ValueError(
+                f"a node claims {count:,} entries; the limit for {self._stored_nbytes:,} bytes is {max_entries:,}"
+            )
+        return body, files, count
+
+    def _read_node(self, location: ValueLocation) -> bytes:
+        # Without this check, a few small nodes could encode any number of keys.
+        if location in self._seen:
+            raise ValueError(
+                f"it refers twice to the node at byte {location.offset:,} of {quote_name(location.path)}"
+            )
+        self._seen.add(location)
+        path = self._folder / location.path
+        end = location.offset + location.nbytes
+        size = stat_indexed_file(path).st_size
+        if end > size:
+            why = f"an index node ends at byte {end:,}, the file at {size:,}"
+            raise DamagedError(f"{path} is cut short", why, GET_AGAIN_HINT)
+        if location.nbytes > MAX_INDEX_NBYTES - self._nbytes:
+            raise ValueError(f"its nodes have more than {MAX_INDEX_NBYTES:,} bytes")
+        self._before_read(location)
+        self._stored_nbytes += location.nbytes
+        return read_bytes(path, location.offset, location.nbytes)
+
+
+def _iter_children(
+    node: _NodeRef, body: BodyReader, files: Sequence[_DataFile], count: int
+) -> Iterator[_NodeRef]:
+    """Yield references to the children of an inner node."""
+    keys, common_lengths = decode_keys(body, count, _MAX_KEY_NBYTES, has_column=True)
+    columns = _read_references(body, count, files)
+    body.expect_end()
+    for key, common_length, file_number, offset, nbytes in zip(
+        keys, iter_ints(common_lengths), *map(iter_ints, columns)
+    ):
+        file = files[file_number]
+        yield _NodeRef(
+            file.make_reference(offset, nbytes),
+            file.base_path,
+            node.height - 1,
+            node.key_prefix + key[:common_length],
+        )
+
+
+def _iter_leaf_entries(
+    node: _NodeRef, body: BodyReader, files: Sequence[_DataFile], count: int
+) -> Iterator[OcdbtEntry]:
+    """Yield the keys of a leaf node with their values, or with the values' locations in data files."""
+    keys, _ = decode_keys(body, count, _MAX_KEY_NBYTES, has_column=False)
+    value_lengths = body.read_varints(count)
+    kinds = body.take(count)
+    if max(kinds) > _IN_DATA_FILE:
+        raise ValueError(f"a value has the unknown kind {max(kinds)}")
+    num_locations = kinds.count(_IN_DATA_FILE)
+    locations = zip(
+        iter_ints(body.read_varints(num_locations, len(files) - 1)),
+        iter_ints(body.read_varints(num_locations)),
+    )
+    for key, nbytes, kind in zip(keys, iter_ints(value_lengths), kinds):
+        if kind == _IN_DATA_FILE:
+            file_number, offset = next(locations)
+            yield node.key_prefix + key, files[file_number].make_reference(offset, nbytes)
+        else:
+            yield node.key_prefix + key, body.take(nbytes)
+    body.expect_end()

@@ -1,26 +1,75 @@
-"""Define the layout of an Orbax item, the folder that holds one tree of arrays, for the reader and the writer.
+"""An Orbax item, the folder that holds one tree of arrays, and Levanter's variant: find it, read it, write it.
 
-Arrays are stored as zarr v2: a document `NAME/.zarray` and one value `NAME/i.j.k` per chunk, where NAME is the path in
-the tree joined by dots. These are keys of one OCDBT database, or without OCDBT paths of files. The writer stores raw
-chunks in C order, little endian. The last chunk of an axis is padded to full size.
+Arrays are stored as zarr: a metadata document and one value per chunk below the name of the array, which is its path in
+the tree joined by dots. `orbax_chunks` describes where. prep writes chunks in C order, little endian, and pads the last
+chunk of an axis to full size. The tree is in `_METADATA`. A checkpoint of Levanter has no such file: its tree follows
+from the keys of its database, e.g. `model/lm_head/weight/zarr.json`, and `metadata.json` holds the step. (Facts of
+marin-levanter 0.2.20: checkpoint.py and tensorstore_serialization.py.)
+
+Items are untrusted, so all metadata is checked. Every chunk of a returned item is in a regular file inside the folder,
+has the expected size (unless it is compressed), and does not overlap another chunk. Only metadata is read and written,
+without Orbax, Levanter or TensorStore.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
+import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from prepcli.formats.levanter import LEVANTER_METADATA_FILE, is_levanter_checkpoint
-from prepcli.formats.ocdbt import OCDBT_MANIFEST
-from prepcli.formats.untrusted import list_folder
-from prepcli.planning.tensors import itemsize
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
+from prepcli.core.json_types import JsonObject
+from prepcli.engine.digest import digest
+from prepcli.engine.no_follow import write_no_follow
+from prepcli.formats.ocdbt import (
+    NODE_NBYTES,
+    OCDBT_MANIFEST,
+    BeforeRead,
+    encode_ocdbt_index,
+    ignore_read,
+)
+from prepcli.formats.orbax_chunks import (
+    BUG_HINT,
+    ArrayMeta,
+    ChunkTable,
+    ItemValues,
+    TreePath,
+    WrittenChunk,
+    build_chunk_table,
+    check_chunk_tables,
+    collect_chunks,
+    dotted_name,
+    encode_documents,
+    iter_index_entries,
+)
+from prepcli.formats.untrusted import (
+    list_folder,
+    parse_json,
+    quote_name,
+    read_small_file,
+)
+from prepcli.formats.zarr import ZARR_TYPESTRS, parse_zarr_document
+from prepcli.planning.item_storage import (
+    LEVANTER,
+    LEVANTER_METADATA_FILE,
+    METADATA_FILE,
+    OCDBT,
+    ORBAX_STORAGES,
+    ZARR2,
+    ZARR3,
+    Compression,
+    ItemStorage,
+)
 
-METADATA_FILE = "_METADATA"
+STRINGS_FILE = "_strings.json"
+CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
+COMMIT_MARKER = "commit_success.txt"  # name that Orbax uses
 # Files that mark an item, a conversion and a run. The modules that define the last two names import
 # this one.
 CHECKPOINT_FILES = {METADATA_FILE, "prep-manifest.json", "recipe.toml"}
@@ -30,58 +79,20 @@ ITEM_MARKERS = {
     LEVANTER_METADATA_FILE: (LEVANTER_METADATA_FILE, OCDBT_MANIFEST),
 }
 READABLE_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
-STRINGS_FILE = "_strings.json"
 # Names of the item with the parameters next to items with other state: redco and Tunix.
 PARAMS_ITEMS = ("params", "model_params")
 # Item with the optimizer state of Tunix, by the name of the item with the parameters.
 STATE_ITEMS = {"model_params": "optimizer_state"}
-# Metadata document of an array of zarr v2.
-ZARRAY = ".zarray"
-ZARR_TYPESTRS = {
-    "bool": "|b1", "int8": "|i1", "uint8": "|u1",
-    "int16": "<i2", "uint16": "<u2", "int32": "<i4", "uint32": "<u4", "int64": "<i8", "uint64": "<u8",
-    "int4": "int4",
-    "float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8",
-    "bfloat16": "bfloat16", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2",
-    "float8_e8m0fnu": "float8_e8m0fnu", "float8_e4m3fnuz": "float8_e4m3fnuz", "float8_e5m2fnuz": "float8_e5m2fnuz",
-}  # fmt: skip
-"""dtype -> zarr v2 type string. Names without a NumPy type code are an extension of TensorStore."""
-
 # Names of the item with the parameters in a step of another trainer, for the folders that prep exports.
 MODEL_ITEMS = {"items", "model_params"}
-
+# Prefix of the dotted names of the parameters. A training state of Levanter has them in its field `model`.
+LEVANTER_MODEL_ROOT = "model."
 # Name of a step's folder. Levanter writes `step-1000`.
 _STEP_NAME = re.compile(r"(?:step-)?([0-9]+)")
-
-# A str is the key of a dict, an int the index of a list or tuple.
-TreePath = tuple[str | int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayMeta:
-    """An array of the tree. `is_scalar` marks a Python number, stored as a 0-d array."""
-
-    path: TreePath
-    shape: tuple[int, ...]
-    dtype: str  # a key of TYPESTR
-    # One extent >= 1 per axis. It need not divide the shape: the last chunk is then partly unused.
-    chunk_shape: tuple[int, ...]
-    is_scalar: bool = False
-
-    @property
-    def name(self) -> str:
-        """Return the name of the array on disk."""
-        return dotted_name(self.path)
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Return the number of chunks along each axis, () for a 0-d array (one chunk)."""
-        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape))
-
-    @property
-    def chunk_nbytes(self) -> int:
-        """Return the size of any chunk in bytes, padding included."""
-        return math.prod(self.chunk_shape) * itemsize(self.dtype)
+# Orbax writes an item to a folder with this suffix, and renames it when it is complete.
+_UNFINISHED_MARK = ".orbax-checkpoint-tmp"
+# The name of the handler that orbax-checkpoint 0.12 records for a tree of arrays.
+_HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,54 +105,53 @@ class OrbaxNonArray:
     text: str = ""  # content of a string
 
 
-def dotted_name(path: TreePath) -> str:
-    """Return a path joined by dots. Ambiguous if a part contains a dot."""
-    return ".".join(map(str, path))
+@dataclass(frozen=True, slots=True)
+class OrbaxItem:
+    """Arrays of an item and the locations of their chunks.
 
+    `chunks`, `codec_names` and `value_types` are parallel to `arrays`.
 
-def chunk_key(index: tuple[int, ...]) -> str:
-    """Return the key of a chunk without its prefix `NAME/`."""
-    return ".".join(map(str, index)) or "0"
-
-
-def zarr3_chunk_key(index: tuple[int, ...]) -> str:
-    """Return the key of a chunk of zarr 3 without its prefix `NAME/`.
-
-    >>> zarr3_chunk_key((0, 3)), zarr3_chunk_key(())
-    ('c/0/3', 'c')
+    Attributes:
+        folder: Folder of the item.
+        arrays: Arrays in the order of the tree.
+        chunks: Stored chunks of each array. Missing chunks read as zeros.
+        codec_names: Codecs of each array's chunks, in encoding order.
+        files: Files that the locations of chunks refer to by number.
+        value_types: Orbax's type of each leaf: `jax.Array`, `np.ndarray` or `scalar`.
+        non_arrays: Leaves other than arrays.
+        unlisted_names: Names in the index without a leaf in the tree. Orbax ignores them too.
+        metadata_digest: Digest of all metadata of the item.
+        is_remote: Whether the files are placeholders of remote files, which are read without open files.
     """
-    return "/".join(("c", *map(str, index)))
+
+    folder: Path
+    arrays: tuple[ArrayMeta, ...]
+    chunks: tuple[ChunkTable, ...]
+    codec_names: tuple[tuple[str, ...], ...]
+    files: tuple[Path, ...]
+    value_types: tuple[str, ...]
+    non_arrays: tuple[OrbaxNonArray, ...]
+    unlisted_names: tuple[str, ...]
+    metadata_digest: str
+    is_remote: bool = False
 
 
-def chunk_file_path(name: str, index: tuple[int, ...], *, uses_zarr3: bool) -> str:
-    """Return the path of a chunk in an item without OCDBT, e.g. `params.embed/0.3` or `params.embed/c/0/3`."""
-    if uses_zarr3:
-        return f"{name}/{zarr3_chunk_key(index)}"
-    return f"{name}/{chunk_key(index)}"
+@dataclass(frozen=True, slots=True)
+class _TreeLeaf:
+    """A leaf of a stored tree."""
+
+    path: TreePath
+    value_type: str
+    is_empty: bool = False
+
+    @property
+    def is_array(self) -> bool:
+        return not self.is_empty and self.value_type != "string"
 
 
-def unravel_chunk_index(grid: tuple[int, ...], chunk_number: int) -> tuple[int, ...]:
-    """Return the index of a chunk from its number in C order, like `np.unravel_index`."""
-    index = []
-    for extent in reversed(grid):
-        # E.g. chunk 5 of a [2, 3] grid: divmod(5, 3) = 1, 2 -> (1, 2).
-        chunk_number, i = divmod(chunk_number, extent)
-        index.append(i)
-    return tuple(reversed(index))
-
-
-def find_name_clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:
-    """Return the names of two leaves with conflicting paths. None if there are none."""
-    names = sorted((dotted_name(path), tuple(map(str, path))) for path in paths)
-    # Two kinds of clash: ("a.b",) and ("a", "b") have the same name on disk, and a leaf "a"
-    # cannot be a folder with "b" in it. After sorting, each clash is between neighbours.
-    for (a, _), (b, _) in itertools.pairwise(names):
-        if a == b:
-            return a, b
-    for a, b in itertools.pairwise(sorted(path for _, path in names)):
-        if b[: len(a)] == a:
-            return dotted_name(a), dotted_name(b)
-    return None
+# The leaves of an item in the order of the tree, its stored values, and whether every chunk is stored. Otherwise
+# TensorStore has omitted chunks of zeros.
+_StoredTree = tuple[list[_TreeLeaf], ItemValues, bool]
 
 
 def item_metadata_file(folder: Path) -> str | None:
@@ -149,10 +159,9 @@ def item_metadata_file(folder: Path) -> str | None:
 
     A checkpoint of Levanter is an item too: a tree of zarr arrays, without Orbax's description of the tree.
     """
-    if (folder / METADATA_FILE).is_file():
-        return METADATA_FILE
-    if is_levanter_checkpoint(folder):
-        return LEVANTER_METADATA_FILE
+    for name, marker_files in ITEM_MARKERS.items():
+        if all((folder / file).is_file() for file in marker_files):
+            return name
     return None
 
 
@@ -217,3 +226,351 @@ def _list_subfolders(path: Path) -> list[Path]:
     if path.is_dir():
         return [path / name for name in list_folder(path) if (path / name).is_dir()]
     return []
+
+
+def find_name_clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:
+    """Return the names of two leaves with conflicting paths. None if there are none."""
+    names = sorted((dotted_name(path), tuple(map(str, path))) for path in paths)
+    # Two kinds of clash: ("a.b",) and ("a", "b") have the same name on disk, and a leaf "a"
+    # cannot be a folder with "b" in it. After sorting, each clash is between neighbours.
+    for (a, _), (b, _) in itertools.pairwise(names):
+        if a == b:
+            return a, b
+    for a, b in itertools.pairwise(sorted(path for _, path in names)):
+        if b[: len(a)] == a:
+            return dotted_name(a), dotted_name(b)
+    return None
+
+
+def read_item(
+    folder: Path, *, is_remote: bool = False, before_read: BeforeRead = ignore_read
+) -> OrbaxItem:
+    """Read and check the metadata of an item.
+
+    Args:
+        folder: Folder of the item.
+        is_remote: The data files in the folder are placeholders.
+        before_read: Called with each location in a data file before it is read, for example to download it.
+
+    Raises:
+        PrepError: The metadata is invalid, or the storage is not supported.
+    """
+    metadata_file = _require_item(folder)
+    if metadata_file == LEVANTER_METADATA_FILE:
+        all_leaves, values, is_complete = _read_levanter_tree(folder, before_read)
+    else:
+        all_leaves, values, is_complete = _read_orbax_tree(folder, before_read)
+    if clash := find_name_clash(leaf.path for leaf in all_leaves):
+        raise _broken_file_error(
+            folder / metadata_file,
+            f"a leaf {quote_name(clash[0])} cannot exist next to {quote_name(clash[1])}",
+        )
+    leaves = [leaf for leaf in all_leaves if leaf.is_array]
+    storage = values.storage
+    names = [storage.name_separator.join(map(str, leaf.path)) for leaf in leaves]
+    documents = [values.pop_document(name) for name in names]
+    arrays: list[ArrayMeta] = []
+    tables: list[ChunkTable] = []
+    codec_names: list[tuple[str, ...]] = []
+    zarrs = [
+        parse_zarr_document(quote_name(name), storage.zarr, document)
+        for name, document in zip(names, documents)
+    ]
+    for leaf, name, zarr in zip(leaves, names, zarrs):
+        chunks_by_key = values.by_name.pop(name)
+        tables.append(build_chunk_table(quote_name(name), zarr, chunks_by_key, values, is_complete))
+        is_scalar = leaf.value_type == "scalar" and not zarr.shape
+        arrays.append(ArrayMeta(leaf.path, zarr.shape, zarr.dtype, zarr.chunk_shape, is_scalar))
+        codec_names.append(zarr.codec_names)
+    check_chunk_tables(folder, arrays, codec_names, tables, values.files)
+    metadata = [read_small_file(folder / metadata_file)]
+    if (folder / OCDBT_MANIFEST).exists():
+        metadata.append(read_small_file(folder / OCDBT_MANIFEST))
+    return OrbaxItem(
+        folder=folder,
+        arrays=tuple(arrays),
+        chunks=tuple(tables),
+        codec_names=tuple(codec_names),
+        files=values.files,
+        value_types=tuple(leaf.value_type for leaf in leaves),
+        non_arrays=_read_non_arrays(folder, all_leaves),
+        unlisted_names=tuple(sorted(values.by_name)),
+        metadata_digest=digest(b"".join([*metadata, *documents])),
+        is_remote=is_remote,
+    )
+
+
+def _require_item(folder: Path) -> str:
+    """Return the name of the metadata file of an item. Raise PrepError if the folder is not a finished item."""
+    for part in folder.absolute().parts:
+        if _UNFINISHED_MARK in part:
+            raise PrepError(
+                f"{folder} is a checkpoint that Orbax did not finish",
+                f"its folder is {part}",
+                "use an earlier step, or save it again",
+            )
+    # Raises an error for a folder that does not exist or cannot be read.
+    list_folder(folder)
+    metadata_file = item_metadata_file(folder)
+    if metadata_file is None:
+        raise PrepError(
+            f"{folder} is not an Orbax checkpoint",
+            f"it has no {METADATA_FILE}",
+            f"pass the folder that contains {METADATA_FILE}, e.g. STEP/default",
+        )
+    return metadata_file
+
+
+def _read_orbax_tree(folder: Path, before_read: BeforeRead) -> _StoredTree:
+    """Read the tree in the metadata file of Orbax."""
+    tree = _read_json(folder / METADATA_FILE)
+    entries = tree.get("tree_metadata")
+    if not isinstance(entries, dict):
+        raise _broken_file_error(folder / METADATA_FILE, "it has no tree_metadata")
+    leaves = [_parse_leaf(folder, entry) for entry in entries.values()]
+    names = [dotted_name(leaf.path) for leaf in leaves if leaf.is_array]
+    # Without the keys, the storage is OCDBT and zarr 2, the defaults of Orbax.
+    has_chunk_files = tree.get("use_ocdbt", True) is False
+    zarr = ZARR3 if tree.get("use_zarr3") else ZARR2
+    storage = next(
+        storage
+        for storage in ORBAX_STORAGES.values()
+        if storage.zarr == zarr and storage.has_chunk_files == has_chunk_files
+    )
+    # By default TensorStore omits chunks that equal the fill value. With this key it stores all of
+    # them, so that a missing chunk is damage and not zeros.
+    is_complete = tree.get("store_array_data_equal_to_fill_value") is True
+    return leaves, ItemValues(folder, names, storage, before_read), is_complete
+
+
+def _read_levanter_tree(folder: Path, before_read: BeforeRead) -> _StoredTree:
+    """Read the tree from the keys of the database: each array has a document below its path."""
+    values = ItemValues(folder, (), LEVANTER, before_read)
+    leaves: list[_TreeLeaf] = []
+    for name, chunks_by_key in values.by_name.items():
+        if LEVANTER.zarr.document in chunks_by_key:
+            leaves.append(_TreeLeaf(tuple(name.split(LEVANTER.name_separator)), "jax.Array"))
+    return leaves, values, False
+
+
+def _read_json(path: Path) -> JsonObject:
+    try:
+        document = parse_json(read_small_file(path))
+    except ValueError as error:
+        raise _broken_file_error(path, str(error)) from error
+    if not isinstance(document, dict):
+        raise _broken_file_error(path, "it is not a JSON object")
+    return document
+
+
+def _broken_file_error(path: Path, why: str) -> DamagedError:
+    return DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
+
+
+def _parse_leaf(folder: Path, entry: Any) -> _TreeLeaf:
+    match entry:
+        # `skip_deserialize` marks leaves without stored values: None and empty containers
+        case {
+            "key_metadata": [_, *_] as keys,
+            "value_metadata": {"value_type": str(value_type)} as value,
+        }:
+            path = tuple(_parse_path_part(folder, key) for key in keys)
+            return _TreeLeaf(path, value_type, value.get("skip_deserialize") is True)
+    raise _broken_file_error(folder / METADATA_FILE, "it describes a leaf without a path or a type")
+
+
+def _parse_path_part(folder: Path, key: Any) -> str | int:
+    # Orbax's KeyType: 1 is an index of a sequence, 2 a key of a dict. Nine digits bound the list that a
+    # hostile index can ask for.
+    match key:
+        case {"key": str(part), "key_type": 1} if re.fullmatch("0|[1-9][0-9]{0,8}", part):
+            return int(part)
+        case {"key": str(part), "key_type": 2}:
+            return part
+    raise _broken_file_error(
+        folder / METADATA_FILE, f"{quote_name(str(key))} is not a part of a path"
+    )
+
+
+def _read_non_arrays(folder: Path, leaves: Sequence[_TreeLeaf]) -> tuple[OrbaxNonArray, ...]:
+    """Return the empty leaves and the strings of a tree, with the texts of the strings."""
+    empty_leaves: list[OrbaxNonArray] = []
+    strings: list[_TreeLeaf] = []
+    for leaf in leaves:
+        if leaf.is_empty:
+            empty_leaves.append(OrbaxNonArray(leaf.path, leaf.value_type))
+        elif leaf.value_type == "string":
+            strings.append(leaf)
+    # Orbax writes the file of strings only if the tree has some.
+    texts: JsonObject = {}
+    if strings:
+        texts = _read_json(folder / STRINGS_FILE)
+    text_leaves: list[OrbaxNonArray] = []
+    for leaf in strings:
+        name = dotted_name(leaf.path)
+        content = texts.get(name)
+        if not isinstance(content, str):
+            raise _broken_file_error(
+                folder / STRINGS_FILE, f"it has no text for {quote_name(name)}"
+            )
+        text_leaves.append(OrbaxNonArray(leaf.path, leaf.value_type, content))
+    return (*empty_leaves, *text_leaves)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files by their paths in a folder. Nothing is fsynced."""
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        write_no_follow(folder / path, content)
+
+
+def encode_item_metadata(
+    arrays: Sequence[ArrayMeta],
+    chunks: Iterable[WrittenChunk],
+    file_names: Sequence[str],
+    now_ns: int,
+    *,
+    storage: ItemStorage = OCDBT,
+    compression: Compression | None = None,
+    non_arrays: Sequence[OrbaxNonArray] = (),
+    step: int = 0,
+    node_nbytes: int = NODE_NBYTES,
+) -> dict[str, bytes]:
+    """Return the metadata files of an item, by their paths in its folder. The item is also a checkpoint.
+
+    Leaves are declared as `np.ndarray`, so that Orbax restores them with or without a target. Equal arguments give
+    equal files, independent of the order of `chunks`.
+
+    Args:
+        arrays: Arrays of the item.
+        chunks: Location of every chunk of every array.
+        file_names: Data files by number, relative to the folder of the item.
+        now_ns: Commit time in nanoseconds since the epoch.
+        storage: Storage of the arrays. It also decides between an item of Orbax and of Levanter.
+        compression: Compression of the chunks. None for raw chunks.
+        non_arrays: Leaves other than arrays. Levanter has none.
+        step: Number of finished steps. Orbax does not record it.
+        node_nbytes: Decoded size at which an index node is split.
+
+    Returns:
+        Content of each file. The one that completes the item is the last.
+
+    Raises:
+        PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size.
+    """
+    _check_leaves(arrays, non_arrays)
+    tables = collect_chunks(arrays, chunks, is_compressed=compression is not None)
+    if storage.has_chunk_files:
+        files = encode_documents(tables, file_names, storage, compression)
+    else:
+        entries = iter_index_entries(tables, file_names, storage, compression)
+        files = encode_ocdbt_index(entries, now_ns, node_nbytes)
+    if storage == LEVANTER:
+        files[LEVANTER_METADATA_FILE] = _encode_json(_levanter_metadata(step, now_ns))
+        return files
+    files[METADATA_FILE] = _encode_json(_tree_metadata(arrays, non_arrays, storage))
+    files[CHECKPOINT_METADATA_FILE] = _encode_json(_checkpoint_metadata(_HANDLER, now_ns))
+    texts: dict[str, str] = {}
+    for leaf in non_arrays:
+        if leaf.value_type == "string":
+            texts[dotted_name(leaf.path)] = leaf.text
+    if texts:
+        files[STRINGS_FILE] = _encode_json(texts)
+    # Orbax on Google Cloud Storage takes an item without this marker for unfinished.
+    files[COMMIT_MARKER] = b"Checkpoint commit was successful.\n"
+    return files
+
+
+def encode_step_metadata(item_names: Iterable[str], now_ns: int) -> dict[str, bytes]:
+    """Return the metadata file of a training step of Orbax with items in its subfolders."""
+    metadata = _checkpoint_metadata(dict.fromkeys(item_names, _HANDLER), now_ns)
+    return {CHECKPOINT_METADATA_FILE: _encode_json(metadata)}
+
+
+def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
+    """Raise PrepError if an Orbax checkpoint cannot have these leaves."""
+    if not arrays:
+        raise PrepError(
+            "cannot write an Orbax checkpoint without arrays",
+            "the tree contains no arrays",
+            "add an array, or write another format",
+        )
+    for meta in arrays:
+        if meta.dtype not in ZARR_TYPESTRS:
+            raise PrepError(
+                f"{meta.name} is {meta.dtype}",
+                f"zarr v2 of TensorStore supports {', '.join(ZARR_TYPESTRS)}",
+                text("cast it: {}", Option("dtype", "bfloat16")),
+            )
+        if len(meta.chunk_shape) != len(meta.shape) or min(meta.chunk_shape, default=1) < 1:
+            raise PrepError(
+                f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}",
+                "each axis needs a chunk extent of at least 1",
+                BUG_HINT,
+            )
+    paths = [leaf.path for leaf in (*arrays, *non_arrays)]
+    if () in paths:
+        raise PrepError(
+            "cannot write a single array",
+            "an Orbax tree needs a key for each array",
+            "write a dict of arrays",
+        )
+    if names := find_name_clash(paths):
+        raise PrepError(
+            "the tree has two leaves with clashing names",
+            f"{names[0]} and {names[1]}",
+            "rename one of them",
+        )
+
+
+def _tree_metadata(
+    arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray], storage: ItemStorage
+) -> dict[str, object]:
+    """Return the content of the metadata file with the tree's keys and value types."""
+    tree: dict[str, object] = {}
+    for leaf in (*arrays, *non_arrays):
+        if isinstance(leaf, ArrayMeta):
+            value_metadata = {
+                "value_type": "scalar" if leaf.is_scalar else "np.ndarray",
+                "skip_deserialize": False,
+                "write_shape": leaf.chunk_shape,
+            }
+        else:
+            skip = leaf.value_type != "string"
+            value_metadata = {"value_type": leaf.value_type, "skip_deserialize": skip}
+        keys: list[dict[str, object]] = []
+        for part in leaf.path:
+            keys.append({"key": str(part), "key_type": 1 if isinstance(part, int) else 2})
+        tree[str(tuple(map(str, leaf.path)))] = {
+            "key_metadata": keys,
+            "value_metadata": value_metadata,
+        }
+    return {
+        "tree_metadata": tree,
+        "use_ocdbt": not storage.has_chunk_files,
+        "use_zarr3": storage.zarr == ZARR3,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def _checkpoint_metadata(handlers: str | dict[str, str], now_ns: int) -> dict[str, object]:
+    return {
+        "item_handlers": handlers,
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": now_ns,
+        "commit_timestamp_nsecs": now_ns,
+        "custom_metadata": {},
+    }
+
+
+def _levanter_metadata(step: int, now_ns: int) -> dict[str, object]:
+    # Levanter compares the times of checkpoints of one step, and writes them without a time zone.
+    time = datetime.fromtimestamp(now_ns // 10**9, UTC).replace(tzinfo=None)
+    # The first step of Levanter is step 0, so that the last one is the number of finished steps minus 1.
+    return {"step": max(0, step - 1), "timestamp": time.isoformat(), "is_temporary": False}
+
+
+def _encode_json(document: object) -> bytes:
+    return json.dumps(document).encode()

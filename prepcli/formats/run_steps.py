@@ -20,8 +20,8 @@ from prepcli.formats.manifest import (
     Manifest,
     read_manifest,
 )
-from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.untrusted import unreadable_error
+from prepcli.planning.item_storage import METADATA_FILE
 
 # Keys of a step's manifest.
 EVAL_LOSS = "eval_loss"

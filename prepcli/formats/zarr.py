@@ -1,27 +1,42 @@
-"""Parse the metadata documents of zarr arrays, version 2 (`.zarray`) and 3 (`zarr.json`), as TensorStore writes them.
+"""Metadata documents of zarr arrays, version 2 (`.zarray`) and 3 (`zarr.json`): parse them, and write them.
 
-Unsupported features raise an error with their name. Specifications: https://zarr-specs.readthedocs.io.
+Documents are written byte for byte as TensorStore writes them. Unsupported features raise an error with their name.
+Specifications: https://zarr-specs.readthedocs.io.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import google_crc32c
+import numpy as np
+
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.formats.codecs import COMPRESSORS, CRC32C
-from prepcli.formats.orbax import ZARR_TYPESTRS, ZARRAY
+from prepcli.formats.codecs import CODECS, COMPRESSORS, CRC32C_NBYTES, Crc32c, codec_of
 from prepcli.formats.untrusted import parse_json, quote_name
+from prepcli.planning.item_storage import ZARR2, ZARR3, ChunkKeys, Compression, ZarrVersion
+from prepcli.planning.tensors import ITEM_BITS
 
-ZARR_JSON = "zarr.json"
 RESAVE_HINT = (
     "save it again raw, in Python: import orbax.checkpoint as ocp; "
     "ocp.PyTreeCheckpointer(use_compression=False).save(NEW, ocp.PyTreeCheckpointer().restore(OLD))"
 )
 SUPPORTED_STORAGE = f"prep reads C order, little endian, raw or with {', '.join(COMPRESSORS)}"
+ZARR_TYPESTRS = {
+    "bool": "|b1", "int8": "|i1", "uint8": "|u1",
+    "int16": "<i2", "uint16": "<u2", "int32": "<i4", "uint32": "<u4", "int64": "<i8", "uint64": "<u8",
+    "int4": "int4",
+    "float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8",
+    "bfloat16": "bfloat16", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2",
+    "float8_e8m0fnu": "float8_e8m0fnu", "float8_e4m3fnuz": "float8_e4m3fnuz", "float8_e5m2fnuz": "float8_e5m2fnuz",
+}  # fmt: skip
+"""dtype -> zarr v2 type string. Names without a NumPy type code are an extension of TensorStore."""
 # A `.zarray` of version 2 and the keys of its chunks, shape [3, 4] in chunks [2, 4]:
 #   {"shape": [3, 4], "chunks": [2, 4], "dtype": "<f4", "order": "C", "compressor": null, ...}
 #   NAME/0.0 has rows 0 and 1, NAME/1.0 has row 2 and one row of padding
@@ -34,17 +49,62 @@ _DTYPES = {typestr: dtype for dtype, typestr in ZARR_TYPESTRS.items()} | {
 # TensorStore's maximum rank, and a limit of 2^48 elements per chunk, far above any chunk.
 MAX_DIMS = 32
 MAX_CHUNK_BITS = 48
-
-ChunkIndex = tuple[int, ...]
+# Size of a shard's index with 2^20 chunks of 16 bytes.
+MAX_SHARD_INDEX_NBYTES = 16 << 20
+# The offset and the size of a chunk that a shard does not store.
+_ABSENT_CHUNK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ZarrSharding:
-    """Storage of several chunks in one value (a shard) with an index of their locations."""
+    """Storage of several chunks in one value (a shard) with an index of their locations.
+
+    Attributes:
+        shard_shape: Shape of a shard.
+        chunks_per_shard: Number of its chunks along each dim.
+        has_checksum: Whether a CRC-32C follows the index.
+        index_is_at_end: Whether the index follows the chunks.
+    """
 
     shard_shape: tuple[int, ...]
-    has_checksum: bool  # whether a CRC-32C follows the index
+    chunks_per_shard: tuple[int, ...]
+    has_checksum: bool
     index_is_at_end: bool
+
+    @property
+    def index_nbytes(self) -> int:
+        """Size of the index of a shard, its checksum included."""
+        return 16 * math.prod(self.chunks_per_shard) + CRC32C_NBYTES * self.has_checksum
+
+    def parse_index(self, index: bytes, shard_nbytes: int) -> list[tuple[int, int]]:
+        """Return the offset and size of each chunk of a shard in C order. Offset -1 for a chunk that is not stored.
+
+        Raises:
+            ValueError: The checksum differs, or the chunks take more bytes than the shard has.
+        """
+        if self.has_checksum:
+            checksum = struct.pack("<I", google_crc32c.value(index[:-CRC32C_NBYTES]))
+            if index[-CRC32C_NBYTES:] != checksum:
+                raise ValueError("the checksum of its index does not match")
+        # The index has two uint64 per chunk: offset and size. A chunk that is not stored has 2^64 - 1 twice.
+        # E.g. 2 chunks of 8 bytes, the second absent:
+        #   00 00 .. 00  08 00 .. 00  ff ff .. ff  ff ff .. ff  <CRC-32C>
+        count = math.prod(self.chunks_per_shard)
+        entries: list[Any] = np.frombuffer(index, "<u8", 2 * count).reshape(-1, 2).tolist()
+        ranges: list[tuple[int, int]] = []
+        last_stop = 0
+        total_nbytes = 0
+        for offset, nbytes in entries:
+            if offset == nbytes == _ABSENT_CHUNK:
+                ranges.append((-1, 0))
+                continue
+            ranges.append((offset, nbytes))
+            last_stop = max(last_stop, offset + nbytes)
+            total_nbytes += nbytes
+        # Many chunks that share the same bytes would decode to more than the file has.
+        if max(last_stop, total_nbytes) > shard_nbytes:
+            raise ValueError(f"its index refers to bytes beyond its size of {shard_nbytes:,}")
+        return ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +117,8 @@ class ZarrArray:
     codec_names: tuple[str, ...]
     sharding: ZarrSharding | None
     missing_is_zero: bool
-    # Key of a chunk, or of a shard, without its prefix `NAME/`.
-    chunk_key: Callable[[ChunkIndex], str]
+    # Keys of chunks, or of shards, without the prefix `NAME/`.
+    chunk_keys: ChunkKeys
 
     @property
     def stored_chunk_shape(self) -> tuple[int, ...]:
@@ -73,12 +133,70 @@ class ZarrArray:
         return tuple(-(-n // c) for n, c in zip(self.shape, self.stored_chunk_shape))
 
 
-def parse_zarr_document(name: str, file_name: str, text: bytes) -> ZarrArray:
+def encode_zarr_document(
+    version: ZarrVersion,
+    shape: Sequence[int],
+    dtype: str,
+    chunk_shape: Sequence[int],
+    compression: Compression | None = None,
+) -> bytes:
+    """Return the metadata document of an array in C order, little endian."""
+    # The keys are in TensorStore's order, which is the alphabetical one.
+    if version == ZARR2:
+        document = {
+            "chunks": chunk_shape,
+            "compressor": None,
+            "dimension_separator": version.chunk_keys.separator,
+            "dtype": ZARR_TYPESTRS[dtype],
+            "fill_value": None,
+            "filters": None,
+            "order": "C",
+            "shape": shape,
+            "zarr_format": 2,
+        }
+        if compression is not None:
+            codec = codec_of(compression)
+            settings = codec.settings(compression.level, version.number)
+            document["compressor"] = {"id": codec.zarr2_id, **settings}
+    else:
+        codecs: list[dict[str, object]] = [{"name": "bytes"}]
+        # Elements of one byte have no byte order.
+        if ITEM_BITS[dtype] > 8:
+            codecs = [{"configuration": {"endian": "little"}, "name": "bytes"}]
+        if compression is not None:
+            codec = codec_of(compression)
+            settings = codec.settings(compression.level, version.number)
+            codecs.append({"configuration": settings, "name": codec.zarr3_name})
+        document = {
+            "chunk_grid": {"configuration": {"chunk_shape": chunk_shape}, "name": "regular"},
+            "chunk_key_encoding": {"name": "default"},
+            "codecs": codecs,
+            "data_type": dtype,
+            "fill_value": _zero(dtype),
+            "node_type": "array",
+            "shape": shape,
+            "zarr_format": 3,
+        }
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _zero(dtype: str) -> object:
+    """Return the fill value. Zarr 3 requires one, and no chunk is missing."""
+    if dtype == "bool":
+        return False
+    if "int" in dtype:
+        return 0
+    if dtype.startswith("complex"):
+        return [0.0, 0.0]
+    return 0.0
+
+
+def parse_zarr_document(name: str, version: ZarrVersion, text: bytes) -> ZarrArray:
     """Parse the metadata document of an array.
 
     Args:
         name: Quoted name of the array for errors.
-        file_name: `.zarray` or `zarr.json`.
+        version: Version of the array.
         text: Content of the document.
 
     Raises:
@@ -87,140 +205,128 @@ def parse_zarr_document(name: str, file_name: str, text: bytes) -> ZarrArray:
     try:
         document = parse_json(text)
     except ValueError as error:
-        raise broken_document_error(name, file_name, str(error)) from error
+        raise broken_document_error(name, version, str(error)) from error
     if not isinstance(document, dict):
-        raise broken_document_error(name, file_name, "it is not a JSON object")
-    if file_name == ZARRAY:
+        raise broken_document_error(name, version, "it is not a JSON object")
+    if version == ZARR2:
         return _parse_v2(name, document)
     return _parse_v3(name, document)
 
 
-def broken_document_error(name: str, file_name: str, why: str) -> PrepError:
+def broken_document_error(name: str, version: ZarrVersion, why: str) -> PrepError:
     """Return the error for an invalid metadata document."""
-    return DamagedError(f"the {file_name} of {name} is broken", why, GET_AGAIN_HINT)
+    return DamagedError(f"the {version.document} of {name} is broken", why, GET_AGAIN_HINT)
 
 
 def _parse_v2(name: str, document: JsonObject) -> ZarrArray:
-    """Parse the metadata of an array of zarr 2."""
-    compressor, order, separator = (
-        document.get(key) for key in ("compressor", "order", "dimension_separator")
-    )
-    if isinstance(compressor, dict):
-        method = compressor.get("id")
-    else:
-        method = compressor
-    if method is not None and method not in COMPRESSORS:
-        raise _unsupported_storage_error(
-            f"{name} is stored compressed with {quote_name(str(method))}"
-        )
+    method = document.get("compressor")
+    if isinstance(method, dict):
+        method = method.get("id")
+    codec_names: tuple[str, ...] = ()
+    if method is not None:
+        codec_names = tuple(codec.name for codec in CODECS.values() if codec.zarr2_id == method)
+        if not codec_names:
+            raise _unsupported_storage_error(
+                f"{name} is stored compressed with {quote_name(str(method))}"
+            )
     if document.get("filters"):
         raise _unsupported_storage_error(f"{name} is stored with filters")
+    order = document.get("order")
     if order != "C":
         raise _unsupported_storage_error(f"{name} is stored in order {quote_name(str(order))}")
-    if separator not in (None, "."):
+    separator = document.get("dimension_separator")
+    if separator not in (None, ZARR2.chunk_keys.separator):
         raise _unsupported_storage_error(
             f"the chunks of {name} are named with {quote_name(str(separator))}"
         )
     typestr = document.get("dtype")
-    if isinstance(typestr, str) and typestr.startswith(">"):
-        raise _unsupported_storage_error(f"{name} is stored big endian")
+    dtype = None
     if isinstance(typestr, str):
+        if typestr.startswith(">"):
+            raise _unsupported_storage_error(f"{name} is stored big endian")
         dtype = _DTYPES.get(typestr)
-    else:
-        dtype = None
-    shape, chunk = _parse_shapes(name, ZARRAY, document.get("shape"), document.get("chunks"))
-    if method is not None:
-        steps = (str(method),)
-    else:
-        steps = ()
-    zeros = _is_zero(document.get("fill_value"))
+    shape, chunk_shape = _parse_shapes(name, ZARR2, document.get("shape"), document.get("chunks"))
     return ZarrArray(
         shape,
-        chunk,
+        chunk_shape,
         _require_dtype(name, dtype, typestr),
-        steps,
+        codec_names,
         None,
-        zeros,
-        lambda i: ".".join(map(str, i)) or "0",
+        _is_zero(document.get("fill_value")),
+        ZARR2.chunk_keys,
     )
 
 
 def _parse_v3(name: str, document: JsonObject) -> ZarrArray:
-    """Parse the metadata of an array of zarr 3."""
     if (document.get("zarr_format"), document.get("node_type")) != (3, "array"):
-        raise broken_document_error(name, ZARR_JSON, "it does not describe an array of zarr 3")
+        raise broken_document_error(name, ZARR3, "it does not describe an array of zarr 3")
     if document.get("storage_transformers"):
         raise _unsupported_storage_error(f"{name} is stored with storage transformers")
-    chunk_grid = _parse_named_config(name, document.get("chunk_grid"), "chunk_grid")
-    if chunk_grid[0] != "regular":
-        raise _unsupported_storage_error(f"{name} has the chunk grid {quote_name(chunk_grid[0])}")
-    shape, chunk = _parse_shapes(
-        name, ZARR_JSON, document.get("shape"), chunk_grid[1].get("chunk_shape")
-    )
-    dtype = document.get("data_type")
-    prep_dtype = _require_dtype(
-        name, dtype if isinstance(dtype, str) and dtype in ZARR_TYPESTRS else None, dtype
-    )
+    grid_name, grid = _parse_extension(name, document.get("chunk_grid"), "chunk_grid")
+    if grid_name != "regular":
+        raise _unsupported_storage_error(f"{name} has the chunk grid {quote_name(grid_name)}")
+    shape, chunk_shape = _parse_shapes(name, ZARR3, document.get("shape"), grid.get("chunk_shape"))
+    stored_dtype = document.get("data_type")
+    dtype = None
+    if isinstance(stored_dtype, str) and stored_dtype in ZARR_TYPESTRS:
+        dtype = stored_dtype
+    dtype = _require_dtype(name, dtype, stored_dtype)
     codecs = _parse_codecs(name, document.get("codecs"))
-    shards = None
+    sharding = None
     # With shards, the outer chunk grid counts shards, and the codec states the chunks.
     if codecs and codecs[0][0] == "sharding_indexed":
         if len(codecs) > 1:
             raise _unsupported_storage_error(
                 f"the shards of {name} are stored with {quote_name(codecs[1][0])}"
             )
-        inner_chunk_shape, shards = _parse_sharding(name, chunk, codecs[0][1])
-        chunk = inner_chunk_shape
-        codecs = _parse_codecs(name, codecs[0][1].get("codecs"))
-    zeros = _is_zero(document.get("fill_value"))
+        _, settings = codecs[0]
+        chunk_shape, sharding = _parse_sharding(name, chunk_shape, settings)
+        codecs = _parse_codecs(name, settings.get("codecs"))
     return ZarrArray(
         shape,
-        chunk,
-        prep_dtype,
+        chunk_shape,
+        dtype,
         _byte_codec_names(name, codecs),
-        shards,
-        zeros,
-        _make_chunk_key(name, document),
+        sharding,
+        _is_zero(document.get("fill_value")),
+        _parse_chunk_keys(name, document),
     )
 
 
 def _parse_sharding(
-    name: str, shape: tuple[int, ...], settings: JsonObject
+    name: str, shard_shape: tuple[int, ...], settings: JsonObject
 ) -> tuple[tuple[int, ...], ZarrSharding]:
-    """Return the chunk shape within a shard of `shape`, and the storage of shards."""
-    shard_shape, chunk_shape = _parse_shapes(
-        name, ZARR_JSON, list(shape), settings.get("chunk_shape")
-    )
-    if any(
-        shard_extent % chunk_extent for shard_extent, chunk_extent in zip(shard_shape, chunk_shape)
-    ):
-        raise broken_document_error(
-            name, ZARR_JSON, f"chunks {list(chunk_shape)} do not divide shards {list(shard_shape)}"
-        )
+    """Return the chunk shape within a shard, and the storage of shards."""
+    _, chunk_shape = _parse_shapes(name, ZARR3, list(shard_shape), settings.get("chunk_shape"))
+    if any(extent % chunk_extent for extent, chunk_extent in zip(shard_shape, chunk_shape)):
+        why = f"chunks {list(chunk_shape)} do not divide shards {list(shard_shape)}"
+        raise broken_document_error(name, ZARR3, why)
     index_codecs = _byte_codec_names(name, _parse_codecs(name, settings.get("index_codecs")))
-    if index_codecs not in ((), (CRC32C,)):
+    if index_codecs not in ((), (Crc32c.name,)):
         raise _unsupported_storage_error(
             f"the shards of {name} have an index that is stored with {', '.join(index_codecs)}"
         )
     location = settings.get("index_location", "end")
     if location not in ("start", "end"):
-        raise broken_document_error(
-            name, ZARR_JSON, f"the index of a shard is at its {quote_name(str(location))}"
-        )
-    return chunk_shape, ZarrSharding(shard_shape, bool(index_codecs), location == "end")
+        why = f"the index of a shard is at its {quote_name(str(location))}"
+        raise broken_document_error(name, ZARR3, why)
+    chunks_per_shard = tuple(extent // chunk for extent, chunk in zip(shard_shape, chunk_shape))
+    return chunk_shape, ZarrSharding(
+        shard_shape, chunks_per_shard, bool(index_codecs), location == "end"
+    )
 
 
-_Codec = tuple[str, JsonObject]
+# Name and configuration of an extension object of zarr 3, e.g. of a codec.
+_Extension = tuple[str, JsonObject]
 
 
-def _parse_codecs(name: str, value: JsonValue) -> list[_Codec]:
+def _parse_codecs(name: str, value: JsonValue) -> list[_Extension]:
     if not isinstance(value, list):
-        raise broken_document_error(name, ZARR_JSON, "it has no list of codecs")
-    return [_parse_named_config(name, codec, "codec") for codec in value]
+        raise broken_document_error(name, ZARR3, "it has no list of codecs")
+    return [_parse_extension(name, codec, "codec") for codec in value]
 
 
-def _parse_named_config(name: str, value: JsonValue, what: str) -> _Codec:
-    """Return name and configuration of a zarr v3 extension object."""
+def _parse_extension(name: str, value: JsonValue, what: str) -> _Extension:
     match value:
         case {"name": str(kind), "configuration": dict(settings)}:
             return kind, settings
@@ -228,35 +334,33 @@ def _parse_named_config(name: str, value: JsonValue, what: str) -> _Codec:
             return kind, {}
         case str(kind):
             return kind, {}
-    raise broken_document_error(name, ZARR_JSON, f"it has a {what} without a name")
+    raise broken_document_error(name, ZARR3, f"it has a {what} without a name")
 
 
-def _byte_codec_names(name: str, codecs: Sequence[_Codec]) -> tuple[str, ...]:
+def _byte_codec_names(name: str, codecs: Sequence[_Extension]) -> tuple[str, ...]:
     """Return the names of the bytes-to-bytes codecs: at most one compressor, then at most one checksum."""
     if not codecs or codecs[0][0] != "bytes":
+        first_codec = "has no zarr codec"
         if codecs:
             first_codec = f"has {quote_name(codecs[0][0])} as its first zarr codec"
-        else:
-            first_codec = "has no zarr codec"
         raise _unsupported_storage_error(
             f"{name} {first_codec}; an array must begin with the codec `bytes`"
         )
     if codecs[0][1].get("endian", "little") != "little":
         raise _unsupported_storage_error(f"{name} is stored big endian")
-    names = tuple(codec_name for codec_name, _ in codecs[1:])
-    if names[:1] and names[0] in ("zstd", "gzip"):
-        compressor = names[:1]
-    else:
-        compressor = ()
-    if names not in (compressor, (*compressor, CRC32C)):
+    by_name = {codec.zarr3_name: codec for codec in CODECS.values() if codec.zarr3_name}
+    names = [codec_name for codec_name, _ in codecs[1:]]
+    known = [by_name[codec_name] for codec_name in names if codec_name in by_name]
+    kinds = [codec.is_checksum for codec in known]
+    if len(known) < len(names) or kinds not in ([], [False], [True], [False, True]):
         raise _unsupported_storage_error(
             f"{name} is stored with {', '.join(map(quote_name, names))}"
         )
-    return names
+    return tuple(codec.name for codec in known)
 
 
-def _make_chunk_key(name: str, document: JsonObject) -> Callable[[ChunkIndex], str]:
-    kind, settings = _parse_named_config(
+def _parse_chunk_keys(name: str, document: JsonObject) -> ChunkKeys:
+    kind, settings = _parse_extension(
         name, document.get("chunk_key_encoding"), "chunk_key_encoding"
     )
     separator = settings.get("separator", "/" if kind == "default" else ".")
@@ -264,14 +368,13 @@ def _make_chunk_key(name: str, document: JsonObject) -> Callable[[ChunkIndex], s
         raise _unsupported_storage_error(
             f"the chunks of {name} are named as {quote_name(kind)} with {quote_name(str(separator))}"
         )
-    if kind == "v2":
-        return lambda index: separator.join(map(str, index)) or "0"
-    return lambda index: separator.join(("c", *map(str, index)))
+    return ChunkKeys(kind == "default", str(separator))
 
 
 def _parse_shapes(
-    name: str, file_name: str, shape: Any, chunk_shape: Any
+    name: str, version: ZarrVersion, shape: Any, chunk_shape: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of an array and of its chunks."""
     shape_extents = _parse_shape(shape)
     chunk_extents = _parse_shape(chunk_shape)
     if (
@@ -285,7 +388,7 @@ def _parse_shapes(
         needs = f"equal ranks of at most {MAX_DIMS}, and chunks of 1 to 2**{MAX_CHUNK_BITS} - 1 elements"
         shapes = f"shape {shape!s:.100} and chunk shape {chunk_shape!s:.100}"
         raise broken_document_error(
-            name, file_name, f"{shapes} must be lists of extents with {needs}"
+            name, version, f"{shapes} must be lists of extents with {needs}"
         )
     return shape_extents, chunk_extents
 

@@ -10,11 +10,11 @@ from typing import TypedDict
 from prepcli.core.json_types import HFConfig
 from prepcli.engine.blobs import Blob
 from prepcli.formats.manifest import Manifest
-from prepcli.formats.orbax_store import StoredRange, StoredValue
-from prepcli.formats.zarr import ChunkIndex
+from prepcli.formats.orbax_chunks import StoredRange, StoredValue
 from prepcli.models.parameters import VERBATIM, Family
 from prepcli.models.registry import FAMILIES
 from prepcli.models.text_part import TextPart
+from prepcli.planning.item_storage import ChunkIndex
 from prepcli.planning.plan import Locations
 from prepcli.planning.tensors import array_bits
 from prepcli.quantized.decoder import Decoder

@@ -11,21 +11,20 @@ from pathlib import Path
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.core.json_types import HFConfig
 from prepcli.formats import msgpack
-from prepcli.formats.codecs import CRC32C
+from prepcli.formats.codecs import CODECS
 from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest
-from prepcli.formats.orbax import OrbaxNonArray, dotted_name, find_item, unravel_chunk_index
-from prepcli.formats.orbax_read import OrbaxItem, read_item
-from prepcli.formats.orbax_store import StoredRange
+from prepcli.formats.orbax import OrbaxItem, OrbaxNonArray, find_item, read_item
+from prepcli.formats.orbax_chunks import StoredRange, dotted_name, unravel_chunk_index
 from prepcli.formats.safetensors import read_safetensors_folder
 from prepcli.formats.torch_dcp import read_dcp_folder
 from prepcli.formats.torch_files import read_torch_folder
-from prepcli.formats.zarr import ChunkIndex
 from prepcli.inspection.checkpoint_contents import (
     MAX_PATH_PARTS,
     AdapterSummary,
     CheckpointContents,
     TensorEntry,
 )
+from prepcli.planning.item_storage import ChunkIndex
 from prepcli.planning.plan import Contiguous, Locations, location_copies
 from prepcli.planning.tensors import FileTensor, array_bits, itemsize
 from prepcli.quantized.find_weights import QuantizedWeights, without_quantization
@@ -458,7 +457,7 @@ def codec_names(item: OrbaxItem) -> tuple[str, ...]:
     names: list[str] = []
     for codecs in item.codec_names:
         for codec in codecs:
-            if codec != CRC32C and codec not in names:
+            if not CODECS[codec].is_checksum and codec not in names:
                 names.append(codec)
     return tuple(names)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.orbax_store import StoredRange
-from prepcli.formats.zarr import ChunkIndex
+from prepcli.formats.orbax_chunks import StoredRange
 from prepcli.inspection.checkpoint_contents import MAX_PATH_PARTS, CheckpointContents, TensorEntry
+from prepcli.planning.item_storage import ChunkIndex
 from prepcli.planning.plan import Contiguous, Locations
 from prepcli.quantized.gguf_blocks import FLOAT_TYPES, GgufDecoder
 from prepcli.sources.dequantized import DECODED_DTYPE, cast_decoded, decoder_of_tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.orbax_store import StoredRange
+from prepcli.formats.orbax_chunks import StoredRange
 from prepcli.inspection.checkpoint_contents import MAX_PATH_PARTS, CheckpointContents, TensorEntry
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import location_copies

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from prepcli.algebra.grids import ExplicitPlacement, Placement, StridedPlacement
 from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.planning.item_storage import ChunkIndex
 from prepcli.planning.plan import OutputLeaf, PlacedChunks, Plan, Stream
 
-ChunkIndex = tuple[int, ...]
 # File number and offset of each chunk
 ChunkPlaces = Mapping[ChunkIndex, tuple[int, int]]
 

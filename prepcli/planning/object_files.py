@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from prepcli.algebra.grids import ExplicitPlacement, Placement, StridedPlacement
@@ -72,7 +72,7 @@ class _FileSizes:
         self.item = item
 
 
-def plan_object_files(plan: Plan, chunk_path: Callable[[str, ChunkIndex], str]) -> Plan:
+def plan_object_files(plan: Plan) -> Plan:
     """Return the plan of the same output in an object store.
 
     The chunks of an OCDBT item are moved to data files of about OBJECT_NBYTES. Other data files are unchanged: their
@@ -80,13 +80,12 @@ def plan_object_files(plan: Plan, chunk_path: Callable[[str, ChunkIndex], str]) 
 
     Args:
         plan: The plan of the output in a folder.
-        chunk_path: Path of the file of a chunk without OCDBT, by the name of its leaf and its index.
     """
     if not plan.leaves:
         return plan
-    if not plan.uses_ocdbt:
+    if plan.storage.has_chunk_files:
         # In a folder, chunks are compressed from large raw files. Raw chunks have files of their own already.
-        return plan if plan.zstd_level is None else _plan_chunk_files(plan, chunk_path)
+        return plan if plan.compression is None else _plan_chunk_files(plan)
     num_writers = _tensors_per_placement(plan)
     groups: list[tuple[OutputLeaf, PlacedChunks]] = []
     for leaf in plan.leaves:
@@ -113,7 +112,7 @@ def plan_object_files(plan: Plan, chunk_path: Callable[[str, ChunkIndex], str]) 
     return replace(moved_plan, files=tuple(_output_files(files)))
 
 
-def _plan_chunk_files(plan: Plan, chunk_path: Callable[[str, ChunkIndex], str]) -> Plan:
+def _plan_chunk_files(plan: Plan) -> Plan:
     """Return the plan with a file for each chunk."""
     files: list[OutputFile] = []
     places: dict[str, dict[ChunkIndex, tuple[int, int]]] = {}
@@ -122,7 +121,8 @@ def _plan_chunk_files(plan: Plan, chunk_path: Callable[[str, ChunkIndex], str]) 
         for chunks in leaf.placed_chunks:
             for index in chunks.indices():
                 leaf_places[index] = (len(files), 0)
-                files.append(OutputFile(chunk_path(leaf.name, index), leaf.chunk_nbytes))
+                path = plan.storage.chunk_path(leaf.name, index)
+                files.append(OutputFile(path, leaf.chunk_nbytes))
     return replace(move_chunks(plan, places), files=tuple(files))
 
 

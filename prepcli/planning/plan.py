@@ -18,7 +18,7 @@ from prepcli.algebra.gapped_regions import GappedRegion
 from prepcli.algebra.grids import ChunkGrid, StridedPlacement
 from prepcli.algebra.strided_copies import ChunkedLocation, StridedCopy, merge_dims, region_copies
 from prepcli.core.counts import count_text
-from prepcli.planning.item_storage import CHUNK_FILE_STORAGES, ZARR3_STORAGES
+from prepcli.planning.item_storage import Compression, ItemStorage, recorded_storage
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.tensors import itemsize
@@ -344,7 +344,7 @@ class Plan:
         settings: The manifest's keys that describe the model.
         display_names: Full names of tensors, by bare name, where the two differ.
         item: Folder in the output that contains all files except the manifest, or empty for the output itself.
-        zstd_level: Level at which chunks are compressed at the end, or None for no compression.
+        compression: Compression of the chunks at the end, or None for raw chunks.
         empty_nodes: Paths of the tree's nodes without leaves. The layout determines them.
     """
 
@@ -361,7 +361,7 @@ class Plan:
     settings: ManifestFields = field(default_factory=ManifestFields)
     display_names: Mapping[str, str] = field(default_factory=dict)
     item: str = ""
-    zstd_level: int | None = None
+    compression: Compression | None = None
     empty_nodes: tuple[tuple[str | int, ...], ...] = field(default=(), repr=False)
 
     @property
@@ -375,19 +375,9 @@ class Plan:
         return sum(stream.written_nbytes for stream in self.streams if stream.writes)
 
     @property
-    def uses_ocdbt(self) -> bool:
-        """Whether the leaves are in one OCDBT database. Otherwise each leaf is a folder, and each chunk a file."""
-        return self.settings.get("storage") not in CHUNK_FILE_STORAGES
-
-    @property
-    def is_levanter(self) -> bool:
-        """Whether the leaves are a checkpoint of Levanter: zarr 3 arrays in an OCDBT database."""
-        return self.settings.get("storage") == "levanter"
-
-    @property
-    def uses_zarr3(self) -> bool:
-        """Whether the leaves are arrays of zarr 3."""
-        return self.settings.get("storage") in ZARR3_STORAGES
+    def storage(self) -> ItemStorage:
+        """Storage of the leaves."""
+        return recorded_storage(self.settings.get("storage"))
 
     @property
     def items(self) -> dict[str | None, tuple[OutputLeaf, ...]]:

@@ -14,6 +14,7 @@ from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
 from prepcli.algebra.gapped_regions import GappedRegion
 from prepcli.algebra.grids import ChunkGrid, ExplicitPlacement, StridedPlacement
 from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.planning.item_storage import Compression
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import (
     Contiguous,
@@ -33,7 +34,10 @@ from prepcli.planning.plan import (
 
 # Class -> its name in the text, and the fields whose names in the text differ from those in code
 NAMES: dict[type, tuple[str, dict[str, str]]] = {
-    Plan: ("Plan", {"source_files": "sources", "display_names": "names"}),
+    Plan: (
+        "Plan",
+        {"source_files": "sources", "display_names": "names", "compression": "zstd_level"},
+    ),
     SourceFile: ("SourceFile", {}),
     LowRankUpdate: ("Update", {}),
     LayoutScale: ("RootScale", {}),
@@ -59,6 +63,7 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
     PlacedChunks: ("Placed", {"placement": "places"}),
     DroppedTensor: ("Dropped", {}),
     EqualityCheck: ("Same", {"duplicate_of": "other"}),
+    Compression: ("Compression", {}),
 }
 # Fields added after the first release. Without a value they are left out of the text, so that digests of older plans on
 # disk stay equal.
@@ -108,6 +113,9 @@ def encode_text(value: Any, axis_map_texts: dict[int, str] | None = None) -> str
         return repr(value)
     if type(value) is AxisMap and id(value) in axis_map_texts:
         return axis_map_texts[id(value)]
+    if type(value) is Compression and value.codec_name == "zstd":
+        # The only codec of the first release: its text is the level.
+        return repr(value.level)
     field_texts: list[str] = []
     for name, label in _LABELS[type(value)]:
         field = getattr(value, name)

@@ -28,9 +28,8 @@ from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
-from prepcli.formats.orbax import ArrayMeta, chunk_key, find_item
-from prepcli.formats.orbax_read import OrbaxItem, read_item
-from prepcli.formats.orbax_store import StoredRange
+from prepcli.formats.orbax import OrbaxItem, find_item, read_item
+from prepcli.formats.orbax_chunks import ArrayMeta, StoredRange, chunk_label
 from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.tensors import itemsize
@@ -255,7 +254,7 @@ class ItemReader:
         chunk_offset = piece.stored.offset if piece.stored else 0
         start = chunk_offset + damaged[0]
         stop = chunk_offset + damaged[1]
-        where = path if piece.stored else f"chunk {chunk_key(piece.index)} (decoded) in {path}"
+        where = path if piece.stored else f"chunk {chunk_label(piece.index)} (decoded) in {path}"
         why = f"bytes {start:,} to {stop:,} of {where} differ from their recorded checksum"
         raise DamagedLeafError(f"{piece.name} of {self.folder} is damaged", why, self._hint)
 

@@ -9,13 +9,12 @@ from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
 from prepcli.core.lists import join_names
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation
-from prepcli.formats.orbax import STATE_ITEMS, ZARRAY, find_item, item_metadata_file
-from prepcli.formats.orbax_read import read_item
+from prepcli.formats.orbax import STATE_ITEMS, find_item, item_metadata_file, read_item
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.formats.safetensors import select_safetensors_files
 from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
 from prepcli.formats.torch_dcp import read_dcp_ranges
-from prepcli.formats.zarr import ZARR_JSON
+from prepcli.planning.item_storage import ZARR2, ZARR3
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.placeholders import (
     SMALL_NBYTES,
@@ -40,7 +39,7 @@ MAX_INDEX_NBYTES = 1 << 30  # total size of the nodes of an OCDBT index
 MAX_SMALL_FILES_NBYTES = 1 << 30  # total size of the small files
 # Folders of data files in TensorStore and Orbax.
 _DATA_FOLDERS = frozenset({"d", "ocdbt_data", "ocdbt_meta"})
-ARRAY_DOCUMENTS = (ZARRAY, ZARR_JSON)
+ARRAY_DOCUMENTS = (ZARR2.document, ZARR3.document)
 
 COPY_HINT = "copy it to a local folder first"
 

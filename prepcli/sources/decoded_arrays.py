@@ -21,16 +21,21 @@ from prepcli.engine.blobs import Blob
 from prepcli.engine.chunk_cache import ChunkCache, ChunkReader
 from prepcli.engine.files import ByteArray, io_error
 from prepcli.formats.codecs import (
+    CHUNK_HEADER_NBYTES,
     READ_BLOCK_NBYTES,
-    ZSTD_HEADER_NBYTES,
     ByteReader,
     StoredBytesReader,
     decoder_memory_nbytes,
     open_decoder,
 )
-from prepcli.formats.orbax import ArrayMeta, chunk_key, unravel_chunk_index
-from prepcli.formats.orbax_read import OrbaxItem
-from prepcli.formats.orbax_store import StoredRange, StoredValue
+from prepcli.formats.orbax import OrbaxItem
+from prepcli.formats.orbax_chunks import (
+    ArrayMeta,
+    StoredRange,
+    StoredValue,
+    chunk_label,
+    unravel_chunk_index,
+)
 from prepcli.formats.untrusted import quote_name
 
 # A chunk of at most 1/8 of the cache size is decoded at once and kept.
@@ -161,7 +166,7 @@ def open_chunk(
         # The header of a zstd frame states the window that its decoder allocates. It is untrusted, and
         # compared with the memory of the cache before there is a decoder.
         decoder_nbytes = decoder_memory_nbytes(
-            codec_names, stored.read_at(0, ZSTD_HEADER_NBYTES), nbytes
+            codec_names, stored.read_at(0, CHUNK_HEADER_NBYTES), nbytes
         )
         reader_nbytes = decoder_nbytes + stored.memory_nbytes
         cache.make_room(reader_nbytes)
@@ -181,7 +186,7 @@ def chunk_error(
     """Return the error for an unreadable chunk."""
     if isinstance(error, OSError):
         return io_error(blob.chunk_path(index), error)
-    what = f"chunk {chunk_key(index)} of {blob.name} cannot be decoded"
+    what = f"chunk {chunk_label(index)} of {blob.name} cannot be decoded"
     return DamagedError(what, f"{blob.chunk_path(index).name}: {error}", GET_AGAIN_HINT)
 
 

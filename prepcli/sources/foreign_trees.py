@@ -10,8 +10,8 @@ from types import MappingProxyType
 from prepcli.algebra.axis_map import LAYER_ATOMS, ParsedAxisMap, bind_row
 from prepcli.core.errors import GET_AGAIN_HINT, Option, PrepError, text
 from prepcli.core.suggest import did_you_mean
-from prepcli.formats.levanter import LEVANTER_MODEL_ROOT
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.orbax import LEVANTER_MODEL_ROOT
 from prepcli.models.parameters import (
     Family,
     HFConfig,

@@ -15,9 +15,9 @@ from prepcli.formats import flax_folder, msgpack, safetensors, torch_files
 from prepcli.formats.flax_folder import select_flax_files
 from prepcli.formats.gguf import part_names
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.shard_index import read_weight_map
 from prepcli.formats.torch_files import select_torch_files
+from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.quantized.find_weights import QUANTIZATION_FILES
 from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
 from prepcli.remote.hub_errors import is_hub_down, translate_errors

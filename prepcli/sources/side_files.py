@@ -16,11 +16,11 @@ from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
 from prepcli.formats import flax_folder, safetensors, torch_files
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.orbax import ITEM_MARKERS, READABLE_SUFFIXES, ZARRAY
+from prepcli.formats.orbax import ITEM_MARKERS, READABLE_SUFFIXES
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
 from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
 from prepcli.formats.untrusted import list_folder
-from prepcli.formats.zarr import ZARR_JSON
+from prepcli.planning.item_storage import ZARR2, ZARR3
 from prepcli.sources.source_hints import CONFIG
 
 INDEX_FILES = (safetensors.INDEX_FILE, torch_files.INDEX_FILE, flax_folder.INDEX_FILE)
@@ -31,7 +31,13 @@ CODE_SUFFIX = ".py"
 # Names at the top of a model's folder that a conversion writes itself, or that belong to a training.
 SKIPPED_NAMES = {CONFIG, MANIFEST_FILE, TRAINER_STATE_FILE, *INDEX_FILES}
 # Files that show that a subfolder is a checkpoint of its own, or a part of one.
-CHECKPOINT_MARKERS = {*ITEM_MARKERS, MANIFEST_FILE, DCP_METADATA_FILE, ZARRAY, ZARR_JSON}
+CHECKPOINT_MARKERS = {
+    *ITEM_MARKERS,
+    MANIFEST_FILE,
+    DCP_METADATA_FILE,
+    ZARR2.document,
+    ZARR3.document,
+}
 LOG_PREFIX = "events.out.tfevents."
 BYTECODE_FOLDER = "__pycache__"
 # Limits of the files in subfolders, of each folder at the top. Tokenizers have up to 33 MB.

@@ -12,8 +12,7 @@ from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, bind_row
 from prepcli.algebra.grids import ChunkGrid
 from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
-from prepcli.formats.ocdbt_read import MAX_ENTRIES
-from prepcli.formats.orbax import chunk_file_path
+from prepcli.formats.ocdbt import MAX_ENTRIES
 from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape, join_experts
 from prepcli.models.host_reads import HostReads, read_amplification, reads_per_host
 from prepcli.models.leaf_matrices import reduced_axes
@@ -26,7 +25,7 @@ from prepcli.planning.chunk_placement import (
     place_chunk_files,
     place_chunks,
 )
-from prepcli.planning.item_storage import CHUNK_FILE_STORAGES, ZARR3_STORAGES, Storage
+from prepcli.planning.item_storage import OCDBT, ItemStorage
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
 from prepcli.planning.quantization_leaves import (
     QUANTIZATION,
@@ -144,7 +143,7 @@ def make_item(
     vocab_size: int,
     partitioning: Partitioning,
     dtype: str | None = None,
-    storage: Storage = "ocdbt",
+    storage: ItemStorage = OCDBT,
 ) -> OrbaxItemLayout:
     """Lay out the leaves of an item, including the leaves of a training state.
 
@@ -180,7 +179,7 @@ def lay_out_uses(
     uses: Iterable[LeafUse],
     partitioning: Partitioning,
     *,
-    storage: Storage = "ocdbt",
+    storage: ItemStorage = OCDBT,
 ) -> OrbaxItemLayout:
     """Lay out the leaves of an item.
 
@@ -242,14 +241,14 @@ def lay_out_uses(
 
 
 def _place_in_files(
-    pieces: Sequence[LeafPiece], storage: Storage
+    pieces: Sequence[LeafPiece], storage: ItemStorage
 ) -> tuple[ChunkLayout, tuple[OutputFile, ...]]:
     """Return the location of each chunk, and the files."""
-    if storage not in CHUNK_FILE_STORAGES:
-        layout = place_chunks(pieces)
-        return layout, _data_files(layout.file_sizes)
-    layout = place_chunk_files(pieces)
-    return layout, _chunk_files(layout, uses_zarr3=storage in ZARR3_STORAGES)
+    if storage.has_chunk_files:
+        layout = place_chunk_files(pieces)
+        return layout, _chunk_files(layout, storage)
+    layout = place_chunks(pieces)
+    return layout, _data_files(layout.file_sizes)
 
 
 def _output_leaves(
@@ -515,13 +514,12 @@ def _data_files(file_sizes: Sequence[int]) -> tuple[OutputFile, ...]:
     return tuple(files)
 
 
-def _chunk_files(layout: ChunkLayout, *, uses_zarr3: bool) -> tuple[OutputFile, ...]:
+def _chunk_files(layout: ChunkLayout, storage: ItemStorage) -> tuple[OutputFile, ...]:
     """Return the files of single chunks, by number."""
     paths: dict[int, str] = {}
     for leaf, boxes in layout.placed_chunks.items():
         for box in boxes:
-            path = chunk_file_path(leaf, box.first, uses_zarr3=uses_zarr3)
-            paths[box.placement.file] = path
+            paths[box.placement.file] = storage.chunk_path(leaf, box.first)
     files: list[OutputFile] = []
     for number, size in enumerate(layout.file_sizes):
         files.append(OutputFile(paths[number], size))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from prepcli.formats.levanter import LEVANTER_MODEL_ROOT
 from prepcli.formats.manifest import EXPORTED_STEP
-from prepcli.formats.orbax import STATE_ITEMS
+from prepcli.formats.orbax import LEVANTER_MODEL_ROOT, STATE_ITEMS
 from prepcli.models.rules import DEFAULT_RULES
-from prepcli.planning.item_storage import Storage
+from prepcli.planning.item_storage import ItemStorage
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.layout_leaves import find_layout_leaves
 from prepcli.targets.orbax_item import LeafUse, OrbaxItemLayout, Partitioning, lay_out_uses
@@ -65,7 +64,7 @@ def lay_out_trainer_item(
     *,
     layout: str,
     vocab_size: int,
-    storage: Storage,
+    storage: ItemStorage,
 ) -> OrbaxItemLayout:
     """Lay out the tensors of a source as the leaves of a trainer's item, in chunks of bounded size.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from prepcli.engine.blobs import Blob, MemoryBlob
 from prepcli.models.rules import DEFAULT_RULES
-from prepcli.planning.item_storage import Storage
+from prepcli.planning.item_storage import ItemStorage
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.state_names import OPT_STATE, identity_axis_map, qualify
 from prepcli.sources.adam_state import NUM_UPDATES, STEP, AdamSettings, AdamState
@@ -147,7 +147,7 @@ def lay_out_item_state(
     *,
     layout: str,
     vocab_size: int,
-    storage: Storage,
+    storage: ItemStorage,
 ) -> OrbaxItemLayout:
     """Lay out parameters and training state as the leaves of a trainer's item.
 

@@ -20,6 +20,7 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.models.rule_text import merge_rules
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import LeafPiece
+from prepcli.planning.item_storage import OCDBT_ZARR3, recorded_storage
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.slabs import split_streams
@@ -134,8 +135,8 @@ def _item_settings(source: Source, start_manifest: ManifestFields) -> ManifestFi
     settings |= Manifest(start_manifest).earlier_drops
     if start_manifest.get(ORIGIN_KEY):
         settings[ORIGIN_KEY] = start_manifest[ORIGIN_KEY]
-    if start_manifest.get("storage") == "zarr3":
-        settings["storage"] = "zarr3"
+    if recorded_storage(start_manifest.get("storage")) == OCDBT_ZARR3:
+        settings["storage"] = OCDBT_ZARR3.name
     settings["kind"] = "train"
     settings["config"] = source.config
     return settings

@@ -9,8 +9,8 @@ from urllib.parse import unquote
 
 import tensorstore as ts
 
-from prepcli.formats.ocdbt import OcdbtEntry, ValueLocation, write_ocdbt_index
-from tests.helpers.orbax_items import NOW_NS
+from prepcli.formats.ocdbt import OcdbtEntry, ValueLocation
+from tests.helpers.orbax_items import NOW_NS, write_ocdbt_index
 
 CONTEXT = ts.Context()
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
-from prepcli.formats.ocdbt import NODE_NBYTES
-from prepcli.formats.orbax import ArrayMeta, OrbaxNonArray, unravel_chunk_index
-from prepcli.formats.orbax_write import WrittenChunk, encode_item_metadata, write_files
+from prepcli.formats.ocdbt import NODE_NBYTES, OcdbtEntry, encode_ocdbt_index
+from prepcli.formats.orbax import OrbaxNonArray, encode_item_metadata, write_files
+from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk, unravel_chunk_index
 
 NOW_NS = 1_700_000_000_123_456_789
 
@@ -99,3 +99,10 @@ def read_files(folder: Path) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file()
     }
+
+
+def write_ocdbt_index(
+    folder: Path, entries: Iterable[OcdbtEntry], now_ns: int, node_nbytes: int = NODE_NBYTES
+) -> None:
+    """Write the index of a database into its folder."""
+    write_files(folder, encode_ocdbt_index(entries, now_ns, node_nbytes))

@@ -17,9 +17,10 @@ import google_crc32c
 import numpy as np
 import zstandard
 
-from prepcli.formats.ocdbt import ValueLocation, write_ocdbt_index
-from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta
-from tests.helpers.orbax_items import NOW_NS, chunk_bytes
+from prepcli.formats.ocdbt import ValueLocation
+from prepcli.formats.orbax_chunks import ArrayMeta
+from prepcli.formats.zarr import ZARR_TYPESTRS
+from tests.helpers.orbax_items import NOW_NS, chunk_bytes, write_ocdbt_index
 
 ENCODERS = {
     "zstd": zstandard.ZstdCompressor(level=1).compress,

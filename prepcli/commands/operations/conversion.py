@@ -7,7 +7,6 @@ import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +53,6 @@ from prepcli.formats.manifest import (
     origin_record,
     read_manifest,
 )
-from prepcli.formats.orbax import chunk_file_path
 from prepcli.formats.safetensors import ADAPTER_FILE, SUFFIX
 from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
 from prepcli.planning.manifest_fields import ManifestFields
@@ -465,7 +463,7 @@ def _convert_to_bucket(
     """Convert into an object store, without a local copy."""
     check_output_url(url, opened.source)
     plan = opened.planned.plan
-    plan = plan_object_files(plan, partial(chunk_file_path, uses_zarr3=plan.uses_zarr3))
+    plan = plan_object_files(plan)
     opened = replace(opened, planned=replace(opened.planned, plan=plan))
 
     def execute(request: ExecutionRequest) -> tuple[ConversionResult, Manifest]:
@@ -588,7 +586,7 @@ def _result_details(
     observer.note(closing_line(plan, out, result, cast_counts, seconds, common.memory_nbytes))
     fields["accounting"]["changed_values"] = count_changed_values(cast_counts)
     details: dict[str, object] = {}
-    if plan.zstd_level:
+    if plan.compression:
         compression = compression_fields(plan, manifest)
         details["compress"] = compression
         observer.note(compression_line(compression))

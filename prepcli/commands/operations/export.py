@@ -61,6 +61,7 @@ from prepcli.core.progress import Progress
 from prepcli.execution.hub_push import parse_push_target
 from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
 from prepcli.models.parameters import TreeLayout
+from prepcli.planning.item_storage import OCDBT
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Fill, Plan
@@ -413,8 +414,8 @@ def _manifest_settings(
     if options["layout"] != HF_LAYOUT:
         settings["layout"] = options["layout"]
     storage = written_storage(options)
-    if storage != "ocdbt":
-        settings["storage"] = storage
+    if storage != OCDBT:
+        settings["storage"] = storage.name
     settings["prefixed"] = source.names.is_prefixed
     settings["tied"] = is_tied
     settings["config"] = config

@@ -13,6 +13,7 @@ from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.core.json_types import HFConfig
 from prepcli.formats.safetensors_layout import split_into_shards
 from prepcli.models.torchtitan_layouts import TORCHTITAN_LAYOUT
+from prepcli.planning.item_storage import LEVANTER, OCDBT, ORBAX_STORAGES, ItemStorage
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import Locations, OutputFile, OutputLeaf, SmallFile
@@ -89,17 +90,17 @@ def file_format(options: ExportOptions) -> str:
     return options["format"] or FORMATS_BY_LAYOUT[options["layout"]][0]
 
 
-def written_storage(options: ExportOptions) -> str:
-    """Return the storage of the arrays, as the manifest records it."""
+def written_storage(options: ExportOptions) -> ItemStorage:
+    """Return the storage of the arrays of an item."""
     if options["layout"] in LEVANTER_LAYOUTS:
-        return "levanter"
-    return options["storage"]
+        return LEVANTER
+    return ORBAX_STORAGES[options["storage"]]
 
 
 def check_storage(options: ExportOptions) -> None:
     """Raise UsageError if a storage is requested for a layout without an Orbax item."""
     layout = options["layout"]
-    if options["storage"] == "ocdbt" or "orbax" in FORMATS_BY_LAYOUT[layout]:
+    if ORBAX_STORAGES[options["storage"]] == OCDBT or "orbax" in FORMATS_BY_LAYOUT[layout]:
         return
     layouts = [name for name, formats in FORMATS_BY_LAYOUT.items() if "orbax" in formats]
     option = Option("storage", options["storage"])
@@ -174,7 +175,7 @@ def _lay_out_trainer_files(
     """Lay out the item of another trainer."""
     layout = options["layout"]
     item = lay_out_trainer_item(
-        source, tensors, layout=layout, vocab_size=vocab_rows, storage=options["storage"]
+        source, tensors, layout=layout, vocab_size=vocab_rows, storage=written_storage(options)
     )
     folder = TRAINER_ITEMS[layout].folder()
     return WeightFiles(item.files, item.regions, leaves=item.leaves, folder=folder)

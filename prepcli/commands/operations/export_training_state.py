@@ -19,6 +19,7 @@ from prepcli.commands.operations.export_layouts import (
     WeightFiles,
     file_format,
     lay_out_weights,
+    written_storage,
 )
 from prepcli.commands.operations.export_quantized import writes_quantized
 from prepcli.commands.operations.options import ExportOptions
@@ -334,7 +335,7 @@ def _lay_out_item(
         tree,
         layout=layout,
         vocab_size=vocab_rows,
-        storage=options["storage"],
+        storage=written_storage(options),
     )
     files = WeightFiles(
         item.files,

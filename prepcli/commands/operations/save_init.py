@@ -38,8 +38,8 @@ from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike, as_tuple, format_command_line, with_defaults
 from prepcli.core.progress import Progress
-from prepcli.execution.compress import METHOD, parse_compress
 from prepcli.execution.workers import ProcessOptions
+from prepcli.formats.codecs import parse_compression
 from prepcli.formats.manifest import (
     STATE_ITEM,
     Manifest,
@@ -48,13 +48,13 @@ from prepcli.formats.manifest import (
     read_manifest,
     step_fields,
 )
-from prepcli.formats.ocdbt_read import MAX_ENTRIES
+from prepcli.formats.ocdbt import MAX_ENTRIES
 from prepcli.formats.orbax import find_item
 from prepcli.models.mesh import folder_suffix, parse_mesh
 from prepcli.models.rule_text import merge_rules, with_default_preset
 from prepcli.models.rules import LeafDims, check_leaf_rules
 from prepcli.models.verbatim import CANNOT_TRAIN, stacked_numbers
-from prepcli.planning.item_storage import Storage
+from prepcli.planning.item_storage import OCDBT, ORBAX_STORAGES, ItemStorage
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import DroppedTensor, Plan, SmallFile
 from prepcli.planning.quantization_leaves import is_quantization_tensor
@@ -285,12 +285,12 @@ def plan_orbax_item(
     )
 
 
-def planned_storage(options: SaveInitOptions) -> Storage:
+def planned_storage(options: SaveInitOptions) -> ItemStorage:
     """Return the storage of the chunks before their compression."""
     # Compressed chunks are written from raw chunks in data files.
     if options["compress"] is not None:
-        return "ocdbt"
-    return options["storage"]
+        return OCDBT
+    return ORBAX_STORAGES[options["storage"]]
 
 
 def _output_suffix(command: str, layout: ItemLayout) -> str:
@@ -404,14 +404,15 @@ def plan_item(
         name: Name of the model in the manifest.
         side_files: Files other than config.json.
     """
-    level = parse_compress(options["compress"])
+    compression = parse_compression(options["compress"])
+    storage = ORBAX_STORAGES[options["storage"]]
     vocabulary = layout.output_vocabulary
     config = output_config(source, vocabulary, match.is_tied, options["dtype"])
     settings = _manifest_settings(source, name, layout)
-    if level:
-        settings["compress"] = f"{METHOD}:{level}"
-    if options["storage"] != "ocdbt":
-        settings["storage"] = options["storage"]
+    if compression:
+        settings["compress"] = str(compression)
+    if storage != OCDBT:
+        settings["storage"] = storage.name
     settings["tied"] = match.is_tied
     settings["config"] = config
     return Plan(
@@ -430,7 +431,7 @@ def plan_item(
         settings=settings,
         display_names=source.display_names(),
         item=STATE_ITEM if layout.is_training_step else "",
-        zstd_level=level,
+        compression=compression,
     )
 
 

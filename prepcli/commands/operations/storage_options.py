@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from prepcli.core.option_spec import OptionSpec
-from prepcli.planning.item_storage import Storage
+from prepcli.planning.item_storage import StorageName
 
 
 class StorageOptions(TypedDict, total=False):
     """The storage of the arrays of an Orbax item."""
 
     storage: Annotated[
-        Storage,
+        StorageName,
         OptionSpec(
             "FORM",
             "Store arrays as ocdbt or zarr3 (a few data files), or files or zarr3-files (one file per chunk).",

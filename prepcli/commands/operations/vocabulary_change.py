@@ -20,7 +20,7 @@ from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.core.lists import join_names
 from prepcli.core.option_spec import with_defaults
 from prepcli.models.partition import vocab_multiple
-from prepcli.planning.item_storage import Storage
+from prepcli.planning.item_storage import StorageName
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.state_names import split_name
@@ -167,8 +167,8 @@ def _stored_options(source: Source) -> SaveInitOptions:
     """Return the options of an output with the storage and the compression of a source."""
     options = with_defaults(SaveInitOptions, {"compress": source.tree_manifest.compress})
     storage = source.tree_manifest.fields.get("storage")
-    if storage in get_args(Storage):
-        options["storage"] = cast(Storage, storage)
+    if storage in get_args(StorageName):
+        options["storage"] = cast(StorageName, storage)
     return options
 
 

@@ -22,7 +22,7 @@ from prepcli.core.errors import PrepError
 from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import LEAVES
 from prepcli.core.tables import Cell, format_table, wrap_line
-from prepcli.formats.levanter import is_levanter_checkpoint
+from prepcli.formats.orbax import item_metadata_file
 from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents, TensorEntry
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
 from prepcli.inspection.parameter_count import missing_parameter, nbytes_below
@@ -31,6 +31,7 @@ from prepcli.inspection.tensor_stats import TensorStats, stats_cells
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.partition import device_boxes, num_replicas, shard_shape
 from prepcli.models.verbatim import CANNOT_TRAIN
+from prepcli.planning.item_storage import LEVANTER_METADATA_FILE
 from prepcli.planning.state_names import OPT_STATE, PARAMS
 from prepcli.sources.source import CONFIG
 
@@ -269,7 +270,9 @@ def header_lines(contents: CheckpointContents, source: SourceSummary) -> list[st
     if contents.kind == "orbax":
         leaves = f"{count_text(source['tensors'], 'leaf', 'leaves')} in {count_text(source['chunks'], 'chunk')}"
         codecs = f" ({', '.join(contents.codecs)})" if contents.codecs else ""
-        title = "Levanter" if is_levanter_checkpoint(contents.folder) else "Orbax"
+        title = (
+            "Levanter" if item_metadata_file(contents.folder) == LEVANTER_METADATA_FILE else "Orbax"
+        )
         stored = [f"{title}{codecs}, {count_text(source['files'], 'data file')}, {leaves}"]
         stored += [f"mesh {source['mesh']}"] if source["mesh"] else []
         stored += [_layout_text(source)] if source["layout"] else []

@@ -24,13 +24,13 @@ from prepcli.formats.manifest import (
     Manifest,
     find_manifest_folder,
 )
-from prepcli.formats.orbax import METADATA_FILE, dotted_name, find_item, item_metadata_file
-from prepcli.formats.orbax_read import OrbaxItem, read_item
-from prepcli.formats.orbax_store import StoredRange
+from prepcli.formats.orbax import OrbaxItem, find_item, item_metadata_file, read_item
+from prepcli.formats.orbax_chunks import StoredRange, dotted_name
 from prepcli.formats.untrusted import quote_name, read_small_file
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
+from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.layout_scales import LayoutScale, recorded_scale, scaled_digests
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, SourceFile

@@ -6,9 +6,14 @@ from dataclasses import replace
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.engine.digest import digest
-from prepcli.formats.orbax import STATE_ITEMS, find_name_clash, item_metadata_file
-from prepcli.formats.orbax_read import OrbaxItem, read_item
-from prepcli.formats.orbax_store import ChunkTable, StoredRange
+from prepcli.formats.orbax import (
+    STATE_ITEMS,
+    OrbaxItem,
+    find_name_clash,
+    item_metadata_file,
+    read_item,
+)
+from prepcli.formats.orbax_chunks import ChunkTable, StoredRange
 from prepcli.formats.untrusted import quote_name
 
 

@@ -23,7 +23,7 @@ from prepcli.execution.bucket_storage import BucketStorage
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.step_writer import MEMORY_NBYTES
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.orbax_write import COMMIT_MARKER
+from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import OutputLeaf
 from prepcli.remote import placeholders, remote_files

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from prepcli.core.errors import PrepError
 from prepcli.core.progress import NullProgress
 from prepcli.execution import compress
-from prepcli.execution.compress import compress_chunks, parse_compress
-from prepcli.formats.orbax_write import WrittenChunk
+from prepcli.execution.compress import compress_chunks
+from prepcli.formats.orbax_chunks import WrittenChunk
+from prepcli.planning.item_storage import Compression
 from tests.helpers.slow_cases import slow_except
 
 LENGTHS = [1, 5000, 70_000, 3, 200_000, 4096, 12, 90_000, 90_000, 17]
@@ -75,7 +76,7 @@ def compress_in(folder: Path, progress: NullProgress | None = None) -> Compresse
         paths,
         folder=folder,
         journal=folder / "journal",
-        level=1,
+        compression=Compression("zstd", 1),
         progress=progress or NullProgress(),
     )
     return CompressedFiles(tuple(packed.relocate(iter(chunks))), packed.files, packed.sizes)
@@ -142,7 +143,7 @@ def test_compress_uses_little_memory_per_chunk(tmp_path: Path):
             [tmp_path / "raw"],
             folder=folder,
             journal=folder / "journal",
-            level=1,
+            compression=Compression("zstd", 1),
             progress=NullProgress(),
         )
         return sum(chunk.nbytes for chunk in packed.relocate(chunks()))
@@ -198,7 +199,7 @@ def compress_to_chunk_files(folder: Path, progress: NullProgress) -> dict[str, b
         paths,
         folder=folder / "item",
         journal=folder / "journal",
-        level=1,
+        compression=Compression("zstd", 1),
         progress=progress,
         chunk_paths=[f"leaf/{chunk.index[0]}" for chunk in chunks],
     )
@@ -252,22 +253,6 @@ def test_compress_names_a_truncated_raw_file(tmp_path: Path):
             paths,
             folder=tmp_path / "item",
             journal=tmp_path / "journal",
-            level=1,
+            compression=Compression("zstd", 1),
             progress=NullProgress(),
         )
-
-
-@pytest.mark.parametrize(
-    ("text", "level"), [(None, None), ("zstd", 1), ("zstd:1", 1), ("zstd:19", 19)]
-)
-def test_parse_compress_returns_the_level(text: str | None, level: int | None):
-    assert parse_compress(text) == level
-
-
-@pytest.mark.parametrize(
-    "text", ["", "lz4", "zstd:", "zstd:0", "zstd:20", "zstd:-1", "zstd:1e1", "zstd:" + "9" * 99]
-)
-def test_parse_compress_rejects_invalid_text(text: str):
-    with pytest.raises(PrepError, match="is invalid") as caught:
-        parse_compress(text)
-    assert caught.value.code == 2

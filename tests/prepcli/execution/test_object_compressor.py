@@ -13,6 +13,7 @@ from prepcli.engine.object_assembler import Piece
 from prepcli.execution.object_compressor import ObjectCompressor
 from prepcli.planning.checksum_blocks import LeafBlocks, chunk_blocks
 from prepcli.planning.chunk_extents import ChunkExtent
+from prepcli.planning.item_storage import Compression
 from prepcli.planning.plan import PlacedChunks
 
 
@@ -43,7 +44,7 @@ def test_compressed_pieces_are_the_chunks(num_chunks: int, chunk_nbytes: int, le
     extent = ChunkExtent(0, 0, chunk_nbytes, placed, blocks)
     outputs: list[bytes] = []
     for piece_nbytes in (777_777, 1 << 22):
-        compressor = ObjectCompressor({0: [extent]}, level, 1)
+        compressor = ObjectCompressor({0: [extent]}, Compression("zstd", level), 1)
         data = b""
         for number, start in enumerate(range(0, max(1, raw.size), piece_nbytes)):
             piece = Piece(0, number, start, raw[start : start + piece_nbytes], 0)

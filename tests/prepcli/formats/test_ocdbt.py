@@ -5,10 +5,9 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation, write_ocdbt_index
-from prepcli.formats.ocdbt_read import read_ocdbt_index
+from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation, read_ocdbt_index
 from tests.helpers.ocdbt_oracle import open_folder, read_all_entries, write_entries
-from tests.helpers.orbax_items import NOW_NS, read_files
+from tests.helpers.orbax_items import NOW_NS, read_files, write_ocdbt_index
 
 PATHS = ["d/" + "0" * 32, "d/" + "1" * 32, "other/d/x", "é"]
 KEYS = st.one_of(

@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.formats import ocdbt_read
-from prepcli.formats.ocdbt import OCDBT_MANIFEST, OcdbtEntry, ValueLocation
-from prepcli.formats.ocdbt_read import read_ocdbt_index
+from prepcli.formats import ocdbt
+from prepcli.formats.ocdbt import OCDBT_MANIFEST, OcdbtEntry, ValueLocation, read_ocdbt_index
 from tests.helpers.ocdbt_oracle import (
     dump_node,
     iter_nodes,
@@ -272,7 +271,7 @@ def test_handmade_leaf_is_valid(tmp_path):
 )
 def test_decompression_bombs_are_rejected_in_bounded_memory(tmp_path, monkeypatch, make_bomb, why):
     for name in ("MAX_INDEX_NBYTES", "MAX_TEXT_NBYTES"):
-        monkeypatch.setattr(ocdbt_read, name, 128 << 20)
+        monkeypatch.setattr(ocdbt, name, 128 << 20)
     frame = framed(NODE, make_bomb(), compressed=True)
     assert len(frame) < 40_000
     write_node(tmp_path, frame)
@@ -295,7 +294,7 @@ def test_limits_apply_to_all_nodes_together(tmp_path, monkeypatch):
         ("MAX_TEXT_NBYTES", 11_000),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(ocdbt_read, name, most)
+            patched.setattr(ocdbt, name, most)
             with pytest.raises(PrepError, match="cannot be read"):
                 list(read_ocdbt_index(tmp_path))
     assert len(list(read_ocdbt_index(tmp_path))) == 1000

@@ -14,16 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.formats.orbax import (
-    ZARR_TYPESTRS,
-    ArrayMeta,
-    find_item,
-    find_name_clash,
-    unravel_chunk_index,
-)
-from prepcli.formats.orbax_read import OrbaxItem, read_item
-from prepcli.formats.orbax_store import StoredRange
-from prepcli.formats.orbax_write import WrittenChunk
+from prepcli.formats.orbax import OrbaxItem, find_item, find_name_clash, read_item
+from prepcli.formats.orbax_chunks import ArrayMeta, StoredRange, WrittenChunk, unravel_chunk_index
+from prepcli.formats.zarr import ZARR_TYPESTRS
 from tests.helpers.orbax_items import random_array, write_item, write_metadata
 
 ORACLE = Path(__file__).parents[2] / "helpers" / "orbax_oracle.py"

@@ -12,8 +12,7 @@ import pytest
 
 from prepcli.algebra.boxes import full_box
 from prepcli.engine.fills import numpy_dtype
-from prepcli.formats.orbax import find_item
-from prepcli.formats.orbax_read import OrbaxItem, read_item
+from prepcli.formats.orbax import OrbaxItem, find_item, read_item
 from prepcli.restore.item_reader import ItemReader
 
 SAVER = Path(__file__).parents[2] / "helpers" / "orbax_forms.py"

@@ -15,12 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation, write_ocdbt_index
-from prepcli.formats.ocdbt_read import read_ocdbt_index
-from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta
-from prepcli.formats.orbax_read import OrbaxItem, read_item
-from prepcli.formats.orbax_store import ChunkTable, StoredRange
-from tests.helpers.orbax_items import NOW_NS, chunk_bytes, random_array, write_item
+from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation, read_ocdbt_index
+from prepcli.formats.orbax import OrbaxItem, read_item
+from prepcli.formats.orbax_chunks import ArrayMeta, ChunkTable, StoredRange
+from prepcli.formats.zarr import ZARR_TYPESTRS
+from tests.helpers.orbax_items import (
+    NOW_NS,
+    chunk_bytes,
+    random_array,
+    write_item,
+    write_ocdbt_index,
+)
 
 W = ArrayMeta(("params", "w"), (4, 6), "float32", (2, 6))
 ARRAYS = {
@@ -245,6 +250,9 @@ def test_unsupported_zarray_is_rejected(item, changes, message):
 def test_huge_grid_without_chunks_is_rejected(item):
     changed_zarray(item, shape=[0, 10**18])
     assert refused(item).why == f"its grid is (0, {10**18 // 6 + 1})"
+    # Its outer rows must not be enumerated.
+    changed_zarray(item, shape=[10**18, 0])
+    assert refused(item).why == f"its grid is ({10**18 // 2}, 0)"
 
 
 def tree_of_one(keys: list[dict[str, Any]]) -> str:

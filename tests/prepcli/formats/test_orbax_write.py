@@ -7,15 +7,13 @@ import subprocess
 import sys
 
 import pytest
-import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
-from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta, OrbaxNonArray
-from prepcli.formats.orbax_write import WrittenChunk
-from prepcli.formats.zarr_documents import encode_zarray
+from prepcli.formats.orbax import OrbaxNonArray
+from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
 from tests.helpers.orbax_items import (
     random_array,
     read_files,
@@ -30,19 +28,6 @@ ARRAYS = {
     ArrayMeta(("b",), (3,), "int8", (1,)): random_array("int8", (3,)),
 }
 WHOLE = (WrittenChunk(0, (0, 0), 0, 0, 48), WrittenChunk(0, (1, 0), 0, 48, 48))
-
-
-@pytest.mark.parametrize("dtype", ZARR_TYPESTRS)
-@pytest.mark.parametrize(
-    ("shape", "chunk"), [((), ()), ((5,), (2,)), ((0, 3), (1, 3)), ((4, 6, 2), (4, 3, 1))]
-)
-def test_encode_zarray_matches_tensorstore(dtype, shape, chunk):
-    metadata = {"shape": shape, "chunks": chunk, "compressor": None}
-    spec = {"driver": "zarr", "kvstore": "memory://", "dtype": dtype, "metadata": metadata}
-    store = ts.open(spec, create=True).result()
-    kvstore = store.kvstore
-    assert kvstore is not None
-    assert encode_zarray(ArrayMeta(("w",), shape, dtype, chunk)) == kvstore[".zarray"]
 
 
 @given(order=st.permutations(range(5)))
@@ -124,9 +109,7 @@ def test_item_without_arrays_is_rejected(tmp_path):
 
 
 def test_import_needs_neither_tensorstore_nor_jax():
-    code = (
-        "import sys, prepcli.formats.orbax_write, prepcli.formats.orbax_read; print(*sys.modules)"
-    )
+    code = "import sys, prepcli.formats.orbax; print(*sys.modules)"
     modules = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.formats.orbax import ZARRAY, ArrayMeta
-from prepcli.formats.zarr import ZARR_JSON, ZarrArray, parse_zarr_document
+from prepcli.formats.orbax_chunks import ArrayMeta
+from prepcli.formats.zarr import ZarrArray, parse_zarr_document
+from prepcli.planning.item_storage import ZARR2, ZARR3
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.zarr_items import StorageForm, document
 
@@ -22,12 +23,12 @@ SHARDED = StorageForm(zarr3=True, chunks_per_shard=2, codec_names=("zstd", "crc3
 
 def version_2(**changes: Any) -> ZarrArray:
     return parse_zarr_document(
-        "w", ZARRAY, json.dumps(document(META, StorageForm()) | changes).encode()
+        "w", ZARR2, json.dumps(document(META, StorageForm()) | changes).encode()
     )
 
 
 def version_3(form: StorageForm = SHARDED, **changes: Any) -> ZarrArray:
-    return parse_zarr_document("w", ZARR_JSON, json.dumps(document(META, form) | changes).encode())
+    return parse_zarr_document("w", ZARR3, json.dumps(document(META, form) | changes).encode())
 
 
 def codec(name: str, **settings: Any) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def test_parse_v3_reads_the_sharding_codec():
         (1, 1),
         True,
     )
-    assert array.chunk_key((3, 1)) == "c/3/1"
+    assert array.chunk_keys.key((3, 1)) == "c/3/1"
 
 
 def test_chunks_have_less_than_2_to_48_elements():
@@ -79,7 +80,7 @@ def test_chunks_have_less_than_2_to_48_elements():
     ],
 )
 def test_chunk_key_follows_its_encoding(encoding: dict[str, Any], keys: list[str]):
-    key = version_3(chunk_key_encoding=encoding).chunk_key
+    key = version_3(chunk_key_encoding=encoding).chunk_keys.key
     assert [key((1, 2)), key(())] == keys
 
 
@@ -211,10 +212,10 @@ def test_changed_documents_are_rejected_or_parsed(count: int):
             )
         with contextlib.suppress(PrepError):
             array = parse_zarr_document(
-                "w", ZARR_JSON if form.zarr3 else ZARRAY, json.dumps(changed).encode()
+                "w", ZARR3 if form.zarr3 else ZARR2, json.dumps(changed).encode()
             )
             assert len(array.shape) == len(array.chunk_shape) == len(array.stored_grid)
             assert all(n > 0 for n in array.chunk_shape)
-            assert array.chunk_key((0,) * len(array.shape))
+            assert array.chunk_keys.key((0,) * len(array.shape))
 
     check()

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import pytest
 import tensorstore
 
-from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta
-from prepcli.formats.zarr_documents import encode_zarr_json
+from prepcli.formats.zarr import ZARR_TYPESTRS, encode_zarr_document
+from prepcli.planning.item_storage import ZARR2, ZARR3, Compression
 
-CODECS = {None: [], 3: [{"name": "zstd", "configuration": {"level": 3}}]}
+FORMS = [((), ()), ((5,), (2,)), ((0, 3), (1, 3)), ((4, 6, 2), (4, 3, 1))]
+COMPRESSIONS = [None, Compression("zstd", 3)]
 
 
-@pytest.mark.parametrize("level", CODECS)
-@pytest.mark.parametrize("dtype", ZARR_TYPESTRS)
-def test_encode_zarr_json_equals_the_document_of_tensorstore(dtype: str, level: int | None):
-    document = encode_zarr_json(ArrayMeta(("a",), (4, 3), dtype, (2, 3)), level)
-    grid = {"name": "regular", "configuration": {"chunk_shape": [2, 3]}}
-    metadata = {"shape": [4, 3], "chunk_grid": grid, "data_type": dtype}
-    metadata["codecs"] = [{"name": "bytes"}, *CODECS[level]]
-    spec = {"driver": "zarr3", "kvstore": "memory://", "metadata": metadata}
+def tensorstore_document(
+    driver: str, document: str, metadata: dict[str, Any], **spec: Any
+) -> bytes:
+    """Return the document that TensorStore writes for an array."""
+    spec |= {"driver": driver, "kvstore": "memory://", "metadata": metadata}
     kvstore = tensorstore.open(spec, create=True).result().kvstore
     assert kvstore is not None
-    assert document == kvstore.read(b"zarr.json").result().value
-    assert json.loads(document)["data_type"] == dtype
+    return kvstore[document]
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)
+@pytest.mark.parametrize("dtype", ZARR_TYPESTRS)
+@pytest.mark.parametrize(("shape", "chunk"), FORMS)
+def test_zarray_equals_the_document_of_tensorstore(
+    shape: Any, chunk: Any, dtype: str, compression: Compression | None
+):
+    compressor = None if compression is None else {"id": "zstd", "level": 3}
+    metadata = {"shape": shape, "chunks": chunk, "compressor": compressor}
+    expected = tensorstore_document("zarr", ".zarray", metadata, dtype=dtype)
+    assert encode_zarr_document(ZARR2, shape, dtype, chunk, compression) == expected
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)
+@pytest.mark.parametrize("dtype", ZARR_TYPESTRS)
+def test_zarr_json_equals_the_document_of_tensorstore(dtype: str, compression: Compression | None):
+    codecs: list[dict[str, Any]] = [{"name": "bytes"}]
+    if compression is not None:
+        codecs.append({"name": "zstd", "configuration": {"level": 3}})
+    grid = {"name": "regular", "configuration": {"chunk_shape": [2, 3]}}
+    metadata = {"shape": [4, 3], "chunk_grid": grid, "data_type": dtype, "codecs": codecs}
+    expected = tensorstore_document("zarr3", "zarr.json", metadata)
+    assert encode_zarr_document(ZARR3, (4, 3), dtype, (2, 3), compression) == expected

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.files import ByteArray
-from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta
+from prepcli.formats.orbax_chunks import ArrayMeta
 from prepcli.formats.safetensors import DTYPE_CODES
+from prepcli.formats.zarr import ZARR_TYPESTRS
 from prepcli.inspection import tensor_stats as module
 from prepcli.inspection.checkpoint_contents import CheckpointContents, TensorEntry
 from prepcli.inspection.contents import read_contents

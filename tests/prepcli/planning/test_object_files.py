@@ -31,11 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def chunk_path(name: str, index: tuple[int, ...]) -> str:
-    """Return a path for the file of a chunk. Only compressed chunks without OCDBT need it."""
-    return f"{name}/{index}"
-
-
 def plan_of(folder: Path, command: str, **options: object) -> Plan:
     """Return the plan of a conversion of the model."""
     with chdir(folder):
@@ -49,7 +44,7 @@ def test_object_files_are_small_and_cover_every_chunk(
     folder: Path, monkeypatch: pytest.MonkeyPatch, mesh: str | None
 ):
     monkeypatch.setattr(object_files, "OBJECT_NBYTES", LIMIT_NBYTES)
-    plan = plan_object_files(plan_of(folder, "save_init", mesh=mesh, pad_vocab="8"), chunk_path)
+    plan = plan_object_files(plan_of(folder, "save_init", mesh=mesh, pad_vocab="8"))
     coverage.check(plan, lambda: split_streams(plan.streams, 1 << 20))
     largest_chunk_nbytes = max(leaf.chunk_nbytes for leaf in plan.leaves)
     assert len(plan.files) > 1
@@ -90,7 +85,7 @@ def stacked_plan() -> Plan:
 
 def test_chunks_of_several_tensors_are_in_objects_of_their_own():
     """Their objects are complete only after the last layer."""
-    plan = plan_object_files(stacked_plan(), chunk_path)
+    plan = plan_object_files(stacked_plan())
     coverage.check(plan, lambda: split_streams(plan.streams, 1 << 20))
     files: dict[str, set[int]] = {}
     for leaf in plan.leaves:
@@ -104,14 +99,14 @@ def test_chunks_of_several_tensors_are_in_objects_of_their_own():
 
 def test_files_of_other_formats_are_unchanged(folder: Path):
     plan = plan_of(folder, "pad_vocab", multiple=8)
-    assert plan_object_files(plan, chunk_path) is plan
+    assert plan_object_files(plan) is plan
     plan = plan_of(folder, "save_init", mesh="1,2,2", storage="files", pad_vocab="8")
-    assert plan_object_files(plan, chunk_path) is plan
+    assert plan_object_files(plan) is plan
 
 
 def test_units_have_no_file_in_common(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(object_files, "OBJECT_NBYTES", LIMIT_NBYTES)
-    plan = plan_object_files(plan_of(folder, "save_init", mesh="1,2,2", pad_vocab="8"), chunk_path)
+    plan = plan_object_files(plan_of(folder, "save_init", mesh="1,2,2", pad_vocab="8"))
     units = find_work_units(plan)
     assert len(units) > 5
     assert sorted(file for unit in units for file in unit.files) == [*range(len(plan.files))]

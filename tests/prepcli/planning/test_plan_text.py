@@ -13,6 +13,7 @@ from prepcli.algebra.gapped_regions import GappedRegion
 from prepcli.algebra.grids import ChunkGrid, ExplicitPlacement
 from prepcli.algebra.row_text import parse_row
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
+from prepcli.planning.item_storage import Compression
 from prepcli.planning.plan import (
     Contiguous,
     DroppedTensor,
@@ -99,7 +100,7 @@ def make_plan() -> Plan:
         settings={"config": {"vocab_size": 3}},
         display_names={"wte": "transformer.wte"},
         item="params",
-        zstd_level=1,
+        compression=Compression("zstd", 1),
     )
 
 

@@ -12,8 +12,8 @@ import pytest
 
 import prepcli as prep
 from prepcli.core.errors import DamagedError
-from prepcli.formats.orbax_read import read_item
-from prepcli.formats.orbax_store import StoredRange
+from prepcli.formats.orbax import read_item
+from prepcli.formats.orbax_chunks import StoredRange
 from prepcli.formats.safetensors import read_safetensors_folder
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import serve_objects

@@ -16,9 +16,8 @@ from prepcli.algebra.boxes import full_box
 from prepcli.core.errors import PrepError
 from prepcli.engine.digest import checksum
 from prepcli.formats.checksums import CHECKSUMS_FILE, BlockChecksums
-from prepcli.formats.orbax import ArrayMeta
-from prepcli.formats.orbax_read import OrbaxItem, read_item
-from prepcli.formats.orbax_store import StoredRange
+from prepcli.formats.orbax import OrbaxItem, read_item
+from prepcli.formats.orbax_chunks import ArrayMeta, StoredRange
 from prepcli.planning import checksum_blocks
 from prepcli.planning.checksum_blocks import assign_block_numbers, chunk_blocks
 from prepcli.restore import item_reader

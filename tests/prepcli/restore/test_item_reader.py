@@ -25,8 +25,8 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.engine.files import ByteArray, Files
 from prepcli.engine.fills import numpy_dtype
-from prepcli.formats.orbax import ArrayMeta
-from prepcli.formats.orbax_read import read_item
+from prepcli.formats.orbax import read_item
+from prepcli.formats.orbax_chunks import ArrayMeta
 from prepcli.restore import item_reader
 from prepcli.restore.item_reader import ItemReader, open_reader
 from tests.helpers.interruptions import SimulatedSignal, run_interrupted

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from prepcli.core.errors import PrepError
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.formats.codecs import READ_BLOCK_NBYTES
-from prepcli.formats.ocdbt import ValueLocation, write_ocdbt_index
-from prepcli.formats.ocdbt_read import read_ocdbt_index
-from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta, unravel_chunk_index
-from prepcli.formats.orbax_read import read_item
+from prepcli.formats.ocdbt import ValueLocation, read_ocdbt_index
+from prepcli.formats.orbax import read_item
+from prepcli.formats.orbax_chunks import ArrayMeta, unravel_chunk_index
+from prepcli.formats.zarr import ZARR_TYPESTRS
 from prepcli.planning.tensors import itemsize
 from prepcli.sources import decoded_arrays as decoded_module
 from prepcli.sources.decoded_arrays import DecodedArray, DecodedArrayReader
-from tests.helpers.orbax_items import NOW_NS, chunk_bytes, random_array
+from tests.helpers.orbax_items import NOW_NS, chunk_bytes, random_array, write_ocdbt_index
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.zarr_items import STORAGE_FORMS, StorageForm, write_zarr_item
 

@@ -11,7 +11,7 @@ import pytest
 from prepcli.commands.demo import training
 from prepcli.core.errors import PrepError
 from prepcli.formats.manifest import MANIFEST_FILE, STATE_ITEM
-from prepcli.formats.orbax import METADATA_FILE
+from prepcli.planning.item_storage import METADATA_FILE
 from trainer.training.metrics import METRICS_FILE
 
 ShouldKill = Callable[[], bool]

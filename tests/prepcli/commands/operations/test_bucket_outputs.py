@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import chdir
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from safetensors.numpy import save_file
 from prepcli.commands.operations import conversion
 from prepcli.execution import bucket_executor
 from prepcli.execution.bucket_executor import BucketExecutor
-from prepcli.formats.orbax import chunk_file_path
 from prepcli.planning.object_files import plan_object_files
 from prepcli.remote import object_store
 from prepcli.remote.bucket_lock import BucketLock, LockOwner
@@ -71,8 +69,7 @@ def convert_locally(site: StoreSite, arguments: Sequence[str]) -> dict[str, byte
 
     def convert(common: Any, observer: Any, opened: Any, started_s: float) -> Any:
         plan = opened.planned.plan
-        plan = plan_object_files(plan, partial(chunk_file_path, uses_zarr3=plan.uses_zarr3))
-        planned = conversion.replace(opened.planned, plan=plan)
+        planned = conversion.replace(opened.planned, plan=plan_object_files(plan))
         opened = conversion.replace(opened, planned=planned)
         return make_local(common, observer, opened, started_s)
 

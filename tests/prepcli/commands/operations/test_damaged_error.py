@@ -84,10 +84,11 @@ def test_damaged_checksum_file_is_a_damaged_error(init: Path, damage: Damage):
 
 
 def test_damaged_zarr_metadata_is_a_damaged_error(tmp_path: Path):
-    from prepcli.formats.zarr import ZARRAY, parse_zarr_document
+    from prepcli.formats.zarr import parse_zarr_document
+    from prepcli.planning.item_storage import ZARR2
 
     with pytest.raises(prep.DamagedError):
-        parse_zarr_document("a", ZARRAY, b'{"shape": [')
+        parse_zarr_document("a", ZARR2, b'{"shape": [')
 
 
 def test_data_cut_during_a_load_is_a_damaged_error(init: Path, monkeypatch: pytest.MonkeyPatch):

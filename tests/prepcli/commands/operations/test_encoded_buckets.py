@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 import prepcli as prep
 from prepcli.formats.checksums import CHECKSUMS_FILE
-from prepcli.formats.orbax import ArrayMeta
+from prepcli.formats.orbax_chunks import ArrayMeta
 from tests.helpers.orbax_items import random_array
 from tests.helpers.run_cli import run_ok
 from tests.helpers.store_sites import StoreSite, read_files

@@ -13,9 +13,8 @@ import pytest
 import prepcli as prep
 from prepcli.algebra.boxes import full_box
 from prepcli.commands.cli.main import main
-from prepcli.formats.orbax import ArrayMeta
-from prepcli.formats.orbax_read import read_item
-from prepcli.formats.orbax_write import WrittenChunk
+from prepcli.formats.orbax import read_item
+from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
 from prepcli.restore import item_reader
 from prepcli.sources.openers import orbax_item
 from tests.helpers.orbax_items import write_metadata

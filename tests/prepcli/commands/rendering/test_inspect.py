@@ -16,7 +16,8 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.commands.rendering.inspection import MAX_NON_ARRAYS
-from prepcli.formats.orbax import ArrayMeta, OrbaxNonArray
+from prepcli.formats.orbax import OrbaxNonArray
+from prepcli.formats.orbax_chunks import ArrayMeta
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.orbax_items import write_item
 from tests.helpers.run_inspect import (

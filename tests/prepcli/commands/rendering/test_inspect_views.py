@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.formats.orbax import ArrayMeta
+from prepcli.formats.orbax_chunks import ArrayMeta
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.orbax_items import random_array
 from tests.helpers.run_cli import run_json

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.formats import orbax_store
-from prepcli.formats.orbax import ArrayMeta
-from prepcli.formats.orbax_read import read_item
+from prepcli.formats import orbax_chunks
+from prepcli.formats.orbax import read_item
+from prepcli.formats.orbax_chunks import ArrayMeta
 from tests.helpers.zarr_items import StorageForm, write_zarr_item
 
 META = ArrayMeta(("w",), (8, 8), "float32", (2, 2))
@@ -28,7 +28,7 @@ def test_chunks_of_shards_count_towards_the_limit(tmp_path: Path, monkeypatch: p
     """Count the chunks of shards: many shards may share a few bytes with an index of a million empty chunks."""
     write_zarr_item(tmp_path / "item", {META: VALUES}, StorageForm(zarr3=True, chunks_per_shard=2))
     assert len(read_item(tmp_path / "item").chunks[0]) == 16
-    monkeypatch.setattr(orbax_store, "MAX_VALUES", 16)
+    monkeypatch.setattr(orbax_chunks, "MAX_VALUES", 16)
     assert "claims more than 16 chunks" in refused(tmp_path / "item").what
 
 

@@ -1,21 +1,21 @@
-"""Decode the parts of an OCDBT node or manifest: frame with checksum, columns of varints, prefix-compressed keys.
+"""Parts of an OCDBT node or manifest: frame with checksum, columns of varints, prefix-compressed keys.
 
-Input is untrusted: a few bytes may claim any number of entries. Decoders never allocate more than the bytes that are
-present can encode, and raise ValueError for invalid input.
+Each part is encoded and decoded here. Input is untrusted: a few bytes may claim any number of entries. Decoders never
+allocate more than the bytes that are present can encode, and raise ValueError for invalid input.
 """
 
 from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
 from prepcli.core.counts import count_text
-from prepcli.formats.codecs import StoredBytesReader, open_decoder
+from prepcli.formats.codecs import StoredBytesReader, Zstd
 
 # CRC-32C, at the end of the frame
 _CHECKSUM_NBYTES = 4
@@ -27,21 +27,18 @@ _MAX_DIGITS = 10  # bytes of a 64-bit varint
 UINT64_MAX = (1 << 64) - 1
 
 
+def encode_frame(magic: int, body: bytes) -> bytes:
+    """Encode magic, total length, format version 0, compression 0 (none), body and CRC-32C of all of these."""
+    # 18 = 4 magic + 8 length + 1 version + 1 compression + 4 checksum. The magic is big endian,
+    # all other numbers are little endian.
+    framed = struct.pack(">I", magic) + struct.pack("<Q", len(body) + 18) + b"\0\0" + body
+    return framed + struct.pack("<I", google_crc32c.value(framed))
+
+
 def decode_frame(data: bytes, magic: int, max_nbytes: int) -> BodyReader:
-    """Check a frame and return a reader of its body.
-
-    Args:
-        data: Bytes of the frame.
-        magic: Expected magic number.
-        max_nbytes: Limit of the decompressed body.
-
-    Raises:
-        ValueError: The frame is invalid, its checksum differs, or the body exceeds the limit.
-    """
+    """Check a frame and return a reader of its body, which has at most `max_nbytes` after decompression."""
     if len(data) < _HEADER_NBYTES + _CHECKSUM_NBYTES or data[:4] != struct.pack(">I", magic):
         raise ValueError(f"it does not start with {magic:08x}")
-    # magic [4, big endian], length of the frame [8], body, CRC-32C of all before [4]. The body
-    # starts with two varints: version and compression (0 none, 1 zstd).
     (length,) = struct.unpack_from("<Q", data, 4)
     if length != len(data):
         raise ValueError(f"its length field is {count_text(length, 'byte')}, it has {len(data):,}")
@@ -50,7 +47,7 @@ def decode_frame(data: bytes, magic: int, max_nbytes: int) -> BodyReader:
         raise ValueError("its checksum does not match")
     body = BodyReader(memoryview(data)[_HEADER_NBYTES:-_CHECKSUM_NBYTES])
     version = body.read_varint()
-    compression = body.read_varint()
+    compression = body.read_varint()  # 0 none, 1 zstd
     if version or compression > 1:
         raise ValueError(
             f"its version is {version}, its compression {compression}; supported: version 0, compression 0 and 1"
@@ -63,9 +60,7 @@ def decode_frame(data: bytes, magic: int, max_nbytes: int) -> BodyReader:
 def _decompress(body: BodyReader, max_nbytes: int) -> bytearray:
     # In blocks, because a few bytes of zstd may decompress to gigabytes: the limit is checked after
     # each block, not after all of them.
-    reader = open_decoder(
-        ("zstd",), StoredBytesReader(lambda _, count: body.take(count), body.remaining_nbytes)
-    )
+    reader = Zstd(StoredBytesReader(lambda _, count: body.take(count), body.remaining_nbytes))
     decompressed = bytearray()
     while block := reader.read(_READ_BLOCK_NBYTES):
         decompressed += block
@@ -142,23 +137,63 @@ def iter_ints(column: NDArray[np.uint64]) -> Iterator[int]:
         yield from column[start : start + _VARINT_BATCH].tolist()
 
 
+def encode_varints(values: Sequence[int]) -> bytes:
+    """Encode numbers as varints: base 128, lowest digit first, top bit set if another byte follows."""
+    if not values:
+        return b""
+    # E.g. 300 = 0b10_0101100 -> digits [0x2c, 2] -> bytes ac 02. One row of `digits` per number,
+    # as wide as the longest one; `used` drops the leading zeros of the shorter ones.
+    width = max(1, -(-max(values).bit_length() // 7))
+    digits = np.array(values, np.uint64)[:, None] >> np.arange(0, 7 * width, 7, dtype=np.uint64)
+    used = digits != 0
+    used[:, 0] = True
+    more = np.where(digits > 127, 128, 0)
+    return ((digits & np.uint64(127)).astype(np.uint8) | more.astype(np.uint8))[used].tobytes()
+
+
+def encode_keys(keys: Sequence[bytes], column: bytes = b"") -> bytes:
+    """Encode sorted keys as columns: prefix lengths, suffix lengths, `column` with one number per key, suffixes."""
+    if not keys:
+        return column
+    # Each key shares a prefix with the previous one, e.g. [b"a.w/.zarray", b"a.w/0.0", b"a.w/0.1"]:
+    # prefix lengths [4, 6] (the first key has none), suffix lengths [11, 3, 1], suffixes
+    # b"a.w/.zarray", b"0.0", b"1".
+    prefix_lengths: list[int] = []
+    suffixes = [keys[0]]
+    for previous, key in itertools.pairwise(keys):
+        # The XOR of two keys has zeros where they agree: b"ab1", b"ab2" give 0x000003, 2 bits long, so
+        # 1 byte differs and 2 are common.
+        nbytes = min(len(previous), len(key))
+        differing = int.from_bytes(previous[:nbytes], "big") ^ int.from_bytes(key[:nbytes], "big")
+        prefix_length = nbytes - (differing.bit_length() + 7) // 8
+        prefix_lengths.append(prefix_length)
+        suffixes.append(key[prefix_length:])
+    suffix_lengths = list(map(len, suffixes))
+    return b"".join(
+        [encode_varints(prefix_lengths), encode_varints(suffix_lengths), column, *suffixes]
+    )
+
+
 def decode_keys(
+    body: BodyReader, count: int, max_key_nbytes: int, *, has_column: bool
+) -> tuple[Iterator[bytes], NDArray[np.uint64]]:
+    """Decode `count` keys, and the numbers in front of the suffixes if there are any: the inverse of `encode_keys`.
+
+    The keys are decoded one by one. Iteration raises ValueError for a key that is too long.
+    """
+    prefix_lengths = body.read_varints(max(0, count - 1))
+    suffix_lengths = body.read_varints(count, max_key_nbytes)
+    column = body.read_varints(count if has_column else 0)
+    suffixes = body.take(int(suffix_lengths.sum()))
+    return _iter_keys(prefix_lengths, suffix_lengths, suffixes, max_key_nbytes), column
+
+
+def _iter_keys(
     prefix_lengths: NDArray[np.uint64],
     suffix_lengths: NDArray[np.uint64],
     suffixes: bytes,
     max_key_nbytes: int,
 ) -> Iterator[bytes]:
-    """Yield prefix-compressed keys.
-
-    Args:
-        prefix_lengths: Length of the prefix that each key but the first shares with the previous key.
-        suffix_lengths: Length of the rest of each key.
-        suffixes: All suffixes, joined.
-        max_key_nbytes: Limit of a key's length.
-
-    Raises:
-        ValueError: A key is too long, or its prefix is longer than the previous key.
-    """
     key = b""
     offset = 0
     for prefix_length, suffix_length in zip(

@@ -1,0 +1,592 @@
+"""Chunks of the arrays of an Orbax item: where each is stored, read from an item's index and written to it.
+
+An item has one OCDBT database, or one folder per array with one file per chunk. Both hold the metadata document of each
+array, and its chunks by key, e.g. `params.embed/.zarray` and `params.embed/0.3`. Items are untrusted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from prepcli.algebra.grids import ChunkGrid
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.formats.codecs import CODECS, CRC32C_NBYTES
+from prepcli.formats.ocdbt import (
+    BeforeRead,
+    OcdbtEntry,
+    ValueLocation,
+    ignore_read,
+    read_ocdbt_index,
+)
+from prepcli.formats.untrusted import (
+    list_folder,
+    quote_name,
+    read_bytes,
+    stat_file,
+    stat_indexed_file,
+)
+from prepcli.formats.zarr import (
+    MAX_SHARD_INDEX_NBYTES,
+    ZarrArray,
+    ZarrSharding,
+    broken_document_error,
+    encode_zarr_document,
+)
+from prepcli.planning.item_storage import ZARR2, ZARR3, ChunkIndex, Compression, ItemStorage
+from prepcli.planning.tensors import itemsize
+from prepcli.stores.reading import resolve_named_path
+
+# Values of an item: far above any model. A small malicious index may claim more.
+MAX_VALUES = 1 << 21
+MAX_DOCUMENT_NBYTES = 1 << 20
+MAX_NESTED_FOLDERS = 40
+# Limit of chunks without a stored value, which read as zeros.
+_MAX_ABSENT_CHUNKS = 1 << 18
+# Hint of errors in the arguments, which a correct plan cannot cause.
+BUG_HINT = "this is a bug in prep: the checkpoint was not written"
+# A key of zarr 3 has slashes in both parts: `layers/attn/c/0/1` is chunk `c/0/1` of `layers/attn`.
+_ZARR3_CHUNK_KEY = re.compile(r"(.*)/(c(?:[/.][0-9]+)*)", re.DOTALL)
+
+# Path of a leaf in the tree. A str is the key of a dict, an int the index of a list or tuple.
+TreePath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayMeta:
+    """An array of the tree. `is_scalar` marks a Python number, stored as a 0-d array."""
+
+    path: TreePath
+    shape: tuple[int, ...]
+    dtype: str  # a key of ZARR_TYPESTRS
+    # One extent >= 1 per axis. It need not divide the shape: the last chunk is then partly unused.
+    chunk_shape: tuple[int, ...]
+    is_scalar: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the name of the array in an Orbax item."""
+        return dotted_name(self.path)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Return the number of chunks along each axis, () for a 0-d array (one chunk)."""
+        return ChunkGrid(self.shape, self.chunk_shape).chunk_counts
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Return the size of any chunk in bytes, padding included."""
+        return math.prod(self.chunk_shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRange:
+    """Byte range of a value in file number `file` of the item."""
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+StoredValue = StoredRange | bytes  # a location, or the bytes themselves
+ChunkTable = dict[ChunkIndex, StoredValue]  # by index in the array's grid
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenChunk:
+    """Location of the chunk `index` of array number `array`: `nbytes` bytes at `offset` of file number `file`."""
+
+    array: int
+    index: ChunkIndex
+    file: int
+    offset: int
+    nbytes: int
+
+
+def dotted_name(path: TreePath) -> str:
+    """Return a path joined by dots. Ambiguous if a part contains a dot."""
+    return ".".join(map(str, path))
+
+
+def chunk_label(index: ChunkIndex) -> str:
+    """Return the name of a chunk in messages, e.g. `0.3`."""
+    return ZARR2.chunk_keys.key(index)
+
+
+def unravel_chunk_index(grid: tuple[int, ...], chunk_number: int) -> ChunkIndex:
+    """Return the index of a chunk from its number in C order, like `np.unravel_index`."""
+    index: list[int] = []
+    for extent in reversed(grid):
+        # E.g. chunk 5 of a [2, 3] grid: divmod(5, 3) = 1, 2 -> (1, 2).
+        chunk_number, i = divmod(chunk_number, extent)
+        index.append(i)
+    return tuple(reversed(index))
+
+
+class ItemValues:
+    """Stored values of an item by array and key. `files` lists the files that `StoredRange.file` refers to."""
+
+    def __init__(
+        self,
+        folder: Path,
+        names: Iterable[str],
+        storage: ItemStorage,
+        before_read: BeforeRead = ignore_read,
+    ) -> None:
+        """Read the index of an item, or the folders of the arrays `names`. Raise PrepError if it is invalid."""
+        self.folder = folder
+        self.storage = storage
+        self._before_read = before_read
+        self._file_numbers: dict[str, int] = {}  # by path
+        self._num_chunks = 0
+        # Metadata document of each array, if arrays are folders. It is no data file.
+        self._document_paths: dict[str, Path] = {}
+        self.by_name: dict[str, dict[str, StoredValue]] = {}
+        if storage.has_chunk_files:
+            values_by_key = self._iter_folders(names)
+        else:
+            values_by_key = self._iter_database()
+        for name, key, value in values_by_key:
+            self.count_chunks(1)
+            self.by_name.setdefault(name, {})[key] = value
+        self._paths = tuple(self._file_numbers)
+        self.files = tuple(folder / path for path in self._paths)
+
+    def count_chunks(self, num_chunks: int) -> None:
+        """Add to the total of values and of chunks in shards. Raise PrepError if the total exceeds `MAX_VALUES`."""
+        self._num_chunks += num_chunks
+        if self._num_chunks > MAX_VALUES:
+            what = f"{self.folder} claims more than {MAX_VALUES:,} chunks"
+            raise PrepError(what, "that is the limit of prep", "save it again in larger chunks")
+
+    def _iter_database(self) -> Iterator[tuple[str, str, StoredValue]]:
+        is_zarr3 = self.storage.zarr == ZARR3
+        for key, value in read_ocdbt_index(self.folder, self._before_read):
+            # The name of an array may have slashes.
+            text = key.decode(errors="replace")
+            if is_zarr3 and (match := _ZARR3_CHUNK_KEY.fullmatch(text)):
+                name, array_key = match[1], match[2]
+            else:
+                name, _, array_key = text.rpartition("/")
+            if isinstance(value, ValueLocation):
+                value = StoredRange(self._file_number(value.path), value.offset, value.nbytes)
+            yield name, array_key, value
+
+    def _file_number(self, path: str) -> int:
+        return self._file_numbers.setdefault(path, len(self._file_numbers))
+
+    def _iter_folders(self, names: Iterable[str]) -> Iterator[tuple[str, str, StoredValue]]:
+        for name in names:
+            folder = resolve_named_path(self.folder, name, f"the tree of {self.folder}")
+            self.by_name[name] = {}
+            for key in _iter_files(folder):
+                if key == self.storage.zarr.document:
+                    self._document_paths[name] = folder / key
+                    continue
+                nbytes = stat_file(folder / key).st_size
+                yield name, key, StoredRange(self._file_number(f"{name}/{key}"), 0, nbytes)
+
+    def pop_document(self, name: str) -> bytes:
+        """Remove the metadata document of an array from its values and return its text."""
+        document = self.storage.zarr.document
+        path = self._document_paths.get(name)
+        value = self.by_name.get(name, {}).pop(document, None)
+        if path is None and value is None:
+            why = f"the tree lists it, but it has no {document}"
+            raise DamagedError(
+                f"{quote_name(name)} is not in the index of {self.folder}", why, GET_AGAIN_HINT
+            )
+        try:
+            if path is None:
+                assert value is not None
+                return self.read_value(value, MAX_DOCUMENT_NBYTES)
+            nbytes = stat_file(path).st_size
+            if nbytes > MAX_DOCUMENT_NBYTES:
+                raise ValueError(f"it has {nbytes:,} bytes, the limit is {MAX_DOCUMENT_NBYTES:,}")
+            return read_bytes(path, 0, nbytes)
+        except ValueError as error:
+            raise broken_document_error(quote_name(name), self.storage.zarr, str(error)) from error
+
+    def read_value(self, value: StoredValue, max_nbytes: int) -> bytes:
+        """Return the bytes of a value. Raise ValueError if it exceeds `max_nbytes` or its file."""
+        if isinstance(value, bytes):
+            return value
+        path = self.files[value.file]
+        end = value.offset + value.nbytes
+        if value.nbytes > max_nbytes or end > stat_indexed_file(path).st_size:
+            raise ValueError(f"its {value.nbytes:,} bytes are not in {path}")
+        self._before_read(ValueLocation(self._paths[value.file], value.offset, value.nbytes))
+        return read_bytes(path, value.offset, value.nbytes)
+
+
+def _iter_files(folder: Path) -> Iterator[str]:
+    """Yield the relative paths of all files of an array. Links to folders are not followed."""
+    pending = [""]
+    while pending:
+        prefix = pending.pop()
+        if prefix.count("/") > MAX_NESTED_FOLDERS:
+            raise PrepError(
+                f"{folder} has more than {MAX_NESTED_FOLDERS} nested folders",
+                "zarr does not nest chunks that deep",
+                GET_AGAIN_HINT,
+            )
+        for name in list_folder(folder / prefix):
+            path = f"{prefix}{name}"
+            if (folder / path).is_dir() and not (folder / path).is_symlink():
+                pending.append(f"{path}/")
+            else:
+                yield path
+
+
+def build_chunk_table(
+    name: str,
+    zarr: ZarrArray,
+    chunks_by_key: Mapping[str, StoredValue],
+    values: ItemValues,
+    is_complete: bool,
+) -> ChunkTable:
+    """Return the stored chunks of an array by index. Shards are split into their chunks.
+
+    Raise PrepError if a chunk is missing that must be stored, or if a key is not a chunk of the array.
+    """
+    # A grid of a malicious document may have 2^60 chunks. It is enumerated only as far as there
+    # are stored values; otherwise the indices are parsed from the keys.
+    missing = math.prod(zarr.stored_grid) - len(chunks_by_key)
+    if missing > 0 and not is_complete and zarr.missing_is_zero:
+        chunks: ChunkTable = {}
+        for key, value in chunks_by_key.items():
+            index = _index_of_key(zarr, key)
+            if index is not None:
+                chunks[index] = value
+    else:
+        chunks = _require_every_chunk(name, zarr, chunks_by_key, is_complete)
+    if len(chunks_by_key) > len(chunks):
+        extra_key = next(iter(chunks_by_key.keys() - set(map(zarr.chunk_keys.key, chunks))))
+        what = f"the index of {name} has chunk {quote_name(extra_key)}"
+        raise DamagedError(what, f"its grid is {zarr.stored_grid}", GET_AGAIN_HINT)
+    if zarr.sharding:
+        return dict(_iter_shard_chunks(name, zarr, zarr.sharding, chunks, values, is_complete))
+    return chunks
+
+
+def _require_every_chunk(
+    name: str, zarr: ZarrArray, chunks_by_key: Mapping[str, StoredValue], is_complete: bool
+) -> ChunkTable:
+    chunks: ChunkTable = {}
+    # The grid of a malicious document may be huge: at most one index more than values is visited.
+    for index in itertools.islice(_iter_indices(zarr.stored_grid), len(chunks_by_key) + 1):
+        key = zarr.chunk_keys.key(index)
+        value = chunks_by_key.get(key)
+        if value is None:
+            raise _missing_chunk_error(name, key, is_complete)
+        chunks[index] = value
+    return chunks
+
+
+def _iter_indices(grid: Sequence[int]) -> Iterator[ChunkIndex]:
+    """Yield every index of a grid in C order, lazily."""
+    if not grid:
+        yield ()
+    # A hostile grid of [10^18, 0] chunks would never end, although it has none.
+    elif 0 not in grid:
+        for outer in _iter_indices(grid[:-1]):
+            for inner in range(grid[-1]):
+                yield (*outer, inner)
+
+
+def _missing_chunk_error(name: str, key: str, is_complete: bool) -> PrepError:
+    if is_complete:
+        why = "its metadata says that every chunk is stored"
+    else:
+        why = "chunks equal to the fill value are not stored, and the fill value is not 0"
+    return DamagedError(f"chunk {key} of {name} is missing", why, GET_AGAIN_HINT)
+
+
+def _index_of_key(zarr: ZarrArray, key: str) -> ChunkIndex | None:
+    """Return the index of a chunk, e.g. (1, 20) for `c/1/20`, or None if the key is not one of the array."""
+    index: ChunkIndex = ()
+    # The key of the only chunk of a scalar is `0` or `c`, which is not an index.
+    if zarr.shape:
+        # Longer numbers exceed int64, and a hostile key may have millions of digits.
+        numbers = re.findall("[0-9]+", key)
+        index = tuple(int(digits) for digits in numbers if len(digits) < 19)
+    # Other spellings of a key are ignored: chunk [0, 1] is stored under `0.1`, never under `00.1`.
+    if _is_in_grid(index, zarr.stored_grid) and zarr.chunk_keys.key(index) == key:
+        return index
+    return None
+
+
+def _is_in_grid(index: Sequence[int], grid: Sequence[int]) -> bool:
+    """Return whether an index of non-negative numbers is one of a grid."""
+    return len(index) == len(grid) and all(map(operator.lt, index, grid))
+
+
+def _iter_shard_chunks(
+    name: str,
+    zarr: ZarrArray,
+    sharding: ZarrSharding,
+    shards: ChunkTable,
+    values: ItemValues,
+    is_complete: bool,
+) -> Iterator[tuple[ChunkIndex, StoredValue]]:
+    """Yield the chunks of each shard."""
+    # E.g. shape [5, 4], shards [4, 4] and chunks [2, 4]: a grid of [3, 1] chunks, [2, 1] per shard. Chunk
+    # [1, 0] of shard [1, 0] is [1 * 2 + 1, 0] = [3, 0], beyond the grid: shards at the edge are padded.
+    grid = ChunkGrid(zarr.shape, zarr.chunk_shape).chunk_counts
+    chunks_per_shard = sharding.chunks_per_shard
+    for shard_index, shard in shards.items():
+        values.count_chunks(math.prod(chunks_per_shard))
+        key = zarr.chunk_keys.key(shard_index)
+        try:
+            ranges = _read_shard_index(sharding, shard, values)
+        except ValueError as error:
+            what = f"shard {key} of {name} is broken"
+            raise DamagedError(what, str(error), GET_AGAIN_HINT) from error
+        first_index = tuple(map(operator.mul, shard_index, chunks_per_shard))
+        for inner_index, (offset, nbytes) in zip(np.ndindex(chunks_per_shard), ranges):
+            index = tuple(map(operator.add, first_index, inner_index))
+            if not _is_in_grid(index, grid):
+                continue
+            if offset >= 0:
+                yield index, _slice_value(shard, offset, nbytes)
+            elif is_complete or not zarr.missing_is_zero:
+                chunk = f"{'.'.join(map(str, index))} of shard {key}"
+                raise _missing_chunk_error(name, chunk, is_complete)
+
+
+def stored_nbytes(value: StoredValue) -> int:
+    """Return the size of a stored value."""
+    if isinstance(value, bytes):
+        return len(value)
+    return value.nbytes
+
+
+def _slice_value(value: StoredValue, offset: int, nbytes: int) -> StoredValue:
+    if isinstance(value, bytes):
+        return value[offset : offset + nbytes]
+    return StoredRange(value.file, value.offset + offset, nbytes)
+
+
+def _read_shard_index(
+    sharding: ZarrSharding, shard: StoredValue, values: ItemValues
+) -> list[tuple[int, int]]:
+    """Return the offset and size of each chunk of a shard. Raise ValueError if its index is broken."""
+    shard_nbytes = stored_nbytes(shard)
+    nbytes = sharding.index_nbytes
+    if nbytes > min(shard_nbytes, MAX_SHARD_INDEX_NBYTES):
+        raise ValueError(f"its index takes {nbytes:,} bytes, it has {shard_nbytes:,}")
+    offset = shard_nbytes - nbytes if sharding.index_is_at_end else 0
+    index = values.read_value(_slice_value(shard, offset, nbytes), nbytes)
+    return sharding.parse_index(index, shard_nbytes)
+
+
+def check_chunk_tables(
+    folder: Path,
+    arrays: Sequence[ArrayMeta],
+    codec_names: Sequence[Sequence[str]],
+    tables: Sequence[ChunkTable],
+    files: Sequence[Path],
+) -> None:
+    """Raise PrepError if chunks have wrong sizes, overlap, leave their files, or if too many are missing."""
+    for meta, names, chunks in zip(arrays, codec_names, tables):
+        _check_chunk_sizes(meta, names, chunks)
+    absent = sum(math.prod(meta.grid) - len(chunks) for meta, chunks in zip(arrays, tables))
+    # Absent chunks take no space in the source: a document of 1 kB could make prep write petabytes.
+    if absent > _MAX_ABSENT_CHUNKS:
+        why = f"{absent:,} chunks are not stored and read as zeros, the limit is {_MAX_ABSENT_CHUNKS:,}"
+        raise PrepError(f"{folder} has too many missing chunks", why, GET_AGAIN_HINT)
+    _check_chunk_ranges(arrays, tables, files)
+
+
+def _check_chunk_sizes(meta: ArrayMeta, codec_names: Sequence[str], chunks: ChunkTable) -> None:
+    """Raise PrepError if a chunk without compression does not have the size of its elements."""
+    expected_nbytes = meta.chunk_nbytes
+    for name in codec_names:
+        if not CODECS[name].is_checksum:
+            return
+        expected_nbytes += CRC32C_NBYTES
+    for index, value in chunks.items():
+        nbytes = stored_nbytes(value)
+        if nbytes != expected_nbytes:
+            why = f"it has {nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {expected_nbytes:,}"
+            what = f"chunk {chunk_label(index)} of {quote_name(meta.name)} has the wrong size"
+            raise DamagedError(what, why, GET_AGAIN_HINT)
+
+
+def _check_chunk_ranges(
+    arrays: Sequence[ArrayMeta], chunks: Sequence[ChunkTable], files: Sequence[Path]
+) -> None:
+    """Raise PrepError if a chunk exceeds its file or overlaps another chunk."""
+    sizes = [stat_indexed_file(file).st_size for file in files]
+    ranges: list[tuple[int, int, int, int]] = []
+    for array_number, table in enumerate(chunks):
+        for stored in table.values():
+            if isinstance(stored, StoredRange):
+                end = stored.offset + stored.nbytes
+                ranges.append((stored.file, stored.offset, end, array_number))
+    # Sorted by file and offset, so that only neighbours can overlap.
+    ranges.sort()
+    for file, _, end, array_number in ranges:
+        if end > sizes[file]:
+            name = quote_name(arrays[array_number].name)
+            why = f"a chunk of {name} ends at byte {end:,}, the file at {sizes[file]:,}"
+            raise DamagedError(f"{files[file]} is cut short", why, GET_AGAIN_HINT)
+    for (file, _, end, first_array), (next_file, start, _, second_array) in itertools.pairwise(
+        ranges
+    ):
+        if file == next_file and start < end:
+            why = f"both use byte {start:,} of {files[file]}"
+            raise DamagedError(
+                f"chunks of {quote_name(arrays[first_array].name)} and {quote_name(arrays[second_array].name)} overlap",
+                why,
+                GET_AGAIN_HINT,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkColumns:
+    """File, offset and size of each chunk of an array, in C order of its grid. File -1 if not placed yet."""
+
+    meta: ArrayMeta
+    grid: tuple[int, ...]
+    chunk_nbytes: int
+    files: array[int]
+    offsets: array[int]
+    nbytes: array[int]
+
+
+def collect_chunks(
+    arrays: Sequence[ArrayMeta], chunks: Iterable[WrittenChunk], *, is_compressed: bool
+) -> list[ChunkColumns]:
+    """Return the locations of all chunks. Raise PrepError if one is missing, duplicate or of the wrong size."""
+    tables: list[ChunkColumns] = []
+    for meta in arrays:
+        count = math.prod(meta.grid)
+        columns = [array("q", [first]) * count for first in (-1, 0, 0)]
+        tables.append(ChunkColumns(meta, meta.grid, meta.chunk_nbytes, *columns))
+    for chunk in chunks:
+        _record_chunk(tables[chunk.array], chunk, is_compressed)
+    for table in tables:
+        if -1 in table.files:
+            missing_index = unravel_chunk_index(table.grid, table.files.index(-1))
+            what = f"the index of {table.meta.name} misses chunk {chunk_label(missing_index)}"
+            raise PrepError(what, "the plan does not place it", BUG_HINT)
+    return tables
+
+
+def _record_chunk(table: ChunkColumns, chunk: WrittenChunk, is_compressed: bool) -> None:
+    # The index is a number with the grid's extents as its base, e.g. [1, 2] in [2, 3] is 1 * 3 + 2.
+    chunk_number = 0
+    is_inside = len(chunk.index) == len(table.grid)
+    for index, extent in zip(chunk.index, table.grid):
+        chunk_number = chunk_number * extent + index
+        is_inside = is_inside and 0 <= index < extent
+    if not is_inside:
+        raise _chunk_error(table, chunk, "", f"its grid is {table.grid}")
+    if not is_compressed and chunk.nbytes != table.chunk_nbytes:
+        meta = table.meta
+        why = f"it has {chunk.nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {table.chunk_nbytes:,}"
+        what = f"chunk {chunk_label(chunk.index)} of {meta.name} has the wrong size"
+        raise PrepError(what, why, BUG_HINT)
+    if table.files[chunk_number] >= 0:
+        raise _chunk_error(table, chunk, " twice")
+    table.files[chunk_number] = chunk.file
+    table.offsets[chunk_number] = chunk.offset
+    table.nbytes[chunk_number] = chunk.nbytes
+
+
+def _chunk_error(table: ChunkColumns, chunk: WrittenChunk, suffix: str, why: str = "") -> PrepError:
+    what = f"the index of {table.meta.name} has chunk {chunk_label(chunk.index)}{suffix}"
+    return PrepError(what, why, BUG_HINT)
+
+
+def encode_documents(
+    tables: Sequence[ChunkColumns],
+    file_names: Sequence[str],
+    storage: ItemStorage,
+    compression: Compression | None,
+) -> dict[str, bytes]:
+    """Return the metadata documents of arrays in folders by path. Each chunk must be the whole file with its name."""
+    documents: dict[str, bytes] = {}
+    for table in tables:
+        for chunk_number, file in enumerate(table.files):
+            index = unravel_chunk_index(table.grid, chunk_number)
+            path = storage.chunk_path(table.meta.name, index)
+            if table.offsets[chunk_number] != 0 or file_names[file] != path:
+                why = f"it is at byte {table.offsets[chunk_number]:,} of {file_names[file]}"
+                raise PrepError(f"chunk {path} has the wrong location", why, BUG_HINT)
+        path = f"{table.meta.name}/{storage.zarr.document}"
+        documents[path] = _encode_document(table, storage, compression)
+    return documents
+
+
+def _encode_document(
+    table: ChunkColumns, storage: ItemStorage, compression: Compression | None
+) -> bytes:
+    meta = table.meta
+    return encode_zarr_document(storage.zarr, meta.shape, meta.dtype, meta.chunk_shape, compression)
+
+
+def iter_index_entries(
+    tables: Sequence[ChunkColumns],
+    file_names: Sequence[str],
+    storage: ItemStorage,
+    compression: Compression | None,
+) -> Iterator[OcdbtEntry]:
+    """Yield the entries of the index of a database in the order of keys."""
+    by_prefix: list[tuple[str, ChunkColumns]] = []
+    for table in tables:
+        name = storage.name_separator.join(map(str, table.meta.path))
+        by_prefix.append((f"{name}/", table))
+    # Keys are UTF-8, and Python sorts texts in the same order.
+    by_prefix.sort(key=operator.itemgetter(0))
+    entries = itertools.chain.from_iterable(
+        _iter_array_entries(prefix, table, file_names, storage, compression)
+        for prefix, table in by_prefix
+    )
+    if any("/" in str(part) for table in tables for part in table.meta.path):
+        # The keys of `a/0` come between the chunks 0 and 1 of `a`: a/.zarray, a/0, a/0/.zarray, a/0/0, a/1.
+        return iter(sorted(entries, key=operator.itemgetter(0)))
+    return entries
+
+
+def _iter_array_entries(
+    prefix: str,
+    table: ChunkColumns,
+    file_names: Sequence[str],
+    storage: ItemStorage,
+    compression: Compression | None,
+) -> Iterator[OcdbtEntry]:
+    """Yield the entries of an array in the order of keys."""
+    zarr = storage.zarr
+    document = (f"{prefix}{zarr.document}".encode(), _encode_document(table, storage, compression))
+    # `.zarray` sorts before digits, `zarr.json` after the `c` of chunks.
+    if zarr == ZARR2:
+        yield document
+    # Keys are sorted as text: chunk 10 comes before chunk 2, in each axis. Separators sort before digits.
+    labels: list[list[str]] = []
+    starts: list[list[int]] = []
+    for axis, extent in enumerate(table.grid):
+        indices = sorted(range(extent), key=str)
+        # Number of chunks from one index of this axis to the next, in C order.
+        stride = math.prod(table.grid[axis + 1 :])
+        labels.append([str(i) for i in indices])
+        starts.append([i * stride for i in indices])
+    for label, start in zip(itertools.product(*labels), itertools.product(*starts)):
+        chunk_number = sum(start)
+        location = ValueLocation(
+            file_names[table.files[chunk_number]],
+            table.offsets[chunk_number],
+            table.nbytes[chunk_number],
+        )
+        yield f"{prefix}{zarr.chunk_keys.key(label)}".encode(), location
+    if zarr != ZARR2:
+        yield document
