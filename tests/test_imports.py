@@ -119,12 +119,8 @@ COMPUTES = {
         f"prepcli.commands.testing.{name}"
         for name in (
             "checks",
-            "greedy",
-            "kit",
             "report",
-            "subject",
-            "tiny_transformers",
-            "torch_transformers",
+            "tiny_model",
         )
     ),
 }

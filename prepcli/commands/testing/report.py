@@ -10,10 +10,9 @@ from pathlib import Path
 import jax
 
 from prepcli.commands.console.ui import Report, Ui
-from prepcli.commands.testing.checks import CHECKS, Check
-from prepcli.commands.testing.kit import NUM_HEADS, CheckResult, check_family
+from prepcli.commands.testing.checks import CHECKS, NUM_HEADS, Check, CheckResult, check_family
 from prepcli.commands.testing.tiny_config import scale_down
-from prepcli.commands.testing.torch_transformers import missing_reference_packages
+from prepcli.commands.testing.tiny_model import missing_reference_packages
 from prepcli.core.errors import PrepError, usage_error
 from prepcli.core.json_types import HFConfig
 from prepcli.core.suggest import did_you_mean
