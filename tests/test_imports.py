@@ -41,7 +41,7 @@ ORDER = (
     ),
     *(
         f"{COMMANDS}.{name}"
-        for name in ("console", "pages", "demo", "operations", "testing", "rendering", "cli")
+        for name in ("console", "pages", "operations", "testing", "demo", "rendering", "cli")
     ),
     "prepcli.__main__",
 )
