@@ -122,18 +122,9 @@ def demo_steps() -> tuple[DemoStep, ...]:
 def run_prep(
     folder: Path, step: DemoStep, should_kill: Callable[[], bool] | None = None
 ) -> dict[str, Any]:
-    """Run the command of a step in the demo's folder.
+    """Run the command of a step in the demo's folder, and return its JSON object, or {} if it was killed.
 
-    Args:
-        folder: Folder of the demo.
-        step: The step.
-        should_kill: Whether to kill the command with SIGKILL now. None means never.
-
-    Returns:
-        The JSON object that the command prints. It is empty if the command was killed.
-
-    Raises:
-        CommandError: The command failed. The error has its message.
+    CommandError with its message if it fails. The command gets a SIGKILL as soon as `should_kill` is true.
     """
     env = {
         "JAX_COMPILATION_CACHE_DIR": str((folder / JAX_CACHE).resolve()),
@@ -190,12 +181,7 @@ def _kill(
 ) -> StepOutcome:
     """Kill the command of a step, and return what is left. Try again if the command ended before.
 
-    Args:
-        folder: Folder of the demo.
-        step: The step.
-        output: Output of the command, which each try deletes.
-        should_kill: Whether to kill the command now, given whether this is the last try.
-        describe: Returns the outcome after a kill, or None if the output is complete.
+    `should_kill` is called with whether this is the last try. `describe` returns None if the output is complete.
     """
     for tries in range(1, MAX_KILL_TRIES + 1):
         remove_output(folder / output)

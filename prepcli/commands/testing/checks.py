@@ -22,6 +22,7 @@ import numpy as np
 
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.load_params import load_params
+from prepcli.commands.operations.model_outputs import missing_reference_packages
 from prepcli.commands.operations.pad_vocab import pad_vocab
 from prepcli.commands.operations.results import Conversion
 from prepcli.commands.operations.save_init import save_init
@@ -37,7 +38,6 @@ from prepcli.commands.testing.tiny_model import (
     has_encoder,
     load_torch_model,
     loss_and_gradients,
-    missing_reference_packages,
     model_logits,
     random_batch,
     random_tensors,

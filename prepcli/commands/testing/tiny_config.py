@@ -21,8 +21,6 @@ Sizes = Mapping[str, int]
 MAX_TINY_ELEMENTS = 300_000
 # A scaled config has at most this many elements.
 MAX_SCALED_ELEMENTS = 1_000_000
-VOCAB = 29
-MLP = 20
 EXPERTS = 5
 # Size of a head if the hidden size is heads * head_dim.
 HEAD_DIM = 16
@@ -35,10 +33,14 @@ POSITIONS = 64
 ORIGINAL_POSITIONS = 32
 WINDOW = 5
 WORD_EMBED = 10
-LAYER_INPUT = 6
-MIXER_STATE = 6
 # Elements of latent attention. The size of `kv_dim` here is the part of the keys.
 LATENT_SIZES = {"kv_rank": 9, "q_rank": 11, "rope_dim": 4, "kv_dim": 6, "value_dim": 5}
+# Sizes of axes that do not depend on others.
+TINY_SIZES = {
+    **{"vocab": 29, "layer_vocab": 31, "layer_input": 6, "mixer_state": 6},
+    **dict.fromkeys(("mlp", "dense_mlp", "shared_mlp"), 20),
+    **LATENT_SIZES,
+}
 
 # Config fields with the size of each axis.
 SIZE_FIELDS = {
@@ -248,19 +250,15 @@ def _tiny_sizes(
         # The table of plain rotations of GPT-J and CodeGen in transformers has a row per position.
         positions = CHECKED_POSITIONS
     tiny_sizes = {
-        **LATENT_SIZES,
-        "vocab": VOCAB,
+        **TINY_SIZES,
         "embed": tiny_heads * HEAD_DIM,
         "heads": tiny_heads,
         "layers": num_layers,
         "kv_heads": 1 if kv_heads == 1 else num_heads,
         "head_dim": head_dim,
-        **dict.fromkeys(("mlp", "dense_mlp", "shared_mlp"), MLP),
         "experts": _num_experts(arch_config),
         "full_head_dim": 2 * head_dim,
         "full_kv_heads": 1 if original.get("full_kv_heads") == 1 else num_heads,
-        "layer_vocab": VOCAB + 2,
-        "layer_input": LAYER_INPUT,
         "positions": positions,
     }
     if "mixer_groups" in original:
@@ -291,7 +289,6 @@ def _tiny_mixer_sizes(original: Sizes, num_heads: int, tiny_embed: int) -> dict[
     return {
         "mixer_groups": groups,
         "mixer_heads": heads,
-        "mixer_state": MIXER_STATE,
         "mixer_head_dim": head_dim,
         "mixer_width": heads * head_dim,
     }
@@ -306,8 +303,9 @@ def _size_fields(family: Family, config: HFConfig, wanted: Sizes) -> JsonObject:
         if axis in REQUIRED_AXES and not present:
             present = [name for name in names if name in read][:1]
         fields |= dict.fromkeys(present, wanted[axis])
-    for axis in MIXER_FIELDS.keys() & wanted.keys():
-        fields |= dict.fromkeys([n for n in MIXER_FIELDS[axis] if n in read], wanted[axis])
+    if "mixer_groups" in wanted:
+        for axis, names in MIXER_FIELDS.items():
+            fields |= dict.fromkeys([name for name in names if name in read], wanted[axis])
     return fields
 
 
@@ -355,8 +353,13 @@ def _layer_kinds(config: HFConfig) -> dict[str, list[JsonValue]]:
     if not listed and is_layer_pattern(pattern):
         # E.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
         listed[LAYER_PATTERN] = [kind for repeated, _ in pattern for kind in repeated]
-    # A kind is a text. `dict.fromkeys` keeps the order.
-    return {name: list(dict.fromkeys(values)) for name, values in listed.items()}
+    kinds: dict[str, list[JsonValue]] = {name: [] for name in listed}
+    for name, values in listed.items():
+        # A kind is a text, but a family does not check the fields that it ignores.
+        for value in values:
+            if value not in kinds[name]:
+                kinds[name].append(value)
+    return kinds
 
 
 def _layer_fields(

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import jax
 import numpy as np
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
+from prepcli.commands.operations.model_outputs import missing_reference_packages
 from prepcli.core.errors import PrepError
 from prepcli.core.json_types import HFConfig
 from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
@@ -32,7 +32,6 @@ from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model
 
 Tensors = Mapping[str, np.ndarray]
 UNSCANNED = ForwardConfig(scan_layers=False)
-REFERENCE_PACKAGES = ("torch", "transformers")
 INSTALL_HINT = "pip install 'prepcli[hf]' torch"
 # Config fields with the number of experts per token, in models with experts.
 TOP_K_FIELDS = ("num_experts_per_tok", "top_k_experts")
@@ -55,17 +54,6 @@ class TensorLocation:
     leaf_path: str
     leaf_index: tuple[Any, ...]
     axis_map: AxisMap
-
-    def views_of_same_elements(
-        self, tensor: np.ndarray, leaf: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of the same elements in the tensor and in the leaf, in the order of the leaf."""
-        values, atoms = split_into_atoms(self.axis_map, tensor)
-        factors = itertools.chain(*self.axis_map.leaf_dims)
-        order = [atoms.index(factor.atom) for factor in factors if factor.atom in atoms]
-        tensor_view = values.transpose(order)
-        # With the ellipsis, a leaf of one element per layer gives a view too, and no scalar.
-        return tensor_view, leaf[(*self.leaf_index, ...)].reshape(tensor_view.shape)
 
 
 def split_into_atoms(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list[str]]:
@@ -113,11 +101,16 @@ class TinyTransformer:
         return {location.tensor: [*location.axis_map.source_shape] for location in self.locations}
 
     def views(self, tensors: Tensors, leaves: Tensors) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield views of the same elements in a tensor and in a leaf, for each location."""
+        """Yield views of the same elements in a tensor and in a leaf, in the order of the leaf, for each location."""
         for location in self.locations:
-            yield location.views_of_same_elements(
-                tensors[location.tensor], leaves[location.leaf_path]
+            values, atoms = split_into_atoms(location.axis_map, tensors[location.tensor])
+            factors = itertools.chain(*location.axis_map.leaf_dims)
+            tensor_view = values.transpose(
+                [atoms.index(f.atom) for f in factors if f.atom in atoms]
             )
+            # With the ellipsis, a leaf of one element per layer gives a view too, and no scalar.
+            leaf_part = leaves[location.leaf_path][(*location.leaf_index, ...)]
+            yield tensor_view, leaf_part.reshape(tensor_view.shape)
 
 
 def tiny_transformer(
@@ -279,11 +272,6 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """
     # ||actual - expected|| / max(||expected||, 0.01)
     return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-2))
-
-
-def missing_reference_packages() -> list[str]:
-    """Return the names of the packages that a comparison needs and that are not installed."""
-    return [name for name in REFERENCE_PACKAGES if find_spec(name) is None]
 
 
 def torch_class(torch_config: Any) -> Any:

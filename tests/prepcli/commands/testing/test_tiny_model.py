@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.commands.testing import tiny_model as module
+from prepcli.commands.operations import model_outputs
 from prepcli.commands.testing.tiny_model import exact_log, random_tensors, tensor_shapes
 from prepcli.core.errors import PrepError
 from tests.helpers.later_configs import LATER_FAMILIES
@@ -56,8 +56,8 @@ def test_random_factors_of_the_residual_stream_are_around_one():
 
 
 def test_missing_reference_packages_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_outputs, "find_spec", lambda name: None)
     with pytest.raises(PrepError) as caught:
-        module.tensor_shapes(ODD_HEADS["gpt2"])
+        tensor_shapes(ODD_HEADS["gpt2"])
     assert caught.value.why == "torch and transformers not installed"
     assert caught.value.hint == "pip install 'prepcli[hf]' torch"
