@@ -23,7 +23,7 @@ from typing import Any
 from bench.evidence import PREP, log, remove, run_checked
 from bench.meter import CommandCost, measure
 from bench.models import SHARD_NBYTES
-from prepcli.commands.testing.torch_transformers import to_file_tensors
+from prepcli.commands.testing.tiny_model import to_file_tensors
 from prepcli.core.tables import format_table
 from prepcli.formats.safetensors import INDEX_FILE
 from prepcli.formats.safetensors_layout import (

@@ -117,7 +117,7 @@ if TYPE_CHECKING:
     )
     from prepcli.commands.operations.verify import verify
     from prepcli.commands.operations.verify_logits import verify_logits
-    from prepcli.commands.testing.kit import CheckResult, check_family
+    from prepcli.commands.testing.checks import CheckResult, check_family
     from prepcli.commands.testing.tiny_config import scale_down
     from prepcli.core.errors import DamagedError, OutputExistsError, PrepError, UsageError
     from prepcli.core.observer import Observer
@@ -336,7 +336,7 @@ _MODULES = {
     "prepcli.commands.operations.train": ("train",),
     "prepcli.commands.operations.verify": ("verify",),
     "prepcli.commands.operations.verify_logits": ("verify_logits",),
-    "prepcli.commands.testing.kit": ("CheckResult", "check_family"),
+    "prepcli.commands.testing.checks": ("CheckResult", "check_family"),
     "prepcli.commands.testing.tiny_config": ("scale_down",),
     "prepcli.core.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),

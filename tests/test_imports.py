@@ -41,7 +41,7 @@ ORDER = (
     ),
     *(
         f"{COMMANDS}.{name}"
-        for name in ("console", "pages", "demo", "operations", "testing", "rendering", "cli")
+        for name in ("console", "pages", "operations", "testing", "demo", "rendering", "cli")
     ),
     "prepcli.__main__",
 )
@@ -119,12 +119,8 @@ COMPUTES = {
         f"prepcli.commands.testing.{name}"
         for name in (
             "checks",
-            "greedy",
-            "kit",
             "report",
-            "subject",
-            "tiny_transformers",
-            "torch_transformers",
+            "tiny_model",
         )
     ),
 }

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from prepcli.commands.testing.torch_transformers import to_file_tensors, torch_class
+from prepcli.commands.testing.tiny_model import to_file_tensors, torch_class
 from prepcli.models.module_order import ORDER_FILE, number_pattern, sort_by_modules
 from prepcli.models.registry import MODEL_TYPES
 

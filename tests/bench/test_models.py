@@ -15,7 +15,7 @@ from bench.models import BLOCK_NBYTES, FREE_BITS, main, tensor_entries, write_mo
 from bench.published import PUBLISHED, published_config
 from bench.sizes import largest_aliases
 from prepcli.algebra.axis_map import bind_row
-from prepcli.commands.testing.torch_transformers import tensor_shapes
+from prepcli.commands.testing.tiny_model import tensor_shapes
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.registry import family_of
 from prepcli.planning.tensors import itemsize

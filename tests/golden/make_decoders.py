@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from prepcli.commands.testing.tiny_transformers import has_encoder, random_batch, random_tensors
+from prepcli.commands.testing.tiny_model import has_encoder, random_batch, random_tensors
 from prepcli.models.parameters import HFConfig
 from tests.helpers.tiny_configs import DENSE_FAMILIES, GOLDEN
 
@@ -44,7 +44,7 @@ class Golden:
 
 def compute(config: HFConfig, long_length: int = FIRST_LONG_LENGTH) -> Golden:
     """Compute the content of a file with transformers, with a row of `long_length` tokens in `long`."""
-    from prepcli.commands.testing.torch_transformers import (
+    from prepcli.commands.testing.tiny_model import (
         torch_gradients,
         torch_logits,
         torch_model,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prepcli.commands.testing.torch_transformers import tensor_shapes
+from prepcli.commands.testing.tiny_model import tensor_shapes
 from tests.helpers.tiny_configs import DENSE_FAMILIES, NEWER_FAMILIES, NEWER_FAMILY_VARIANTS
 
 FOLDER = Path(__file__).parent / "families"

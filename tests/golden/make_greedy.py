@@ -12,8 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from prepcli.commands.testing.greedy import greedy_samples, greedy_tokens, with_small_embeddings
-from prepcli.commands.testing.tiny_transformers import Tensors
+from prepcli.commands.testing.tiny_model import (
+    Tensors,
+    greedy_samples,
+    greedy_tokens,
+    with_small_embeddings,
+)
 from prepcli.models.parameters import HFConfig, read_size
 from tests.golden.make_decoders import load
 
@@ -22,7 +26,7 @@ FILE = Path(__file__).parent / "greedy.json"
 
 def compute(name: str, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Generate tokens for each prompt with transformers, one prompt at a time."""
-    from prepcli.commands.testing.torch_transformers import torch_model
+    from prepcli.commands.testing.tiny_model import torch_model
 
     config, tensors = greedy_model(name)
     model = torch_model(config, tensors)
@@ -37,7 +41,7 @@ def greedy_model(name: str) -> tuple[HFConfig, Tensors]:
 
 def greedy_entry(name: str) -> dict[str, list[list[int]]]:
     """Return the entry of a model."""
-    from prepcli.commands.testing.torch_transformers import torch_model
+    from prepcli.commands.testing.tiny_model import torch_model
 
     config, tensors = greedy_model(name)
     return greedy_samples(torch_model(config, tensors), read_size(config, "vocab_size", 1))

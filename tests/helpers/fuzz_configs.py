@@ -22,14 +22,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from prepcli.commands.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_model import (
+    TensorMismatchError,
     model_logits,
     random_batch,
     random_tensors,
     tiny_transformer,
-)
-from prepcli.commands.testing.torch_transformers import (
-    TensorMismatchError,
     torch_logits,
     torch_model,
     torch_random_model,

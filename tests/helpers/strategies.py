@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.row_text import parse_row
-from prepcli.commands.testing.tiny_transformers import split_into_atoms
+from prepcli.commands.testing.tiny_model import split_into_atoms
 
 
 @st.composite

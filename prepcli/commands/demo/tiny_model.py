@@ -1,37 +1,25 @@
-"""A tiny GPT-Neo in Hugging Face format: real names, shapes and settings, with random weights."""
+"""What the demo starts from: a tiny GPT-Neo in Hugging Face format with random weights, a text, and a recipe."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator
+import json
 from pathlib import Path
 
 import numpy as np
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.formats.safetensors import INDEX_FILE
-from prepcli.formats.safetensors_layout import (
-    LayoutEntry,
-    SafetensorsLayout,
-    encode_index,
-    lay_out_files,
-    split_into_shards,
-)
+from prepcli.commands.testing.checkpoints import write_checkpoint
 from prepcli.models.families.gpt_neo import FAMILY
 from prepcli.models.parameters import parameter_rows
-from prepcli.planning.tensors import FileTensor
-from prepcli.targets.hf_folder import json_bytes
 
+# Names in the demo's folder.
+RESHARDED = "tiny-padded-1x2x4"
+TEXT = "tiny.txt"
 SEED = 0
-# Yields three files.
-SHARD_NBYTES = 20_000_000
 STD = 0.02
-
 END_TOKEN = "<|endoftext|>"
 UNKNOWN_TOKEN = "<unk>"
 # Syllables of one or two letters after a consonant, e.g. `ba`, `bai`, `ban`.
-CONSONANTS = "bdfghklmnprstvz"
 ENDINGS = [
     "a",
     "e",
@@ -51,10 +39,9 @@ ENDINGS = [
     "ol",
     "ul",
 ]
-WORDS = tuple(start + end for start, end in itertools.product(CONSONANTS, ENDINGS))
+WORDS = tuple(consonant + ending for consonant in "bdfghklmnprstvz" for ending in ENDINGS)
 # 257 words: an odd size that no mesh divides.
 VOCABULARY = (END_TOKEN, UNKNOWN_TOKEN, *WORDS)
-
 CONFIG = {
     "architectures": ["GPTNeoForCausalLM"],
     "model_type": "gpt_neo",
@@ -71,15 +58,75 @@ CONFIG = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
     "initializer_range": STD,
-    "attention_dropout": 0.0,
-    "embed_dropout": 0.0,
-    "resid_dropout": 0.0,
     "bos_token_id": 0,
     "eos_token_id": 0,
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
-    "use_cache": True,
 }
+SPECIAL_TOKEN = {
+    **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+    "special": True,
+}
+# One token per word, words separated by spaces, in the format of `tokenizers`.
+TOKENIZER = {
+    "version": "1.0",
+    **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
+    "added_tokens": [
+        {"id": number, "content": VOCABULARY[number], **SPECIAL_TOKEN} for number in (0, 1)
+    ],
+    "pre_tokenizer": {"type": "WhitespaceSplit"},
+    "model": {
+        "type": "WordLevel",
+        "vocab": {token: number for number, token in enumerate(VOCABULARY)},
+        "unk_token": UNKNOWN_TOKEN,
+    },
+}
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_max_length": CONFIG["max_position_embeddings"],
+    "bos_token": END_TOKEN,
+    "eos_token": END_TOKEN,
+    "unk_token": UNKNOWN_TOKEN,
+}
+# A model that never saw these words learns them in a few steps.
+TEXT_WORDS = WORDS[:64]
+SENTENCES = 2000
+SENTENCE_WORDS = 12
+# Number of words that may follow each word.
+FOLLOWERS = 2
+STEPS = 12
+SAVE_EVERY = 4
+RECIPE_TEXT = f"""\
+# A tiny GPT-Neo learns a language of {len(TEXT_WORDS)} words; {FOLLOWERS} different words may follow each word.
+seed = 1
+mesh = "1,2,4"                # dp, fsdp, mp: 8 devices
+
+[model]
+path = "{RESHARDED}"
+
+[data]
+type = "text"
+path = "{TEXT}"
+seq_length = 32
+holdout = 0.02
+
+[batch]
+size = 8                      # sequences per step
+
+[optimizer]
+lr = 6e-4
+schedule = "cosine"
+warmup_steps = 2
+weight_decay = 0.1
+
+[train]
+steps = {STEPS}
+log_every = 1
+eval_every = {STEPS // 2}
+
+[checkpoint]
+every = {SAVE_EVERY}
+"""
 
 
 def write_tiny_model(folder: Path) -> int:
@@ -91,89 +138,41 @@ def write_tiny_model(folder: Path) -> int:
     Returns:
         Bytes of the weights. Each call writes the same files.
     """
-    folder.mkdir()
-    shards = split_into_shards(list(_layout_entries()), SHARD_NBYTES)
-    layouts = lay_out_files([(name, entries, None) for name, entries in shards])
-    nbytes = 0
-    for layout in layouts:
-        _write_file(folder / layout.name, layout)
-        nbytes += sum(tensor.nbytes for tensor in layout.tensors)
-    (folder / INDEX_FILE).write_bytes(encode_index(layouts))
-    for name, content in _config_fields().items():
-        (folder / name).write_bytes(json_bytes(content))
-    return nbytes
-
-
-def _layout_entries() -> Iterator[LayoutEntry]:
-    """Yield the header entry of each stored tensor, by name. The tied head is not stored."""
     sizes = FAMILY.sizes(CONFIG)
-    shapes = {}
+    tensors: dict[str, np.ndarray] = {}
     for path, row in parameter_rows(FAMILY, CONFIG).items():
-        if path == FAMILY.tying.head_leaf:
-            continue
-        bound = bind_row(row, sizes)
-        for name, _ in bound.tensors():
-            shapes[FAMILY.prefix + name] = bound.source_shape
-    for name, shape in sorted(shapes.items()):
-        yield name, "float32", shape, 4 * math.prod(shape)
+        # The tied head is not stored.
+        if path != FAMILY.tying.head_leaf:
+            axis_map = bind_row(row, sizes)
+            for name, _ in axis_map.tensors():
+                tensors[FAMILY.prefix + name] = _random_values(name, axis_map.source_shape)
+    write_checkpoint(folder, CONFIG, dict(sorted(tensors.items())), files=2)
+    (folder / "generation_config.json").write_text('{"bos_token_id": 0, "eos_token_id": 0}')
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _write_file(path: Path, layout: SafetensorsLayout) -> None:
-    with path.open("wb") as file:
-        file.write(layout.header)
-        for tensor in layout.tensors:
-            file.write(_random_values(tensor).astype("<f4", copy=False).data)
-
-
-def _random_values(tensor: FileTensor) -> np.ndarray:
+def _random_values(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return normal values with standard deviation STD, around 1 for the scale of a norm."""
-    # The name seeds the values, so they do not depend on the order of the tensors or on their file.
-    random = np.random.default_rng([SEED, *tensor.name.encode()])
-    values = random.standard_normal(tensor.shape, np.float32) * np.float32(STD)
+    # The name seeds the values, so they do not depend on the order of the tensors.
+    random = np.random.default_rng([SEED, *name.encode()])
+    values = random.standard_normal(shape, np.float32) * np.float32(STD)
     # The scale of a norm is the only weight with one dim.
-    is_scale = len(tensor.shape) == 1 and tensor.name.endswith(".weight")
+    is_scale = len(shape) == 1 and name.endswith(".weight")
     return values + np.float32(is_scale)
 
 
-def _config_fields() -> dict[str, object]:
-    return {
-        "config.json": CONFIG,
-        "generation_config.json": {"bos_token_id": 0, "eos_token_id": 0},
-        "tokenizer.json": _tokenizer_document(),
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": CONFIG["max_position_embeddings"],
-            "bos_token": END_TOKEN,
-            "eos_token": END_TOKEN,
-            "unk_token": UNKNOWN_TOKEN,
-        },
-    }
-
-
-def _tokenizer_document() -> dict[str, object]:
-    """Return the tokenizer in the format of `tokenizers`: one token per word, words separated by spaces."""
-    flags = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": VOCABULARY.index(token), "content": token, **flags}
-            for token in (END_TOKEN, UNKNOWN_TOKEN)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {
-            "type": "WordLevel",
-            "vocab": {token: number for number, token in enumerate(VOCABULARY)},
-            "unk_token": UNKNOWN_TOKEN,
-        },
-    }
+def learnable_text() -> str:
+    """Return a text in a learnable language, in which only a few words may follow each word."""
+    random = np.random.default_rng(SEED)
+    followers = random.integers(0, len(TEXT_WORDS), (len(TEXT_WORDS), FOLLOWERS))
+    lines: list[str] = []
+    for _ in range(SENTENCES):
+        word = int(random.integers(len(TEXT_WORDS)))
+        words: list[str] = []
+        for choice in random.integers(0, FOLLOWERS, SENTENCE_WORDS):
+            words.append(TEXT_WORDS[word])
+            word = int(followers[word, choice])
+        lines.append(" ".join(words) + "\n")
+    return "".join(lines)

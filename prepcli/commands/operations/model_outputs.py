@@ -214,6 +214,11 @@ def _residual_stream(model: Any, ids: Any, states: tuple[Any, ...]) -> tuple[Any
     return states
 
 
+def missing_reference_packages() -> list[str]:
+    """Return the names of the packages that a comparison with transformers needs and that are not installed."""
+    return [name for name in REFERENCE_PACKAGES if find_spec(name) is None]
+
+
 def check_transformers_can_load(folder: Path, display_name: str, *, is_remote: bool) -> None:
     """Raise PrepError if transformers is not installed, or UsageError if a checkpoint is no folder for it.
 
@@ -223,8 +228,7 @@ def check_transformers_can_load(folder: Path, display_name: str, *, is_remote: b
         is_remote: Whether the folder has placeholders of remote files. Their weights would load as zeros.
     """
     option = Option("library", "transformers")
-    missing = [name for name in REFERENCE_PACKAGES if find_spec(name) is None]
-    if missing:
+    if missing := missing_reference_packages():
         raise PrepError(
             text("{} is not available", option),
             f"{' and '.join(missing)} not installed",

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from prepcli.commands.console.ui import Report
-from prepcli.commands.demo.page import REPORT
-from prepcli.commands.demo.run import DemoRun, result_text
-from prepcli.commands.demo.steps import StepReport
+from prepcli.commands.demo.run import REPORT, DemoRun, StepReport
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import format_bytes
 from prepcli.core.tables import format_table
@@ -49,5 +47,5 @@ def _table_row(report: StepReport) -> tuple[str, ...]:
         f"{report.seconds:.1f}",
         format_bytes(report.bytes),
         memory,
-        result_text(report),
+        report.result_text,
     )

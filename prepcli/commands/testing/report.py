@@ -10,12 +10,10 @@ from pathlib import Path
 import jax
 
 from prepcli.commands.console.ui import Report, Ui
-from prepcli.commands.testing.checks import CHECKS, Check
-from prepcli.commands.testing.kit import NUM_HEADS, CheckResult, check_family
+from prepcli.commands.operations.model_outputs import missing_reference_packages
+from prepcli.commands.testing.checks import CHECKS, NUM_HEADS, Check, check_family
 from prepcli.commands.testing.tiny_config import scale_down
-from prepcli.commands.testing.torch_transformers import missing_reference_packages
 from prepcli.core.errors import PrepError, usage_error
-from prepcli.core.json_types import HFConfig
 from prepcli.core.suggest import did_you_mean
 from prepcli.core.tables import format_table
 from prepcli.models.registry import family_of
@@ -40,29 +38,43 @@ def family_report(path: Path, names: Sequence[str], ui: Ui) -> Report:
         PrepError: The config cannot be read, its family is not supported, or a check is unknown.
     """
     checks = _select_checks(names)
-    config = _read_config(path)
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        raise usage_error(f"{file} does not exist", hint=f"name a {CONFIG}, or a folder with one")
+    config = read_config(file)
     tiny = scale_down(config, NUM_HEADS)
     _prepare_libraries()
-    _note_sizes(tiny, ui)
+    family = family_of(tiny)
+    sizes = family.sizes(tiny)
+    ui.note(f"{family.name}: {', '.join(f'{axis} {size}' for axis, size in sizes.items())}")
+    for axis in ("vocab", "heads"):
+        if sizes.get(axis, 1) % 2 == 0:
+            ui.warn(f"{axis} of the tiny model is {sizes[axis]}; an odd number finds more mistakes")
     results = check_family(
         config, checks, on_result=lambda result: ui.note(f"{result.outcome}  {result.check}")
     )
-    return _build_report(tiny, results, ui)
+    rows = [(result.check, result.outcome, result.text) for result in results]
+    table = format_table(rows, (family.name, "", ""), width=ui.columns)
+    fields = {
+        "family": family.name,
+        "config": tiny,
+        "checks": [asdict(result) for result in results],
+    }
+    failed = [result for result in results if result.outcome == "failed"]
+    if not failed:
+        return Report(table, fields)
+    what = f"{family.name} fails {len(failed)} of {len(results)} checks"
+    reasons = "\n".join(f"{result.check}: {result.text}" for result in failed)
+    hint = "`prep docs add-a-family` lists common causes"
+    return Report(table, fields, error=PrepError(what, reasons, hint))
 
 
-def _select_checks(names: Sequence[str]) -> tuple[Check, ...]:
+def _select_checks(names: Sequence[str]) -> list[Check]:
     known = [check.name for check in CHECKS]
     if unknown := [name for name in names if name not in known]:
         hint = did_you_mean(unknown[0], known)
         raise usage_error(f"unknown check `{unknown[0]}`", f"known: {', '.join(known)}", hint)
-    return tuple(check for check in CHECKS if not names or check.name in names)
-
-
-def _read_config(path: Path) -> HFConfig:
-    file = path / CONFIG if path.is_dir() else path
-    if not file.is_file():
-        raise usage_error(f"{file} does not exist", hint=f"name a {CONFIG}, or a folder with one")
-    return read_config(file)
+    return [check for check in CHECKS if not names or check.name in names]
 
 
 def _prepare_libraries() -> None:
@@ -74,26 +86,3 @@ def _prepare_libraries() -> None:
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-
-
-def _note_sizes(tiny: HFConfig, ui: Ui) -> None:
-    """Describe the tiny model, and warn of sizes that hide mistakes."""
-    sizes = family_of(tiny).sizes(tiny)
-    ui.note(f"{tiny['model_type']}: {', '.join(f'{axis} {size}' for axis, size in sizes.items())}")
-    for axis in ("vocab", "heads"):
-        if sizes.get(axis, 1) % 2 == 0:
-            ui.warn(f"{axis} of the tiny model is {sizes[axis]}; an odd number finds more mistakes")
-
-
-def _build_report(tiny: HFConfig, results: Sequence[CheckResult], ui: Ui) -> Report:
-    name = family_of(tiny).name
-    rows = [(result.check, result.outcome, result.text) for result in results]
-    text = format_table(rows, (name, "", ""), width=ui.columns)
-    fields = {"family": name, "config": tiny, "checks": [asdict(result) for result in results]}
-    failed = [result for result in results if result.outcome == "failed"]
-    if not failed:
-        return Report(text, fields)
-    reasons = "\n".join(f"{result.check}: {result.text}" for result in failed)
-    hint = "`prep docs add-a-family` lists common causes"
-    error = PrepError(f"{name} fails {len(failed)} of {len(results)} checks", reasons, hint)
-    return Report(text, fields, error=error)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import PrepError, usage_error
@@ -13,12 +14,13 @@ from prepcli.models.parameters import Family, parameter_rows, read_size
 from prepcli.models.registry import family_of, fields_read
 from prepcli.models.truncation import is_layer_pattern
 
+T = TypeVar("T")
+Sizes = Mapping[str, int]
+
 # A config with at most this many elements is used as it is.
 MAX_TINY_ELEMENTS = 300_000
 # A scaled config has at most this many elements.
 MAX_SCALED_ELEMENTS = 1_000_000
-VOCAB = 29
-MLP = 20
 EXPERTS = 5
 # Size of a head if the hidden size is heads * head_dim.
 HEAD_DIM = 16
@@ -31,9 +33,14 @@ POSITIONS = 64
 ORIGINAL_POSITIONS = 32
 WINDOW = 5
 WORD_EMBED = 10
-LAYER_INPUT = 6
-# Last layers that attend to the keys and values of earlier layers.
-REUSING_FIELD = "num_kv_shared_layers"
+# Elements of latent attention. The size of `kv_dim` here is the part of the keys.
+LATENT_SIZES = {"kv_rank": 9, "q_rank": 11, "rope_dim": 4, "kv_dim": 6, "value_dim": 5}
+# Sizes of axes that do not depend on others.
+TINY_SIZES = {
+    **{"vocab": 29, "layer_vocab": 31, "layer_input": 6, "mixer_state": 6},
+    **dict.fromkeys(("mlp", "dense_mlp", "shared_mlp"), 20),
+    **LATENT_SIZES,
+}
 
 # Config fields with the size of each axis.
 SIZE_FIELDS = {
@@ -44,17 +51,12 @@ SIZE_FIELDS = {
     "kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim", "d_kv"),
     "mlp": (
-        "moe_intermediate_size",
-        "intermediate_size",
-        "block_ff_dim",
-        "n_inner",
-        "ffn_dim",
-        "d_ff",
+        *("moe_intermediate_size", "intermediate_size", "block_ff_dim"),
+        *("n_inner", "ffn_dim", "d_ff"),
     ),
     "dense_mlp": ("intermediate_size",),
     "shared_mlp": (
-        "shared_expert_intermediate_size",
-        "shared_intermediate_size",
+        *("shared_expert_intermediate_size", "shared_intermediate_size"),
         "moe_shared_expert_intermediate_size",
     ),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
@@ -77,7 +79,28 @@ MIXER_FIELDS = {
     "mixer_head_dim": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim"),
     "mixer_width": ("mamba_d_ssm",),
 }
-MIXER_STATE = 6
+# The fields of these axes are set even if the config omits them.
+REQUIRED_AXES = ("vocab", "embed", "heads", "layers")
+# The default of a field of these axes can be a constant that suits large models only, e.g. 8 KV heads.
+CONSTANT_AXES = (
+    *("kv_heads", "head_dim", "mlp", "dense_mlp", "shared_mlp", "experts"),
+    *("full_head_dim", "layer_vocab", "layer_input"),
+    *LATENT_SIZES,
+)
+WINDOW_FIELDS = ("sliding_window", "window_size", "attention_chunk_size")
+# Lists with one entry per layer, and a text with a character per layer.
+LAYER_LISTS = (
+    *("layer_types", "layers_block_type", "attention_layers", "mlp_layer_types"),
+    "hybrid_override_pattern",
+)
+# Kinds of layers as a repeated pattern, in configs of GPT-Neo.
+LAYER_PATTERN = "attention_types"
+# Other fields that select layers -> value for two layers with one of each kind.
+LAYER_SELECTIONS: JsonObject = {
+    "sliding_window_pattern": 2,
+    "max_window_layers": 1,
+    "mlp_only_layers": [0],
+}
 # Fields with the layers of attention beside those of recurrent mixers -> value for two layers with one of each.
 ATTENTION_PLACES: JsonObject = {
     "full_attention_interval": 2,
@@ -86,40 +109,20 @@ ATTENTION_PLACES: JsonObject = {
     "attn_layer_period": 2,
     "attn_layer_offset": 1,
 }
-# Elements of latent attention. The size of `kv_dim` here is the part of the keys.
-LATENT_SIZES = {"kv_rank": 9, "q_rank": 11, "rope_dim": 4, "kv_dim": 6, "value_dim": 5}
-# Axes whose field has a default independent of other fields, e.g. 8 KV heads.
-CONSTANT_AXES = (
-    *("kv_heads", "head_dim", "mlp", "dense_mlp", "shared_mlp", "experts"),
-    *("full_head_dim", "layer_vocab", "layer_input"),
-    *LATENT_SIZES,
-)
-# The fields of these axes are set even if the config omits them.
-REQUIRED_AXES = (
-    "vocab",
-    "embed",
-    "heads",
-    "layers",
-)
-WINDOW_FIELDS = ("sliding_window", "window_size", "attention_chunk_size")
-# Lists with one entry per layer, and a text with a character per layer.
-LAYER_LISTS = (
-    *("layer_types", "layers_block_type", "attention_layers", "mlp_layer_types"),
-    "hybrid_override_pattern",
-)
 # Numbers of first layers with a dense MLP, in configs of DeepSeek and of LFM2-MoE.
 NUM_DENSE_FIELDS = ("first_k_dense_replace", "num_dense_layers")
-# Kinds of layers as a repeated pattern, in configs of GPT-Neo.
-LAYER_PATTERN = "attention_types"
+# Last layers that attend to the keys and values of earlier layers.
+REUSING_FIELD = "num_kv_shared_layers"
 # Some defaults suit only large models. The first of these changes accepted by the family replaces them.
 DEFAULT_CHANGES: tuple[JsonObject, ...] = (
     {},
     {LAYER_PATTERN: [[["global", "local"], 1]]},
     {"rotary_dim": HEAD_DIM // 4},
     {"num_experts_per_tok": 2},
+    # By default, a Qwen-MoE model of few layers would have only dense ones.
+    {"mlp_only_layers": [0]},
 )
-# By default, a Qwen-MoE model of few layers would have only dense ones. This field leaves one.
-ONE_DENSE_LAYER: JsonObject = {"mlp_only_layers": [0]}
+ROPE_FIELDS = ("rope_scaling", "rope_parameters", "original_max_position_embeddings")
 # Lists of LongRoPE with one entry per pair of rotated dims.
 FACTOR_LISTS = ("short_factor", "long_factor")
 DROPPED_FIELDS = ("auto_map", "dtype", "quantization_config", "torch_dtype")
@@ -141,35 +144,72 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
     """
     family = family_of(config)
     # transformers does not have all aliases of model types.
-    config = {**config, "model_type": family.name}
+    tiny: JsonObject = {**config, "model_type": family.name}
     # Raises for faults that scaling down would hide.
-    family.arch_config(config)
-    if _num_elements(family, config) <= MAX_TINY_ELEMENTS:
-        return _with_enough_positions(family, _without_padding(family, config))
+    arch_config = family.arch_config(tiny)
+    if _num_elements(family, tiny) > MAX_TINY_ELEMENTS:
+        tiny = _with_tiny_sizes(family, tiny, arch_config, num_heads)
+    if arch_config.encoder is None:
+        # torch computes no gradient for the embedding of a padding token, and the checks use every token. An absent
+        # field would have the default of the config class, e.g. 0 in Gemma4TextConfig. The decoder of an
+        # encoder-decoder starts with the padding token.
+        tiny["pad_token_id"] = None
+    if family.arch_config(tiny).has_limited_positions:
+        # The longest check is longer than a tiny table of positions.
+        fields = [name for name in SIZE_FIELDS["positions"] if tiny.get(name) is not None]
+        read = [name for name in SIZE_FIELDS["positions"] if name in fields_read(family)]
+        tiny |= dict.fromkeys(fields or read[:1], CHECKED_POSITIONS)
+    return tiny
+
+
+def _num_elements(family: Family, config: HFConfig) -> int:
+    sizes = family.sizes(config)
+    rows = parameter_rows(family, config).values()
+    return sum(math.prod(bind_row(row, sizes).leaf_shape) for row in rows)
+
+
+def _with_tiny_sizes(
+    family: Family, config: JsonObject, arch_config: ArchConfig, num_heads: int
+) -> JsonObject:
     original = _original_sizes(family, config)
     kinds = _layer_kinds(config)
     num_layers = max([2, *map(len, kinds.values())])
-    has_reusing_layers = bool(family.arch_config(config).reusing_layers)
-    if has_reusing_layers:
+    if arch_config.reusing_layers:
         # Each kind once with keys and values of its own, and once without.
         num_layers *= 2
-    wanted = _tiny_sizes(family, config, original, num_heads, num_layers)
+    wanted = _tiny_sizes(arch_config, original, num_heads, num_layers)
+    if "mixer_heads" in wanted and "heads" not in family.sizes(config):
+        wanted |= {"heads": wanted["mixer_heads"], "head_dim": wanted["mixer_head_dim"]}
     tiny = {key: value for key, value in config.items() if key not in DROPPED_FIELDS}
-    tiny |= _size_fields(family, config, wanted) | _layer_fields(config, kinds, wanted["layers"])
-    tiny |= _mixer_fields(family, config, wanted) | _num_dense_fields(family, config)
-    if has_reusing_layers:
-        tiny[REUSING_FIELD] = num_layers // 2
+    tiny |= _size_fields(family, config, wanted)
+    tiny |= _layer_fields(family, config, arch_config, kinds, num_layers)
     tiny |= {name: 0 for name in config if name.endswith("_token_id")}
     tiny |= _feature_fields(config, original, wanted)
-    if _has_only_dense_layers(family, tiny):
-        tiny |= ONE_DENSE_LAYER
-    tiny = _with_valid_defaults(family, _replace_large_defaults(family, tiny, original, wanted))
+    tiny = _with_valid_defaults(family.sizes, tiny)
+    tiny = _replace_large_defaults(family, tiny, original, wanted)
+    tiny = _with_valid_defaults(family.arch_config, tiny)
     if (num_elements := _num_elements(family, tiny)) > MAX_SCALED_ELEMENTS:
-        why = f"{num_elements:,} elements remain: {family.sizes(tiny)}"
-        raise usage_error(
-            "this config cannot be scaled down", why, "write a config with small sizes by hand"
-        )
-    return _with_enough_positions(family, _without_padding(family, tiny))
+        raise _cannot_scale_error(f"{num_elements:,} elements remain: {family.sizes(tiny)}")
+    return tiny
+
+
+def _cannot_scale_error(why: str) -> PrepError:
+    hint = "write a config with small sizes by hand"
+    return usage_error("this config cannot be scaled down", why, hint)
+
+
+def _read(read: Callable[[HFConfig], T], config: HFConfig) -> T | None:
+    """Return the sizes or the architecture of a config. None if the family rejects the config."""
+    try:
+        return read(config)
+    except PrepError:
+        return None
+
+
+def _with_valid_defaults(read: Callable[[HFConfig], object], config: JsonObject) -> JsonObject:
+    """Return the config with the first of DEFAULT_CHANGES that the family accepts."""
+    changed = [config | changes for changes in DEFAULT_CHANGES]
+    return next((fields for fields in changed if _read(read, fields) is not None), config)
 
 
 def _original_sizes(family: Family, config: HFConfig) -> dict[str, int]:
@@ -186,91 +226,56 @@ def _original_sizes(family: Family, config: HFConfig) -> dict[str, int]:
         # The channels of Mamba are a multiple of the width.
         sizes = {"heads": sizes["embed"], "head_dim": 1} | sizes
     if "heads" not in sizes:
-        why = f"{family.name} has no attention heads to scale by"
-        raise usage_error(
-            "this config cannot be scaled down", why, "write a config with small sizes by hand"
-        )
+        raise _cannot_scale_error(f"{family.name} has no attention heads to scale by")
     return {"head_dim": sizes["embed"] // sizes["heads"]} | sizes
 
 
-def _num_elements(family: Family, config: HFConfig) -> int:
-    sizes = family.sizes(config)
-    return sum(
-        math.prod(bind_row(row, sizes).leaf_shape)
-        for row in parameter_rows(family, config).values()
-    )
-
-
-def _with_enough_positions(family: Family, config: JsonObject) -> JsonObject:
-    """Increase the number of limited positions to the length of the longest check.
-
-    Other models are unchanged.
-    """
-    if not family.arch_config(config).has_limited_positions:
-        return config
-    fields = [name for name in SIZE_FIELDS["positions"] if config.get(name) is not None]
-    name = next(name for name in SIZE_FIELDS["positions"] if name in fields_read(family))
-    return config | dict.fromkeys(fields or [name], CHECKED_POSITIONS)
-
-
 def _tiny_sizes(
-    family: Family,
-    config: HFConfig,
-    original: Mapping[str, int],
-    num_heads: int,
-    num_layers: int,
+    arch_config: ArchConfig, original: Sizes, num_heads: int, num_layers: int
 ) -> dict[str, int]:
-    """Return the size of each axis of `SIZE_FIELDS`."""
+    """Return the size of each axis of `SIZE_FIELDS`, and of `MIXER_FIELDS` in a model with recurrent mixers."""
     heads = original["heads"]
-    kv_heads = original.get("kv_heads", original["heads"])
-    is_grouped = 1 < kv_heads < heads
+    kv_heads = original.get("kv_heads", heads)
     # Heads may be in equal shards or in pairs.
-    num_heads = math.lcm(
-        num_heads, original.get("head_shards", 1), family.arch_config(config).values_per_head
-    )
-    tiny_heads = num_heads * 3 if is_grouped else num_heads
-    fills_embed = original["heads"] * original["head_dim"] == original["embed"]
-    head_dim = HEAD_DIM if fills_embed else OTHER_HEAD_DIM
+    num_heads = math.lcm(num_heads, original.get("head_shards", 1), arch_config.values_per_head)
+    tiny_heads = num_heads * 3 if 1 < kv_heads < heads else num_heads
+    head_dim = OTHER_HEAD_DIM
     if "rope_dim" in original:
         # transformers writes the rotated elements of latent attention as `head_dim`.
         head_dim = LATENT_SIZES["rope_dim"]
+    elif heads * original["head_dim"] == original["embed"]:
+        head_dim = HEAD_DIM
+    positions = POSITIONS
+    if all(rope.rope_type == "default" for rope in arch_config.ropes):
+        # The table of plain rotations of GPT-J and CodeGen in transformers has a row per position.
+        positions = CHECKED_POSITIONS
     tiny_sizes = {
-        **LATENT_SIZES,
-        "vocab": VOCAB,
+        **TINY_SIZES,
         "embed": tiny_heads * HEAD_DIM,
         "heads": tiny_heads,
         "layers": num_layers,
         "kv_heads": 1 if kv_heads == 1 else num_heads,
         "head_dim": head_dim,
-        "mlp": MLP,
-        "dense_mlp": MLP,
-        "shared_mlp": MLP,
-        "experts": _num_experts(family.arch_config(config)),
+        "experts": _num_experts(arch_config),
         "full_head_dim": 2 * head_dim,
         "full_kv_heads": 1 if original.get("full_kv_heads") == 1 else num_heads,
-        "layer_vocab": VOCAB + 2,
-        "layer_input": LAYER_INPUT,
-        "positions": _num_positions(family.arch_config(config)),
+        "positions": positions,
     }
     if "mixer_groups" in original:
         tiny_sizes |= _tiny_mixer_sizes(original, num_heads, tiny_sizes["embed"])
-    if "mixer_heads" in tiny_sizes and "heads" not in family.sizes(config):
-        tiny_sizes["heads"] = tiny_sizes["mixer_heads"]
-        tiny_sizes["head_dim"] = tiny_sizes["mixer_head_dim"]
     return tiny_sizes
 
 
-def _num_positions(arch_config: ArchConfig) -> int:
-    """Return a number of positions for a tiny model."""
-    # The table of plain rotations of GPT-J and CodeGen in transformers has a row per position.
-    if all(rope.rope_type == "default" for rope in arch_config.ropes):
-        return CHECKED_POSITIONS
-    return POSITIONS
+def _num_experts(arch_config: ArchConfig) -> int:
+    """Return a small number of experts that the router can divide into groups and select from."""
+    router = arch_config.router
+    top_k = arch_config.experts_per_token
+    if router.num_groups == 1:
+        return max(EXPERTS, top_k)
+    return router.num_groups * max(2, math.ceil(top_k / router.groups_per_token))
 
 
-def _tiny_mixer_sizes(
-    original: Mapping[str, int], num_heads: int, tiny_embed: int
-) -> dict[str, int]:
+def _tiny_mixer_sizes(original: Sizes, num_heads: int, tiny_embed: int) -> dict[str, int]:
     """Return the size of each axis of `MIXER_FIELDS`.
 
     The heads of a mixer keep their share of the width, e.g. Mamba-2 with an expansion of 2: 2 x embed.
@@ -284,133 +289,53 @@ def _tiny_mixer_sizes(
     return {
         "mixer_groups": groups,
         "mixer_heads": heads,
-        "mixer_state": MIXER_STATE,
         "mixer_head_dim": head_dim,
         "mixer_width": heads * head_dim,
     }
 
 
-def _num_experts(arch_config: ArchConfig) -> int:
-    """Return a small number of experts that the router can divide into groups and select from."""
-    router = arch_config.router
-    top_k = arch_config.experts_per_token
-    if router.num_groups == 1:
-        return max(EXPERTS, top_k)
-    return router.num_groups * max(2, math.ceil(top_k / router.groups_per_token))
-
-
-def _has_only_dense_layers(family: Family, config: HFConfig) -> bool:
-    """Return whether the sizes of a config are invalid without ONE_DENSE_LAYER, and valid with it."""
-    try:
-        family.sizes(config)
-    except PrepError:
-        pass
-    else:
-        return False
-    try:
-        family.sizes({**config, **ONE_DENSE_LAYER})
-    except PrepError:
-        return False
-    return True
-
-
-def _num_dense_fields(family: Family, config: HFConfig) -> JsonObject:
-    """Return one dense layer by a field of NUM_DENSE_FIELDS, if the model has dense layers by this field."""
-    if not family.arch_config(config).dense_layers:
-        return {}
-    for name in NUM_DENSE_FIELDS:
-        if name in fields_read(family) and _has_one_dense_layer(family, {**config, name: 1}):
-            return {name: 1}
-    return {}
-
-
-def _has_one_dense_layer(family: Family, config: HFConfig) -> bool:
-    try:
-        return family.arch_config(config).dense_layers == (0,)
-    # The family rejects the field of another one.
-    except PrepError:
-        return False
-
-
-def _mixer_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) -> JsonObject:
-    """Return the fields of recurrent mixers, also the absent ones: their defaults suit only large models."""
-    arch_config = family.arch_config(config)
-    fields: JsonObject = {}
-    for axis, names in MIXER_FIELDS.items():
-        if axis in wanted:
-            fields |= dict.fromkeys(names, wanted[axis])
-    if arch_config.mixer_layers and arch_config.attention_layers:
-        fields |= ATTENTION_PLACES
-    read = fields_read(family)
-    return {name: value for name, value in fields.items() if name in read}
-
-
-def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) -> JsonObject:
+def _size_fields(family: Family, config: HFConfig, wanted: Sizes) -> JsonObject:
     """Return the size fields set by the config, and the ones with a default from a large model."""
+    read = fields_read(family)
     fields: JsonObject = {}
     for axis, names in SIZE_FIELDS.items():
-        for name in names:
-            if config.get(name):
-                fields[name] = wanted[axis]
-    # Without these fields, the size is the default of the family, i.e. the size of a large model.
-    for axis in REQUIRED_AXES:
-        if fields.keys().isdisjoint(SIZE_FIELDS[axis]):
-            read = [name for name in SIZE_FIELDS[axis] if name in fields_read(family)]
-            fields |= dict.fromkeys(read[:1], wanted[axis])
+        present = [name for name in names if config.get(name)]
+        if axis in REQUIRED_AXES and not present:
+            present = [name for name in names if name in read][:1]
+        fields |= dict.fromkeys(present, wanted[axis])
+    if "mixer_groups" in wanted:
+        for axis, names in MIXER_FIELDS.items():
+            fields |= dict.fromkeys([name for name in names if name in read], wanted[axis])
     return fields
 
 
 def _replace_large_defaults(
-    family: Family, config: JsonObject, original: Mapping[str, int], wanted: Mapping[str, int]
+    family: Family, config: JsonObject, original: Sizes, wanted: Sizes
 ) -> JsonObject:
     """Set absent size fields to the tiny size if the default of the family is a constant, e.g. 8 KV heads.
 
     Defaults derived from other fields are small already.
     """
+    read = fields_read(family)
     for axis in CONSTANT_AXES:
-        # A null `q_lora_rank` means queries without a latent.
-        if axis == "q_rank" and "q_lora_rank" in config:
+        sizes = _read(family.sizes, config)
+        if sizes is not None and _is_small(axis, sizes, original, wanted):
             continue
-        absent = [
-            name
-            for name in SIZE_FIELDS[axis]
-            if config.get(name) is None and _sets_size(family, config, axis, name, wanted[axis])
-        ]
-        if absent and not _has_shrunk(family, config, axis, original, wanted):
-            config = config | {absent[0]: wanted[axis]}
+        for name in SIZE_FIELDS[axis]:
+            # A null `q_lora_rank` means queries without a latent.
+            is_set = config.get(name) is not None or (axis == "q_rank" and name in config)
+            if is_set or name not in read:
+                continue
+            changed = config | {name: wanted[axis]}
+            # Families read fields of others to reject them. If the sizes do not agree, another field has to change.
+            if sizes is None or _read(family.sizes, changed) not in (None, sizes):
+                config = changed
+                break
     return config
 
 
-def _sets_size(family: Family, config: HFConfig, axis: str, name: str, value: int) -> bool:
-    """Return whether a field changes the size of an axis. Families read fields of others to reject them."""
-    changed = _axis_size(family, {**config, name: value}, axis)
-    unchanged = _axis_size(family, config, axis)
-    # Another field has to change first.
-    if changed is None and unchanged is None:
-        return name in fields_read(family)
-    return changed is not None and changed != unchanged
-
-
-def _axis_size(family: Family, config: HFConfig, axis: str) -> int | None:
-    """Return the size of an axis. None if the family lacks it or the sizes do not agree."""
-    try:
-        return family.sizes(config).get(axis)
-    except PrepError:
-        return None
-
-
-def _has_shrunk(
-    family: Family,
-    config: HFConfig,
-    axis: str,
-    original: Mapping[str, int],
-    wanted: Mapping[str, int],
-) -> bool:
-    try:
-        sizes = family.sizes(config)
-    # The default does not agree with the sizes that were set.
-    except PrepError:
-        return False
+def _is_small(axis: str, sizes: Sizes, original: Sizes, wanted: Sizes) -> bool:
+    """Return whether the size of an axis is small, or has shrunk with the fields that it derives from."""
     size = sizes.get(axis, 0)
     if axis == "kv_heads" and size and sizes["heads"] % size:
         return False
@@ -419,45 +344,32 @@ def _has_shrunk(
 
 def _layer_kinds(config: HFConfig) -> dict[str, list[JsonValue]]:
     """Return the distinct kinds of layers by each field that lists them, in the order of the layers."""
-    kinds: dict[str, list[JsonValue]] = {}
+    listed: dict[str, list[JsonValue]] = {}
     for name in LAYER_LISTS:
-        listed = config.get(name)
-        if isinstance(listed, list | str):
-            kinds[name] = _distinct_values(listed)
-    # E.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
+        value = config.get(name)
+        if isinstance(value, list | str):
+            listed[name] = [*value]
     pattern = config.get(LAYER_PATTERN)
-    if kinds or not is_layer_pattern(pattern):
-        return kinds
-    all_kinds: list[JsonValue] = []
-    for repeated, _ in pattern:
-        all_kinds += repeated
-    return {LAYER_PATTERN: _distinct_values(all_kinds)}
-
-
-def _distinct_values(values: Sequence[JsonValue]) -> list[JsonValue]:
-    """Return the values without repetition, in order."""
-    distinct: list[JsonValue] = []
-    for value in values:
-        if value not in distinct:
-            distinct.append(value)
-    return distinct
-
-
-def _with_valid_defaults(family: Family, config: JsonObject) -> JsonObject:
-    """Return the config with the first of DEFAULT_CHANGES that the family accepts."""
-    for changes in DEFAULT_CHANGES:
-        try:
-            family.arch_config(config | changes)
-        except PrepError:
-            continue
-        return config | changes
-    return config
+    if not listed and is_layer_pattern(pattern):
+        # E.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
+        listed[LAYER_PATTERN] = [kind for repeated, _ in pattern for kind in repeated]
+    kinds: dict[str, list[JsonValue]] = {name: [] for name in listed}
+    for name, values in listed.items():
+        # A kind is a text, but a family does not check the fields that it ignores.
+        for value in values:
+            if value not in kinds[name]:
+                kinds[name].append(value)
+    return kinds
 
 
 def _layer_fields(
-    config: HFConfig, kinds: Mapping[str, list[JsonValue]], num_layers: int
+    family: Family,
+    config: HFConfig,
+    arch_config: ArchConfig,
+    kinds: Mapping[str, list[JsonValue]],
+    num_layers: int,
 ) -> JsonObject:
-    """Return the fields that list the layers, so that every kind occurs."""
+    """Return the fields that list or select layers, so that every kind occurs."""
     fields: JsonObject = {}
     for name, values in kinds.items():
         listed = (values * num_layers)[:num_layers]
@@ -467,53 +379,41 @@ def _layer_fields(
             fields[name] = "".join(map(str, listed))
         else:
             fields[name] = listed
-    if config.get("sliding_window_pattern"):
-        fields["sliding_window_pattern"] = 2
-    if config.get("max_window_layers"):
-        fields["max_window_layers"] = 1
-    if config.get("mlp_only_layers"):
-        fields["mlp_only_layers"] = [0]
+    fields |= {name: value for name, value in LAYER_SELECTIONS.items() if config.get(name)}
+    read = fields_read(family)
+    if arch_config.mixer_layers and arch_config.attention_layers:
+        fields |= {name: value for name, value in ATTENTION_PLACES.items() if name in read}
+    if arch_config.reusing_layers:
+        fields[REUSING_FIELD] = num_layers // 2
+    for name in NUM_DENSE_FIELDS if arch_config.dense_layers else ():
+        # A family rejects the field of another one.
+        dense = _read(family.arch_config, {**config, name: 1})
+        if name in read and dense is not None and dense.dense_layers == (0,):
+            return fields | {name: 1}
     return fields
 
 
-def _without_padding(family: Family, config: HFConfig) -> JsonObject:
-    """Return a config without a padding token. An encoder-decoder keeps it, because its decoder starts with it.
-
-    torch computes no gradient for the embedding of a padding token, and the checks use every token.
-    """
-    if family.arch_config(config).encoder is not None:
-        return {**config}
-    # An absent field would have the default of the config class, e.g. 0 in Gemma4TextConfig.
-    return {**config, "pad_token_id": None}
-
-
-def _feature_fields(
-    config: HFConfig, original: Mapping[str, int], wanted: Mapping[str, int]
-) -> JsonObject:
+def _feature_fields(config: HFConfig, original: Sizes, wanted: Sizes) -> JsonObject:
     """Return the fields that depend on other sizes: windows, rotations, and projected embeddings."""
     fields: JsonObject = {name: WINDOW for name in WINDOW_FIELDS if config.get(name)}
     if config.get("rotary_dim"):
         rotary_dim = read_size(config, "rotary_dim", 0)
         fields["rotary_dim"] = rotary_dim * wanted["head_dim"] // original["head_dim"]
     if word_embed := config.get("word_embed_proj_dim"):
-        fields["word_embed_proj_dim"] = (
-            wanted["embed"] if word_embed == original["embed"] else WORD_EMBED
-        )
-    rope_fields = ("rope_scaling", "rope_parameters", "original_max_position_embeddings")
-    rope = {name: config[name] for name in rope_fields if config.get(name)}
+        is_embed = word_embed == original["embed"]
+        fields["word_embed_proj_dim"] = wanted["embed"] if is_embed else WORD_EMBED
+    rope = {name: config[name] for name in ROPE_FIELDS if config.get(name)}
     return fields | _scale_rope(rope, original["head_dim"], wanted["head_dim"])
 
 
 def _scale_rope(fields: HFConfig, head_dim: int, tiny_head_dim: int) -> JsonObject:
     """Return the fields of a rotation, nested or not, for another size of the heads."""
-    scaled: JsonObject = {}
+    scaled: JsonObject = {**fields}
     for name, value in fields.items():
         if isinstance(value, Mapping):
             scaled[name] = _scale_rope(value, head_dim, tiny_head_dim)
         elif name in FACTOR_LISTS and isinstance(value, list):
             scaled[name] = value[: len(value) * tiny_head_dim // head_dim]
-        else:
-            scaled[name] = (
-                ORIGINAL_POSITIONS if name == "original_max_position_embeddings" else value
-            )
+        elif name == "original_max_position_embeddings":
+            scaled[name] = ORIGINAL_POSITIONS
     return scaled

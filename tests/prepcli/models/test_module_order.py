@@ -19,7 +19,7 @@ CONFIGS |= {name: FAMILY_CONFIGS[name] for name in ("qwen2", "qwen3", "gemma2", 
 
 
 def torch_model(config: dict[str, Any]) -> Any:
-    from prepcli.commands.testing.torch_transformers import torch_random_model
+    from prepcli.commands.testing.tiny_model import torch_random_model
 
     return torch_random_model(config)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import tiny_transformer
+from prepcli.commands.testing.tiny_model import tiny_transformer
 from prepcli.core.errors import PrepError
 from prepcli.models.param_tree import flatten_tree
 from prepcli.restore import weights_reader

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from prepcli.commands.testing.greedy import LENGTHS, MAX_NEW_TOKENS
-from prepcli.commands.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_model import (
+    MAX_NEW_TOKENS,
+    PROMPT_LENGTHS,
     TinyTransformer,
     model_logits,
     random_tensors,
@@ -54,7 +55,7 @@ UNPADDED_CONFIGS: dict[str, dict[str, Any]] = {
 FAST_MODELS = ("gpt_neo", "phi3-longrope", "llama-dynamic", "t5")
 # one model for each kind of layer
 FAST_STEPS = (*FAST_MODELS, "gptj", "opt-350m", "gemma2", "qwen3_moe")
-SLOTS = LENGTHS[-1] + MAX_NEW_TOKENS - 1
+SLOTS = PROMPT_LENGTHS[-1] + MAX_NEW_TOKENS - 1
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -108,7 +109,7 @@ def compiled_stepwise_logits(name: str) -> Callable[..., Array]:
 
 def left_pad(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Left-pad rows to SLOTS slots, add rows of one token up to a fixed number, and return their start slots."""
-    rows = [*rows, *([0],) * (len(LENGTHS) - len(rows))]
+    rows = [*rows, *([0],) * (len(PROMPT_LENGTHS) - len(rows))]
     start_slots = np.array([SLOTS - len(row) for row in rows])
     return np.stack([np.pad(row, (start, 0)) for row, start in zip(rows, start_slots)]), start_slots
 
@@ -217,7 +218,7 @@ def test_greedy_file_has_tokens_of_every_config():
     assert {*golden} == {*GOLDEN}
     assert {str(config["model_type"]) for config in GOLDEN.values()} == {*FAMILIES}
     for entry in golden.values():
-        assert [len(prompt) for prompt in entry["prompts"]] == [*LENGTHS]
+        assert [len(prompt) for prompt in entry["prompts"]] == [*PROMPT_LENGTHS]
         assert {len(tokens) for tokens in entry["tokens"]} == {MAX_NEW_TOKENS}
 
 

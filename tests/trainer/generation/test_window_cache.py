@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from prepcli.commands.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_model import (
     TinyTransformer,
     random_tensors,
     tiny_transformer,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax import Array
 
-from prepcli.commands.testing.tiny_transformers import tiny_transformer
+from prepcli.commands.testing.tiny_model import tiny_transformer
 from prepcli.models.param_tree import unflatten_tree
 from tests.helpers.tiny_configs import LLAMA
 from trainer.nn import attention, mlp, transformer

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from prepcli.commands.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_model import (
     random_batch,
     random_tensors,
     relative_error,

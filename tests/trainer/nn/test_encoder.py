@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.commands.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_model import (
     UNSCANNED,
     TinyTransformer,
     random_batch,

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import jax
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_model import (
     loss_and_gradients,
     random_batch,
     random_tensors,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from prepcli.commands.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_model import (
     random_tensors,
     relative_error,
     tiny_transformer,
@@ -63,7 +63,7 @@ def test_hidden_states_do_not_depend_on_how_layers_are_stored(scan: bool, axis: 
 def test_hidden_states_match_transformers(family: str):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from prepcli.commands.testing.torch_transformers import torch_model
+    from prepcli.commands.testing.tiny_model import torch_model
 
     config = GOLDEN[family]
     model = torch_model(config, random_tensors(config))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import tiny_transformer
+from prepcli.commands.testing.tiny_model import tiny_transformer
 from prepcli.core.errors import PrepError
 from prepcli.models.param_tree import flatten_tree
 from tests.helpers.slow_cases import slow_except

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import model_logits, tiny_transformer
+from prepcli.commands.testing.tiny_model import model_logits, tiny_transformer
 from prepcli.core.errors import PrepError
 from prepcli.models.registry import FAMILIES
 from tests.helpers.later_configs import LATER_FAMILIES

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_model import (
     UNSCANNED,
     random_batch,
     random_tensors,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prepcli.commands.testing.tiny_transformers import relative_error
+from prepcli.commands.testing.tiny_model import relative_error
 from prepcli.models.architecture import NO_SOFTCAP
 from tests.helpers.jaxprs import walk_equations
 from trainer.distributed.sharding import ShardingContext

@@ -14,7 +14,7 @@ import pytest
 from jax import Array
 
 from bench.moe import dense_moe_mlp
-from prepcli.commands.testing.tiny_transformers import relative_error
+from prepcli.commands.testing.tiny_model import relative_error
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.chunk_sizes import expert_block_length
 from prepcli.models.moe_config import ClampedSwiglu, Router

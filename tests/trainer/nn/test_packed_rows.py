@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_model import (
     TinyTransformer,
     loss_and_gradients,
     random_tensors,
@@ -105,7 +105,7 @@ def test_loss_and_gradients_of_split_tokens_match_one_device(name: str):
 )
 def test_logits_match_transformers_on_each_document(name: str):
     pytest.importorskip("transformers")
-    from prepcli.commands.testing.torch_transformers import torch_logits, torch_model
+    from prepcli.commands.testing.tiny_model import torch_logits, torch_model
 
     config = GOLDEN[name]
     tiny, params = make_model(config)

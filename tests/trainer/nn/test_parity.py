@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_model import (
     loss_and_gradients,
     model_logits,
     random_tensors,

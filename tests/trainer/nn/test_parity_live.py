@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import (
-    has_encoder,
-    loss_and_gradients,
+from prepcli.commands.testing.checks import FamilyUnderTest, check_gradients, check_logits
+from prepcli.commands.testing.tiny_model import (
     model_logits,
     random_batch,
     random_tensors,
     relative_error,
     tiny_transformer,
-    with_padded_vocab,
+    torch_logits,
+    torch_model,
 )
-from prepcli.commands.testing.torch_transformers import torch_gradients, torch_logits, torch_model
 from prepcli.models.parameters import HFConfig
 from prepcli.models.registry import family_of
 from tests.golden import make_decoders
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN, LIVE, T5
-from trainer.nn.model_spec import ForwardConfig
 
 torch = lazy_module("torch")
 lazy_module("transformers")
@@ -68,21 +66,10 @@ FAST = (
 
 # test_parity covers golden configs
 @pytest.mark.parametrize("name", slow_except((name for name in LIVE if name not in GOLDEN), FAST))
-def test_logits_match_transformers(name: str):
-    config = LIVE[name]
-    tensors, tiny = random_tensors(config, seed=3), tiny_transformer(config)
-    params, reference = tiny.params_from_tensors(tensors), torch_model(config, tensors)
-    for lengths in batch_lengths(config):
-        batch = random_batch(
-            config["vocab_size"], len(lengths), max(lengths), 4, has_encoder(config)
-        )
-        logits, expected = (
-            model_logits(tiny.model, params, batch),
-            torch_logits(reference, batch, lengths),
-        )
-        assert (
-            max(abs(logits[i, :n] - expected[i, :n]).max() for i, n in enumerate(lengths)) <= 2e-5
-        )
+def test_logits_match_transformers(name: str, tmp_path: Path):
+    subject = FamilyUnderTest(LIVE[name], tmp_path)
+    for lengths in batch_lengths(subject.config):
+        check_logits(subject, lengths)
 
 
 STORED_HEAD_CHANGES = {
@@ -121,25 +108,9 @@ WITH_GRADIENTS = [
 
 
 @pytest.mark.parametrize("name", slow_except(WITH_GRADIENTS, ("opt-bare",)))
-def test_gradients_with_padded_vocab_match_torch(name: str):
-    config = LIVE[name]
-    tensors, batch = (
-        random_tensors(config, seed=5),
-        random_batch(config["vocab_size"], 2, 40, 6, has_encoder(config)),
-    )
-    expected_loss, expected_gradients = torch_gradients(torch_model(config, tensors), batch)
-    padded_config, padded_tensors = with_padded_vocab(config, tensors, 5, -50.0)
-    tiny = tiny_transformer(padded_config)
-    is_scanned = config["model_type"] not in UNSCANNED_FAMILIES
-    forward_config = ForwardConfig(scan_layers=is_scanned, head_chunk_size=16)
-    params = tiny.params_from_tensors(padded_tensors)
-    loss, gradient_tree = loss_and_gradients(tiny.model, params, batch, forward_config)
-    gradients = tiny.tensors_from_params(gradient_tree)
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
-    for tensor, expected in expected_gradients.items():
-        rows = expected.shape[0]
-        assert relative_error(gradients[tensor][:rows], expected) <= 1e-5, tensor
-        assert not np.any(gradients[tensor][rows:])
+def test_gradients_with_padded_vocab_match_torch(name: str, tmp_path: Path):
+    is_scanned = LIVE[name]["model_type"] not in UNSCANNED_FAMILIES
+    check_gradients(FamilyUnderTest(LIVE[name], tmp_path), is_scanned, loss_rtol=1e-6)
 
 
 # A model of each module of transformers with layers of its own.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import model_logits, tiny_transformer
+from prepcli.commands.testing.tiny_model import model_logits, tiny_transformer
 from prepcli.models.architecture import FULL_ATTENTION, NO_CLIP, NO_SOFTCAP, ArchConfig
 from prepcli.models.moe_config import ClampedSwiglu
 from prepcli.models.position_bias import Alibi, RelativePositionBias, alibi_slopes

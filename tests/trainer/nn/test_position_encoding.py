@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.commands.testing.torch_transformers import exact_log
+from prepcli.commands.testing.tiny_model import exact_log
 from prepcli.models.position_bias import RelativePositionBias, alibi_slopes
 from prepcli.models.rope_config import QueryScale, Rope
 from trainer.nn.position_encoding import (

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_model import (
     model_logits,
     random_batch,
     random_tensors,
     tiny_transformer,
+    torch_logits,
+    torch_model,
 )
-from prepcli.commands.testing.torch_transformers import torch_logits, torch_model
 from prepcli.core.errors import PrepError
 from prepcli.core.json_types import JsonValue
 from prepcli.models.registry import FAMILIES, family_of

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
-from prepcli.commands.testing.tiny_transformers import TinyTransformer, tiny_transformer
+from prepcli.commands.testing.tiny_model import TinyTransformer, tiny_transformer
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.param_tree import Tree, unflatten_tree
 from prepcli.models.remat import ACTIVATION_NAMES, RematPolicy

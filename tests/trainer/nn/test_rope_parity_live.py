@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import (
+from prepcli.commands.testing.checks import FamilyUnderTest, check_logits
+from prepcli.commands.testing.tiny_model import (
     model_logits,
     random_batch,
     random_tensors,
     tiny_transformer,
 )
-from prepcli.commands.testing.torch_transformers import torch_logits, torch_model
 from prepcli.core.json_types import JsonObject
-from prepcli.models.parameters import read_size
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GPT_NEOX, GPTJ, LIVE, LLAMA, LONG_ROPE, PHI3
@@ -53,18 +53,10 @@ FAST = ("llama-version-5", "gpt_neox-yarn", "phi3-longrope")
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, FAST))
-def test_overridden_rope_matches_transformers(name: str):
-    base, overrides = CASES[name]
-    config = override_rope(base, overrides)
-    tensors, tiny = random_tensors(config, seed=3), tiny_transformer(config)
-    params, reference = tiny.params_from_tensors(tensors), torch_model(config, tensors)
+def test_overridden_rope_matches_transformers(name: str, tmp_path: Path):
+    subject = FamilyUnderTest(override_rope(*CASES[name]), tmp_path)
     for length in (7, 300):
-        batch = random_batch(read_size(config, "vocab_size", 1), 1, length, 4)
-        logits, expected = (
-            model_logits(tiny.model, params, batch),
-            torch_logits(reference, batch, (length,)),
-        )
-        assert abs(logits - expected).max() <= 2e-5
+        check_logits(subject, (length,))
 
 
 def test_overridden_rope_changes_the_logits():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import (
+from prepcli.commands.testing.tiny_model import (
     loss_and_gradients,
     random_batch,
     random_tensors,

@@ -18,9 +18,13 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.testing.checkpoints import write_checkpoint
-from prepcli.commands.testing.greedy import with_small_embeddings
-from prepcli.commands.testing.tiny_transformers import has_encoder, random_tensors
-from prepcli.commands.testing.torch_transformers import exact_log, load_torch_model
+from prepcli.commands.testing.tiny_model import (
+    exact_log,
+    has_encoder,
+    load_torch_model,
+    random_tensors,
+    with_small_embeddings,
+)
 from prepcli.core.errors import OK
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.registry import FAMILIES

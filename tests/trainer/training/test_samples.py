@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import model_logits
+from prepcli.commands.testing.tiny_model import model_logits
 from prepcli.core.errors import PrepError, UsageError
 from tests.helpers import runs
 from tests.helpers.training_folder import write_tokenizer

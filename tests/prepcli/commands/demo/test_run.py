@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +18,17 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.commands.console.ui import Report, Ui
-from prepcli.commands.demo import conversion, training
 from prepcli.commands.demo import run as module
-from prepcli.commands.demo.page import REPORT
-from prepcli.commands.demo.run import MARKER
-from prepcli.commands.demo.steps import CommandError, DemoStep, StepOutcome
+from prepcli.commands.demo.run import MARKER, REPORT, run_demo
+from prepcli.commands.demo.steps import (
+    KILLED_RUN,
+    UNBROKEN_RUN,
+    CommandError,
+    DemoStep,
+    StepOutcome,
+    demo_steps,
+    logged_losses,
+)
 from prepcli.commands.demo.tiny_model import VOCABULARY
 from prepcli.commands.rendering.demo import demo_report
 from prepcli.core.errors import FAILED, OK, USAGE, PrepError
@@ -34,14 +39,24 @@ from tests.helpers.tiny_checkpoints import read_tensors, same_bits
 README = Path(__file__).parents[4] / "README.md"
 COMMANDS = ["", "pad-vocab", "save-init", "save-init", "save-init", "reshard", "export", "verify"]
 TRAINING = ["", "train", "train", "train", "export", "verify"]
+MAKE, PAD, *_ = demo_steps()
 
 
 def make_ui(as_json: bool = False) -> Ui:
     return Ui("demo", as_json=as_json, out=io.StringIO(), err=io.StringIO())
 
 
-def demo(out: Path, ui: Ui) -> Report:
-    return demo_report(module.run_demo(out, ui), ui.columns)
+def demo(out: Path, ui: Ui, steps: Sequence[DemoStep] | None = None) -> Report:
+    return demo_report(run_demo(out, ui, steps), ui.columns)
+
+
+def failing_step(error: Exception, args: tuple[str, ...] = ()) -> DemoStep:
+    """Return a step that raises an error."""
+
+    def fail(folder: Path, step: DemoStep) -> StepOutcome:
+        raise error
+
+    return DemoStep("train, kill -9", args, fail)
 
 
 def text(stream: object) -> str:
@@ -49,10 +64,12 @@ def text(stream: object) -> str:
     return stream.getvalue()
 
 
-def run_demo(out: Path, expected_commands: Sequence[str]) -> list[dict[str, Any]]:
+def run_steps(
+    out: Path, expected_commands: Sequence[str], steps_to_run: Sequence[DemoStep] | None = None
+) -> list[dict[str, Any]]:
     """Run the demo with `--json`, check the reports of its steps, and return them."""
     ui = make_ui(as_json=True)
-    assert ui.finish(demo(out, ui)) == OK
+    assert ui.finish(demo(out, ui, steps_to_run)) == OK
     report = json.loads(text(ui.out))
     assert report["ok"]
     assert report["output"] == str(out)
@@ -88,9 +105,8 @@ def check_conversions(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
 def test_demo_runs_all_conversions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "_demo_steps", conversion.conversion_steps)
-    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
-    check_conversions(tmp_path / "out", run_demo(tmp_path / "out", COMMANDS))
+    steps = run_steps(tmp_path / "out", COMMANDS, demo_steps()[: len(COMMANDS)])
+    check_conversions(tmp_path / "out", steps)
     monkeypatch.chdir(tmp_path / "out")
     capsys.readouterr()
     assert (
@@ -106,7 +122,7 @@ def test_demo_runs_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """The demo itself also checks the results of its steps."""
     for name in (FLAGS, CACHE):  # the demo computes more than it compiles, and has its own cache
         monkeypatch.delenv(name, raising=False)
-    steps = run_demo(tmp_path / "out", [*COMMANDS, *TRAINING])
+    steps = run_steps(tmp_path / "out", [*COMMANDS, *TRAINING])
     check_conversions(tmp_path / "out", steps)
     check_training(tmp_path / "out", steps)
 
@@ -116,8 +132,9 @@ def check_training(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
     assert re.match(r"loss 5\.\d+ -> [234]\.\d+ in 12 steps", steps[9]["result"])
     assert re.match(r"killed after step \d+, step (4|8) is durable", steps[10]["result"])
     assert steps[11]["result"].endswith("step 12 is byte for byte equal to the undisturbed run")
-    losses = [training.logged_losses(out, run) for run in (training.KILLED, training.UNBROKEN)]
-    assert losses[0] == losses[1]
+    losses = logged_losses(out / KILLED_RUN)
+    assert len(losses) == 12
+    assert losses == logged_losses(out / UNBROKEN_RUN)
     before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-learned")
     assert before.keys() == after.keys()
     assert not any(same_bits(before[name], after[name]) for name in before)
@@ -127,17 +144,12 @@ def check_training(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
     assert len(page) < 1 << 20
 
 
-def test_demo_reuses_the_folder_of_an_earlier_demo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = module._demo_steps()[0]
-    monkeypatch.setattr(module, "_demo_steps", lambda: (make,))
-    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
+def test_demo_reuses_the_folder_of_an_earlier_demo(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    assert demo(tmp_path / "out", make_ui()).error is None
-    assert demo(tmp_path / "out", make_ui()).error is None
+    assert demo(tmp_path / "out", make_ui(), [MAKE]).error is None
+    assert demo(tmp_path / "out", make_ui(), [MAKE]).error is None
     assert (tmp_path / "out" / MARKER).exists()
-    assert demo(tmp_path / "mine", make_ui()).error is None, "an empty folder may be used"
+    assert demo(tmp_path / "mine", make_ui(), [MAKE]).error is None, "an empty folder may be used"
 
 
 @contextmanager
@@ -151,29 +163,21 @@ def test_demo_shows_that_a_long_step_is_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step with parts shows their number. Both lines would be ten seconds after the last one."""
-    train = replace(
-        training.training_steps()[1], args=(), run=lambda folder, args: StepOutcome("trained", 1)
-    )
-    make = conversion.conversion_steps()[0]
-    monkeypatch.setattr(module, "_demo_steps", lambda: (make, train))
-    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
+    train = DemoStep("train", (), lambda folder, step: StepOutcome("trained", 1), UNBROKEN_RUN)
     monkeypatch.setattr(module, "ticking", tick_once)
     monkeypatch.setattr(module, "PacedNotes", partial(PacedNotes, every_s=0.0))
     ui = make_ui()
-    assert demo(tmp_path / "out", ui).error is None
+    assert demo(tmp_path / "out", ui, [MAKE, train]).error is None
     lines = text(ui.err).splitlines()
     first = lines[lines.index("[1/2] make a tiny GPT-Neo") + 1]
-    second = lines[lines.index("[2/2] train on 8 devices") + 1]
+    second = lines[lines.index("[2/2] train") + 1]
     assert re.fullmatch(r"      0\.\d s", first)
     assert re.fullmatch(r"      0\.\d s, 0 of 12 steps", second)
 
 
-def test_demo_prints_one_line_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, pad, *_ = module._demo_steps()
-    monkeypatch.setattr(module, "_demo_steps", lambda: (make, pad))
-    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
+def test_demo_prints_one_line_per_step(tmp_path: Path) -> None:
     ui = make_ui()
-    assert ui.finish(demo(tmp_path / "out", ui)) == OK
+    assert ui.finish(demo(tmp_path / "out", ui, [MAKE, PAD])) == OK
     head, first, second, last_line = text(ui.out).splitlines()
     assert head.split() == ["step", "seconds", "bytes", "memory", "result"]
     assert first.startswith("make a tiny GPT-Neo ")
@@ -183,20 +187,15 @@ def test_demo_prints_one_line_per_step(tmp_path: Path, monkeypatch: pytest.Monke
     assert text(ui.out).isascii()
 
 
-def test_demo_ends_with_the_error_of_a_failed_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def damage(folder: Path, words: Sequence[str]) -> None:
+def test_demo_ends_with_the_error_of_a_failed_step(tmp_path: Path) -> None:
+    def make_damaged(folder: Path, step: DemoStep) -> StepOutcome:
+        outcome = MAKE.run(folder, step)
         shard = max(folder.glob("tiny/*.safetensors"))
         shard.write_bytes(shard.read_bytes()[:-1])
+        return outcome
 
-    make, pad, *_ = module._demo_steps()
-    broken = DemoStep(
-        "make", (), lambda folder, words: (make.run(folder, words), damage(folder, words))[0]
-    )
-    monkeypatch.setattr(module, "_demo_steps", lambda: (broken, pad, make))
     ui = make_ui()
-    report = demo(tmp_path / "out", ui)
+    report = demo(tmp_path / "out", ui, [DemoStep("make", (), make_damaged), PAD, MAKE])
     assert ui.finish(report) == FAILED
     assert report.error is not None
     assert report.error.what == "the demo failed at step 2: pad its vocabulary"
@@ -206,25 +205,6 @@ def test_demo_ends_with_the_error_of_a_failed_step(
         "FAILED: prep pad-vocab ended with 1 - model-00003-of-00003.safetensors is cut short"
         in text(ui.out)
     )
-
-
-def test_compare_step_fails_for_different_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (conversion.INIT, conversion.UNBROKEN):
-        (tmp_path / name / "d").mkdir(parents=True)
-        (tmp_path / name / "d" / "data").write_text(name)
-    monkeypatch.setattr(conversion, "run_prep", lambda folder, words: {})
-    with pytest.raises(PrepError, match="different files in tiny-padded-init: d/data"):
-        conversion._compare_outputs(tmp_path, ())
-
-
-def test_kill_step_fails_if_the_run_ends_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(conversion, "_should_kill", lambda partial, is_last: False)
-    with pytest.raises(PrepError, match="ended 5 times before it could be killed"):
-        conversion._kill_conversion(tmp_path, ("models",))
 
 
 def test_demo_keeps_a_folder_of_the_user(tmp_path: Path) -> None:
@@ -240,16 +220,9 @@ def test_demo_vocabulary_is_odd() -> None:
     assert len(VOCABULARY) % 2 == 1
 
 
-def test_hint_of_a_failed_step_repeats_the_demo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(folder: Path, words: Sequence[str]) -> StepOutcome:
-        raise PrepError("the run ended 5 times before it could be killed")
-
-    monkeypatch.setattr(
-        module, "_demo_steps", lambda: (DemoStep("train, kill -9", training.KILLED_ARGS, fail),)
-    )
-    report = demo(tmp_path / "out", make_ui())
+def test_hint_of_a_failed_step_repeats_the_demo(tmp_path: Path) -> None:
+    step = failing_step(PrepError("its losses differ"), ("train", "tiny.toml"))
+    report = demo(tmp_path / "out", make_ui(), [step])
     assert report.error is not None
     assert report.error.hint == f"`prep demo --out {tmp_path}/out`"
 
@@ -267,33 +240,23 @@ def full_disks(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
 def test_demo_names_the_folder_of_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tmp: bool
 ) -> None:
-    def fail_with_errno(folder: Path, words: Sequence[str]) -> StepOutcome:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def fail_with_message(folder: Path, words: Sequence[str]) -> StepOutcome:
-        raise CommandError("prep train ended with 1", "RESOURCE_EXHAUSTED: writing failed")
-
     out = tmp_path / "out"
     folder = tmp_path / "tmp" if is_tmp else out
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     full_disks(monkeypatch, folder)
-    for fail in (fail_with_errno, fail_with_message):
-        steps = (DemoStep("train", training.KILLED_ARGS, fail),)
-        monkeypatch.setattr(module, "_demo_steps", lambda steps=steps: steps)
-        report = demo(out, make_ui())
+    for error in (
+        OSError(errno.ENOSPC, "No space left on device"),
+        CommandError("prep train ended with 1", "RESOURCE_EXHAUSTED: writing failed"),
+    ):
+        report = demo(out, make_ui(), [failing_step(error)])
         assert report.error is not None
         assert f"the disk that holds {folder} is full" in report.error.why
         assert "free some space" in report.error.hint
 
 
-def test_demo_names_the_folder_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(folder: Path, words: Sequence[str]) -> StepOutcome:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(module, "_demo_steps", lambda: (DemoStep("make", (), fail),))
-    report = demo(tmp_path / "out", make_ui())
+def test_demo_names_the_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    step = failing_step(OSError(errno.EIO, "Input/output error"))
+    report = demo(tmp_path / "out", make_ui(), [step])
     assert report.error is not None
     assert f"{tmp_path / 'out'} - Input/output error" in report.error.why

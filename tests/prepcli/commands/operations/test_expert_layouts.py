@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import prepcli as prep
-from prepcli.commands.testing.tiny_transformers import model_logits, tiny_transformer
+from prepcli.commands.testing.tiny_model import model_logits, tiny_transformer
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.slow_cases import slow_except

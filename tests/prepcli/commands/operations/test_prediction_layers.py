@@ -14,7 +14,7 @@ import safetensors.numpy as safetensors_numpy
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
-from prepcli.commands.testing.tiny_transformers import model_logits, tiny_transformer
+from prepcli.commands.testing.tiny_model import model_logits, tiny_transformer
 from tests.helpers.run_cli import error_lines, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.stored_tensors import safetensors_bytes, write_safetensors

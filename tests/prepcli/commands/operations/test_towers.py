@@ -14,7 +14,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
-from prepcli.commands.testing.tiny_transformers import model_logits, tiny_transformer
+from prepcli.commands.testing.tiny_model import model_logits, tiny_transformer
 from prepcli.core.formatting import format_bytes
 from tests.helpers.fork_server import PREP, run_python, run_two_processes
 from tests.helpers.hub_server import FakeRepo, serve_hub

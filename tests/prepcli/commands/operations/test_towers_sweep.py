@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import prepcli as prep
-from prepcli.commands.testing.tiny_transformers import model_logits, tiny_transformer
+from prepcli.commands.testing.tiny_model import model_logits, tiny_transformer
 from prepcli.core.errors import PrepError
 from prepcli.models.text_part import MROPE_FIELDS, TEXT_FAMILIES, read_text_part
 from tests.golden.make_architectures import make_model, read_header

@@ -174,7 +174,7 @@ def test_import_without_state_reads_the_model(folder: None):
 
 def test_tied_head_moves_in_both_directions(tmp_path: Path, monkeypatch):
     """The state dict of PyTorch has a tied head under both names, and its moments under one."""
-    from prepcli.commands.testing.torch_transformers import torch_random_model
+    from prepcli.commands.testing.tiny_model import torch_random_model
 
     monkeypatch.chdir(tmp_path)
     torch_random_model(LLAMA | {"tie_word_embeddings": True}).save_pretrained("tied")

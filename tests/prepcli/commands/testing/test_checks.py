@@ -1,23 +1,30 @@
-"""The checks of the family kit on all families. Checks that golden files make as well are marked slow."""
+"""`check_family`: its results, and each check on all families. Checks that golden files make too are marked slow."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import subprocess
+import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from prepcli.commands.testing import kit
+from prepcli.commands.testing import checks as module
 from prepcli.commands.testing.checks import (
     CHECKS,
+    CheckResult,
+    FamilyUnderTest,
     check_bfloat16_storage,
     check_coverage,
+    check_family,
     check_forward,
     check_step_on_mesh,
+    run_checks,
 )
-from prepcli.commands.testing.kit import CheckResult, run_checks
-from prepcli.commands.testing.subject import FamilyUnderTest
+from prepcli.core.errors import PrepError
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.parameters import Family, HFConfig, Parameter
 from prepcli.models.registry import FAMILIES, family_of
@@ -29,16 +36,26 @@ MESH_CONFIGS = {base["model_type"]: base for base in (GPT2, GPT_NEO, LLAMA)} | {
     name: base | {"num_hidden_layers": 2} for name, base in FAMILY_CONFIGS.items()
 }
 MESH_CONFIGS |= DENSE_CONFIGS
-CONFIGS = {name: [odd_config, MESH_CONFIGS[name]] for name, odd_config in ODD_HEADS.items()}
 # Their heads are in four shards, or in pairs.
 EVEN_HEADS = ("codegen", "diffllama")
 BY_NAME = {check.name: check for check in CHECKS}
+# tests/golden has the results of transformers for these checks.
+IN_GOLDEN_FILES = (
+    *("names and shapes", "logits", "gradients", "padded batch", "300 tokens"),
+    "greedy tokens",
+)
 
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory):
     """Return a function from a family to its FamilyUnderTest. The checks share it."""
-    return cache(lambda family: FamilyUnderTest(CONFIGS[family], tmp_path_factory.mktemp(family)))
+    return cache(
+        lambda family: FamilyUnderTest(
+            ODD_HEADS[family],
+            tmp_path_factory.mktemp(family),
+            mesh_config=MESH_CONFIGS[family],
+        )
+    )
 
 
 # families whose rows or layers differ most; `coverage` compares the rows of all families with their tensors
@@ -48,7 +65,7 @@ FAST_FAMILIES = ("gpt2", "opt", "gemma3_text", "qwen3_moe", "t5")
 def is_fast(case: tuple[str, str]) -> bool:
     """Return whether the default suite makes a check: golden files do not make it, and no similar family is fast."""
     check, family = BY_NAME[case[0]], case[1]
-    if check.in_golden_files or check.run is check_forward:
+    if check.name in IN_GOLDEN_FILES or check.run is check_forward:
         return False
     if check.run is check_step_on_mesh:
         # test_sharding compares experts, and test_train_pairs trains T5 on a mesh.
@@ -59,7 +76,7 @@ def is_fast(case: tuple[str, str]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "family"), slow_except(((name, f) for f in CONFIGS for name in BY_NAME), is_fast)
+    ("name", "family"), slow_except(((name, f) for f in ODD_HEADS for name in BY_NAME), is_fast)
 )
 def test_family_passes_check(name: str, family: str, subject):
     check = BY_NAME[name]
@@ -71,8 +88,8 @@ def test_family_passes_check(name: str, family: str, subject):
 
 
 def test_configs_cover_all_families_with_odd_sizes():
-    assert {*CONFIGS} == {*FAMILIES}
-    for name, (config, _) in CONFIGS.items():
+    assert {*ODD_HEADS} == {*MESH_CONFIGS} == {*FAMILIES}
+    for name, config in ODD_HEADS.items():
         sizes = family_of(config).sizes(config)
         assert sizes["vocab"] % 2
         # Mamba-2 has no attention.
@@ -85,7 +102,7 @@ def results_of(
 ) -> dict[str, CheckResult]:
     """Return the results of the named checks, by name, for a family with a mistake."""
     monkeypatch.setattr(f"prepcli.models.families.{wrong.name}.FAMILY", wrong)
-    subject = FamilyUnderTest([ODD_HEADS[wrong.name]], work)
+    subject = FamilyUnderTest(ODD_HEADS[wrong.name], work)
     return {
         result.check: result for result in run_checks(subject, [BY_NAME[name] for name in names])
     }
@@ -149,8 +166,8 @@ def test_round_trip_finds_two_rows_of_a_tensor(tmp_path: Path, monkeypatch: pyte
 
 
 def test_checks_are_skipped_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kit, "missing_reference_packages", lambda: ["torch"])
-    subject = FamilyUnderTest([ODD_HEADS["gpt2"]], tmp_path)
+    monkeypatch.setattr(module, "missing_reference_packages", lambda: ["torch"])
+    subject = FamilyUnderTest(ODD_HEADS["gpt2"], tmp_path)
     results = list(run_checks(subject, [BY_NAME["coverage"], BY_NAME["logits"]]))
     assert [result.outcome for result in results] == ["passed", "skipped"]
     assert results[1].text == "torch not installed: pip install 'prepcli[hf]' torch"
@@ -159,7 +176,48 @@ def test_checks_are_skipped_without_torch(tmp_path: Path, monkeypatch: pytest.Mo
 def test_step_is_skipped_without_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("prepcli.commands.testing.checks.jax.devices", lambda: ["cpu:0"])
     (result,) = run_checks(
-        FamilyUnderTest([ODD_HEADS["gpt2"]], tmp_path), [BY_NAME["step on a mesh"]]
+        FamilyUnderTest(ODD_HEADS["gpt2"], tmp_path), [BY_NAME["step on a mesh"]]
     )
     assert result.outcome == "skipped"
     assert result.text == "needs 2 devices, jax has 1; set JAX_NUM_CPU_DEVICES=2"
+
+
+# Checks without transformers and without a mesh.
+ALONE = [check for check in CHECKS if not check.needs_torch and check.run is not check_step_on_mesh]
+
+
+def test_check_family_runs_checks_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen: list[CheckResult] = []
+    results = check_family({"model_type": "mistral"}, ALONE, on_result=seen.append)
+    assert [result.check for result in results] == [
+        "coverage",
+        "round trip",
+        "parameters",
+        "forward pass",
+    ]
+    assert {result.outcome for result in results} == {"passed"}
+    assert seen == results
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_check_family_rejects_an_unknown_family():
+    with pytest.raises(PrepError, match="model_type `falcon_mamba` is not supported"):
+        check_family({"model_type": "falcon_mamba"})
+
+
+def test_package_imports_neither_torch_nor_transformers():
+    script = (
+        "import sys, prepcli; prepcli.check_family;"
+        "sys.exit(bool({'torch', 'transformers', 'orbax'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_checks_hold_with_python_o():
+    """Python -O removes assert statements, and a check without them would always pass."""
+    paths = [*Path(module.__file__).parent.glob("*.py")]
+    assert len(paths) > 3
+    for path in paths:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        assert not any(isinstance(node, ast.Assert) for node in nodes), path

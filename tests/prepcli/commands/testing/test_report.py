@@ -10,7 +10,7 @@ import pytest
 
 from bench.published import PUBLISHED
 from prepcli.commands.cli.main import main
-from prepcli.commands.testing import kit
+from prepcli.commands.testing import checks
 from prepcli.models.parameters import Parameter
 from prepcli.models.registry import FAMILIES
 from tests.helpers.tiny_configs import MISTRAL, ODD_HEADS
@@ -102,7 +102,7 @@ def test_broken_row_fails_with_the_reason(
 def test_skipped_checks_are_not_passed(
     config_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(kit, "missing_reference_packages", lambda: ["torch", "transformers"])
+    monkeypatch.setattr(checks, "missing_reference_packages", lambda: ["torch", "transformers"])
     assert main(["check-family", str(config_path), "--check", "logits"]) == 0
     line = capsys.readouterr().out.splitlines()[1]
     assert (

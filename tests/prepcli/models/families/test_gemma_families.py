@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import random_tensors, tiny_transformer
+from prepcli.commands.testing.tiny_model import random_tensors, tiny_transformer
 from prepcli.core.errors import PrepError
 from prepcli.models.architecture import FULL_ATTENTION, ArchConfig
 from prepcli.models.registry import FAMILIES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import random_tensors, tiny_transformer
+from prepcli.commands.testing.tiny_model import random_tensors, tiny_transformer
 from prepcli.core.errors import PrepError
 from prepcli.core.json_types import HFConfig, JsonValue
 from prepcli.models.registry import family_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from prepcli.commands.testing.tiny_transformers import relative_error
+from prepcli.commands.testing.tiny_model import relative_error
 from prepcli.models.architecture import FULL_ATTENTION
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.kernels.test_ring import split_over

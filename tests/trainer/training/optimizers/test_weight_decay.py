@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prepcli.commands.testing.tiny_transformers import tiny_transformer
+from prepcli.commands.testing.tiny_model import tiny_transformer
 from prepcli.models.param_tree import flatten_tree
 from tests.helpers.hybrid_configs import HYBRID_FAMILIES
 from tests.helpers.later_configs import GEMMA4_EXPERTS, LATER_FAMILIES

@@ -1,25 +1,31 @@
-"""The step of the demo that kills training: it waits for a durable step, in whatever order the run saves and logs."""
+"""Steps of the demo: training is killed after a durable step, in whatever order the run saves and logs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prepcli.commands.demo import training
+from prepcli.commands.demo import steps
+from prepcli.commands.demo.steps import DemoStep
+from prepcli.commands.demo.tiny_model import STEPS
 from prepcli.core.errors import PrepError
 from prepcli.formats.manifest import MANIFEST_FILE, STATE_ITEM
 from prepcli.planning.item_storage import METADATA_FILE
 from trainer.training.metrics import METRICS_FILE
 
 ShouldKill = Callable[[], bool]
+BY_TITLE = {step.title: step for step in steps.demo_steps()}
+KILL = BY_TITLE["train, kill -9"]
 
 
-def log(run: Path, steps: int) -> None:
+def log(run: Path, count: int) -> None:
     run.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"step": step, "loss": 5.0}) + "\n" for step in range(1, steps + 1)]
+    lines = [json.dumps({"step": step, "loss": 5.0}) + "\n" for step in range(1, count + 1)]
     (run / METRICS_FILE).write_text("".join(lines))
 
 
@@ -33,12 +39,11 @@ def use_runs(monkeypatch: pytest.MonkeyPatch, *runs: Callable[[Path, ShouldKill]
     """Replace the processes that the step starts by functions, one per start."""
     remaining = list(runs)
 
-    def run_and_kill(
-        folder: Path, args: Sequence[str], should_kill: ShouldKill, **variables: str
-    ) -> bool:
-        return remaining.pop(0)(folder / training.KILLED, should_kill)
+    def run_prep(folder: Path, step: DemoStep, should_kill: ShouldKill) -> dict[str, Any]:
+        was_killed = remaining.pop(0)(folder / steps.KILLED_RUN, should_kill)
+        return {} if was_killed else {"ok": True}
 
-    monkeypatch.setattr(training, "run_and_kill", run_and_kill)
+    monkeypatch.setattr(steps, "run_prep", run_prep)
 
 
 def run_that_saves_late(run: Path, should_kill: ShouldKill) -> bool:
@@ -63,9 +68,9 @@ def run_that_saves_first(run: Path, should_kill: ShouldKill) -> bool:
 
 def run_that_ends(run: Path, should_kill: ShouldKill) -> bool:
     """End before the kill."""
-    log(run, training.STEPS)
+    log(run, STEPS)
     save(run, 4)
-    save(run, training.STEPS)
+    save(run, STEPS)
     return False
 
 
@@ -79,14 +84,14 @@ def test_kill_step_waits_for_a_durable_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_runs(monkeypatch, run_that_saves_late)
-    assert training._kill_training(tmp_path, ()).result == "killed after step 8, step 4 is durable"
+    assert KILL.run(tmp_path, KILL).result == "killed after step 8, step 4 is durable"
 
 
 def test_kill_step_kills_after_an_unsaved_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_runs(monkeypatch, run_that_saves_first)
-    assert training._kill_training(tmp_path, ()).result == "killed after step 5, step 4 is durable"
+    assert KILL.run(tmp_path, KILL).result == "killed after step 5, step 4 is durable"
 
 
 @pytest.mark.parametrize("early_end", [run_that_ends, run_that_saves_its_end])
@@ -95,7 +100,7 @@ def test_kill_step_repeats_a_run_that_ended(
 ) -> None:
     use_runs(monkeypatch, early_end, run_that_saves_first)
     assert (
-        training._kill_training(tmp_path, ()).result
+        KILL.run(tmp_path, KILL).result
         == "killed after step 5, step 4 is durable (try 2: it was too fast)"
     )
 
@@ -103,4 +108,22 @@ def test_kill_step_repeats_a_run_that_ended(
 def test_kill_step_fails_if_each_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_runs(monkeypatch, *[run_that_ends] * 5)
     with pytest.raises(PrepError, match="the run ended 5 times before it could be killed"):
-        training._kill_training(tmp_path, ())
+        KILL.run(tmp_path, KILL)
+
+
+def test_compare_step_fails_for_different_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (steps.INIT, steps.UNBROKEN):
+        (tmp_path / name / "d").mkdir(parents=True)
+        (tmp_path / name / "d" / "data").write_text(name)
+    monkeypatch.setattr(steps, "run_prep", lambda folder, step: {})
+    compare = BY_TITLE["convert without a kill"]
+    with pytest.raises(PrepError, match="different files in tiny-padded-init: d/data"):
+        compare.run(tmp_path, compare)
+
+
+def test_kill_step_fails_if_the_command_ends_first(tmp_path: Path) -> None:
+    step = replace(BY_TITLE["save an init, kill -9"], args=("models",))
+    with pytest.raises(PrepError, match="ended 5 times before it could be killed"):
+        step.run(tmp_path, step)
