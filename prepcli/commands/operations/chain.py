@@ -191,9 +191,14 @@ class _Walk:
     def _check_bytes(self, checkpoint: _Checkpoint) -> None:
         """Compare a checkpoint with the digests of its manifest, and a first checkpoint with the lock."""
         source = checkpoint.source
+        commit = checkpoint.commit
+        is_first = not recorded_sources(checkpoint.manifest)
+        if is_first:
+            self.origins.append(checkpoint.name + (f" at commit {commit}" if commit else ""))
         try:
-            if not recorded_sources(checkpoint.manifest):
-                source = self._begin(checkpoint)
+            if is_first and self.lock is not None and source.family is not ADAPTER_FAMILY:
+                self.has_locked_origin = True
+                source = apply_lock(source, self.lock, self.lock_name, commit)
             check_checksum_file(source, checkpoint.located)
             pieces: list[tuple[SourceTensor, Range]] = []
             for tensor in source.all_tensors:
@@ -207,15 +212,6 @@ class _Walk:
             tensor_digests(source, pieces, memory_nbytes, progress=progress, task=task)
         except PrepError as error:
             self.links.append(checkpoint.link("", "failed", _reason(error)))
-
-    def _begin(self, checkpoint: _Checkpoint) -> Source:
-        """Add a first checkpoint. Return it with the digests of the lock, if there is one."""
-        commit = checkpoint.commit
-        self.origins.append(checkpoint.name + (f" at commit {commit}" if commit else ""))
-        if self.lock is None or checkpoint.source.family is ADAPTER_FAMILY:
-            return checkpoint.source
-        self.has_locked_origin = True
-        return apply_lock(checkpoint.source, self.lock, self.lock_name, commit)
 
     def _open_source(self, output: _Checkpoint, recorded: RecordedSource) -> _Checkpoint | None:
         """Find and open a source of an output. Add a link and return None if it cannot be opened."""
