@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from prepcli.algebra.boxes import Range
-from prepcli.core.progress import Progress
-from prepcli.engine.casts import parse_stream_digest
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.layout_scales import LayoutScale, recorded_scale
 from prepcli.planning.plan import Stream
 from prepcli.planning.state_names import qualify, split_name
-from prepcli.restore.digest_checks import row_stream, stream_digests
+from prepcli.restore.digest_checks import row_stream
 from prepcli.sources.source import Source, SourceTensor
 
 
@@ -47,16 +44,3 @@ def written_stream(
     if dtype != stream.dtype:
         stream = replace(stream, cast_to=dtype)
     return replace(stream, scale=scale)
-
-
-def written_digests(
-    source: Source,
-    streams: Sequence[Stream],
-    memory_nbytes: int,
-    *,
-    progress: Progress,
-    task: str,
-) -> list[str]:
-    """Return the digest of the scaled and cast values of each stream. The arguments are as for `stream_digests`."""
-    digests = stream_digests(source, streams, memory_nbytes, progress=progress, task=task)
-    return [parse_stream_digest(digest).written for digest in digests]

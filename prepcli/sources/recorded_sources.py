@@ -38,40 +38,26 @@ class RecordedSource:
 
 def recorded_sources(manifest: Manifest) -> list[RecordedSource]:
     """Return the sources of a checkpoint. Empty for the first one of a chain: made without prep, or from arrays."""
-    if manifest.command == TRAIN:
-        return _start_models(manifest)
-    if not manifest or manifest.command == SAVE_PARAMS:
+    origin = manifest.origin
+    if not manifest or manifest.command == SAVE_PARAMS or origin.get("is_random"):
         return []
-    sources = [RecordedSource(manifest.source_name, manifest.origin)]
+    if manifest.command == TRAIN:
+        return [RecordedSource(origin.get("name", ""), origin)]
+    sources = [RecordedSource(manifest.source_name, origin)]
     merged = manifest.merged_adapter
     if merged is not None:
-        origin: OriginRecord = {}
+        identity: OriginRecord = {}
         if "manifest" in merged:
-            origin["manifest"] = merged["manifest"]
-        sources.append(RecordedSource(merged["adapter"], origin, is_adapter=True))
+            identity["manifest"] = merged["manifest"]
+        sources.append(RecordedSource(merged["adapter"], identity, is_adapter=True))
     return sources
 
 
-def _start_models(manifest: Manifest) -> list[RecordedSource]:
-    """Return the start model of a run. Empty for random parameters."""
-    if manifest.origin.get("is_random"):
-        return []
-    return [RecordedSource(manifest.origin.get("name", ""), manifest.origin)]
-
-
 def find_source(source: RecordedSource, output: Path, search: Sequence[Path]) -> str | None:
-    """Find a source in the local folders.
+    """Return the path of a source in the working directory, the folders above the output, or those to search.
 
-    A name is looked up in the working directory, in the folders above the output, and in the folders to search. The
-    checkpoint with the recorded manifest is taken, under any name. Without one it is the first of the recorded name.
-
-    Args:
-        source: The source to find.
-        output: Folder of the output.
-        search: Folders with further checkpoints.
-
-    Returns:
-        Path of the checkpoint. Its manifest may differ from the recorded one. None if there is no such folder.
+    The checkpoint with the recorded manifest is taken, under any name. Without one it is the first with the recorded
+    name.
     """
     recorded = source.origin.get("manifest")
     first: str | None = None

@@ -16,7 +16,7 @@ from prepcli.formats.file_records import recorded_xxh3
 from prepcli.formats.json_edits import find_value, insert_members, remove_insertion
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.sentencepiece_pieces import encode_pieces
-from prepcli.formats.token_list import FLAGS, AddedToken, make_token
+from prepcli.formats.token_list import AddedToken
 from prepcli.formats.tokenizer_names import (
     MAX_TOKENIZER_NBYTES,
     SENTENCEPIECE_FILES,
@@ -101,61 +101,6 @@ def files_with_tokens(
         if insertions:
             contents[name], edits[name] = _edit(source.root / name, data, insertions)
     return contents, edits
-
-
-def recorded_tokens(
-    source: Source, tokenizer_file: str, addition: Addition
-) -> tuple[AddedToken, ...]:
-    """Return the tokens of an addition with their settings in the files of a source.
-
-    Args:
-        source: A source with the tokens.
-        tokenizer_file: Name of its tokenizer.
-        addition: The addition.
-
-    Raises:
-        PrepError: A file cannot be read, or has another form.
-    """
-    flags: dict[str, JsonObject] = {}
-    if tokenizer_file == TOKENIZER_FILE:
-        flags = _added_token_flags(source)
-    tokens: list[AddedToken] = []
-    special = _special_texts(source)
-    for token in addition.tokens:
-        # A piece of a SentencePiece model has no settings but the lists of special tokens.
-        piece_flags: JsonObject = {"normalized": False, "special": token.content in special}
-        tokens.append(make_token(token.content, flags.get(token.content, piece_flags)))
-    return tuple(tokens)
-
-
-def _added_token_flags(source: Source) -> dict[str, JsonObject]:
-    """Return the settings of each added token in the tokenizer.json of a source, by its text."""
-    data = read_side_file(source, TOKENIZER_FILE)
-    if data is None:
-        return {}
-    entries = _parse_object(source.root / TOKENIZER_FILE, data).get("added_tokens")
-    if not isinstance(entries, list):
-        return {}
-    flags: dict[str, JsonObject] = {}
-    for entry in entries:
-        if isinstance(entry, dict):
-            flags[str(entry.get("content"))] = {name: entry.get(name) for name in FLAGS}
-    return flags
-
-
-def _special_texts(source: Source) -> set[str]:
-    """Return the texts in the lists of special tokens of a source."""
-    texts: set[str] = set()
-    for name in (SETTINGS_FILE, SPECIAL_TOKENS):
-        data = read_side_file(source, name)
-        if data is None:
-            continue
-        document = _parse_object(source.root / name, data)
-        for key in SPECIAL_KEYS:
-            values = document.get(key)
-            if isinstance(values, list):
-                texts.update(value for value in values if isinstance(value, str))
-    return texts
 
 
 def _append_pieces(data: bytes, tokens: Sequence[AddedToken]) -> tuple[bytes, FileEdit]:

@@ -46,8 +46,8 @@ def verify(
 ) -> int:
     """Compare every bit with the manifest or another checkpoint.
 
-    With --chain, prove by digests from which checkpoints an output was made. --lock is then
-    the lock of the first one. With --logits, compare what both models compute.
+    With --chain, show by recorded digests from which checkpoints an output was made. --lock is
+    then the lock of the first one. With --logits, compare what both models compute.
 
     Examples:
       prep verify gpt-neo-1.3B-padded-init

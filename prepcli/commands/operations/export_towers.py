@@ -20,11 +20,6 @@ from prepcli.sources.opening import open_source
 from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import prediction_vocabulary
 
-
-class UnreadableTowersError(PrepError):
-    """The model with the towers of a training step is not recorded, cannot be read, or lacks tokens of the step."""
-
-
 # A tower is the image or audio encoder of a multimodal model. Multi-token prediction is stored like one.
 NO_TOWERS = "it has no vision or audio towers, and no multi-token prediction"
 TOWERS_HINT = text(
@@ -88,7 +83,7 @@ def _recorded_path(source: Source, recorded: Any) -> str:
     if isinstance(path, str):
         return path
     what = f"the manifest of {source.display_name} does not name the model with the towers"
-    raise UnreadableTowersError(what, "its `towers` entry has no `path`", TOWERS_HINT)
+    raise PrepError(what, "its `towers` entry has no `path`", TOWERS_HINT)
 
 
 def _open_towers(source: Source, path: str, access: Access) -> Source:
@@ -98,10 +93,10 @@ def _open_towers(source: Source, path: str, access: Access) -> Source:
         other = open_source(locate(path, access=access))
     except PrepError as error:
         why = f"{error.what}: {error.why}"
-        raise UnreadableTowersError(what, why, TOWERS_HINT) from error
+        raise PrepError(what, why, TOWERS_HINT) from error
     if other.wrapper is not None:
         return other
-    raise UnreadableTowersError(what, f"{path} has no towers", TOWERS_HINT)
+    raise PrepError(what, f"{path} has no towers", TOWERS_HINT)
 
 
 def _check_tokens(source: Source, other: Source) -> None:
@@ -118,7 +113,7 @@ def _check_tokens(source: Source, other: Source) -> None:
         Option("towers", "CHECKPOINT"),
         Option("text_only", True),
     )
-    raise UnreadableTowersError(what, why, hint)
+    raise PrepError(what, why, hint)
 
 
 def _check_digest(source: Source, other: Source, recorded: Any) -> None:

@@ -47,8 +47,8 @@ _SEARCH = OptionSpec(
 )
 _ALLOW_UNPROVEN = OptionSpec(
     None,
-    "With --chain: accept links without enough records, or with a missing source.",
-    "Accept links without enough records, or with a missing source. Default: False.",
+    "With --chain: accept links with a missing source, or without a digest of it.",
+    "Accept links with a missing source, or without a digest of it. Default: False.",
     default=False,
     position=22,
 )
@@ -130,8 +130,8 @@ class ChainCommandOptions(TypedDict):
         bool,
         OptionSpec(
             None,
-            "Prove by digests from which checkpoints an output was made.",
-            "Prove from which checkpoints an output was made. Default: False.",
+            "Show by recorded digests from which checkpoints an output was made.",
+            "Show from which checkpoints an output was made. Default: False.",
             default=False,
             position=21,
         ),

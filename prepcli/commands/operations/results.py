@@ -78,6 +78,9 @@ class LockedModel(HtmlTable):
     signature: Path | None = None
 
 
+LinkStatus = Literal["proven", "holds", "not proven", "failed"]
+
+
 @dataclass(frozen=True, slots=True)
 class ChainLink(HtmlTable):
     """An output and one of its sources.
@@ -86,25 +89,32 @@ class ChainLink(HtmlTable):
         output: The output.
         source: Its source. Empty if the output itself is damaged, or if no source is recorded.
         command: The command that made the output, such as "export".
-        status: "proven", "not proven" or "failed".
-        proof: The compared and equal parts.
-        reason: Why a link failed or is not proven. Empty for a proven one.
+        status: "proven": all parts have equal digests. "holds": the source is the recorded one, and `not_shown` is not
+            compared. "not proven": the source is missing, or no digest shows that it is the recorded one. "failed".
+        proof: The parts with equal digests.
+        reason: Why a link failed or is not proven. Otherwise empty.
+        changed: Parts that the command changed on purpose, as its manifest records.
+        not_shown: Changes with new content, which no digest of the source shows.
+        check: Command line that compares this content. Empty for training, which is not repeated.
     """
 
     output: str
     source: str
     command: str
-    status: Literal["proven", "not proven", "failed"]
-    proof: str
-    reason: str
+    status: LinkStatus
+    proof: str = ""
+    reason: str = ""
+    changed: str = ""
+    not_shown: str = ""
+    check: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain(HtmlTable):
-    """The way of a model from its first checkpoint to an output. True in a condition if every link is proven.
+    """The way of a model from its first checkpoint to an output. True in a condition if every link holds.
 
     Attributes:
-        links: The links, from the output back to the first checkpoints. The check ends at the first failed one.
+        links: The links, from the output back to the first checkpoints.
         origins: The first checkpoints, with the commit of a model of the hub.
         allows_unproven: Whether unproven links are accepted.
         seconds: Duration of the call in seconds.
@@ -117,7 +127,7 @@ class Chain(HtmlTable):
 
     @property
     def broken_link(self) -> ChainLink | None:
-        """Return the first failed link, else the first unproven one unless such links are accepted."""
+        """Return the first failed link, else the first one that is not proven, unless such links are accepted."""
         for link in self.links:
             if link.status == "failed":
                 return link

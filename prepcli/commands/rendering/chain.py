@@ -11,22 +11,26 @@ from prepcli.core.errors import GET_AGAIN_HINT, Option, PrepError, text
 from prepcli.core.lists import join_names
 from prepcli.core.tables import format_table
 
-HEADER = ("link", "what is proven", "status")
+HEADER = ("link", "equal digests", "status")
 
 
 def chain_report(chain: Chain, width: int | None) -> Report:
-    """Return the report of a chain: a table of the links. It has an error if a link is broken.
+    """Return the report of a chain: a table of the links, and their changes. It has an error if a link is broken.
 
     Args:
         chain: Result of the operation.
         width: Width of the terminal, or None for full width.
     """
-    rows: list[tuple[str, ...]] = []
-    for link in chain.links:
-        rows.append((_link_text(link), _proof_text(link), link.status))
+    rows = [(_link_text(link), link.proof, link.status) for link in chain.links]
     lines: list[str] = []
     if rows:
         lines.append(format_table(rows, HEADER, width=width, wrapped=HEADER[:2]))
+    for link in chain.links:
+        if link.changed:
+            lines.append(f"changed by {link.command} in {link.output}: {link.changed}")
+        if link.not_shown:
+            check = f" (`{link.check}` compares it)" if link.check else ""
+            lines.append(f"not shown for {link.output}: {link.not_shown}{check}")
     fields: dict[str, object] = {
         "links": [asdict(link) for link in chain.links],
         "origins": list(chain.origins),
@@ -46,14 +50,6 @@ def _link_text(link: ChainLink) -> str:
     if not link.source:
         return link.output
     return f"{link.output} <- {link.command} of {link.source}"
-
-
-def _proof_text(link: ChainLink) -> str:
-    # The error below the table has the reason of a failed link.
-    parts = [link.proof]
-    if link.status != "failed":
-        parts.append(link.reason)
-    return "; ".join(filter(None, parts))
 
 
 def _broken_error(link: ChainLink) -> PrepError:

@@ -65,21 +65,15 @@ def test_step_records_path_and_digest_of_towers(trained: Path):
     assert all(name.startswith(TEXT_NAMES) for name in manifest["tensors"])
 
 
-def test_chain_compares_the_towers_of_an_export(trained: Path):
+def test_chain_does_not_show_the_towers_of_an_export(trained: Path):
     run_ok("export", "runs/recipe", "--out", "hf")
     proof = prep.verify_chain("hf")
     assert proof
-    assert proof.links[0].reason == ""
-    assert proof.links[0].proof.endswith(f"{len(safetensors_bytes(Path('hf')))} tensors")
-
-
-def test_chain_names_towers_without_their_start_model(trained: Path):
-    with changed_manifest(Path("runs/recipe/3")) as manifest:
-        manifest["towers"]["path"] = "moved"
-    run_ok("export", "runs/recipe", "--towers", "m-init", "--out", "hf")
-    link = prep.verify_chain("hf").links[0]
-    assert link.status == "not proven"
-    assert link.reason.startswith("not compared: tower ")
+    assert proof.links[0].status == "holds"
+    assert proof.links[0].not_shown == "read from the start model"
+    assert proof.links[0].check == f"prep verify hf {trained / 'm-init'}"
+    num_text = sum(name.startswith(TEXT_NAMES) for name in safetensors_bytes(Path("hf")))
+    assert f", {num_text} tensors, " in proof.links[0].proof
 
 
 def test_chain_proves_the_text_part_of_a_step(trained: Path):

@@ -1,4 +1,4 @@
-"""`prep verify --chain` proves the way of a model from its first checkpoint to an output, and names the broken link."""
+"""`prep verify --chain` compares the recorded digests of each output with those of its source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 import xxhash
 
 import prepcli as prep
-from prepcli.core.errors import FAILED, USAGE, UsageError
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import FAILED, OK, USAGE, UsageError
 from prepcli.remote import remote_files
 from tests.helpers.adapters import make_adapter
 from tests.helpers.fork_server import PREP, run_python
@@ -105,7 +106,9 @@ def test_chain_lists_the_links_back_to_the_first_model(chain: Path):
         ("save-init", "init", "padded"),
         ("pad-vocab", "padded", "tiny"),
     ]
-    assert {link.status for link in proof.links} == {"proven"}
+    assert [link.status for link in proof.links] == ["proven", "holds", "proven", "proven"]
+    step = proof.links[1]
+    assert (step.changed, step.not_shown, step.check) == ("trained: the parameters", "trained", "")
 
 
 def test_merge_has_the_links_of_base_and_adapter(chain: Path):
@@ -130,6 +133,33 @@ def test_flipped_bit_breaks_the_link_of_its_checkpoint(chain: Path, folder: str)
     assert broken.status == "failed"
     # The first model has no digests of its own: the output that was made from it has them.
     assert ends(broken) == (("padded", "tiny") if folder == "tiny" else (folder, ""))
+
+
+@pytest.mark.parametrize("folder", FOLDERS[1:])
+def test_flipped_digest_breaks_the_link_of_its_checkpoint(chain: Path, folder: str):
+    with changed_manifest(Path(folder)) as manifest:
+        record = next(iter(manifest["tensors"].values()))
+        record["digests"][0][2] = record["digests"][0][2][::-1]
+    broken = prep.verify_chain(folder).broken_link
+    assert broken is not None
+    assert (ends(broken), broken.status) == ((folder, ""), "failed")
+
+
+def test_swapped_file_breaks_the_link_of_its_checkpoint(chain: Path):
+    """The file of another model has the same names and shapes."""
+    shutil.copytree("tiny", "other")
+    write_tensor("other", "model.norm.weight", np.full(32, 0.5, np.float32))
+    prep.pad_vocab("other", "other-padded", multiple=8)
+    for path in Path("other-padded").glob("*.safetensors"):
+        shutil.copy(path, "padded")
+    broken = prep.verify_chain("init").broken_link
+    assert broken is not None
+    assert (ends(broken), broken.status) == (("padded", ""), "failed")
+    shutil.rmtree("padded")
+    shutil.copytree("other-padded", "padded")
+    broken = prep.verify_chain("init").broken_link
+    assert broken is not None
+    assert (ends(broken), broken.status) == (("init", "padded"), "failed")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "generation_config.json"])
@@ -183,28 +213,26 @@ def test_edited_manifest_breaks_the_link_of_the_next_output(chain: Path, folder:
     assert (ends(broken), broken.status) == ((output, folder), "failed")
 
 
-def test_forged_sum_of_a_merge_breaks_its_link(chain: Path):
-    """The values of a merged tensor and their digests in the manifest are changed together."""
-    name = "model.layers.0.self_attn.q_proj.weight"
-    values = read_tensors(Path("merged"))[name].copy()
-    values[0, 0] += 1
-    write_tensor("merged", name, values)
-    with changed_manifest(Path("merged")) as manifest:
-        digest = xxhash.xxh3_128_hexdigest(values.tobytes())
-        manifest["tensors"][name]["digests"] = [[0, len(values), digest]]
-    broken = prep.verify_chain("merged").broken_link
-    assert broken is not None
-    assert ends(broken) == ("merged", "init")
-    assert "sums of base and adapter: layers.0.self_attn.q_proj.weight" in broken.reason
+def test_sums_of_a_merge_are_not_shown(chain: Path):
+    base, adapter, *_ = prep.verify_chain("merged").links
+    assert (base.status, adapter.status) == ("holds", "holds")
+    assert base.proof == "manifest, 24 tensors, config, 3 files"
+    assert base.changed.startswith("merged: layers.0.self_attn.q_proj.weight, ")
+    assert adapter.proof == "manifest"
+    # The check that the link names: the same merge, compared bit by bit.
+    assert base.check == "prep merge adapter init --out AGAIN && prep verify merged AGAIN --strict"
+    prep.merge("adapter", "init", "AGAIN")
+    assert prep.verify("merged", "AGAIN")
 
 
-def test_merge_of_an_adapter_without_manifest_is_proven_by_its_sums(chain: Path):
+def test_adapter_without_manifest_is_not_proven(chain: Path):
     make_adapter(Path("peft"), {"model.layers.1.self_attn.v_proj": (16, 32)})
     prep.merge("peft", "padded", "merged-peft")
-    proof = prep.verify_chain("merged-peft")
-    assert proof
-    assert ends(proof.links[1]) == ("merged-peft", "peft")
-    assert proof.links[1].proof == "the sums with the base"
+    base, adapter, _ = prep.verify_chain("merged-peft").links
+    assert base.status == "holds"
+    assert ends(adapter) == ("merged-peft", "peft")
+    assert adapter.status == "not proven"
+    assert adapter.reason == "no recorded digest shows that it is the source"
 
 
 def test_missing_source_is_not_proven_unless_allowed(chain: Path):
@@ -212,6 +240,8 @@ def test_missing_source_is_not_proven_unless_allowed(chain: Path):
     broken = prep.verify_chain("hf").broken_link
     assert broken is not None
     assert (ends(broken), broken.status) == (("init", "padded"), "not proven")
+    assert main(["verify", "hf", "--chain"]) == FAILED
+    assert main(["verify", "hf", "--chain", "--allow-unproven"]) == OK
     allowed = prep.verify_chain("hf", allow_unproven=True)
     assert allowed
     assert allowed.links[-1].status == "not proven"
@@ -262,7 +292,7 @@ def test_start_without_manifest_is_proven_by_its_first_rows_only(chain: Path):
     run_ok("train", "direct.toml")
     (link,) = prep.verify_chain("runs/direct/3").links
     assert link.status == "not proven"
-    assert link.reason == "not compared: the other rows"
+    assert "first rows of each tensor" in link.proof
     write_tensor("padded-copy", "model.norm.weight", np.full(32, 0.5, np.float32))
     assert prep.verify_chain("runs/direct/3").links[0].status == "failed"
 
@@ -297,26 +327,50 @@ def test_padding_that_is_not_zero_breaks_the_link(chain: Path):
         manifest["tensors"][name]["digests"][1] = [131, 136, digest]
     broken = prep.verify_chain("padded").broken_link
     assert broken is not None
-    assert broken.reason == "lm_head.weight rows 131:136 are not the recorded padding"
+    assert broken.reason == "rows 131:136 are not the recorded padding: lm_head.weight"
 
 
 CONVERSIONS = {
     "easylm": ["export", "init", "--layout", "easylm"],
     "hf-flax": ["export", "init", "--layout", "hf-flax"],
-    "cast": ["export", "init", "--dtype", "bfloat16"],
     "verbatim": ["save-init", "tiny", "--verbatim"],
-    "mean": ["pad-vocab", "tiny", "--size", "140", "--init", "mean"],
     "layers": ["save-init", "tiny", "--layers", "2"],
     "unscanned": ["reshard", "init", "--no-scan"],
 }
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
-def test_conversion_is_proven_by_its_values(chain: Path, name: str):
+def test_conversion_is_proven_by_its_digests(chain: Path, name: str):
     run_ok(*CONVERSIONS[name], "--out", name)
     proof = prep.verify_chain(name)
     assert proof, proof.broken_link
-    assert " tensors" in proof.links[0].proof
+    assert proof.links[0].status == "proven"
+    assert f"{21 if name == 'layers' else 30} tensors" in proof.links[0].proof
+
+
+CHANGES = {
+    "cast": (
+        ["export", "init", "--dtype", "bfloat16"],
+        "cast from float32 to bfloat16",
+        "prep verify cast init --tolerance NUMBER",
+    ),
+    "filled": (
+        ["pad-vocab", "tiny", "--size", "140", "--init", "mean"],
+        "new rows",
+        "prep pad-vocab tiny --size 140 --init mean --out AGAIN && prep verify filled AGAIN --strict",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_values_are_listed_and_not_shown(chain: Path, name: str):
+    words, change, check = CHANGES[name]
+    run_ok(*words, "--out", name)
+    link = prep.verify_chain(name).links[0]
+    assert (link.status, link.not_shown, link.check) == ("holds", change, check)
+    assert link.changed.startswith(f"{change}: embed_tokens.weight, ")
+    for command in check.replace("NUMBER", "0.01").split(" && "):
+        run_ok(*command.removeprefix("prep ").split())
 
 
 def test_changed_config_of_a_verbatim_conversion_breaks_the_link(chain: Path):
@@ -329,48 +383,36 @@ def test_changed_config_of_a_verbatim_conversion_breaks_the_link(chain: Path):
 
 
 @pytest.mark.parametrize("choice", ["keep", "dequantize"])
-def test_quantised_model_is_proven_there_and_back(
-    chain: Path, choice: Literal["keep", "dequantize"]
-):
+def test_decoded_values_are_not_shown(chain: Path, choice: Literal["keep", "dequantize"]):
     make_quantized(Path("q"), "fp8")
     prep.save_init("q", "q-init", quantized=choice)
     prep.export("q-init", "q-hf")
-    proof = prep.verify_chain("q-hf")
-    assert proof
-    assert {link.reason for link in proof.links} == {""}
-    assert [link.proof.split(", ")[-1] for link in proof.links] == ["51 tensors", "51 tensors"]
+    export, init = prep.verify_chain("q-hf").links
+    if choice == "keep":
+        assert (export.status, init.status) == ("proven", "proven")
+        return
+    assert (export.status, export.not_shown) == ("holds", "decoded or encoded")
+    # Only the scales and the weights without codes have equal digests, and the model has no recorded commit.
+    assert (init.status, init.not_shown) == ("not proven", "decoded or encoded")
+    assert init.proof.startswith("30 tensors, ")
+    run_ok(*init.check.removeprefix("prep ").split())
     flip_bit(largest_file("q"))
-    assert prep.verify_chain("q-hf").broken_link
+    assert not prep.verify_chain("q-hf")
 
 
-def test_forged_codes_of_a_quantised_export_break_its_link(chain: Path):
-    make_quantized(Path("q"), "fp8")
-    prep.save_init("q", "q-init", quantized="dequantize")
-    prep.export("q-init", "q-hf")
-    name = "model.layers.0.self_attn.q_proj.weight"
-    values = read_tensors(Path("q-hf"))[name].copy()
-    values.view(np.uint8)[0, 0] ^= 1
-    write_tensor("q-hf", name, values)
-    with changed_manifest(Path("q-hf")) as manifest:
-        digest = xxhash.xxh3_128_hexdigest(values.tobytes())
-        manifest["tensors"][name]["digests"] = [[0, len(values), digest]]
-    broken = prep.verify_chain("q-hf").broken_link
-    assert broken is not None
-    assert (ends(broken), broken.status) == (("q-hf", "q-init"), "failed")
-
-
-def test_changed_value_before_a_cast_breaks_the_link(chain: Path):
+def test_cast_of_a_model_without_digests_is_not_proven(chain: Path):
     prep.export("tiny", "cast", dtype="bfloat16")
-    assert prep.verify_chain("cast")
-    write_tensor("tiny", "model.norm.weight", np.full(32, 0.5, np.float32))
-    broken = prep.verify_chain("cast").broken_link
-    assert broken is not None
-    assert broken.reason == "other values than in tiny: norm.weight"
+    (link,) = prep.verify_chain("cast").links
+    assert link.status == "not proven"
+    assert link.reason == "no recorded digest shows that it is the source"
+    assert link.proof == "config, 3 files"
 
 
 def test_command_prints_the_table_and_json(chain: Path, capsys: pytest.CaptureFixture[str]):
     report = run_json(capsys, "verify", "hf", "--chain")
-    assert report["proven"] is True
+    # Training is not repeated.
+    assert report["proven"] is False
+    assert run_json(capsys, "verify", "init", "--chain")["proven"] is True
     assert report["origins"] == ["tiny"]
     assert [link["source"] for link in report["links"]] == [STEP, "init", "padded", "tiny"]
     flip_bit(largest_file("init"))
@@ -416,7 +458,7 @@ def test_model_of_the_hub_is_read_at_its_recorded_commit(chain: Path, stream: li
                 assert process.returncode == 0, process.stderr
     report = json.loads(process.stdout)
     assert report["origins"] == [f"o/m at commit {COMMIT}"]
-    assert report["links"][0]["proof"].startswith("commit, config, ")
+    assert report["links"][0]["proof"].startswith("commit, 30 tensors, config, ")
     origin = json.loads(Path("hub/prep-manifest.json").read_text())["origin"]
     assert origin == {"commit": COMMIT}
 
@@ -478,14 +520,15 @@ def test_config_file_that_differs_from_the_manifest_breaks_the_link(chain: Path)
 
 
 @pytest.mark.parametrize(
-    ("folder", "fields", "is_proven"),
+    ("folder", "fields", "holds"),
     [
-        ("merged", {"merged": "adapter"}, False),
-        ("merged", {"merged": {"adapter": 3}}, False),
+        ("merged", {"merged": "adapter"}, True),
+        ("merged", {"merged": {"adapter": 3}}, True),
         ("init", {"source": "padded"}, False),
         (STEP, {"origin": {"name": 5}}, False),
-        # Without the malformed entry, the values and the other entries still prove the link.
-        ("merged", {"origin": {"manifest": [1]}}, True),
+        # The tensors of the base are not all in the merged model.
+        ("merged", {"origin": {"manifest": [1]}}, False),
+        # Without the malformed entry, the digests of all tensors and the other entries still prove the link.
         ("init", {"origin": {"name": {}, "commit": 3, "manifest": 1.5}}, True),
         ("init", {"request": "prep save-init 'padded"}, True),
         (STEP, {"recipe": "= ["}, True),
@@ -497,12 +540,12 @@ def test_malformed_manifest_has_no_traceback(
     capsys: pytest.CaptureFixture[str],
     folder: str,
     fields: dict[str, object],
-    is_proven: bool,
+    holds: bool,
 ):
     with changed_manifest(Path(folder)) as manifest:
         manifest.update(fields)
     report = run_json(capsys, "verify", folder, "--chain")
-    assert report["ok"] is report["proven"] is is_proven
+    assert report["ok"] is holds
 
 
 def test_saved_parameters_begin_a_chain(chain: Path):

@@ -71,30 +71,31 @@ def test_first_layers_are_compared_with_the_first_layers(model: Path):
     prep.save_init(model, "one", layers=1)
     link = only_link("one")
     assert (link.status, link.reason) == ("proven", "")
-    assert "the first 1 layers" in link.proof
+    assert link.changed.startswith("left out: layers.1.input_layernorm.weight, ")
+    assert "`num_hidden_layers`" in link.changed
     with changed_manifest(Path("one")) as manifest:
-        manifest["config"]["rms_norm_eps"] = 0.5
-    assert "`rms_norm_eps`" in only_link("one").reason
+        manifest["dropped"].pop()
+    assert "missing tensors of m" in only_link("one").reason
 
 
-def test_replaced_config_is_not_proven(model: Path):
+def test_keys_of_a_replaced_config_are_listed(model: Path):
     config = json.loads(Path("m/config.json").read_text())
     Path("other.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     prep.save_init(model, "out", config="other.json")
     link = only_link("out")
-    assert link.status == "not proven"
-    assert link.reason == "not compared: `rms_norm_eps` of the other config"
+    assert link.status == "proven"
+    assert link.changed == "config.json differs from the one of m: `rms_norm_eps`"
 
 
-def test_added_file_is_not_proven(model: Path):
+def test_added_file_is_not_shown(model: Path):
     prep.pad_vocab(model, "out", multiple=8)
     path = Path("out/chat_template.jinja")
     path.write_text("{{ messages }}")
     with changed_manifest(Path("out")) as manifest:
         manifest["files"][path.name] = record_file(path)
     link = only_link("out")
-    assert link.status == "not proven"
-    assert link.reason == "not compared: chat_template.jinja"
+    assert link.status == "holds"
+    assert link.changed == "other files: chat_template.jinja"
 
 
 def test_copied_file_is_compared(model: Path):
@@ -102,7 +103,7 @@ def test_copied_file_is_compared(model: Path):
     prep.save_init(model, "out", copy=["*.py"])
     assert only_link("out").status == "proven"
     Path("m/modeling.py").write_text("x = 2")
-    assert "modeling.py differs" in only_link("out").reason
+    assert only_link("out").reason == "other content than in m: modeling.py"
 
 
 def test_lost_file_is_a_difference(model: Path):
@@ -112,7 +113,7 @@ def test_lost_file_is_a_difference(model: Path):
         del manifest["files"]["tokenizer.json"]
     link = only_link("out")
     assert link.status == "failed"
-    assert link.reason == "tokenizer.json of m is missing"
+    assert link.reason == "missing files of m: tokenizer.json"
 
 
 def test_lost_tensor_is_a_difference_unless_recorded(model: Path):
@@ -120,38 +121,39 @@ def test_lost_tensor_is_a_difference_unless_recorded(model: Path):
     prep.save_init("old", "out")
     link = only_link("out")
     assert link.status == "proven"
-    assert "tensors left out" in link.proof
+    assert link.changed.startswith("left out: ")
     with changed_manifest(Path("out")) as manifest:
         manifest["dropped"] = []
     link = only_link("out")
     assert link.status == "failed"
-    assert link.reason.startswith("tensors of old are missing: ")
+    assert link.reason.startswith("missing tensors of old: ")
 
 
-def test_lost_rows_are_not_proven_unless_recorded(model: Path):
+def test_lost_rows_are_a_difference_unless_recorded(model: Path):
     prep.pad_vocab(model, "padded", multiple=8)
     prep.export("padded", "out")
     assert prep.verify_chain("out")
     with changed_manifest(Path("out")) as manifest:
         manifest["dropped"] = []
     link = prep.verify_chain("out").links[0]
-    assert link.status == "not proven"
-    assert "lm_head.weight rows 131:136" in link.reason
+    assert link.status == "failed"
+    assert (
+        link.reason == "another dtype or shape than in padded: embed_tokens.weight, lm_head.weight"
+    )
 
 
-@pytest.mark.parametrize("key", ["true_vocab_size", "dtype", "tie_word_embeddings"])
+@pytest.mark.parametrize("key", ["rms_norm_eps", "max_position_embeddings", "eos_token_id"])
 def test_changed_key_of_the_config_is_a_difference(model: Path, key: str):
     """No option of this command writes these keys."""
     prep.save_init(model, "out")
     with changed_manifest(Path("out")) as manifest:
-        manifest["config"][key] = 130
+        manifest["config"][key] = 13
     link = only_link("out")
     assert link.status == "failed"
     assert f"`{key}`" in link.reason
 
 
-@pytest.mark.parametrize("is_moved", [False, True], ids=["changed", "moved"])
-def test_towers_that_were_not_compared_are_not_proven(model: Path, is_moved: bool):
+def test_towers_of_the_start_model_are_not_shown(model: Path):
     """A training step has no towers. Its export reads them from the start model."""
     write_model("llava", Path("start"))
     prep.save_init("start", "init")
@@ -164,18 +166,16 @@ def test_towers_that_were_not_compared_are_not_proven(model: Path, is_moved: boo
         start = open_source(locate("start", access=Access()))
         manifest["towers"] = {**towers, "path": "start", "digest": towers_digest(start)}
     prep.export("step", "hf")
-    assert prep.verify_chain("hf").links[0].status == "proven"
-    if is_moved:
-        Path("start").rename("moved")
-    else:
-        path = Path("start/model.safetensors")
-        tensors = load_file(path)
-        name = next(name for name in tensors if "vision" in name)
-        tensors[name] = tensors[name] + 1
-        save_file(tensors, path)
     link = prep.verify_chain("hf").links[0]
-    assert link.status == ("not proven" if is_moved else "failed")
-    assert "towers" in link.reason or "tower " in link.reason
+    assert (link.status, link.not_shown) == ("holds", "read from the start model")
+    assert link.check == "prep verify hf start"
+    assert prep.verify("hf", "start")
+    path = Path("start/model.safetensors")
+    tensors = load_file(path)
+    name = next(name for name in tensors if "vision" in name)
+    tensors[name] = tensors[name] + 1
+    save_file(tensors, path)
+    assert not prep.verify("hf", "start")
 
 
 def test_text_part_is_compared_with_the_text_part(model: Path):
@@ -183,9 +183,10 @@ def test_text_part_is_compared_with_the_text_part(model: Path):
     prep.export("start", "text", text_only=True)
     link = only_link("text")
     assert (link.status, link.reason) == ("proven", "")
-    assert link.proof.startswith("the text part, config, ")
+    assert link.proof == "39 tensors, config"
+    assert link.changed == "left out: towers, preprocessor_config.json"
     with changed_manifest(Path("text")) as manifest:
-        manifest["request"] = "prep export start"
+        manifest["dropped"] = []
     assert only_link("text").status == "failed"
 
 
@@ -194,4 +195,4 @@ def test_options_are_found_behind_a_name_with_a_quote(model: Path):
     prep.pad_vocab("o'brien --init x", "zeros", multiple=8)
     prep.pad_vocab("o'brien --init x", "mean", multiple=8, init="mean")
     assert only_link("zeros").status == "proven"
-    assert only_link("mean").status == "proven"
+    assert only_link("mean").status == "holds"

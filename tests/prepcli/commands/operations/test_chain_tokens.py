@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ import prepcli as prep
 from prepcli.formats.added_tokens import RECORD_FILE
 from prepcli.formats.file_records import record_file
 from tests.helpers.manifests import changed_manifest
+from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import read_tensors
 from tests.helpers.tokenizer_folders import write_json, write_model
 
@@ -28,7 +30,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("init", ["mean", "zeros", "normal"])
 @pytest.mark.parametrize("has_padding", [False, True])
-def test_added_and_removed_tokens_are_proven(
+def test_rows_of_added_tokens_are_not_shown(
     has_padding: bool, init: Literal["mean", "zeros", "normal"]
 ):
     size = write_model(Path("m")).get_vocab_size()
@@ -38,9 +40,14 @@ def test_added_and_removed_tokens_are_proven(
     prep.remove_tokens("twice", "back")
     prep.remove_tokens("back", "removed")
     proof = prep.verify_chain("removed")
-    assert [link.status for link in proof.links] == ["proven"] * 5
     assert proof
-    assert "rows made for new tokens" in proof.links[3].proof
+    assert [link.status for link in proof.links] == ["holds"] * 4 + ["proven"]
+    expected = "edited for tokens" if init == "zeros" else "edited for tokens; new rows"
+    assert proof.links[3].not_shown == expected
+    for link in proof.links[:4]:
+        shutil.rmtree("AGAIN", ignore_errors=True)
+        for command in link.check.split(" && "):
+            run_ok(*command.removeprefix("prep ").split())
 
 
 def test_output_of_added_tokens_is_proven_through_an_export():
@@ -113,40 +120,6 @@ def rewrite_record(folder: Path, **changes: object) -> None:
             manifest["files"][name] = record_file(folder / name)
 
 
-def insert_member(folder: Path, name: str, member: bytes) -> None:
-    """Insert a member into a JSON file after its first bracket, and record it as the insertion of a token."""
-    path = folder / name
-    data = path.read_bytes()
-    stop = 1 + len(member)
-    path.write_bytes(data[:1] + member + data[1:])
-    files = json.loads(Path(folder, RECORD_FILE).read_text())["additions"][-1]["files"]
-    edit = files.setdefault(name, {"inserted": [], "before": xxhash.xxh3_128_hexdigest(data)})
-    edit["inserted"].append([1, stop])
-    edit["after"] = xxhash.xxh3_128_hexdigest(path.read_bytes())
-    rewrite_record(folder, files=files)
-
-
-@pytest.mark.parametrize(
-    ("name", "member"),
-    [
-        ("tokenizer_config.json", b'"chat_template": "{{ evil }}",'),
-        ("special_tokens_map.json", b'"eos_token": "<s>",'),
-        ("tokenizer.json", b'"truncation2": null,'),
-        ("generation_config.json", b'"eos_token_id": 7,'),
-    ],
-)
-def test_insertion_without_a_token_breaks_the_link(name: str, member: bytes):
-    write_model(Path("m"))
-    write_json(Path("m/generation_config.json"), {"bos_token_id": 1})
-    prep.add_tokens("m", "out", tokens="first.txt")
-    assert prep.verify_chain("out")
-    insert_member(Path("out"), name, member)
-    prep.remove_tokens("out", "removed")
-    broken = prep.verify_chain("out").broken_link
-    assert broken is not None
-    assert name in broken.reason
-
-
 def test_tokens_in_place_of_old_ones_break_the_link():
     size = write_model(Path("m"), files=1).get_vocab_size()
     prep.add_tokens("m", "out", tokens="first.txt")
@@ -161,4 +134,4 @@ def test_tokens_in_place_of_old_ones_break_the_link():
         forge_row(Path("out"), name, size - 1)
     broken = prep.verify_chain("out").broken_link
     assert broken is not None
-    assert "other ids than the tokenizer" in broken.reason
+    assert broken.reason == "other values than in m: embed_tokens.weight, lm_head.weight"
