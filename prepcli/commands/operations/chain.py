@@ -67,7 +67,7 @@ def verify_chain(
     common = common_options(checkpoint, None, options)
     lock: Lock | None = None
     if common.lock is not None:
-        lock = read_lock(common.lock, common.public_key)
+        lock = read_lock(common.lock)
     common = replace(common, lock=None, quantized="stored", verbatim=None)
     located, source = open_checkpoint(common, observer, allow_adapters=True, kept_scales="rounded")
     if source.manifest is None:

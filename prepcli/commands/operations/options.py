@@ -126,16 +126,6 @@ class SourceOptions(TypedDict, total=False):
             record=NOT_RECORDED,
         ),
     ]
-    public_key: Annotated[
-        PathLike | None,
-        OptionSpec(
-            "FILE",
-            "Refuse a lock that this key has not signed.",
-            "Public key in PEM: a lock without a signature by this key is an error. Default: none.",
-            position=54,
-            record=NOT_RECORDED,
-        ),
-    ]
     memory: Annotated[
         int | str,
         OptionSpec(
