@@ -310,7 +310,7 @@ def without_unused_quantization(source: Source) -> Source:
 
 
 def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
-    """Return two sources with comparable weights: if one has decoded weights, those of the other are decoded too.
+    """Return two sources with comparable weights: if only one has quantised weights, they are decoded.
 
     Quantised weights are decoded to the dtype of the source with decoded weights.
     """
@@ -319,16 +319,21 @@ def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
 
 def _decode_to_dtype_of(source: Source, decoded: Source) -> Source:
     """Return a quantised source with its weights decoded to the dtype of `decoded`, or `source` unchanged."""
-    is_stored = not source.quantized and not source.quantization
-    if decoded.quantized and is_stored and _settings_file(source):
+    if _has_codes(source) and not _has_codes(decoded):
         source = dequantize_source(source)
         if decoded.wrapper is not None:
             # A text part is not found beside scales, nor beside tensors that the output dropped.
             manifest = decoded.manifest or NO_MANIFEST
             source = without_recorded_drops(split_towers(source), manifest)
-    if not source.quantization or not decoded.tree_manifest:
+    if not source.quantization:
         return source
     return cast_decoded(source, _parameter_dtype(source, decoded))
+
+
+def _has_codes(source: Source) -> bool:
+    """Return whether the quantised weights of a source are read as they are stored."""
+    is_decoded = bool(source.quantized or source.quantization)
+    return not is_decoded and has_quantized_weights(source)
 
 
 def _parameter_dtype(source: Source, other: Source) -> str:

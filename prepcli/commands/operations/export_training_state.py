@@ -20,7 +20,6 @@ from prepcli.commands.operations.export_layouts import (
     file_format,
     lay_out_weights,
 )
-from prepcli.commands.operations.export_quantized import writes_quantized
 from prepcli.commands.operations.options import ExportOptions
 from prepcli.commands.operations.training_state import read_training_state
 from prepcli.core.errors import Option, PrepError, text, usage_error
@@ -228,8 +227,6 @@ def check_state_request(options: ExportOptions, source: Source) -> None:
         (options["dtype"] is not None, Option("dtype", options["dtype"]),
          "moments belong to the values that were trained"),
         (source.has_averages, Option("ema", True), "moments belong to the trained parameters"),
-        (writes_quantized(options, source), Option("quantized", "keep"),
-         "moments belong to the decoded weights"),
     ]  # fmt: skip
     for is_conflict, other, why in conflicts:
         if is_conflict:

@@ -467,9 +467,9 @@ class ExportOptions(
         Literal["keep", "dequantize"],
         OptionSpec(
             "keep|dequantize",
-            "Write decoded weights quantised as before, or as they are.",
-            '"keep" (the default) writes weights decoded by save-init as their quantised bytes,'
-            ' "dequantize" as their values.',
+            "Copy the quantised bytes of decoded weights, or write the values.",
+            '"keep" (the default) copies the quantised bytes of weights that save-init decoded from their model,'
+            ' if it is found unchanged. "dequantize" writes their values.',
             default="keep",
             position=17,
             record=53,
@@ -479,9 +479,8 @@ class ExportOptions(
         PathLike | None,
         OptionSpec(
             "SOURCE",
-            "Take the quantised bytes from SOURCE.",
-            "Quantised model that the checkpoint was decoded from, for formats with codes that the values do not"
-            " determine.",
+            "Copy the quantised bytes from SOURCE.",
+            "Quantised model that the checkpoint was decoded from. Default: the model that the manifest names.",
             position=18,
             record=54,
         ),

@@ -196,7 +196,13 @@ def _steps(name: str, source: Source) -> tuple[_Step, ...]:
         # Its vocabulary is padded already, or its user wants none.
         options.pop("pad_vocab", None)
         first = _Step("reshard", options)
-    return first, *others
+    steps: list[_Step] = []
+    for step in (first, *others):
+        if source.quantized and step.command == "export":
+            # An export of decoded weights may have the bytes of their quantised model. The way back is for the values.
+            step = _Step(step.command, {**step.options, "quantized": "dequantize"})
+        steps.append(step)
+    return tuple(steps)
 
 
 @dataclass(frozen=True, slots=True)
