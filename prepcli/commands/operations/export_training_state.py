@@ -227,6 +227,8 @@ def check_state_request(options: ExportOptions, source: Source) -> None:
         (options["dtype"] is not None, Option("dtype", options["dtype"]),
          "moments belong to the values that were trained"),
         (source.has_averages, Option("ema", True), "moments belong to the trained parameters"),
+        (source.quantized and options["quantized"] == "keep", Option("quantized", "keep"),
+         "moments belong to the decoded weights"),
     ]  # fmt: skip
     for is_conflict, other, why in conflicts:
         if is_conflict:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import numpy as np
 import pytest
 
@@ -189,6 +190,26 @@ def test_model_of_the_hub_is_not_downloaded(capsys: pytest.CaptureFixture[str]):
     assert_values()
 
 
+def test_cached_model_of_the_hub_supplies_the_bytes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    commit = "0123456789" * 4
+    snapshot = Path("hub/models--owner--name/snapshots", commit)
+    snapshot.parent.mkdir(parents=True)
+    make_quantized(Path("m"), "awq")
+    prep.save_init("./m", "init", quantized="dequantize")
+    Path("m").rename(snapshot)
+
+    def name_the_hub(manifest: dict[str, Any]) -> None:
+        manifest["source"]["name"] = "owner/name"
+        manifest["origin"] = {"commit": commit}
+
+    edit_manifest("init", name_the_hub)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(Path("hub").absolute()))
+    assert not export_note(capsys)
+    assert_same_tensors("exported", str(snapshot))
+
+
 def test_output_that_names_itself_leaves_the_values(capsys: pytest.CaptureFixture[str]):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
@@ -265,6 +286,13 @@ def test_option_of_values_leaves_the_values(
         assert prep.verify("exported", "m")
     else:
         assert_values(dtype)
+
+
+def test_training_state_of_decoded_weights_is_refused(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    error = run_failing(capsys, 2, "export", "init", "--training-state")
+    assert "`--training-state` is not supported with `--quantized keep`" in error
 
 
 def test_quantized_source_without_effect_is_refused():
