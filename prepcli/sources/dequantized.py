@@ -310,10 +310,7 @@ def without_unused_quantization(source: Source) -> Source:
 
 
 def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
-    """Return two sources with comparable weights: if only one has quantised weights, they are decoded.
-
-    Quantised weights are decoded to the dtype of the source with decoded weights.
-    """
+    """Return two sources with comparable weights: if only one has codes, they are decoded to the dtype of the other."""
     return _decode_to_dtype_of(source, other), _decode_to_dtype_of(other, source)
 
 
@@ -332,8 +329,7 @@ def _decode_to_dtype_of(source: Source, decoded: Source) -> Source:
 
 def _has_codes(source: Source) -> bool:
     """Return whether the quantised weights of a source are read as they are stored."""
-    is_decoded = bool(source.quantized or source.quantization)
-    return not is_decoded and has_quantized_weights(source)
+    return not (source.quantized or source.quantization) and has_quantized_weights(source)
 
 
 def _parameter_dtype(source: Source, other: Source) -> str:

@@ -101,7 +101,8 @@ def cached_model(repo: HubRepo, revision: str | None) -> Path:
     try:
         return cached_snapshot(repo.display_name, revision)
     except FileNotFoundError as error:
-        raise PrepError(f"{repo.display_name} is not in the cache of the hub") from error
+        hint = text("{} downloads it", Option("quantized_source", repo.display_name))
+        raise PrepError(f"{repo.display_name} is not in the cache of the hub", "", hint) from error
 
 
 def _cached_files(repo: HubRepo) -> LocalFolder:

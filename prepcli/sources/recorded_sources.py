@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.core.errors import PrepError
+from prepcli.core.errors import Option, PrepError, text
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
@@ -113,7 +113,9 @@ def find_quantized_source(manifest: Manifest, output: Path) -> tuple[str, Manife
         sources = recorded_sources(manifest)
         if not sources or not sources[0].name or output in visited:
             raise PrepError(
-                "the quantised model is unknown", f"the manifest of {output} does not name it"
+                "the quantised model is unknown",
+                f"the manifest of {output} does not name it",
+                text("{} names it", Option("quantized_source", "SOURCE")),
             )
         visited.add(output)
         name = sources[0].name

@@ -149,4 +149,5 @@ def _check_stamps(original: Source, recorded: Sequence[Mapping[str, object]]) ->
             raise PrepError(
                 f"{original.display_name} has changed",
                 f"it has no {path} with the recorded size and header",
+                text("{} names the quantised model", SOURCE_OPTION),
             )
