@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.helpers.extras import needs_parity
+from tests.helpers.training_folder import make_training_folder
 
 # The time of an example depends on the load of the machine, so no example has a deadline.
 settings.register_profile("prep", deadline=None, max_examples=40)
@@ -22,6 +24,15 @@ gc.disable()
 # Allocations between two garbage collections. At the default of 700, collections take 5 % of the
 # time of traces by JAX.
 COLLECT_EVERY = 20_000
+
+
+@pytest.fixture
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working folder of a test, with a recipe, a text, a model and its init. It has no access to the hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    return tmp_path
 
 
 def pytest_xdist_auto_num_workers() -> int:

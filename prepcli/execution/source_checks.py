@@ -152,7 +152,12 @@ class IntegrityChecker:
             return PrepError(
                 f"{name} of {blob.name} has other values than {self._source.display_name}",
                 f"its decoded values have the digest {digest}, the manifest records {expected}",
-                text("name the quantised model with {}", Option("quantized_source", "SOURCE")),
+                text(
+                    "{} names the quantised model, {} writes the values. Add {} to either",
+                    Option("quantized_source", "SOURCE"),
+                    Option("quantized", "dequantize"),
+                    Option("restart", True),
+                ),
             )
         checkpoint_name = checkpoint_of(self._source, blob)
         hint = GET_AGAIN_HINT

@@ -21,7 +21,6 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from prepcli.core.errors import Command, DamagedError, text
-from prepcli.formats.lock_signature import check_signature
 from prepcli.formats.untrusted import read_small_file
 
 # Kimi-K2 has 139,583 tensors: about 30 MB.
@@ -122,20 +121,14 @@ def _entry_lines(entries: Mapping[str, LockedFile] | Mapping[str, LockedTensor])
     return "{\n" + ",\n".join(lines) + "}"
 
 
-def read_lock(path: Path, public_key: Path | None = None) -> Lock:
+def read_lock(path: Path) -> Lock:
     """Read a lock file.
-
-    Args:
-        path: The lock file.
-        public_key: Public key of its required signature. None accepts any lock.
 
     Raises:
         PrepError: It cannot be read.
-        DamagedError: It is no lock file, has another format or unknown algorithms, or is not signed by the key.
+        DamagedError: It is no lock file, or has another format or unknown algorithms.
     """
     data = read_small_file(path, MAX_LOCK_NBYTES)
-    if public_key is not None:
-        check_signature(path, data, public_key)
     try:
         return Lock.model_validate_json(data)
     except ValidationError as error:

@@ -36,6 +36,7 @@ from prepcli.planning.manifest_fields import (
     OriginRecord,
     QuantizedRecord,
     ScaleRecord,
+    SourceRecord,
     TensorRecord,
     TensorRecords,
 )
@@ -298,6 +299,12 @@ class Manifest:
         source = self.fields.get("source")
         name = source.get("name") if isinstance(source, dict) else None
         return name if isinstance(name, str) else ""
+
+    @property
+    def source_files(self) -> Sequence[Mapping[str, object]]:
+        """Stamps of the files of the source. Empty if they are malformed."""
+        source = self.fields.get("source", {"name": "", "files": ()})
+        return () if find_type_fault(source, SourceRecord) else source["files"]
 
     @property
     def origin(self) -> OriginRecord:

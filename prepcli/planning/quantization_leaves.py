@@ -1,9 +1,9 @@
 """Leaves for the scales of dequantised weights.
 
 An init of decoded weights keeps the scales and all other stored tensors except the codes: the quantised integers or
-float8 values. An export computes the codes again from the decoded weights, or copies them from the original model. The
-codes of GPTQ, AWQ and NF4 are only copied. The kept tensors are in the slot `quantization`, under their names in the
-quantised files. The name of their leaf is one key below `quantization`, with stacked numbers as `*`.
+float8 values. An export copies both from the original model, and compares the scales with the kept ones. The kept
+tensors are in the slot `quantization`, under their names in the quantised files. The name of their leaf is one key
+below `quantization`, with stacked numbers as `*`.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from prepcli.algebra.boxes import Range
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
     CodeArray,
+    Decoder,
     FloatArray,
     MatrixReader,
     StoredMatrix,
@@ -29,7 +30,6 @@ from prepcli.quantized.decoder import (
     lookup_nibbles,
     nibble_pairs,
 )
-from prepcli.quantized.encoder import BitArray, InvertibleDecoder, not_invertible_error
 
 BLOCK_VALUES = 32
 BLOCK_NBYTES = 16
@@ -39,16 +39,13 @@ EXPONENT_BIAS = 127
 # The exponent 255 is the power 2^128, which overflows float32. The decoder therefore multiplies doubled codes by halved
 # powers.
 _PAIRS = nibble_pairs([2 * value for value in E2M1])
-# Code of each magnitude by its double: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 are 0, 1, 2, 3, 4, 6, 8 and 12.
-_CODES_BY_DOUBLE = np.array([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], np.uint8)
 
 
-class Mxfp4Decoder(InvertibleDecoder):
+class Mxfp4Decoder(Decoder):
     """Blocks of E2M1 codes with E8M0 scales, transposed."""
 
     # Blocks have 32 values of the input dim, which is the row dim after the transpose.
     row_multiple = 32
-    are_codes_transposed = True
 
     def __init__(self, name: str, blocks: FileTensor, scales: FileTensor) -> None:
         """Check the stored tensors.
@@ -96,38 +93,6 @@ class Mxfp4Decoder(InvertibleDecoder):
         start = groups[0] * BLOCK_VALUES
         return values[:, columns[0] - start : columns[1] - start]
 
-    def encode(self, rows: Range, values: BitArray, read: MatrixReader) -> CodeArray:
-        """Return the bytes [R, 16 G] of decoded rows [32 G, R]. See `InvertibleDecoder`."""
-        matrix, first = divmod(rows[0], self.shape[-2])
-        stored_rows = (matrix * self.columns, (matrix + 1) * self.columns)
-        groups = (first // BLOCK_VALUES, (first + rows[1] - rows[0]) // BLOCK_VALUES)
-        exponents = read(self._scales, stored_rows, groups).view(np.uint8)
-        # bfloat16 has the upper half of the bits of float32.
-        bits = np.left_shift(values.T, 16, dtype=np.uint32)
-        blocks = bits.view(np.float32).reshape(len(bits), -1, BLOCK_VALUES)
-        with np.errstate(all="ignore"):
-            codes = pack_e2m1(blocks * _inverse_powers(exponents)[:, :, None])
-        # Several codes are infinite with a large exponent.
-        if np.isinf(blocks).any():
-            raise not_invertible_error(self.name, "several of its codes are infinite in bfloat16")
-        if not np.array_equal(_decode_blocks(codes, exponents).view(np.uint32), bits):
-            raise not_invertible_error(self.name, "no code decodes to one of its values")
-        return codes
-
-
-def pack_e2m1(values: FloatArray) -> CodeArray:
-    """Return the bytes [R, C / 2] of E2M1 values [R, G, C / G], the low nibble first.
-
-    Args:
-        values: Values of codes. Any other value gets some code.
-    """
-    with np.errstate(all="ignore"):
-        doubles = np.rint(np.abs(values) * 2)
-        numbers = np.minimum(doubles, _CODES_BY_DOUBLE.size - 1).astype(np.uint8)
-    nibbles = np.signbit(values).view(np.uint8) << 3 | _CODES_BY_DOUBLE[numbers]
-    octets = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
-    return octets.reshape(len(values), -1).astype(np.uint8, copy=False)
-
 
 def _decode_blocks(octets: CodeArray, exponents: CodeArray) -> FloatArray:
     """Return the values [R, 32 G] of blocks [R, 16 G] with exponents [R, G]."""
@@ -135,11 +100,6 @@ def _decode_blocks(octets: CodeArray, exponents: CodeArray) -> FloatArray:
     blocks = values.reshape(len(values), -1, BLOCK_VALUES)
     blocks *= half_powers(exponents)[:, :, None]
     return values
-
-
-def _inverse_powers(exponents: CodeArray) -> FloatArray:
-    """Return 2^(127 - e) for each E8M0 exponent e."""
-    return np.ldexp(np.float32(1), EXPONENT_BIAS - exponents.astype(np.int32))
 
 
 def half_powers(exponents: CodeArray) -> FloatArray:

@@ -17,10 +17,9 @@ import math
 import numpy as np
 
 from prepcli.algebra.boxes import Range
-from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
-    CodeArray,
+    Decoder,
     FloatArray,
     MatrixReader,
     StoredMatrix,
@@ -30,15 +29,13 @@ from prepcli.quantized.decoder import (
     lookup_nibbles,
     nibble_pairs,
 )
-from prepcli.quantized.encoder import BitArray, InvertibleDecoder, not_invertible_error
-from prepcli.quantized.mxfp4 import E2M1, pack_e2m1
+from prepcli.quantized.mxfp4 import E2M1
 
 GROUP_VALUES = 16
 _PAIRS = nibble_pairs(E2M1)
-_MAGNITUDES = np.array(E2M1[:8], np.float32)
 
 
-class Nvfp4Decoder(InvertibleDecoder):
+class Nvfp4Decoder(Decoder):
     """E2M1 codes with fp8 scales of groups and a scale of the tensor."""
 
     def __init__(
@@ -92,24 +89,3 @@ class Nvfp4Decoder(InvertibleDecoder):
         tensor_scale = read(self._tensor_scale, (0, 1))
         operation = np.divide if self._is_divisor else np.multiply
         return operation(scales, tensor_scale, dtype=np.float32)
-
-    def encode(self, rows: Range, values: BitArray, read: MatrixReader) -> CodeArray:
-        """Return the bytes [R, C / 2] of decoded rows. See `InvertibleDecoder`."""
-        with np.errstate(all="ignore"):
-            scales = self._read_scales(rows, read)[:, :, None]
-            magnitudes = _to_bfloat16(_MAGNITUDES * scales)
-            # Equal or infinite magnitudes of two codes are not above each other.
-            if not (magnitudes[..., 1:] > magnitudes[..., :-1]).all():
-                raise not_invertible_error(self.name, "several of its codes have one value")
-            bits = np.left_shift(values, 16, dtype=np.uint32)
-            groups = bits.view(np.float32).reshape(len(bits), -1, GROUP_VALUES)
-            codes = pack_e2m1(groups / scales)
-            decoded = _to_bfloat16(lookup_nibbles(_PAIRS, codes).reshape(groups.shape) * scales)
-        if not np.array_equal(decoded.view(np.uint32), groups.view(np.uint32)):
-            raise not_invertible_error(self.name, "no code decodes to one of its values")
-        return codes
-
-
-def _to_bfloat16(values: FloatArray) -> FloatArray:
-    """Return values rounded to bfloat16, as float32."""
-    return round_to_dtype(values, numpy_dtype("bfloat16")).astype(np.float32)

@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
-from prepcli.engine.fills import numpy_dtype, round_to_dtype
+from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
     VALUE_DTYPES,
-    CodeArray,
+    Decoder,
     FloatArray,
     MatrixReader,
     PairTable,
@@ -34,7 +34,6 @@ from prepcli.quantized.decoder import (
     code_pairs,
     lookup,
 )
-from prepcli.quantized.encoder import CODES, BitArray, InvertibleDecoder, find_codes
 
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 CODE_DTYPES = (*FP8_DTYPES, "int8")
@@ -44,7 +43,7 @@ EXPONENT_DTYPES = ("uint8", "float8_e8m0fnu")
 INT8_STEP = np.float32(7.874015718698502e-3)
 
 
-class ScaledDecoder(InvertibleDecoder):
+class ScaledDecoder(Decoder):
     """Codes of 8 bits with a grid of scales."""
 
     def __init__(
@@ -106,39 +105,11 @@ class ScaledDecoder(InvertibleDecoder):
         self._combine_with_blocks(values, scales[grid_rows - first], np.multiply)
         return values
 
-    def encode(self, rows: Range, values: BitArray, read: MatrixReader) -> CodeArray:
-        """Return the codes of decoded rows. See `InvertibleDecoder`."""
-        codes = np.empty(values.shape, np.uint8)
-        grid_rows = self._grid_rows_of(rows)
-        for grid_row in range(int(grid_rows[0]), int(grid_rows[-1]) + 1):
-            first, stop = np.searchsorted(grid_rows, (grid_row, grid_row + 1))
-            for number, decoded in enumerate(self._decoded_codes(grid_row, read)):
-                start = number * self._block[1]
-                block = np.s_[first:stop, start : start + self._block[1]]
-                codes[block] = find_codes(self.name, decoded, values[block])
-        return codes
-
     def _grid_rows_of(self, rows: Range) -> npt.NDArray[np.int64]:
         """Return, for each row of the tensor, the row in the grid of scales."""
         # E.g. 3 matrices of 130 rows in blocks of 128 have the grid rows 0 0 ... 1 1, 2 2 ... 3 3, 4 4 ... 5 5.
         matrices, matrix_rows = np.divmod(np.arange(*rows), self._matrix_rows)
         return matrices * self._grid_rows + matrix_rows // self._block[0]
-
-    def _decoded_codes(self, grid_row: int, read: MatrixReader) -> BitArray:
-        """Decode all 256 codes with each scale in a row of the grid, as bfloat16 [G, 256]."""
-        grid_range = (grid_row, grid_row + 1)
-        codes = CODES.view(numpy_dtype(self._weight.tensor.dtype)).astype(np.float32)
-        with np.errstate(all="ignore"):
-            values = np.tile(codes, (self._scale.columns, 1))
-            if self._zero_point is not None:
-                values -= read(self._zero_point, grid_range).astype(np.float32).T
-            values *= read_scales(read(self._scale, grid_range)).T
-            return self._to_bfloat16(values)
-
-    def _to_bfloat16(self, values: FloatArray) -> BitArray:
-        """Return the bits of values after the roundings to `dtype` and to bfloat16."""
-        rounded = round_to_dtype(values, numpy_dtype(self.dtype)).astype(np.float32)
-        return round_to_dtype(rounded, numpy_dtype("bfloat16")).view(np.uint16)
 
     def _combine_with_blocks(
         self, values: FloatArray, grid: FloatArray, operation: np.ufunc
@@ -161,9 +132,6 @@ class Int8Decoder(ScaledDecoder):
 
     def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
         return super()._decode(rows, read) * INT8_STEP
-
-    def _to_bfloat16(self, values: FloatArray) -> BitArray:
-        return super()._to_bfloat16(values * INT8_STEP)
 
 
 def scale_shapes(shape: tuple[int, ...], block: tuple[int, int]) -> list[tuple[int, ...]]:
@@ -208,4 +176,5 @@ def read_scales(scales: np.ndarray) -> FloatArray:
 @functools.cache
 def fp8_code_pairs(dtype: str) -> PairTable:
     """Return the decoded values of each pair of fp8 codes, for `lookup`."""
-    return code_pairs(CODES.view(numpy_dtype(dtype)).astype(np.float32))
+    codes = np.arange(256, dtype=np.uint8)
+    return code_pairs(codes.view(numpy_dtype(dtype)).astype(np.float32))

@@ -310,25 +310,26 @@ def without_unused_quantization(source: Source) -> Source:
 
 
 def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
-    """Return two sources with comparable weights: if one has decoded weights, those of the other are decoded too.
-
-    Quantised weights are decoded to the dtype of the source with decoded weights.
-    """
+    """Return two sources with comparable weights: if only one has codes, they are decoded to the dtype of the other."""
     return _decode_to_dtype_of(source, other), _decode_to_dtype_of(other, source)
 
 
 def _decode_to_dtype_of(source: Source, decoded: Source) -> Source:
     """Return a quantised source with its weights decoded to the dtype of `decoded`, or `source` unchanged."""
-    is_stored = not source.quantized and not source.quantization
-    if decoded.quantized and is_stored and _settings_file(source):
+    if _has_codes(source) and not _has_codes(decoded):
         source = dequantize_source(source)
         if decoded.wrapper is not None:
             # A text part is not found beside scales, nor beside tensors that the output dropped.
             manifest = decoded.manifest or NO_MANIFEST
             source = without_recorded_drops(split_towers(source), manifest)
-    if not source.quantization or not decoded.tree_manifest:
+    if not source.quantization:
         return source
     return cast_decoded(source, _parameter_dtype(source, decoded))
+
+
+def _has_codes(source: Source) -> bool:
+    """Return whether the quantised weights of a source are read as they are stored."""
+    return not (source.quantized or source.quantization) and has_quantized_weights(source)
 
 
 def _parameter_dtype(source: Source, other: Source) -> str:

@@ -92,6 +92,19 @@ def _offline_reason(access: Access) -> Text:
     return text("{} disables network access", variable)
 
 
+def cached_model(repo: HubRepo, revision: str | None) -> Path:
+    """Return the cached snapshot of a model, without a request to the hub.
+
+    Raises:
+        PrepError: The cache does not have it.
+    """
+    try:
+        return cached_snapshot(repo.display_name, revision)
+    except FileNotFoundError as error:
+        hint = text("{} downloads it", Option("quantized_source", repo.display_name))
+        raise PrepError(f"{repo.display_name} is not in the cache of the hub", "", hint) from error
+
+
 def _cached_files(repo: HubRepo) -> LocalFolder:
     """Return the cached snapshot of a model, or a file of it. Raise FileNotFoundError if there is none."""
     if not repo.file:

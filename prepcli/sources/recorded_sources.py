@@ -7,10 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.core.errors import PrepError
-from prepcli.formats.manifest import MANIFEST_FILE, Manifest, find_manifest_folder, read_manifest
+from prepcli.core.errors import Option, PrepError, text
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    NO_MANIFEST,
+    Manifest,
+    find_manifest_folder,
+    read_manifest,
+)
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.planning.manifest_fields import OriginRecord
+from prepcli.remote.object_store import is_url
 
 TRAIN = "train"
 MERGE = "merge"
@@ -72,6 +79,41 @@ def find_source(source: RecordedSource, output: Path, search: Sequence[Path]) ->
     return first
 
 
+def find_quantized_source(manifest: Manifest, output: Path) -> tuple[str, Manifest]:
+    """Find the quantised model that the decoded weights of an output come from.
+
+    Outputs of outputs keep decoded weights, e.g. a resharded init. Their sources are followed to the first one without.
+
+    Args:
+        manifest: Manifest of the output.
+        output: Its folder.
+
+    Returns:
+        The name or path of the model, and the manifest that records it as its source.
+
+    Raises:
+        PrepError: A manifest records no source.
+    """
+    visited: set[Path] = set()
+    while True:
+        sources = recorded_sources(manifest)
+        if not sources or not sources[0].name or output in visited:
+            raise PrepError(
+                "the quantised model is unknown",
+                f"the manifest of {output} does not name it",
+                text("{} names it", Option("quantized_source", "SOURCE")),
+            )
+        visited.add(output)
+        name = sources[0].name
+        found = None if is_url(name) else find_source(sources[0], output, ())
+        if found is None:
+            return name, manifest
+        next_manifest = _read_manifest(Path(found))
+        if not next_manifest.quantized:
+            return found, manifest
+        manifest, output = next_manifest, Path(found)
+
+
 def _candidates(name: str, output: Path, search: Sequence[Path]) -> Iterator[Path]:
     """Yield existing checkpoints of a name. A run is replaced by its steps, the last one first."""
     if not name:
@@ -104,9 +146,13 @@ def _outputs_below(search: Sequence[Path]) -> Iterator[Path]:
 
 def _manifest_digest(path: Path) -> str | None:
     """Return the digest of the manifest of a checkpoint. None without a manifest, or if it is damaged."""
+    return _read_manifest(path).digest
+
+
+def _read_manifest(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint. NO_MANIFEST without one, or if it is damaged."""
     folder = path.parent if path.is_file() else find_manifest_folder(path)
     try:
-        manifest = read_manifest(folder)
+        return read_manifest(folder) or NO_MANIFEST
     except PrepError:
-        return None
-    return None if manifest is None else manifest.digest
+        return NO_MANIFEST

@@ -131,13 +131,8 @@ def _start_problems(recipe: Recipe) -> Iterator[Problem]:
                     why,
                     '`init = "random"` in [model], without `path`',
                 )
-        if model.public_key is not None and model.lock is None:
-            key = "model.public_key"
-            why = "only a lock is signed, and `model.lock` is not set"
-            hint = f"`lock = {example_value(KEY_SCHEMAS['model.lock'])}` in [model]"
-            yield Problem((key,), _key_value_text(recipe, key), why, hint)
         return
-    for key in ("model.path", "model.lock", "model.public_key"):
+    for key in ("model.path", "model.lock"):
         if value_of(recipe, key) is not None:
             why = "no checkpoint is read: `model.init` is random"
             yield Problem((key,), _key_value_text(recipe, key), why, "remove one of them")

@@ -38,12 +38,6 @@ class Model(BaseModel):
         examples=["gpt-neo-1.3B.lock.json"],
         json_schema_extra=if_absent("no lock"),
     )
-    public_key: PathText | None = Field(
-        default=None,
-        description="a public Ed25519 or ECDSA key in PEM. A lock without a signature by this key is an error",
-        examples=["approved-models.pub"],
-        json_schema_extra=if_absent("no signature is required"),
-    )
     init: Literal["checkpoint", "random"] = Field(
         default="checkpoint",
         description="initial parameters: those of `path`, or random ones of the model of `preset` or `config`",

@@ -382,12 +382,8 @@ def open_model_start(
 
 
 def read_recipe_lock(recipe: Recipe) -> Lock:
-    """Return the lock of a recipe, after the check of its signature if the recipe has a public key."""
-    model = recipe.model
-    public_key: Path | None = None
-    if model.public_key is not None:
-        public_key = Path(model.public_key).expanduser()
-    return read_lock(Path(str(model.lock)).expanduser(), public_key)
+    """Return the lock of a recipe that has the key `model.lock`."""
+    return read_lock(Path(str(recipe.model.lock)).expanduser())
 
 
 def _apply_lock(

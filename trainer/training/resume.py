@@ -23,7 +23,6 @@ CHANGEABLE_ON_RESUME = frozenset(
         "rules",
         "model.path",
         "model.lock",
-        "model.public_key",
         "model.scan_layers",
         "model.remat_policy",
         "model.offload",

@@ -92,7 +92,7 @@ def lock(
     checkpoint: CheckpointArgument,
     *,
     arguments: LockArguments,
-    options: Annotated[LockOptions, Omit("step", "lock", "public_key")],
+    options: Annotated[LockOptions, Omit("step", "lock")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
@@ -104,7 +104,6 @@ def lock(
     Examples:
       prep lock gpt-neo-1.3B
       prep lock ./my-model --out approved.json
-      prep lock ./my-model --sign key.pem
       prep lock ./my-model --html lock.html
     """
     from prepcli.commands.operations.lock import lock as run
@@ -155,7 +154,7 @@ def inspect(
     ] = None,
     *,
     view: ViewOptions,
-    options: Annotated[InspectOptions, Omit("step", "memory", "lock", "public_key")],
+    options: Annotated[InspectOptions, Omit("step", "memory", "lock")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:

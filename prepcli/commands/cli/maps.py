@@ -25,7 +25,7 @@ def suggest(
     ],
     *,
     arguments: SuggestMapArguments,
-    options: Annotated[SuggestMapOptions, Omit("step", "lock", "public_key")],
+    options: Annotated[SuggestMapOptions, Omit("step", "lock")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:

@@ -110,7 +110,7 @@ def verify_chain(
     observer = observer_of(progress)
     # Every checkpoint is read as it is stored, and the lock applies to the first model.
     common = common_options(checkpoint, None, options)
-    lock = None if common.lock is None else read_lock(common.lock, common.public_key)
+    lock = None if common.lock is None else read_lock(common.lock)
     common = replace(common, lock=None, quantized="stored", verbatim=None)
     located, source = open_checkpoint(common, observer, allow_adapters=True, kept_scales="rounded")
     if source.manifest is None:

@@ -101,7 +101,6 @@ class CommonOptions:
         verbatim: Keep the names of the files. None for a checkpoint without a family of its model type.
         copied_files: Patterns of further small files to copy.
         lock: Lock file of the checkpoint.
-        public_key: Required key of the lock's signature.
         tensor_map: File of the map of the checkpoint's tensors.
         source_layout: Layout of a tree of another library. None selects the best match.
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
@@ -128,7 +127,6 @@ class CommonOptions:
     verbatim: bool | None = False
     copied_files: tuple[str, ...] = ()
     lock: Path | None = None
-    public_key: Path | None = None
     tensor_map: Path | None = None
     source_layout: str | None = None
     quantized: str = "refuse"
@@ -179,10 +177,6 @@ def common_options(
     config = options.get("config")
     tensor_map = options.get("map")
     lock = options.get("lock")
-    public_key = options.get("public_key")
-    if lock is None:
-        why = "only a lock is signed"
-        reject_without(Option("public_key"), public_key, Option("lock"), why)
     return CommonOptions(
         checkpoint=None if checkpoint is None else str(checkpoint),
         out=Path(out) if out is not None else None,
@@ -204,7 +198,6 @@ def common_options(
         verbatim=options.get("verbatim", False),
         copied_files=as_tuple(options.get("copy", ())),
         lock=Path(lock) if lock is not None else None,
-        public_key=Path(public_key) if public_key is not None else None,
         tensor_map=Path(tensor_map) if tensor_map is not None else None,
         source_layout=options.get("source_layout"),
         drop=as_tuple(options.get("drop", ())),
@@ -245,7 +238,7 @@ def _read_lock(common: CommonOptions, checkpoint: str) -> tuple[Lock | None, str
     from prepcli.formats.lock_file import read_lock
     from prepcli.sources.locked import pinned_revision
 
-    lock = read_lock(common.lock, common.public_key)
+    lock = read_lock(common.lock)
     return lock, pinned_revision(checkpoint, common.revision, lock)
 
 

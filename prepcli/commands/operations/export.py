@@ -14,6 +14,7 @@ from typing import Unpack
 
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
+    CommonOptions,
     PlannedConversion,
     check_allow_overflow,
     checkpoint_access,
@@ -39,7 +40,7 @@ from prepcli.commands.operations.export_layouts import (
     written_storage,
 )
 from prepcli.commands.operations.export_map import WrittenMap, read_export_map
-from prepcli.commands.operations.export_quantized import open_original, writes_quantized
+from prepcli.commands.operations.export_quantized import take_quantized_bytes
 from prepcli.commands.operations.export_towers import no_effect_error, select_parts
 from prepcli.commands.operations.export_training_state import (
     StateExport,
@@ -68,10 +69,8 @@ from prepcli.planning.plan import Fill, Plan
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.planning.vocabulary import Vocabulary
-from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import towers_entry
-from prepcli.sources.requantized import requantize_source
 from prepcli.sources.source import (
     Source,
     SourceTensor,
@@ -136,11 +135,9 @@ def export(
     check_allow_overflow(options["allow_overflow"], options["dtype"])
 
     def convert() -> Conversion:
-        original = open_original(options, common, observer)
-        access = checkpoint_access(common, observer)
         # A plan reads only headers.
         plan = partial(
-            plan_export, options, original=original, access=access, check_towers=not dry_run
+            plan_export, options, common=common, observer=observer, check_towers=not dry_run
         )
         return run_conversion(common, observer, plan)
 
@@ -185,9 +182,9 @@ def plan_export(
     options: ExportOptions,
     source: Source,
     located: LocatedCheckpoint,
-    original: Source | None = None,
     *,
-    access: Access,
+    common: CommonOptions,
+    observer: Observer,
     check_towers: bool = True,
 ) -> PlannedConversion:
     """Plan the copy of every tensor to the files of the requested layout.
@@ -196,8 +193,8 @@ def plan_export(
         options: Layout, padding, dtype and maximum file size.
         source: Opened source.
         located: Located source. Its model name determines the output's default name.
-        original: Opened model of the option `quantized_source`.
-        access: How a remote model with the towers may be read.
+        common: Options to open further models with: the one with the towers, and the quantised one.
+        observer: Receives notes.
         check_towers: Whether to compare the towers of a multimodal model with a training step's record of them.
 
     Returns:
@@ -210,12 +207,12 @@ def plan_export(
         _check_adapter_request(options, source)
         check_no_adapter(options, source)
         return plan_adapter_export(source, located, options["dtype"])
+    access = checkpoint_access(common, observer)
     source = select_parts(options, source, access, check_digest=check_towers)
     check_request(options, source)
     if options["training_state"]:
         check_state_request(options, source)
-    if writes_quantized(options, source):
-        source = requantize_source(source, original, true_vocab=options["true_vocab"])
+    source = take_quantized_bytes(options, source, located, common, observer)
     return plan_copy(options, source, located)
 
 

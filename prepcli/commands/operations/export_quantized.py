@@ -1,34 +1,123 @@
-"""Export of dequantised weights: as their quantised bytes, or as their values."""
+"""Export of decoded weights: as the quantised bytes of their original model, or as their values."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from prepcli.commands.operations.conversion import CommonOptions, open_checkpoint
 from prepcli.commands.operations.options import ExportOptions
-from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.observer import Observer
-from prepcli.sources.dequantized import has_quantized_weights
+from prepcli.formats.manifest import Manifest
+from prepcli.formats.untrusted import quote_name
+from prepcli.sources.dequantized import DECODED_DTYPE, has_quantized_weights
+from prepcli.sources.hub_folders import cached_model
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.quantized_bytes import with_quantized_bytes
+from prepcli.sources.recorded_sources import find_quantized_source
+from prepcli.sources.references import HubRepo, parse_reference
 from prepcli.sources.source import Source
 
+SOURCE_OPTION = Option("quantized_source", "SOURCE")
 
-def open_original(
-    options: ExportOptions, common: CommonOptions, observer: Observer
-) -> Source | None:
-    """Open the model of the option `quantized_source` with the names of its files, or return None without it.
+
+def take_quantized_bytes(
+    options: ExportOptions,
+    source: Source,
+    located: LocatedCheckpoint,
+    common: CommonOptions,
+    observer: Observer,
+) -> Source:
+    """Return a source with the quantised bytes of its original model in place of decoded weights.
+
+    The original is the model of the option `quantized_source`, else the one that the manifest names. If the latter
+    cannot be used, a note says why, and the source is returned unchanged: its export has the decoded values.
 
     Raises:
-        PrepError: It does not exist, or cannot be read.
+        PrepError: The model of the option cannot be used, or the option has no effect.
     """
     path = options["quantized_source"]
-    if path is None:
-        return None
+    option = Option("quantized_source", path)
+    if not source.quantized or options["quantized"] == "dequantize":
+        if path is not None:
+            why = f"{source.display_name} has no decoded weights"
+            if source.quantized:
+                why = text("{} writes the values", Option("quantized", "dequantize"))
+            raise usage_error(text("{} has no effect", option), why, text("remove {}", option))
+        return source
+    true_vocab = options["true_vocab"]
+    conflict = _conflict(options)
+    if path is not None:
+        if conflict is not None:
+            raise usage_error(
+                text("{} is not supported for quantised weights", conflict),
+                text("{} takes the weights unchanged", option),
+                text("remove {}", option),
+            )
+        # The recorded values are compared while they are read, so any copy of the model may be named.
+        original = _open_original(str(path), common, observer)
+        return with_quantized_bytes(source, original, true_vocab=true_vocab)
+    if conflict is not None:
+        reason = text("{} is not supported for quantised weights", conflict)
+    else:
+        try:
+            original = _open_recorded_original(source, located, common, observer)
+            return with_quantized_bytes(source, original, true_vocab=true_vocab)
+        except PrepError as error:
+            why = f": {error.why}" if error.why else ""
+            reason = text("{}{}. {} names the quantised model", error.what, why, SOURCE_OPTION)
+    count = count_text(len(source.quantized), "decoded weight")
+    dtype = options["dtype"] or _decoded_dtype(source.tree_manifest)
+    observer.note(text("{} in {}, without the quantised bytes: {}", count, dtype, reason))
+    return source
+
+
+def _conflict(options: ExportOptions) -> Option | None:
+    """Return an option that changes the weights, so that their quantised bytes do not fit."""
+    unchanged = {"layout": "hf", "dtype": None, "keep_padding": False, "text_only": False}
+    for name, default in unchanged.items():
+        if options[name] != default:
+            return Option(name, options[name])
+    return None
+
+
+def _decoded_dtype(manifest: Manifest) -> str:
+    """Return the dtype of the decoded weights, which is the same for all."""
+    record = manifest.tensors.get(next(iter(manifest.quantized)))
+    return record.get("dtype", DECODED_DTYPE) if record else DECODED_DTYPE
+
+
+def _open_recorded_original(
+    source: Source, located: LocatedCheckpoint, common: CommonOptions, observer: Observer
+) -> Source:
+    """Open the quantised model that the manifest names. A model of the hub is not downloaded.
+
+    Raises:
+        PrepError: It is not found, cannot be read, or has changed.
+    """
+    name, manifest = find_quantized_source(source.tree_manifest, located.local_files.path)
+    reference = parse_reference(name)
+    if isinstance(reference, HubRepo):
+        name = str(cached_model(reference, manifest.origin.get("commit")))
+    original = _open_original(name, common, observer)
+    _check_stamps(original, manifest.source_files)
+    return original
+
+
+def _open_original(name: str, common: CommonOptions, observer: Observer) -> Source:
+    """Open a quantised model with the names of its files.
+
+    Raises:
+        PrepError: It does not exist, cannot be read, or is not quantised.
+    """
     original = replace(
         common,
-        checkpoint=str(path),
+        checkpoint=name,
         step=None,
         revision=None,
         config=None,
@@ -44,34 +133,21 @@ def open_original(
     _, source = open_checkpoint(original, observer)
     if not has_quantized_weights(source):
         raise usage_error(
-            text("{} has no quantised bytes", Option("quantized_source", path)),
+            f"{name} has no quantised bytes",
             "its weights are not quantised",
-            "name the quantised model that the checkpoint was made from",
+            text("{}: the quantised model that the checkpoint was made from", SOURCE_OPTION),
         )
     return source
 
 
-def writes_quantized(options: ExportOptions, source: Source) -> bool:
-    """Return whether an export writes quantised bytes.
-
-    Raises:
-        UsageError: Other options do not allow it, or the option `quantized_source` has no effect.
-    """
-    option = Option("quantized_source", options["quantized_source"])
-    if not source.quantized or options["quantized"] == "dequantize":
-        if options["quantized_source"] is not None:
-            why = f"{source.display_name} has no dequantised weights"
-            if source.quantized:
-                why = text("{} writes the values", Option("quantized", "dequantize"))
-            raise usage_error(text("{} has no effect", option), why, text("remove {}", option))
-        return False
-    conflicts = {"layout": "hf", "dtype": None, "keep_padding": False, "text_only": False}
-    for name, default in conflicts.items():
-        value = options[name]
-        if value != default:
-            raise usage_error(
-                text("{} is not supported for quantised weights", Option(name, value)),
-                f"the export of {source.display_name} has the quantised bytes of its source",
-                text("{} writes the values", Option("quantized", "dequantize")),
+def _check_stamps(original: Source, recorded: Sequence[Mapping[str, object]]) -> None:
+    """Raise PrepError if a file of the original has another size or header digest than its recorded stamp."""
+    present = [(stamp.path, stamp.size, stamp.digest) for stamp in original.file_stamps]
+    for stamp in recorded:
+        if (stamp.get("path"), stamp.get("size"), stamp.get("digest")) not in present:
+            path = quote_name(str(stamp.get("path")))
+            raise PrepError(
+                f"{original.display_name} has changed",
+                f"it has no {path} with the recorded size and header",
+                text("{} names the quantised model", SOURCE_OPTION),
             )
-    return True

@@ -21,7 +21,6 @@ from prepcli.commands.operations.export_layouts import (
     lay_out_weights,
     written_storage,
 )
-from prepcli.commands.operations.export_quantized import writes_quantized
 from prepcli.commands.operations.options import ExportOptions
 from prepcli.commands.operations.training_state import read_training_state
 from prepcli.core.errors import Option, PrepError, text, usage_error
@@ -229,7 +228,7 @@ def check_state_request(options: ExportOptions, source: Source) -> None:
         (options["dtype"] is not None, Option("dtype", options["dtype"]),
          "moments belong to the values that were trained"),
         (source.has_averages, Option("ema", True), "moments belong to the trained parameters"),
-        (writes_quantized(options, source), Option("quantized", "keep"),
+        (source.quantized and options["quantized"] == "keep", Option("quantized", "keep"),
          "moments belong to the decoded weights"),
     ]  # fmt: skip
     for is_conflict, other, why in conflicts:

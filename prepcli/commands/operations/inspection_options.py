@@ -188,15 +188,6 @@ class LockOptions(SourceOptions, total=False):
             position=43,
         ),
     ]
-    sign: Annotated[
-        PathLike | None,
-        OptionSpec(
-            "KEY",
-            "Sign the lock file with this private key, into FILE.sig.",
-            "Private Ed25519 or ECDSA key in PEM. Its signature of the lock is written to `FILE.sig`. Default: none.",
-            position=42,
-        ),
-    ]
     html: Annotated[
         PathLike | None,
         OptionSpec(

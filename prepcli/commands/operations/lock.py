@@ -23,11 +23,10 @@ from prepcli.commands.operations.results import LockedModel
 from prepcli.commands.operations.source_line import source_line
 from prepcli.commands.pages.html_page import check_page_path
 from prepcli.commands.pages.lock_page import write_lock_page
-from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, text
+from prepcli.core.errors import RERUN_HINT, Option, text
 from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike
 from prepcli.core.progress import Progress
-from prepcli.engine.files import io_error
 from prepcli.execution.source_checks import (
     read_file_states,
     read_source_state,
@@ -35,7 +34,6 @@ from prepcli.execution.source_checks import (
     touched_files,
 )
 from prepcli.formats.lock_file import Lock, encode_lock
-from prepcli.formats.lock_signature import is_signed_with, sign, signature_path
 from prepcli.restore.digest_checks import num_rows, tensor_digests
 from prepcli.sources.locate import check_stream
 from prepcli.sources.locked import RowDigests, make_lock, settings_files
@@ -67,9 +65,9 @@ def lock(
 
     Raises:
         UsageError: An argument is invalid.
-        OutputExistsError: `out` exists with other content, or its signature is by another key.
+        OutputExistsError: `out` exists with other content.
         DamagedError: A tensor differs from its digest in the checkpoint's manifest.
-        PrepError: The checkpoint cannot be read, the page cannot be written, or the extra `signing` is missing.
+        PrepError: The checkpoint cannot be read, or the page cannot be written.
 
     Example:
         locked = prep.lock("gpt-neo-1.3B")
@@ -77,10 +75,6 @@ def lock(
     """
     started_s = time.monotonic()
     observer = observer_of(progress)
-    key = None if options["sign"] is None else Path(options["sign"])
-    if key is not None:
-        # An unusable key is an error now, and not after all tensors are read.
-        sign(b"", key)
     page = None if options["html"] is None else Path(options["html"])
     if page is not None:
         check_page_path(page)
@@ -108,7 +102,12 @@ def lock(
         )
 
     content = _read_unchanged(source, read_content, observer)
-    already_done = _write_lock(path, encode_lock(content), key, overwrite=options["overwrite"])
+    data = encode_lock(content)
+    why = "its content differs from the lock of the present checkpoint"
+    hint = text("{} approves the present checkpoint", Option("overwrite", True))
+    already_done = has_content(path, data, overwrite=options["overwrite"], why=why, hint=hint)
+    if not already_done:
+        write_result_file(path, data)
     if page is not None:
         write_lock_page(page, content)
         observer.note(f"wrote {page}")
@@ -121,7 +120,6 @@ def lock(
         nbytes=sum(file.bytes for file in content.files.values()),
         seconds=time.monotonic() - started_s,
         already_done=already_done,
-        signature=None if key is None else signature_path(path),
     )
 
 
@@ -178,43 +176,3 @@ def _digest_tensors(
     for (tensor, (first, stop)), digest in zip(pieces, computed):
         digests.setdefault(tensor.name, []).append((first, stop, digest))
     return {name: tuple(ranges) for name, ranges in digests.items()}
-
-
-def _write_lock(path: Path, data: bytes, key: Path | None, *, overwrite: bool) -> bool:
-    """Write a lock file and its signature, and return whether an equal lock exists already.
-
-    Args:
-        path: The lock file.
-        data: Its content.
-        key: Private key to sign with, or None.
-        overwrite: Whether another lock and the signature by another key may be replaced.
-
-    Raises:
-        OutputExistsError: Another lock exists, or a signature by another key.
-    """
-    signature = signature_path(path)
-    why = "its content differs from the lock of the present checkpoint"
-    hint = text("{} approves the present checkpoint", Option("overwrite", True))
-    already_done = has_content(path, data, overwrite=overwrite, why=why, hint=hint)
-    is_signed = False
-    if key is not None and signature.exists():
-        is_signed = is_signed_with(signature, data, key)
-        if not is_signed and not overwrite:
-            why = f"it is not a signature of this lock by {key}"
-            hint = text("{} replaces it", Option("overwrite", True))
-            raise OutputExistsError(f"{signature} already exists", why, hint)
-    if not already_done:
-        if path.exists() and not is_signed:
-            # First: after a kill, the new lock has no signature instead of a wrong one.
-            _remove_signature(signature)
-        write_result_file(path, data)
-    if key is not None and not is_signed:
-        write_result_file(signature, sign(data, key))
-    return already_done
-
-
-def _remove_signature(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise io_error(path, error) from error

@@ -126,16 +126,6 @@ class SourceOptions(TypedDict, total=False):
             record=NOT_RECORDED,
         ),
     ]
-    public_key: Annotated[
-        PathLike | None,
-        OptionSpec(
-            "FILE",
-            "Refuse a lock that this key has not signed.",
-            "Public key in PEM: a lock without a signature by this key is an error. Default: none.",
-            position=54,
-            record=NOT_RECORDED,
-        ),
-    ]
     memory: Annotated[
         int | str,
         OptionSpec(
@@ -477,9 +467,9 @@ class ExportOptions(
         Literal["keep", "dequantize"],
         OptionSpec(
             "keep|dequantize",
-            "Write decoded weights quantised as before, or as they are.",
-            '"keep" (the default) writes weights decoded by save-init as their quantised bytes,'
-            ' "dequantize" as their values.',
+            "Copy the quantised bytes of decoded weights, or write the values.",
+            '"keep" (the default) copies the quantised bytes of weights that save-init decoded from their model,'
+            ' if it is found unchanged. "dequantize" writes their values.',
             default="keep",
             position=17,
             record=53,
@@ -489,9 +479,8 @@ class ExportOptions(
         PathLike | None,
         OptionSpec(
             "SOURCE",
-            "Take the quantised bytes from SOURCE.",
-            "Quantised model that the checkpoint was decoded from, for formats with codes that the values do not"
-            " determine.",
+            "Copy the quantised bytes from SOURCE.",
+            "Quantised model that the checkpoint was decoded from. Default: the model that the manifest names.",
             position=18,
             record=54,
         ),

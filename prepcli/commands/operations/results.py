@@ -64,7 +64,6 @@ class LockedModel(HtmlTable):
         nbytes: Size of the files in bytes.
         seconds: Duration of the call in seconds.
         already_done: Whether an equal file existed, so that nothing was written.
-        signature: Path of the signature, if a key was given.
     """
 
     path: Path
@@ -75,7 +74,6 @@ class LockedModel(HtmlTable):
     nbytes: int
     seconds: float
     already_done: bool
-    signature: Path | None = None
 
 
 LinkStatus = Literal["proven", "holds", "not proven", "failed"]

@@ -167,12 +167,17 @@ def roundtrip(
 
 def _steps_from(source: Source, name: str) -> tuple[_Step, ...]:
     """Return the steps of a way. An init or a training step is resharded instead of converted to an init."""
-    (command, options), *others = WAYS[name]
+    steps = [*WAYS[name]]
+    command, options = steps[0]
     if source.tree_manifest and command == "save-init":
         # Its vocabulary is padded already, or its user wants none.
-        kept = {key: value for key, value in options.items() if key != "pad_vocab"}
-        return ("reshard", kept), *others
-    return WAYS[name]
+        steps[0] = ("reshard", {key: value for key, value in options.items() if key != "pad_vocab"})
+    if source.quantized:
+        # An export of decoded weights may have the bytes of their quantised model. The way back is for the values.
+        for number, (command, options) in enumerate(steps):
+            if command == "export":
+                steps[number] = (command, {**options, "quantized": "dequantize"})
+    return tuple(steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ def lock_report(locked: LockedModel) -> Report:
         "tensors": locked.tensors,
         "bytes": locked.nbytes,
         "already": locked.already_done,
-        "signature": None if locked.signature is None else str(locked.signature),
     }
     return Report(str(locked.path), fields)
 

@@ -378,7 +378,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
         "eval.patience",
         *SAVE_KEYS,
     }
-    excluded |= {"model.offload", "model.public_key", "model.training_state", *START_KEYS} | draw(
+    excluded |= {"model.offload", "model.training_state", *START_KEYS} | draw(
         st.sampled_from([{"model.remat_policy"}, policy_conflicts])
     )
     excluded |= {
@@ -442,8 +442,6 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     if "optimizer.schedule" in values and draw(st.booleans()):
         values |= draw(st.sampled_from(SCHEDULES_WITH_KEYS))
     values |= draw(st.sampled_from(LORA_VALUES))
-    if "model.lock" in values:
-        values |= draw(st.fixed_dictionaries({}, optional={"model.public_key": PATHS}))
     if values.get("data.holdout") or "data.eval_path" in values:
         values |= {
             "train.eval_every": draw(st.integers(0, 9)),

@@ -28,7 +28,7 @@ ADDED_KEYS = (
         "fcm_ratio",
         "offload",
     ),
-    *("reduction", "reduction_shards", "init", "preset", "config", "overrides", "public_key"),
+    *("reduction", "reduction_shards", "init", "preset", "config", "overrides"),
     "training_state",
     *("target_parameters", "rank_pattern", "alpha_pattern", "modules_to_save"),
     *(
@@ -73,7 +73,6 @@ mesh = "4,1,2"
 [model]
 path = "flan-t5-base-init"
 # lock: no lock                                 # default
-# public_key: no signature is required          # default
 init = "checkpoint"                             # default
 training_state = false                          # default
 # preset: no preset                             # default

@@ -305,6 +305,15 @@ def test_broken_lock_file_is_rejected(model: Path, capsys):
     assert "`prep lock MODEL`" in err
 
 
+def test_signature_beside_a_lock_is_ignored(model: Path):
+    path = prep.lock(model).path
+    signature = path.with_name(f"{path.name}.sig")
+    signature.write_bytes(b"signed by another tool")
+    assert prep.verify(model, lock=path)
+    assert prep.lock(model).already_done
+    assert signature.read_bytes() == b"signed by another tool"
+
+
 def test_inspect_does_not_ignore_a_lock(model: Path):
     with pytest.raises(UsageError, match=r"`lock` has no effect"):
         prep.inspect(model, lock="m.lock.json")

@@ -1,11 +1,14 @@
-"""`export` of dequantised weights: identical quantised bytes, or an error that names the other ways."""
+"""`export` of decoded weights: the bytes of their quantised model, or the values with a note that says why."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import numpy as np
 import pytest
 
@@ -13,12 +16,10 @@ import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError, UsageError
 from tests.helpers.quantized_folders import FORMATS, Arrays, make_mxfp4_experts, make_quantized
-from tests.helpers.run_cli import run_ok
+from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import read_tensors
 
-INVERTIBLE = ["fp8", "compressed-fp8", "int8", "compressed-nvfp4", "modelopt-nvfp4"]
-OTHERS = sorted({*FORMATS} - {*INVERTIBLE})
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -36,6 +37,30 @@ def assert_same_tensors(folder: str, original: str) -> None:
         assert tensors[key].tobytes() == array.tobytes(), key
 
 
+def edit_manifest(folder: str, edit: Callable[[dict[str, Any]], None]) -> None:
+    path = Path(folder, "prep-manifest.json")
+    manifest = json.loads(path.read_text())
+    edit(manifest)
+    del manifest["digest"], manifest["files"]
+    path.write_text(json.dumps(manifest))
+
+
+def export_note(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Export `init` to `exported`, and return the note on decoded weights. Empty without one."""
+    capsys.readouterr()
+    assert main(["export", "init", *words, "--out", "exported"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    return next((line for line in lines if "decoded weights" in line), "")
+
+
+def assert_values(dtype: str = "bfloat16") -> None:
+    """Check that `exported` has the values of the weights in `init`."""
+    assert read_tensors(Path("exported"))[Q_PROJ].dtype == dtype
+    assert "quantization_config" not in json.loads(Path("exported/config.json").read_text())
+    if dtype == "bfloat16":
+        assert prep.verify("exported", "init")
+
+
 def quantization_config(folder: str) -> dict[str, Any]:
     return json.loads(Path(folder, "config.json").read_text())["quantization_config"]
 
@@ -48,11 +73,11 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-# Layouts move values, and formats encode them: each layout with one format, and each format with one layout.
+# Each layout with one format, and each format with one layout.
 @pytest.mark.parametrize(
     ("name", "layout"),
     slow_except(
-        [(name, layout) for name in INVERTIBLE for layout in LAYOUTS],
+        [(name, layout) for name in FORMATS for layout in LAYOUTS],
         lambda case: case[0] == "fp8" or case[1] == LAYOUTS[1],
     ),
 )
@@ -125,15 +150,72 @@ def test_export_of_decoded_verbatim_model_equals_the_source():
     assert_same_tensors("exported", "m")
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_irreversible_export_hints_at_alternatives(name: str):
-    make_quantized(Path("m"), name)
+def test_missing_source_leaves_the_values(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "gptq")
     prep.save_init("./m", "init", quantized="dequantize")
-    with pytest.raises(PrepError, match="cannot be computed") as caught:
-        prep.export("init", "exported")
-    assert 'quantized_source="SOURCE"' in str(caught.value.hint)
-    assert 'quantized="dequantize"' in str(caught.value.hint)
-    assert not Path("exported").exists()
+    Path("m").rename("moved")
+    note = export_note(capsys)
+    assert note.startswith("21 decoded weights in bfloat16, without the quantised bytes: ")
+    assert "`./m` does not exist" in note
+    assert "`--quantized-source SOURCE` names the quantised model" in note
+    assert_values()
+    # The export has no record of its quantised model, whose weights are decoded for the comparison.
+    assert prep.verify("exported", "moved")
+    assert prep.verify("moved", "exported")
+
+
+def test_source_with_other_headers_leaves_the_values(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    Path("m").rename("moved")
+    make_quantized(Path("m"), "gptq")
+    assert "m has changed: it has no `model-0" in export_note(capsys)
+    assert_values()
+
+
+def test_unquantised_source_leaves_the_values(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    Path("m").rename("moved")
+    prep.export("init", "m", quantized="dequantize")
+    assert "m has no quantised bytes: its weights are not quantised" in export_note(capsys)
+    assert_values()
+
+
+def test_model_of_the_hub_is_not_downloaded(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    edit_manifest("init", lambda manifest: manifest["source"].update(name="owner/name"))
+    assert "owner/name is not in the cache of the hub. `--quantized-source" in export_note(capsys)
+    assert_values()
+
+
+def test_cached_model_of_the_hub_supplies_the_bytes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    commit = "0123456789" * 4
+    snapshot = Path("hub/models--owner--name/snapshots", commit)
+    snapshot.parent.mkdir(parents=True)
+    make_quantized(Path("m"), "awq")
+    prep.save_init("./m", "init", quantized="dequantize")
+    Path("m").rename(snapshot)
+
+    def name_the_hub(manifest: dict[str, Any]) -> None:
+        manifest["source"]["name"] = "owner/name"
+        manifest["origin"] = {"commit": commit}
+
+    edit_manifest("init", name_the_hub)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(Path("hub").absolute()))
+    assert not export_note(capsys)
+    assert_same_tensors("exported", str(snapshot))
+
+
+def test_output_that_names_itself_leaves_the_values(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    edit_manifest("init", lambda manifest: manifest["source"].update(name="init"))
+    assert "the quantised model is unknown" in export_note(capsys)
+    assert_values()
 
 
 @pytest.mark.parametrize(
@@ -187,14 +269,30 @@ def test_unquantised_source_of_bytes_is_refused():
 
 
 @pytest.mark.parametrize(
-    "options", [{"dtype": "float32"}, {"keep_padding": True}, {"layout": "hf-flax"}]
+    "words", [("--dtype", "float32"), ("--keep-padding",), ("--layout", "hf-flax")]
 )
-def test_option_of_values_is_refused_for_quantised_bytes(options: dict[str, Any]):
+def test_option_of_values_leaves_the_values(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
-    with pytest.raises(UsageError, match="not supported for quantised weights") as caught:
-        prep.export("init", "exported", **options)
-    assert 'quantized="dequantize"' in str(caught.value.hint)
+    error = run_failing(capsys, 2, "export", "init", *words, "--quantized-source", "m")
+    assert "is not supported for quantised weights" in error
+    note = export_note(capsys, *words)
+    dtype = "float32" if "--dtype" in words else "bfloat16"
+    assert note.startswith(f"21 decoded weights in {dtype}, without the quantised bytes: ")
+    assert f"`{' '.join(words)}` is not supported for quantised weights" in note
+    if "--layout" in words:
+        assert prep.verify("exported", "m")
+    else:
+        assert_values(dtype)
+
+
+def test_training_state_of_decoded_weights_is_refused(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    error = run_failing(capsys, 2, "export", "init", "--training-state")
+    assert "`--training-state` is not supported with `--quantized keep`" in error
 
 
 def test_quantized_source_without_effect_is_refused():
@@ -204,31 +302,28 @@ def test_quantized_source_without_effect_is_refused():
         prep.export("init", "out", quantized="dequantize", quantized_source="./m")
 
 
-def test_damaged_value_is_found_by_the_export(capsys: pytest.CaptureFixture[str]):
+def test_source_with_other_values_ends_the_export(capsys: pytest.CaptureFixture[str]):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
-    manifest_path = Path("init/prep-manifest.json")
-    manifest = json.loads(manifest_path.read_text())
-    # A wrong digest stands for wrong bytes that decode from another valid code.
-    manifest["tensors"][Q_PROJ]["digests"][0][2] = "0" * 32
-    manifest["quantized"][Q_PROJ]["digest"] = "0" * 32
-    del manifest["digest"], manifest["files"]
-    manifest_path.write_text(json.dumps(manifest))
-    assert main(["export", "init", "--out", "exported"]) == 1
-    assert f"{Q_PROJ} in init is damaged" in capsys.readouterr().err
+    shutil.rmtree("m")
+    # Its headers and sizes are the recorded ones.
+    make_quantized(Path("m"), "fp8", change=change_codes)
+    error = run_failing(capsys, 1, "export", "init", "--out", "exported")
+    assert f"{Q_PROJ} of m has other values than init" in error
     assert not Path("exported").exists()
+    assert "`--quantized dequantize` writes the values. Add `--restart`" in error
+    run_ok("export", "init", "--quantized", "dequantize", "--restart", "--out", "exported")
+    assert_values()
 
 
-def test_changed_weight_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_changed_weight_leaves_the_values(capsys: pytest.CaptureFixture[str]):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
-    manifest_path = Path("init/prep-manifest.json")
-    manifest = json.loads(manifest_path.read_text())
-    manifest["quantized"][Q_PROJ]["digest"] = "0" * 32
-    del manifest["digest"], manifest["files"]
-    manifest_path.write_text(json.dumps(manifest))
-    assert main(["export", "init", "--out", "exported"]) == 1
-    assert "its values were changed" in capsys.readouterr().err
+    edit_manifest("init", lambda manifest: manifest["quantized"][Q_PROJ].update(digest="0" * 32))
+    assert f"`{Q_PROJ}` has no quantised bytes: its values were changed" in export_note(capsys)
+    assert_values()
+    with pytest.raises(PrepError, match="its values were changed"):
+        prep.export("init", "other", quantized_source="m")
 
 
 @pytest.mark.parametrize("name", slow_except(FORMATS, ["fp8", "compressed-nvfp4", "awq", "nf4"]))
@@ -261,21 +356,11 @@ def test_verify_decodes_to_the_dtype_of_the_init(capsys: pytest.CaptureFixture[s
     assert "proj" not in error
 
 
-@pytest.mark.parametrize("mesh", [None, "1,2,2"])
-def test_export_of_mxfp4_has_the_bytes_of_the_source(mesh: str | None):
-    make_mxfp4_experts(Path("m"))
-    prep.save_init("./m", "init", quantized="dequantize", mesh=mesh)
+@pytest.mark.parametrize(("mesh", "exponents"), [(None, 256), ("1,2,2", 253)])
+def test_export_of_mxfp4_has_the_bytes_of_the_source(mesh: str | None, exponents: int):
+    make_mxfp4_experts(Path("m"), exponents=exponents)
+    prep.save_init("./m", "init", quantized="dequantize", mesh=mesh, allow_overflow=True)
     assert prep.verify("init", "./m")
     prep.export("init", "exported")
     assert_same_tensors("exported", "m")
     assert quantization_config("exported") == quantization_config("m")
-
-
-def test_mxfp4_beyond_bfloat16_needs_its_source():
-    make_mxfp4_experts(Path("m"), exponents=256)
-    prep.save_init("./m", "init", quantized="dequantize", allow_overflow=True)
-    with pytest.raises(PrepError, match="cannot be computed") as caught:
-        prep.export("init", "exported")
-    assert "Add `restart=True` to either" in str(caught.value.hint)
-    prep.export("init", "exported", quantized_source="./m", restart=True)
-    assert_same_tensors("exported", "m")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import prepcli as prep
-from prepcli.core.errors import UsageError
 from tests.helpers.run_cli import run_ok
 from tests.helpers.stored_tensors import StoredTensor, safetensors_bytes, write_safetensors
 from tests.helpers.towers import write_model
@@ -114,10 +113,7 @@ def test_decoded_wrapped_multimodal_model_verifies(extra: str):
 def test_text_only_export_of_decoded_model_writes_values():
     _, decoded = write_quantized("qwen3_vl")
     run_ok("save-init", "./m", "--quantized", "dequantize")
-    with pytest.raises(UsageError, match="not supported for quantised weights") as caught:
-        prep.export("m-init", "text", text_only=True)
-    assert 'quantized="dequantize"' in str(caught.value.hint)
-    prep.export("m-init", "text", text_only=True, quantized="dequantize")
+    prep.export("m-init", "text", text_only=True)
     prefix = "model.language_model."
     assert safetensors_bytes(Path("text")) == {
         name.replace(prefix, "model."): tensor

@@ -294,3 +294,13 @@ def test_quantised_model_has_no_way_back(tmp_path: Path, monkeypatch: pytest.Mon
     make_quantized(Path("q"), "fp8")
     with pytest.raises(PrepError, match="quanti"):
         prep.roundtrip("q")
+
+
+def test_decoded_weights_come_back_as_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_quantized(Path("q"), "fp8")
+    prep.save_init("q", "init", quantized="dequantize")
+    certificate = prep.roundtrip("init", layout=["init", "hf-flax"])
+    assert certificate
+    assert {way.status for way in certificate.ways} == {"equal"}
+    assert all("export --quantized dequantize" in way.commands[-1] for way in certificate.ways)
