@@ -1,4 +1,4 @@
-"""Relate the tensors of two checkpoints by the digests of their values.
+"""Relate the tensors of two checkpoints by the digests of their values, and write the relations as rows of a map.
 
 A tensor of one checkpoint, the container, has the values of a tensor of the other one, the member, or of a stack of
 members along its first dim. Values are compared as they are stored, and then transposed.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
@@ -18,7 +18,8 @@ from prepcli.core.errors import PrepError
 from prepcli.core.observer import Observer
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.models.parameters import MAX_AXIS_SIZE
-from prepcli.planning.map_file import parse_map
+from prepcli.models.verbatim import split_numbers
+from prepcli.planning.map_file import compute_size, parse_map
 from prepcli.planning.map_rows import MapRow, bind_map
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
@@ -44,6 +45,8 @@ INVALID_CHARS = frozenset("{}:#<>|()")
 Shape = tuple[int, ...]
 # Dtype, shape and digest of values.
 ValueKey = tuple[str, Shape, str]
+# Numbers at one place in the names of several tensors.
+Column = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +58,18 @@ class Relation:
         member_shape: Shape of the tensor.
         dims: Dims of the tensor and of the container, without the first dim of a stack, as text.
         count: Extent of the first dim of a stack, else 0.
-        is_target_stacked: Whether the container is in the target. Otherwise the tensor is.
         member: Name of the tensor. Empty until the values are compared.
         index: Its index in the stack.
+        is_target_stacked: Whether the container is in the target. Otherwise the tensor is.
     """
 
     container: str
     member_shape: Shape
     dims: tuple[str, str]
     count: int
-    is_target_stacked: bool
     member: str = ""
     index: int = 0
+    is_target_stacked: bool = False
 
     @property
     def names(self) -> tuple[str, str]:
@@ -82,14 +85,7 @@ class TensorTree:
     def __init__(
         self, source: Source, memory_nbytes: int, observer: Observer, cast_to: str = ""
     ) -> None:
-        """Read all tensors once.
-
-        Args:
-            source: The checkpoint.
-            memory_nbytes: Memory limit.
-            observer: Receives the bytes read.
-            cast_to: Dtype of compared float values. "" compares them in their own dtype.
-        """
+        """Read all tensors once, within the memory limit. With `cast_to`, float values are compared in this dtype."""
         self.source = source
         self.cast_to = cast_to
         self._memory_nbytes = memory_nbytes
@@ -156,12 +152,13 @@ class Relations:
                 self.first.keys[name] = self.target.keys[name] = key
         for is_stacked in (False, True):
             for is_transposed in (False, True):
-                self._relate(self.first, self.target, is_stacked, is_transposed)
+                kinds = {"is_stacked": is_stacked, "is_transposed": is_transposed}
+                self._relate(self.first, self.target, **kinds)
                 if is_stacked:
-                    self._relate(self.target, self.first, is_stacked, is_transposed)
+                    self._relate(self.target, self.first, **kinds)
 
     def _relate(
-        self, containers: TensorTree, members: TensorTree, is_stacked: bool, is_transposed: bool
+        self, containers: TensorTree, members: TensorTree, *, is_stacked: bool, is_transposed: bool
     ) -> None:
         """Relate containers of one tree to members of the other one."""
         is_target_stacked = containers is self.target
@@ -172,8 +169,11 @@ class Relations:
                 names[key].append(name)
         complete: list[tuple[Relation, list[ValueKey]]] = []
         claims: Counter[object] = Counter()
-        attempts = _attempts(containers, members, is_stacked, is_transposed, is_target_stacked)
-        for attempt, keys in self._compare(containers, attempts, is_stacked or is_transposed):
+        attempts = _attempts(
+            containers, members, is_stacked=is_stacked, is_transposed=is_transposed
+        )
+        is_read = is_stacked or is_transposed
+        for attempt, keys in self._compare(containers, attempts, is_read=is_read):
             if all(key in names for key in keys):
                 complete.append((attempt, keys))
                 claims.update([attempt.container, *keys])
@@ -188,7 +188,8 @@ class Relations:
             for index, key in enumerate(keys):
                 (member,) = names[key]
                 del members.keys[member]
-                self.items.append(replace(attempt, member=member, index=index))
+                relation = replace(attempt, member=member, index=index)
+                self.items.append(replace(relation, is_target_stacked=is_target_stacked))
         for key, equal in ambiguous.items():
             for name in names[key]:
                 members.keys.pop(name, None)
@@ -201,7 +202,7 @@ class Relations:
                 self.ambiguous[target] = list(dict.fromkeys(listed))[:MAX_CANDIDATES]
 
     def _compare(
-        self, tree: TensorTree, attempts: Iterable[Relation], is_read: bool
+        self, tree: TensorTree, attempts: Iterable[Relation], *, is_read: bool
     ) -> Iterator[tuple[Relation, list[ValueKey]]]:
         """Yield each attempt with the values of its container in the shape of the members."""
         batch: list[tuple[Relation, list[SourceTensor]]] = []
@@ -258,9 +259,9 @@ def dim_sizes(dims: str) -> dict[str, int]:
 def _attempts(
     containers: TensorTree,
     members: TensorTree,
+    *,
     is_stacked: bool,
     is_transposed: bool,
-    is_target_stacked: bool,
 ) -> Iterator[Relation]:
     """Yield the containers of which the other tree has enough members of a fitting shape."""
     shapes: dict[tuple[str, int], Counter[Shape]] = defaultdict(Counter)
@@ -276,18 +277,18 @@ def _attempts(
             block = shape[1:]
         fitting = shapes.get((dtype, math.prod(block)), Counter())
         for member_shape, num_members in islice(fitting.items(), MAX_SHAPES):
-            dims = row_dims(member_shape, block, is_transposed)
+            dims = row_dims(member_shape, block, is_transposed=is_transposed)
             if dims is not None and num_members >= count:
-                yield Relation(name, member_shape, dims, count, is_target_stacked)
+                yield Relation(name, member_shape, dims, count)
 
 
 @lru_cache(maxsize=1 << 16)
-def row_dims(member: Shape, container: Shape, is_transposed: bool) -> tuple[str, str] | None:
+def row_dims(member: Shape, container: Shape, *, is_transposed: bool) -> tuple[str, str] | None:
     """Return the dims of two tensors with equal or transposed values. None if they have no common axes.
 
     A dim of one of them may be divided in the other one. The last two dims of the shorter shape are transposed.
 
-    >>> row_dims((32, 6), (6, 8, 4), True)
+    >>> row_dims((32, 6), (6, 8, 4), is_transposed=True)
     ('(d8 d4) d6', 'd6 d8 d4')
     """
     short, long = sorted((member, container), key=len)
@@ -334,3 +335,118 @@ def _merged_dims(extents: Shape, merged: Shape) -> list[list[int]] | None:
             return None
         groups.append([*range(start, axis)])
     return groups if math.prod(extents[axis:]) == 1 else None
+
+
+@dataclass(slots=True)
+class RowWriter:
+    """The rows of a map.
+
+    Attributes:
+        sizes: Size of each atom, or the numbers of an index list, as text.
+    """
+
+    sizes: dict[str, str] = field(default_factory=dict)
+    _index_lists: dict[str, str] = field(default_factory=dict)
+
+    def rows(self, relations: Sequence[Relation]) -> Iterator[str]:
+        """Yield a row for the tensors whose names differ in their numbers only, or a row for each of them."""
+        groups: dict[object, list[Relation]] = defaultdict(list)
+        for relation in relations:
+            patterns = (split_numbers(relation.member)[0], split_numbers(relation.container)[0])
+            groups[patterns, replace(relation, member="", container="", index=0)].append(relation)
+        for group in groups.values():
+            row = self._row(group)
+            if row is not None:
+                yield row
+            else:
+                yield from filter(None, (self._row([relation]) for relation in group))
+
+    def _row(self, group: Sequence[Relation]) -> str | None:
+        """Return the row of relations. None if the row would relate other tensors."""
+        first = group[0]
+        members = [relation.member for relation in group]
+        containers = [relation.container for relation in group]
+        indices = tuple(relation.index for relation in group)
+        sizes = {atom: str(size) for atom, size in dim_sizes(first.dims[1]).items()}
+        atoms = self._number_atoms([*_columns(members), *_columns(containers)], sizes)
+        index = ""
+        if first.count == 1:
+            index = "1"
+        elif len({*indices}) > 1:
+            index = next((atoms[column] for column in atoms if _ranks(column) == indices), "")
+            index = index.partition("@")[0]
+        elif first.count:
+            index = f"f{first.count}={first.index}"
+            sizes[f"f{first.count}"] = str(first.count)
+        sides: list[str] = []
+        for names, dims in ((members, first.dims[0]), (containers, f"{index} {first.dims[1]}")):
+            sides.append(f"{_numbered_name(names, atoms)}: {dims.strip()}".strip())
+        if first.is_target_stacked:
+            sides.reverse()
+        text = " <- ".join(sides)
+        if len(group) > 1 and not _relates(text, sizes, index, group):
+            return None
+        self.sizes |= sizes
+        return text
+
+    def _number_atoms(self, columns: Iterable[Column], sizes: dict[str, str]) -> dict[Column, str]:
+        """Return the atom of each column of different numbers, with its index list if they are not 0, 1, 2, ..."""
+        atoms: dict[Column, str] = {}
+        for column in dict.fromkeys(columns):
+            numbers = sorted({*column})
+            if len(numbers) == 1:
+                continue
+            atom = f"n{len(numbers)}"
+            repetition = sum(name.partition("_")[0] == atom for name in sizes)
+            if repetition:
+                atom += f"_{repetition + 1}"
+            sizes[atom] = str(len(numbers))
+            atoms[column] = atom
+            if numbers != [*range(len(numbers))]:
+                text = ",".join(map(str, numbers))
+                name = self._index_lists.setdefault(text, f"numbers{len(self._index_lists) + 1}")
+                sizes[name] = text
+                atoms[column] = f"{atom}@{name}"
+        return atoms
+
+
+def _columns(names: Sequence[str]) -> Iterator[Column]:
+    return zip(*(split_numbers(name)[1] for name in names))
+
+
+def _ranks(column: Column) -> tuple[int, ...]:
+    """Return the position of each number among the different ones, e.g. (4, 7, 4) -> (0, 1, 0)."""
+    ranks = {number: rank for rank, number in enumerate(sorted({*column}))}
+    return tuple(ranks[number] for number in column)
+
+
+def _numbered_name(names: Sequence[str], atoms: Mapping[Column, str]) -> str:
+    """Return the name of the tensors in a row, with an atom for each number that differs."""
+    if len(names) == 1:
+        return names[0]
+    pieces, _ = split_numbers(names[0])
+    text = pieces[0]
+    for column, piece in zip(_columns(names), pieces[1:]):
+        text += f"{{{atoms[column]}}}" if column in atoms else str(column[0])
+        text += piece
+    return text
+
+
+def _relates(text: str, sizes: Mapping[str, str], index: str, group: Sequence[Relation]) -> bool:
+    """Return whether a row relates the tensors of a group, and no other ones."""
+    lines = [f"size {atom} = {size}" for atom, size in sizes.items()]
+    try:
+        parsed = parse_map("suggestion", "\n".join([*lines, text]))
+        values = {atom: compute_size(size, {}) for atom, size in sizes.items()}
+    except (PrepError, ValueError):
+        # An atom has two places on one side, or a line is too long.
+        return False
+    rows, _ = bind_map(parsed, values, {})
+    if not rows or rows[0].num_pairs != len(group):
+        return False
+    related: set[tuple[tuple[str, str], int]] = set()
+    for target, source, atoms in rows[0].pairs():
+        related.add(((target, source), atoms.get(index, group[0].index)))
+    # An atom with fewer indices than the stack would give it another shape.
+    has_all_indices = len({relation.index for relation in group}) in (1, max(1, group[0].count))
+    return has_all_indices and related == {(relation.names, relation.index) for relation in group}

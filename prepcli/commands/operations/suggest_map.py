@@ -24,8 +24,7 @@ from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike
 from prepcli.core.progress import Progress
 from prepcli.execution.output_urls import check_local_path
-from prepcli.inspection.suggested_rows import RowWriter
-from prepcli.inspection.tensor_relations import Relations, TensorTree
+from prepcli.inspection.tensor_relations import Relations, RowWriter, TensorTree
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.map_file import MAX_DROPS, MAX_LINES, MAX_NBYTES
 from prepcli.planning.tensors import FLOAT_DTYPES, cast_dtype
