@@ -29,9 +29,9 @@ from prepcli.sources.source import Source, SourceTensor
 
 # A longer first dim is no stack of layers or experts.
 MAX_STACK = 1024
-# Views in memory (each has about 3 KB), and views in all. A map has as many pairs of tensors at most.
+# Views in memory (each has about 3 KB), and views in all. Large mixtures of experts have 10^5.
 MAX_BATCH = 4096
-MAX_VIEWS = 1 << 20
+MAX_VIEWS = 1 << 18
 # Shapes with one number of elements that a tensor is compared with. A model has fewer.
 MAX_SHAPES = 8
 # Names to list for a target with the values of several tensors.
