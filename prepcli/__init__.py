@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         LogitsOptions,
         PlanOptions,
         RoundtripOptions,
+        SuggestMapOptions,
         VerifyOptions,
     )
     from prepcli.commands.operations.load_params import load_params
@@ -93,7 +94,6 @@ if TYPE_CHECKING:
     from prepcli.commands.operations.save_params import save_params
     from prepcli.commands.operations.strict_options import StrictOptions
     from prepcli.commands.operations.suggest_map import suggest_map
-    from prepcli.commands.operations.suggestion_options import SuggestMapOptions
     from prepcli.commands.operations.token_options import AddTokensOptions, RemoveTokensOptions
     from prepcli.commands.operations.tokenize import (
         SampleCounts,
@@ -260,7 +260,6 @@ _MODULES = {
     "prepcli.commands.operations.strict_options": ("StrictOptions",),
     "prepcli.commands.operations.towers_options": ("TowersOptions",),
     "prepcli.commands.operations.map_options": ("ExportMapOptions", "MapOptions"),
-    "prepcli.commands.operations.suggestion_options": ("SuggestMapOptions",),
     "prepcli.commands.operations.training_state_options": ("TrainingStateOptions",),
     "prepcli.commands.operations.inspect": ("inspect",),
     "prepcli.commands.operations.inspection_options": (
@@ -270,6 +269,7 @@ _MODULES = {
         "LogitsOptions",
         "PlanOptions",
         "RoundtripOptions",
+        "SuggestMapOptions",
         "VerifyOptions",
     ),
     "prepcli.commands.operations.plan": ("plan",),

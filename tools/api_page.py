@@ -17,7 +17,6 @@ from prepcli.commands.operations import (
     map_options,
     options,
     results,
-    suggestion_options,
     token_options,
     towers_options,
 )
@@ -64,7 +63,6 @@ OPTION_MODULES = (
     compute_options,
     data_options,
     inspection_options,
-    suggestion_options,
 )
 MAX_LINE = 100  # a longer signature has one line per parameter
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)

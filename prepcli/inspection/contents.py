@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from prepcli.core.errors import Command, PrepError, text
@@ -25,13 +26,17 @@ from prepcli.inspection.checkpoint_contents import (
     TensorEntry,
 )
 from prepcli.planning.item_storage import ChunkIndex
+from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import Contiguous, Locations, location_copies
 from prepcli.planning.tensors import FileTensor, array_bits, itemsize
 from prepcli.quantized.find_weights import QuantizedWeights, without_quantization
+from prepcli.quantized.gguf_blocks import FLOAT_TYPES, GgufDecoder
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.dequantized import (
     DECODED_DTYPE,
     DequantizedBlob,
+    cast_decoded,
+    decoder_of_tensor,
     find_stored_weights,
     model_quantization,
     not_quantized_error,
@@ -46,11 +51,12 @@ from prepcli.sources.multimodal import (
 )
 from prepcli.sources.openers.dcp_folder import box_locations
 from prepcli.sources.openers.flax_tree import read_flax_files
+from prepcli.sources.openers.gguf_file import open_gguf
 from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import find_config, stored_leaves
 from prepcli.sources.openers.peft_folder import read_header
 from prepcli.sources.openers.torch_folder import placement_of
-from prepcli.sources.opening import check_local_files
+from prepcli.sources.opening import check_local_files, open_source
 from prepcli.sources.source import (
     CONFIG,
     SourceTensor,
@@ -333,14 +339,22 @@ def _read_meta_llama(path: Path, display_name: str) -> CheckpointContents:
     """
     source = open_meta(path, display_name, NO_HINTS)
     file_of_blob = [source.files.index(blob) for blob in source.byte_sources]
+    entries: list[TensorEntry] = []
+    for tensor in source.tensors:
+        blob, offset = _first_element(tensor)
+        entry = _entry_from_placement(
+            source.names.display_name(tensor.name),
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            placement=tensor.placement,
+            first_element=(file_of_blob[blob], offset),
+        )
+        entries.append(entry)
     return CheckpointContents(
         display_name=display_name,
         kind="meta",
         folder=path,
-        entries=tuple(
-            _meta_layout_entry(source.names.display_name(tensor.name), tensor, file_of_blob)
-            for tensor in source.tensors
-        ),
+        entries=tuple(entries),
         files=source.files,
         config=source.config,
         manifest=NO_MANIFEST,
@@ -348,21 +362,12 @@ def _read_meta_llama(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _meta_layout_entry(name: str, tensor: SourceTensor, file_of_blob: Sequence[int]) -> TensorEntry:
-    # A tensor is split among the files of the shards. The copy of element 0 names the file and the offset
-    # at which it begins.
-    first_element_box = ((0, 1),) * len(tensor.shape)
-    copies = location_copies(
-        tensor.placement, tensor.shape, item_nbytes=itemsize(tensor.dtype), box=first_element_box
-    )
-    first_copy = next(copies)
-    return _entry_from_placement(
-        name,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        placement=tensor.placement,
-        first_element=(file_of_blob[first_copy.file], first_copy.file_offset),
-    )
+def _first_element(tensor: SourceTensor) -> tuple[int, int]:
+    """Return the file and the offset of the first element of a tensor, which may be split among files."""
+    box = ((0, 1),) * len(tensor.shape)
+    item_nbytes = itemsize(tensor.dtype)
+    copy = next(location_copies(tensor.placement, tensor.shape, item_nbytes=item_nbytes, box=box))
+    return copy.file, copy.file_offset
 
 
 def _entry_from_placement(
@@ -393,6 +398,11 @@ def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> Chec
     non_arrays = [str(tensor) for tensor in flax_files.unindexed]
     for document in flax_files.documents:
         non_arrays += map(str, document.non_arrays)
+    entries: list[TensorEntry] = []
+    for array, file, offset in flax_files.array_locations():
+        stored = StoredRange(file, offset, sum(length for _, length in array.runs))
+        entry = _single_chunk_entry(".".join(array.path), array.dtype, array.shape, stored)
+        entries.append(replace(entry, path=array.path))
     folder = path if path.is_dir() else path.parent
     manifest = (read_manifest(path) or NO_MANIFEST) if path.is_dir() else NO_MANIFEST
     check_headers(folder, manifest, flax_files.stamps)
@@ -400,7 +410,7 @@ def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> Chec
         display_name=display_name,
         kind=kind,
         folder=path,
-        entries=tuple(_flax_entry(*location) for location in flax_files.array_locations()),
+        entries=tuple(entries),
         files=flax_files.files,
         config=_read_config_if_present(folder),
         manifest=manifest,
@@ -409,24 +419,21 @@ def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> Chec
     )
 
 
-def _flax_entry(array: msgpack.MsgpackArray, file: int, offset: int) -> TensorEntry:
-    nbytes = sum(length for _, length in array.runs)
-    chunks = _single_chunk_table(array.shape, StoredRange(file, offset, nbytes))
-    return TensorEntry(
-        ".".join(array.path), array.path, array.dtype, array.shape, array.shape, chunks
-    )
-
-
 def _read_orbax(path: Path, display_name: str, *, is_remote: bool) -> CheckpointContents:
     """Read the contents of an Orbax checkpoint. With `is_remote`, its data files are placeholders."""
     item = read_item(find_item(path) or path, is_remote=is_remote)
     manifest = read_manifest(find_manifest_folder(item.folder)) or NO_MANIFEST
+    config_path = find_config(item.folder, path)
+    near_config = read_config(config_path) if config_path else {}
     blobs, _ = stored_leaves(item)
     blob_of_array = {
         blob.array_number: number
         for number, blob in enumerate(blobs)
         if isinstance(blob, DecodedArray)
     }
+    names = dict.fromkeys(chain.from_iterable(item.codec_names))
+    # A checksum compresses nothing.
+    codecs = [name for name in names if not CODECS[name].is_checksum]
     unlisted = (f"{name} is in the index, but not in the tree" for name in item.unlisted_names)
     return CheckpointContents(
         display_name=display_name,
@@ -437,29 +444,12 @@ def _read_orbax(path: Path, display_name: str, *, is_remote: bool) -> Checkpoint
             for number in range(len(item.arrays))
         ),
         files=item.files,
-        config=manifest.config or _read_config_near(item.folder, path),
+        config=manifest.config or near_config,
         manifest=manifest,
         non_arrays=(*map(_describe_non_array, item.non_arrays), *unlisted),
         blobs=blobs,
-        codecs=codec_names(item),
+        codecs=tuple(codecs),
     )
-
-
-def _read_config_near(folder: Path, path: Path) -> HFConfig:
-    config_path = find_config(folder, path)
-    if config_path:
-        return read_config(config_path)
-    return {}
-
-
-def codec_names(item: OrbaxItem) -> tuple[str, ...]:
-    """Return the names of the codecs that compress chunks, without checksums."""
-    names: list[str] = []
-    for codecs in item.codec_names:
-        for codec in codecs:
-            if not CODECS[codec].is_checksum and codec not in names:
-                names.append(codec)
-    return tuple(names)
 
 
 def _orbax_entry(item: OrbaxItem, array_number: int, blob: int | None) -> TensorEntry:
@@ -502,6 +492,88 @@ def _describe_non_array(entry: OrbaxNonArray) -> str:
     else:
         value = f"an empty {entry.value_type}"
     return f"{dotted_name(entry.path)} is {value}"
+
+
+def read_mapped_contents(
+    located: LocatedCheckpoint,
+    config_path: Path | None,
+    tensor_map: TensorMap | None,
+    layout: str | None = None,
+) -> CheckpointContents:
+    """Return the contents of a checkpoint with the targets of a map or a layout as its tensors.
+
+    Args:
+        located: Result of `locate`.
+        config_path: The user's config.json, or a folder with one, if any.
+        tensor_map: The map, or None for a layout.
+        layout: Name of the layout of another library.
+
+    Raises:
+        PrepError: The checkpoint is broken, or the map or layout does not fit it.
+    """
+    source = open_source(located, config_path, verbatim=None, tensor_map=tensor_map, layout=layout)
+    entries: list[TensorEntry] = []
+    for tensor in source.tensors:
+        name = source.file_name(tensor)
+        stored = StoredRange(*_first_element(tensor), tensor.nbytes)
+        path = tuple(name.split(".", MAX_PATH_PARTS - 1))
+        dtype, shape = tensor.dtype, tensor.shape
+        entries.append(TensorEntry(name, path, dtype, shape, shape, {}, stored, tensor.placement))
+    return CheckpointContents(
+        display_name=source.display_name,
+        # The names and shapes are those of a Hugging Face folder, in whatever format they are stored.
+        kind="safetensors",
+        folder=source.root,
+        entries=tuple(entries),
+        files=source.files,
+        config=source.config,
+        manifest=NO_MANIFEST,
+        blobs=source.blobs,
+    )
+
+
+def read_gguf_contents(
+    path: Path, display_name: str, config_path: Path | None = None
+) -> CheckpointContents:
+    """Return the contents of a GGUF model.
+
+    Args:
+        path: The file, or one of the files of a model in parts.
+        display_name: Name of the checkpoint in messages.
+        config_path: The user's config.json, or a folder with one, if any.
+
+    Raises:
+        PrepError: The file is broken, or its architecture or one of its types is not supported.
+    """
+    source = cast_decoded(open_gguf(path, display_name, SourceHints(config_path)), DECODED_DTYPE)
+    entries: list[TensorEntry] = []
+    decoders: dict[str, GgufDecoder] = {}
+    for tensor in source.tensors:
+        decoder = decoder_of_tensor(source, tensor)
+        assert isinstance(decoder, GgufDecoder)
+        blocks = decoder.stored[0]
+        entry = _entry_from_placement(
+            source.names.display_name(tensor.name),
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            placement=tensor.placement,
+            first_element=(blocks.file, blocks.offset),
+        )
+        stored = StoredRange(blocks.file, blocks.offset, blocks.nbytes)
+        entries.append(replace(entry, encoded_first_chunk=stored))
+        if decoder.type_name not in FLOAT_TYPES:
+            decoders[decoder.name] = decoder
+    return CheckpointContents(
+        display_name=display_name,
+        kind="gguf",
+        folder=path,
+        entries=tuple(entries),
+        files=source.files,
+        config={**source.config, "quantization_config": dict(source.quantization)},
+        manifest=NO_MANIFEST,
+        blobs=source.blobs,
+        decoders=tuple(decoders.values()),
+    )
 
 
 READERS: Mapping[Kind, Callable[[Path, str], CheckpointContents]] = {

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from prepcli.algebra.axis_map import SizedAxis, bind_row
+from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.lists import join_names
 from prepcli.core.suggest import did_you_mean
@@ -95,7 +95,9 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
         if is_tied and path == family.tying.head_leaf:
             continue
         axis_map = bind_row(row, sizes)
-        dims = tuple(_axis_names(dim) for dim in axis_map.leaf_dims)
+        dims: list[tuple[str, ...]] = []
+        for dim in axis_map.leaf_dims:
+            dims.append(tuple(axis.atom for axis in dim))
         for tensor_name, indices in axis_map.tensors():
             # All layers of a stacked leaf give the same name, and the caller's dict keeps one of them.
             # Each tensor's shape is checked all the same.
@@ -108,7 +110,7 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
                 shape = axis_map.source_shape
             if entry is not None:
                 _check_shape(contents, entry, shape)
-                yield LogicalLeaf(leaf_name, dims, axis_map.leaf_shape, entry.dtype)
+                yield LogicalLeaf(leaf_name, tuple(dims), axis_map.leaf_shape, entry.dtype)
     yield from _other_leaves(contents)
 
 
@@ -145,11 +147,6 @@ def _family_of_save_init(contents: CheckpointContents) -> Family:
 def _is_kept(contents: CheckpointContents) -> bool:
     """Return whether codes and scales are kept under the names in their files, in the verbatim family."""
     return contents.kind == "safetensors" and bool(contents.decoders)
-
-
-def _axis_names(dim: Sequence[SizedAxis]) -> tuple[str, ...]:
-    """Return the names of the axes that form one dim of a leaf, the outermost first."""
-    return tuple(axis.atom for axis in dim)
 
 
 def _check_shape(

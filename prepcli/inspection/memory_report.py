@@ -24,12 +24,13 @@ def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available: str = 
     shape = [run.local_batch_size, run.local_extent("heads"), *tile]
     chunk = chunk_length(run.head_chunk_size, length)
     layers = count_text(len(run.arch_config.sliding_windows), "layer")
+    policy = run.remat_policy if isinstance(run.remat_policy, str) else ", ".join(run.remat_policy)
     sizes = {
         "parameters": estimated.parameters,
         "moments": estimated.moments,
         "gradients and updates": estimated.gradients,
         "batch": estimated.batch,
-        f"saved by {layers} (remat {_policy_text(run)})": estimated.saved,
+        f"saved by {layers} (remat {policy})": estimated.saved,
         "one layer at work": estimated.layer,
         # The scores are already counted in `one layer at work`, so the peak does not add them.
         **({f"  of it scores {shape}": estimated.scores} if estimated.scores else {}),
@@ -40,10 +41,6 @@ def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available: str = 
     rows += [("in host memory", format_bytes(estimated.offloaded))] if estimated.offloaded else []
     rows += [("available", available)] if available else []
     return format_table(rows, ["memory of one device, estimated", ""], right_aligned=[""])
-
-
-def _policy_text(run: MemoryInputs) -> str:
-    return run.remat_policy if isinstance(run.remat_policy, str) else ", ".join(run.remat_policy)
 
 
 def memory_fields(estimated: MemoryEstimate, available_nbytes: int | None) -> dict[str, int | None]:

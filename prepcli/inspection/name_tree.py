@@ -93,7 +93,7 @@ def tree_fields(node: TreeNode) -> dict[str, object]:
 
 def _to_node(builder: _TreeBuilder) -> TreeNode:
     """Convert a builder to a node. Its parent adds its label. A branch with a single child is replaced by the child."""
-    # The depth of the recursion is at most MAX_PATH_PARTS of `inspection.contents`.
+    # The depth of the recursion is at most MAX_PATH_PARTS of `checkpoint_contents`.
     frozen = {label: _to_node(child) for label, child in builder.children.items()}
     children = tuple(_merge_numbered(frozen))
     entry = builder.entry
@@ -128,7 +128,8 @@ def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
         groups.setdefault(_sort_children(children[str(number)]), []).append(number)
     merged: list[TreeNode] = []
     for equal in groups.values():
-        merged.append(_repeated_node(children[str(equal[0])], _format_numbers(equal), len(equal)))
+        node = _multiply_counts(children[str(equal[0])], len(equal))
+        merged.append(replace(node, labels=(_format_numbers(equal), *node.labels)))
     for label, child in children.items():
         if not _NUMBER.fullmatch(label):
             yield replace(child, labels=(label, *child.labels))
@@ -144,11 +145,6 @@ def _sort_children(node: TreeNode) -> TreeNode:
     """
     children = sorted(map(_sort_children, node.children), key=lambda child: child.labels)
     return replace(node, children=tuple(children))
-
-
-def _repeated_node(node: TreeNode, label: str, count: int) -> TreeNode:
-    repeated = _multiply_counts(node, count)
-    return replace(repeated, labels=(label, *repeated.labels))
 
 
 def _multiply_counts(node: TreeNode, count: int) -> TreeNode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 # A file of metrics may have any length and any names. These limits bound a record of it to 512
@@ -79,17 +80,10 @@ class RunningCurve:
     def _merge_neighbours(self) -> None:
         """Merge each pair of neighbouring buckets into one bucket of twice the size. All buckets are full."""
         # The number of buckets is even, so each bucket has a neighbour to merge with.
-        self._lows = [
-            min(pair, key=_point_value) for pair in zip(self._lows[::2], self._lows[1::2])
-        ]
-        self._highs = [
-            max(pair, key=_point_value) for pair in zip(self._highs[::2], self._highs[1::2])
-        ]
+        value = itemgetter(1)
+        self._lows = [min(pair, key=value) for pair in zip(self._lows[::2], self._lows[1::2])]
+        self._highs = [max(pair, key=value) for pair in zip(self._highs[::2], self._highs[1::2])]
         self._bucket_size *= 2
-
-
-def _point_value(point: Point) -> float:
-    return point[1]
 
 
 class EvenSample(Generic[T]):

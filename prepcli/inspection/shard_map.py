@@ -92,7 +92,8 @@ def _picture_sides(spec: Spec, shard: Sequence[int]) -> tuple[_PictureSide, _Pic
         dims = [*cut, None, None]
     down = _picture_side(spec, dims[0])
     across = _picture_side(spec, dims[1])
-    if not _fits_width(down, across, shard):
+    longest = max(len(across.label(part, shard)) for part in across.drawn_parts)
+    if _cell_width(down, across, shard) <= max(longest, 3):
         across = _elide_parts(across)
     # Each pass shortens the longer side to 3 parts. The loop ends at 3 x 3 cells at the latest.
     while len(down.drawn_parts) * len(across.drawn_parts) > MAX_CELLS:
@@ -111,11 +112,6 @@ def _picture_side(spec: Spec, dim: int | None) -> _PictureSide:
 
 def _elide_parts(side: _PictureSide) -> _PictureSide:
     return _PictureSide(side.dim, side.n_parts, side.n_parts > 3)
-
-
-def _fits_width(down: _PictureSide, across: _PictureSide, shard: Sequence[int]) -> bool:
-    longest = max(len(across.label(part, shard)) for part in across.drawn_parts)
-    return _cell_width(down, across, shard) > max(longest, 3)
 
 
 def _cell_width(down: _PictureSide, across: _PictureSide, shard: Sequence[int]) -> int:

@@ -106,7 +106,10 @@ def compute_stats(
     with np.errstate(over="ignore", invalid="ignore"):
         tensor_reader = _TensorReader(files, is_remote=is_remote)
         for values in _entry_values(entry, tensor_reader, on_read):
-            accumulator.add(_widen(values))
+            # NumPy does not compute in smaller float dtypes. All of them fit into float32.
+            if values.dtype.kind not in "iuc" and values.dtype.itemsize < 4:
+                values = values.astype(np.float32)
+            accumulator.add(values)
         if accumulator.finite:
             mean = accumulator.total / accumulator.finite
         else:
@@ -148,13 +151,6 @@ def stored_nbytes(entry: TensorEntry) -> int:
     if entry.placement:
         nbytes += entry.nbytes
     return nbytes
-
-
-def _widen(values: np.ndarray) -> np.ndarray:
-    """Return the values in a dtype that NumPy computes in. Exact: all other dtypes fit in float32."""
-    if values.dtype.kind in "iuc" or values.dtype.itemsize >= 4:
-        return values
-    return values.astype(np.float32)
 
 
 def _entry_values(

@@ -93,3 +93,22 @@ def write_foreign_folder(folder: Path, tensors: Mapping[str, np.ndarray]) -> Pat
         "model-2.safetensors": {name: foreign[name] for name in names[1::2]},
     }
     return write_hf_folder(folder, files, CONFIG)
+
+
+def stacked_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return a LLaMA with stacked layers of transposed matrices, made with NumPy. The heads of queries are a dim."""
+    stacked = {
+        "tok": tensors["model.embed_tokens.weight"].T,
+        "norm": tensors["model.norm.weight"][None],
+        "out": tensors["lm_head.weight"],
+    }
+    parts = [f"self_attn.{part}_proj" for part in "qkvo"]
+    parts += [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    for part in parts:
+        layers = [tensors[f"model.layers.{layer}.{part}.weight"].T for layer in range(LAYERS)]
+        stacked[f"h.{part.split('.')[1]}"] = np.stack(layers)
+    stacked["h.q_proj"] = stacked["h.q_proj"].reshape(LAYERS, HEADS, 8, 4)
+    for kind in ("input", "post_attention"):
+        layers = [tensors[f"model.layers.{n}.{kind}_layernorm.weight"] for n in range(LAYERS)]
+        stacked[f"h.{kind}_norm"] = np.stack(layers)
+    return {name: np.ascontiguousarray(value) for name, value in stacked.items()}

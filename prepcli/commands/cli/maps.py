@@ -9,7 +9,7 @@ import typer
 from prepcli.commands.cli.operation_parameters import Omit
 from prepcli.commands.cli.option_groups import OutputOptions, expand_option_groups
 from prepcli.commands.cli.options import CheckpointArgument, ProgressOption
-from prepcli.commands.operations.suggestion_options import SuggestMapArguments, SuggestMapOptions
+from prepcli.commands.operations.inspection_options import SuggestMapArguments, SuggestMapOptions
 
 
 @expand_option_groups
@@ -31,7 +31,8 @@ def suggest(
 ) -> int:
     """Propose a map between two checkpoints with the same values.
 
-    Both are read whole. The rows are checked bit by bit, and written to a file for --map.
+    Both are read whole. Tensors that are equal, transposed or stacked have rows. The others are listed. The file is
+    for --map.
 
     Examples:
       prep map suggest ./my-model ./my-model-hf

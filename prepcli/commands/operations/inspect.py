@@ -19,15 +19,13 @@ from prepcli.core.option_spec import PathLike
 from prepcli.core.suggest import suggest
 from prepcli.engine.collector import collector_paused
 from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents, TensorEntry
-from prepcli.inspection.contents import read_contents
-from prepcli.inspection.gguf_contents import read_gguf_contents
+from prepcli.inspection.contents import read_contents, read_gguf_contents, read_mapped_contents
 from prepcli.inspection.logical_leaves import (
     LogicalLeaf,
     find_leaf,
     logical_leaves,
     partition_rules,
 )
-from prepcli.inspection.mapped_contents import read_mapped_contents
 from prepcli.inspection.parameter_count import count_parameters, nbytes_below
 from prepcli.inspection.tensor_stats import TensorStats
 from prepcli.models.mesh import Mesh, parse_mesh

@@ -251,6 +251,30 @@ class LockArguments(TypedDict):
     ]
 
 
+class SuggestMapOptions(SourceOptions, total=False):
+    """Options of `suggest_map`."""
+
+    overwrite: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Replace a map that differs.",
+            "Replace a map that differs. Default: False.",
+            default=False,
+            position=43,
+        ),
+    ]
+
+
+class SuggestMapArguments(TypedDict):
+    """The argument of `suggest_map` that is an option of its command."""
+
+    out: Annotated[
+        PathLike | None,
+        OptionSpec("FILE", "Write to FILE. Default: NAME.map.", "The map.", position=40),
+    ]
+
+
 class ViewOptions(TypedDict):
     """What `prep inspect` shows: one of `tree`, `stats`, `shards` and `diff`, or a page with all of them."""
 

@@ -11,8 +11,7 @@ from prepcli.core.errors import Key, Option, PrepError, text, usage_error
 from prepcli.core.observer import Observer
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.inspection.checkpoint_contents import CheckpointContents
-from prepcli.inspection.contents import read_contents
-from prepcli.inspection.mapped_contents import read_mapped_contents
+from prepcli.inspection.contents import read_contents, read_mapped_contents
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.presets import PRESETS, preset_name
 from prepcli.models.registry import family_of

@@ -147,7 +147,7 @@ class MapSuggestion(HtmlTable):
         path: The written map.
         rows: The rows.
         targets: Number of tensors that the rows make.
-        ambiguous: Target with several tensors of its values -> some of their names, the chosen one first.
+        ambiguous: Target without a row whose values occur several times -> some tensors with these values.
         unmatched: Tensors of the target without a row.
         unused: Tensors of the mapped checkpoint without a row.
         cast_to: Dtype of a cast that makes the values equal. Empty if they are equal without one.

@@ -18,13 +18,14 @@ def suggestion_report(suggestion: MapSuggestion) -> Report:
     lines = [
         f"{count_text(len(suggestion.rows), 'row')} for {count_text(suggestion.targets, 'tensor')}"
     ]
+    other_values = [name for name in suggestion.unmatched if name not in suggestion.ambiguous]
     for title, names in (
-        ("ambiguous", tuple(suggestion.ambiguous)),
-        ("not matched", suggestion.unmatched),
-        ("not used", suggestion.unused),
+        ("ambiguous", [*suggestion.ambiguous]),
+        ("not matched", other_values),
+        ("not used", [*suggestion.unused]),
     ):
         if names:
-            lines.append(f"{title}: {join_names(list(names), max_names=MAX_LISTED)}")
+            lines.append(f"{title}: {join_names(names, max_names=MAX_LISTED)}")
     if suggestion.cast_to:
         lines.append(f"values are equal after a cast: --dtype {suggestion.cast_to}")
     lines.append(str(suggestion.path))

@@ -47,12 +47,22 @@ def make_large_model(folder: Path, tensor_nbytes: int) -> None:
         for name, _ in bound.tensors() if path != family.tying.head_leaf else ():
             full = name if name in family.unprefixed else family.prefix + name
             entries.append((full, "float32", bound.source_shape, 4 * math.prod(bound.source_shape)))
+    _write_sparse(folder, entries)
+    (folder / "config.json").write_text(json.dumps(config))
+    # The same model with a transposed embedding.
+    transposed = [
+        (n, d, s[::-1] if nbytes == tensor_nbytes else s, nbytes) for n, d, s, nbytes in entries
+    ]
+    _write_sparse(folder.with_name("transposed"), transposed)
+
+
+def _write_sparse(folder: Path, entries: list[tuple[str, str, tuple[int, ...], int]]) -> None:
+    """Write a safetensors file of zeros."""
     (layout,) = lay_out_files([("model.safetensors", entries, None)])
     folder.mkdir(parents=True)
     with (folder / layout.name).open("wb") as file:
         file.write(layout.header)
         file.truncate(layout.size)
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 class MemoryLimits:
@@ -103,6 +113,7 @@ FAST_COMMANDS = [
     ["merge", "adapter", "./m", "--out", "out"],
     ["verify", "packed"],
     ["inspect", "packed", "--stats"],
+    ["map", "suggest", "./m", "./transposed", "--overwrite"],
 ]
 COMMANDS = [
     *FAST_COMMANDS,

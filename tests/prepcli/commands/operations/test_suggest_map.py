@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +17,13 @@ from safetensors.numpy import save_file
 import prepcli as prep
 from prepcli.commands.operations import suggest_map
 from prepcli.commands.operations.docs import docs_folder
-from tests.helpers.foreign_names import write_foreign_folder
+from prepcli.inspection import tensor_relations
+from tests.helpers.foreign_names import (
+    CONFIG,
+    FAMILY_MAP,
+    stacked_tensors,
+    write_foreign_folder,
+)
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.run_cli import run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import GPT2, LLAMA, assert_same, make_checkpoint, read_tensors
@@ -38,11 +46,25 @@ def assert_suggested_map_converts(source: str, target: str) -> None:
     assert_same(read_tensors(Path("mapped-hf")), read_tensors(Path(target)))
 
 
-@pytest.mark.parametrize("layout", ["tunix", "easylm", "hf-flax"])
+def write_folder(folder: str, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write a folder without the names of a family."""
+    write_hf_folder(Path(folder), {"model.safetensors": tensors}, CONFIG)
+
+
+@pytest.mark.parametrize("layout", ["tunix", "hf-flax"])
 def test_suggested_map_leads_from_layouts_of_llama_to_hugging_face(layout: str):
     make_checkpoint(Path("llama"), LLAMA)
     run_ok("export", "llama", "--layout", layout, "--out", "other")
     assert_suggested_map_converts("other", "llama")
+
+
+def test_permuted_rows_of_easylm_are_not_matched():
+    make_checkpoint(Path("llama"), LLAMA)
+    run_ok("export", "llama", "--layout", "easylm", "--out", "other")
+    suggestion = prep.suggest_map("other", "llama", "suggested.map")
+    permuted = [f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(3) for part in "kq"]
+    assert list(suggestion.unmatched) == permuted
+    assert suggestion.ambiguous == {}
 
 
 def test_json_names_the_group_as_errors_do(capsys: pytest.CaptureFixture[str]):
@@ -50,38 +72,64 @@ def test_json_names_the_group_as_errors_do(capsys: pytest.CaptureFixture[str]):
     assert run_json(capsys, "map", "suggest", "llama", "llama")["command"] == "map"
 
 
-def test_suggested_map_divides_fused_tensors():
+def test_suggested_map_of_fused_tensors_is_completed_by_hand():
     make_checkpoint(Path("llama"), LLAMA)
     write_foreign_folder(Path("own"), read_tensors(Path("llama")))
+    suggestion = prep.suggest_map("own", "llama")
+    assert suggestion.targets == 9
+    assert suggestion.unused == (
+        "gate_up",
+        "h.0.qkv",
+        "h.1.qkv",
+        "h.2.qkv",
+        "norms",
+        "rotary.inv_freq",
+    )
+    text = Path("own.map").read_text()
+    assert text.count("# no tensor has the values of model.layers.1.") == 7
+    assert "# drop h.2.qkv\n" in text
+    fused = [
+        line for line in FAMILY_MAP.splitlines() if re.search("- (norms|h.*qkv|gate_up):", line)
+    ]
+    Path("own.map").write_text("\n".join([text, "size side = 2", "drop rotary.*", *fused, ""]))
+    run_ok("save-init", "own", "--map", "own.map", "--out", "mapped")
+    run_ok("export", "mapped", "--out", "mapped-hf")
+    assert_same(read_tensors(Path("mapped-hf")), read_tensors(Path("llama")))
+
+
+def test_suggested_map_leads_from_stacked_layers_and_back():
+    make_checkpoint(Path("llama"), LLAMA)
+    write_folder("own", stacked_tensors(read_tensors(Path("llama"))))
     assert_suggested_map_converts("own", "llama")
+    shutil.rmtree("mapped")
+    shutil.rmtree("mapped-hf")
+    Path("suggested.map").unlink()
+    assert_suggested_map_converts("llama", "own")
 
 
 def test_guide_shows_a_suggested_map(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("llama-hf"), LLAMA)
-    write_foreign_folder(Path("own"), read_tensors(Path("llama-hf")))
-    run_failing(capsys, 1, "map", "suggest", "own", "llama-hf")
+    tensors = stacked_tensors(read_tensors(Path("llama-hf")))
+    norms = [tensors.pop(f"h.{kind}_norm") for kind in ("input", "post_attention")]
+    write_folder("stacked", tensors | {"h.norms": np.stack(norms, axis=1)})
+    run_failing(capsys, 1, "map", "suggest", "stacked", "llama-hf")
     guide = (docs_folder() / "how-to" / "map.md").read_text()
-    assert f"```text\n{Path('own.map').read_text()}```\n" in guide
+    suggested = Path("stacked.map").read_text()
+    assert f"```text\n{suggested}```\n" in guide
+    added = guide.partition("Replace the comments by rows")[2].split("```")[1].removeprefix("text")
+    Path("stacked.map").write_text(suggested + added)
+    run_ok("save-init", "stacked", "--map", "stacked.map")
+    run_ok("verify", "stacked-init", "llama-hf")
 
 
 def test_suggested_map_leads_to_the_names_of_an_output(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("llama"), LLAMA)
-    write_foreign_folder(Path("own"), read_tensors(Path("llama")))
+    write_folder("own", stacked_tensors(read_tensors(Path("llama"))))
     run_ok("save-init", "llama", "--out", "init")
-    suggestion = prep.suggest_map("own", "init")
-    assert suggestion.unmatched == ()
+    assert prep.suggest_map("own", "init")
     assert "family llama\n" in Path("own.map").read_text()
     error = run_failing(capsys, 2, "map", "suggest", "init", "llama")
     assert "init needs no map" in error
-
-
-def test_suggested_map_fuses_tensors():
-    make_checkpoint(Path("llama"), LLAMA)
-    write_foreign_folder(Path("own"), read_tensors(Path("llama")))
-    tensors = read_tensors(Path("own"))
-    del tensors["rotary.inv_freq"]
-    write_hf_folder(Path("target"), {"model.safetensors": tensors})
-    assert_suggested_map_converts("llama", "target")
 
 
 def orbax_leaves(item: Path) -> dict[str, np.ndarray]:
@@ -143,20 +191,40 @@ def test_suggested_map_stacks_experts_and_layers():
 def test_suggested_map_stacks_scalars():
     random = np.random.default_rng(0)
     betas = random.standard_normal(3).astype(np.float32)
-    weights = random.standard_normal((3, 4, 5)).astype(np.float32)
-    target: dict[str, np.ndarray] = {}
-    for layer in range(3):
-        target[f"h.{layer}.beta"] = np.array(betas[layer])
-        # As in Apertus, where all layers begin with the same value.
-        target[f"h.{layer}.eps"] = np.full((), 0.5, np.float32)
-        target[f"h.{layer}.w"] = weights[layer]
-    source = {"beta": betas, "eps": np.full(3, 0.5, np.float32), "w": weights}
-    write_hf_folder(Path("source"), {"model.safetensors": source})
-    write_hf_folder(Path("target"), {"model.safetensors": target})
+    layers = {f"h.{layer}.beta": np.array(betas[layer]) for layer in range(3)}
+    write_hf_folder(Path("source"), {"model.safetensors": {"beta": betas}})
+    write_hf_folder(Path("target"), {"model.safetensors": layers})
     assert_suggested_map_converts("source", "target")
-    suggestion = prep.suggest_map("target", "source", "back.map")
-    assert suggestion, suggestion
-    assert len(suggestion.rows) == 3
+    assert prep.suggest_map("target", "source", "back.map").rows == ("beta: n3 <- h.{n3}.beta:",)
+
+
+def test_stack_without_one_of_its_layers_is_not_matched():
+    values = np.random.default_rng(0).standard_normal((4, 5, 6)).astype(np.float32)
+    target = {f"h.{layer}.w": values[layer] for layer in range(3)}
+    write_hf_folder(Path("source"), {"model.safetensors": {"w": values, "x": values[0, 0]}})
+    write_hf_folder(Path("target"), {"model.safetensors": target | {"y": values[0, 0]}})
+    suggestion = prep.suggest_map("source", "target")
+    assert suggestion.rows == ("y: d6 <- x: d6",)
+    assert (suggestion.unused, len(suggestion.unmatched)) == (("w",), 3)
+
+
+def test_stacks_of_other_orders_and_words_have_fixed_indices():
+    values = np.random.default_rng(0).standard_normal((3, 5, 6)).astype(np.float32)
+    target = {
+        "gate.w": values[0].T.copy(),
+        "up.w": values[1].T.copy(),
+        "down.w": values[2].T.copy(),
+    }
+    numbered = {f"h.{index}.w": values[2 - index] for index in range(3)}
+    source = {"mlp": values, "reversed": values + 1, "one": values[:1] + 2}
+    numbered = {name: value + 1 for name, value in numbered.items()}
+    write_hf_folder(Path("source"), {"model.safetensors": source})
+    write_hf_folder(Path("target"), {"model.safetensors": target | numbered | {"w": values[0] + 2}})
+    assert_suggested_map_converts("source", "target")
+    rows = prep.suggest_map("source", "target", "again.map").rows
+    assert "up.w: d6 d5 <- mlp: f3=1 d5 d6" in rows
+    assert "h.0.w: d5 d6 <- reversed: f3=2 d5 d6" in rows
+    assert "w: d5 d6 <- one: 1 d5 d6" in rows
 
 
 @pytest.mark.parametrize(
@@ -165,7 +233,7 @@ def test_suggested_map_stacks_scalars():
 def test_suggested_map_relates_values_after_a_cast(dtype: str, target_dtype: str):
     make_checkpoint(Path("wide"), LLAMA)
     tensors = read_tensors(Path("wide"))
-    write_foreign_folder(Path("own"), _cast_all(tensors, dtype))
+    write_folder("own", _cast_all(stacked_tensors(tensors), dtype))
     make_checkpoint(Path("llama"), LLAMA)
     # The target has the values of the source, each cast once.
     cast = _cast_all(_cast_all(tensors, dtype), target_dtype)
@@ -188,27 +256,48 @@ def _cast_all(tensors: Mapping[str, np.ndarray], dtype: str) -> dict[str, np.nda
     return {name: tensor.astype(kind) for name, tensor in tensors.items()}
 
 
-def test_equal_values_are_told_apart_by_names_and_listed():
+def test_equal_values_are_listed_and_not_guessed():
     ones = np.ones((2, 4), np.float32)
     source = {f"layer_{kind}.{layer}.scale": ones[0] for kind in "ab" for layer in range(2)}
     target = {f"blocks.{layer}.{kind}.w": ones[0] for kind in "ab" for layer in range(2)}
-    source["only.source"] = np.arange(3, dtype=np.float32)
-    target["only.target"] = np.arange(5, dtype=np.float32)
-    write_hf_folder(Path("source"), {"model.safetensors": source})
-    write_hf_folder(Path("target"), {"model.safetensors": target})
+    only = {"only.source": np.arange(3.0), "same.name": ones[0], "w": np.arange(6.0), "tied": ones}
+    other = {"only.target": np.arange(5.0), "same.name": ones[0], "v": np.arange(6.0)}
+    # The slices of a stack are equal, and two targets have the values of one source.
+    other |= {"head": ones, "embed": ones, "l.0": ones[0] * 2, "l.1": ones[0] * 2}
+    write_hf_folder(Path("source"), {"model.safetensors": source | only | {"l": ones * 2}})
+    write_hf_folder(Path("target"), {"model.safetensors": target | other})
     suggestion = prep.suggest_map("source", "target")
     assert not suggestion
-    assert suggestion.path == Path("source.map")
-    assert suggestion.unmatched == ("only.target",)
-    assert suggestion.unused == ("only.source",)
-    assert suggestion.rows == (
-        "blocks.{n2}.a.w: d4 <- layer_a.{n2}.scale: d4",
-        "blocks.{n2}.b.w: d4 <- layer_b.{n2}.scale: d4",
-    )
-    assert len(suggestion.ambiguous) == 4
+    assert suggestion.rows == ("same.name: d4 <- same.name: d4", "v: d6 <- w: d6")
+    expected = {name: tuple(source) for name in target}
+    expected |= {"embed": ("tied",), "head": ("tied",), "l.0": ("l",), "l.1": ("l",)}
+    assert {name: tuple(sorted(names)) for name, names in suggestion.ambiguous.items()} == expected
+    assert suggestion.unmatched == tuple(sorted({*expected, "only.target"}))
+    assert suggestion.unused == tuple(sorted({*source, "l", "only.source", "tied"}))
     text = Path("source.map").read_text()
-    assert "# no tensor has the values of only.target" in text
-    assert "# drop only.source" in text
+    assert "# head has no row: its values occur several times, also in tied\n" in text
+    assert "# no tensor has the values of only.target\n# drop only.source\n" in text
+
+
+def test_unequal_values_of_equal_shapes_have_no_row():
+    values = np.random.default_rng(0).standard_normal((3, 6, 6)).astype(np.float32)
+    changed = values.copy()
+    changed[2, 5, 5] = np.nextafter(changed[2, 5, 5], 9)
+    # Equal bytes in another shape, another dtype, and another permutation are no row.
+    source = {
+        "a": values,
+        "b": changed[2].T.copy(),
+        "c": values.reshape(4, 27) + 1,
+        "z": values[0] - 1,
+    }
+    target = {f"h.{layer}": changed[layer] for layer in range(3)} | {
+        "i": values[2].view(np.int32).copy(),
+        "c": values.reshape(9, 12) + 1,
+        "p": values[0][::-1] - 1,
+    }
+    write_hf_folder(Path("source"), {"model.safetensors": source})
+    write_hf_folder(Path("target"), {"model.safetensors": target})
+    assert prep.suggest_map("source", "target").rows == ("h.2: d6_2 d6 <- b: d6 d6_2",)
 
 
 def test_numbers_other_than_the_first_ones_are_an_index_list():
@@ -220,6 +309,16 @@ def test_numbers_other_than_the_first_ones_are_an_index_list():
     write_hf_folder(Path("target"), {"model.safetensors": target})
     assert_suggested_map_converts("source", "target")
     assert "size numbers1 = 1,4,7" in Path("suggested.map").read_text()
+
+
+def test_stack_of_numbers_other_than_the_first_ones_has_an_index_list():
+    values = np.random.default_rng(0).standard_normal((3, 2, 4)).astype(np.float32)
+    target = {f"b.{number}.w": values[index].T.copy() for index, number in enumerate((1, 4, 70))}
+    write_hf_folder(Path("source"), {"model.safetensors": {"a": values}})
+    write_hf_folder(Path("target"), {"model.safetensors": target})
+    assert_suggested_map_converts("source", "target")
+    (row,) = prep.suggest_map("source", "target", "again.map").rows
+    assert row == "b.{n3@numbers1}.w: d4 d2 <- a: n3 d2 d4"
 
 
 def test_layers_of_two_shapes_have_two_rows():
@@ -257,7 +356,8 @@ def test_suggested_map_of_many_equal_and_unused_tensors_is_short(monkeypatch: py
     zeros = {f"h.{layer}.b": np.zeros(4, np.float32) for layer in range(9)}
     unused = {f"u.{layer}.b": np.full(3, layer, np.float32) for layer in range(9)}
     write_hf_folder(Path("source"), {"model.safetensors": zeros | unused})
-    write_hf_folder(Path("target"), {"model.safetensors": zeros})
+    renamed = {name.replace("h", "l"): value for name, value in zeros.items()}
+    write_hf_folder(Path("target"), {"model.safetensors": renamed})
     suggestion = prep.suggest_map("source", "target")
     assert [*map(len, suggestion.ambiguous.values())] == [6] * 9
     lines = Path("source.map").read_text().splitlines()
@@ -269,6 +369,72 @@ def test_suggested_map_of_many_equal_and_unused_tensors_is_short(monkeypatch: py
     write_hf_folder(Path("words"), {"model.safetensors": words})
     with pytest.raises(prep.PrepError, match="the map of words needs 3 rows"):
         prep.suggest_map("words", "words")
+
+
+def test_hostile_names_and_shapes_are_listed_or_mapped():
+    values = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
+    long = "x" * 900
+    source = {
+        "h.01.w": values[0],
+        "h.02.w": values[1],
+        "h.0.h0": values + 1,
+        "h.1.h1": values + 2,
+        "h.99999999999.w": values + 3,
+        "h.5.w": values + 4,
+        long: values + 5,
+        "scalar": np.array(7, np.float32),
+        "deep": (values + 8).reshape((1,) * 30 + (2, 4)),
+        "empty": np.zeros((0, 4), np.float32),
+        "a:b": values + 9,
+    }
+    target = {f"t.{name}" if len(name) < 900 else name: value for name, value in source.items()}
+    write_hf_folder(Path("source"), {"model.safetensors": source})
+    write_hf_folder(Path("target"), {"model.safetensors": target})
+    suggestion = prep.suggest_map("source", "target")
+    assert (suggestion.unmatched, suggestion.unused) == (("t.empty",), ("empty",))
+    for name in (long, "a:b", "empty"):
+        del source[name]
+    for name in (long, "t.a:b", "t.empty"):
+        del target[name]
+    write_hf_folder(Path("source2"), {"model.safetensors": source})
+    write_hf_folder(Path("target2"), {"model.safetensors": target})
+    assert_suggested_map_converts("source2", "target2")
+
+
+def test_hostile_numbers_of_slices_and_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tensor_relations, "MAX_STACK", 8)
+    monkeypatch.setattr(tensor_relations, "MAX_VIEWS", 40)
+    monkeypatch.setattr(tensor_relations, "MAX_BATCH", 5)
+    random = np.random.default_rng(0)
+    long, *short = (random.standard_normal((n, 4)).astype(np.float32) for n in (9, 6, 7, 8, 5))
+    source = {"long": long} | {f"short.{index}": values for index, values in enumerate(short)}
+    target: dict[str, np.ndarray] = {}
+    for name, values in source.items():
+        target |= {f"{name}.row.{row}": values[row] for row in range(len(values))}
+    write_hf_folder(Path("source"), {"model.safetensors": source})
+    write_hf_folder(Path("target"), {"model.safetensors": target})
+    suggestion = prep.suggest_map("source", "target")
+    # Of the stacks, the first four have 26 slices. The long one is no stack.
+    assert suggestion.unused == ("long",)
+    monkeypatch.setattr(tensor_relations, "MAX_VIEWS", 20)
+    suggestion = prep.suggest_map("source", "target", overwrite=True)
+    assert len(suggestion.unused) > 1
+    assert suggestion.rows
+
+
+def test_damaged_tensor_is_not_compared(capsys: pytest.CaptureFixture[str]):
+    values = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+    write_hf_folder(Path("model"), {"model.safetensors": {"w": values}})
+    write_hf_folder(Path("target"), {"model.safetensors": {"v": values.T.copy()}})
+    run_ok("save-init", "model", "--out", "init")
+    run_ok("export", "init", "--out", "source")
+    (file,) = Path("source").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert "(w) in source is damaged" in run_failing(
+        capsys, 1, "map", "suggest", "source", "target"
+    )
 
 
 def test_command_reports_an_incomplete_map(capsys: pytest.CaptureFixture[str]):
