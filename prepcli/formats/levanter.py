@@ -11,8 +11,6 @@ from pathlib import Path
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 
 LEVANTER_METADATA_FILE = "metadata.json"
-# Prefix of the dotted names of the parameters. A training state has them in its field `model`.
-LEVANTER_MODEL_ROOT = "model."
 
 
 def is_levanter_checkpoint(folder: Path) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 from prepcli.formats.levanter import LEVANTER_METADATA_FILE, is_levanter_checkpoint
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.untrusted import list_folder
+from prepcli.planning.libraries import LIBRARIES
 from prepcli.planning.tensors import itemsize
 
 METADATA_FILE = "_METADATA"
@@ -31,10 +32,14 @@ ITEM_MARKERS = {
 }
 READABLE_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
 STRINGS_FILE = "_strings.json"
-# Names of the item with the parameters next to items with other state: redco and Tunix.
-PARAMS_ITEMS = ("params", "model_params")
-# Item with the optimizer state of Tunix, by the name of the item with the parameters.
-STATE_ITEMS = {"model_params": "optimizer_state"}
+# Places of items in a step of another trainer, for the checkpoints that prep exports.
+ITEM_PLACES = [library.item for library in LIBRARIES if library.item and library.item.item]
+# Names of the item with the parameters.
+MODEL_ITEMS = {place.item for place in ITEM_PLACES}
+# Item with the optimizer state, by the name of the item with the parameters.
+STATE_ITEMS = {place.item: place.state_item for place in ITEM_PLACES if place.state_item}
+# Names of the item with the parameters next to an item with other state. redco has `params`.
+PARAMS_ITEMS = ("params", *STATE_ITEMS)
 # Metadata document of an array of zarr v2.
 ZARRAY = ".zarray"
 ZARR_TYPESTRS = {
@@ -46,9 +51,6 @@ ZARR_TYPESTRS = {
     "float8_e8m0fnu": "float8_e8m0fnu", "float8_e4m3fnuz": "float8_e4m3fnuz", "float8_e5m2fnuz": "float8_e5m2fnuz",
 }  # fmt: skip
 """dtype -> zarr v2 type string. Names without a NumPy type code are an extension of TensorStore."""
-
-# Names of the item with the parameters in a step of another trainer, for the folders that prep exports.
-MODEL_ITEMS = {"items", "model_params"}
 
 # Name of a step's folder. Levanter writes `step-1000`.
 _STEP_NAME = re.compile(r"(?:step-)?([0-9]+)")
