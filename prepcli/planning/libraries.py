@@ -6,7 +6,7 @@ parameters are in `models`, by the name of the layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
@@ -191,7 +191,9 @@ class Library:
         file_format: Format of the files.
         title: The checkpoint in a report.
         item: Place of the items of a JAX trainer. None for other files.
-        state: Its training states. None if prep writes none.
+        state: Its training states. None if prep has no names for them.
+        marker: Tensor of each of its models in a torch distributed checkpoint. Hugging Face has no such name.
+        hub_names_hint: The way to save such a checkpoint with the names of Hugging Face.
     """
 
     layouts: tuple[str, ...]
@@ -199,6 +201,8 @@ class Library:
     title: str
     item: ItemPlace | None = None
     state: TrainerState | None = None
+    marker: str = ""
+    hub_names_hint: str = ""
 
 
 # Trainer of transformers 5.
@@ -222,6 +226,13 @@ TORCH_DISTRIBUTED = Library(
         missing=("the state of a scheduler", "random state"),
         schedule_note="a scheduler starts at step {step}, with the learning rate {peak_lr:g} after warm-up",
     ),
+)
+TORCHTITAN = Library(
+    ("torchtitan",),
+    DCP_FORMAT,
+    "torch distributed checkpoint",
+    marker="tok_embeddings.weight",
+    hub_names_hint="e.g. `checkpoint.last_save_in_hf` in torchtitan",
 )
 # MaxText 0.2.5 saves one item. `common/train_state_nnx.py` reshapes its state to the layout of a Flax train state.
 MAXTEXT = Library(
@@ -321,7 +332,7 @@ LIBRARIES = (
     TORCH_DISTRIBUTED,
     Library(("hf-flax",), "msgpack", "Flax msgpack for Hugging Face"),
     Library(("easylm", "easylm-scanned"), STREAM_FORMAT, "EasyLM stream"),
-    Library(("torchtitan",), DCP_FORMAT, "torch distributed checkpoint"),
+    TORCHTITAN,
     MAXTEXT,
     TUNIX,
     LEVANTER,
@@ -343,3 +354,11 @@ def find_library(layout: str, file_format: str | None = None) -> Library:
     """Return the entry of a known layout, in a format of this layout or in its default format."""
     entries = LIBRARIES_BY_LAYOUT[layout]
     return next((entry for entry in entries if entry.file_format == file_format), entries[0])
+
+
+def find_marked_library(tensors: Collection[str]) -> Library | None:
+    """Return the library with these names in a torch distributed checkpoint, or None for Hugging Face."""
+    for library in LIBRARIES:
+        if library.marker and library.marker in tensors:
+            return library
+    return None

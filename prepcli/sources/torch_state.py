@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +23,7 @@ from prepcli.formats.untrusted import unreadable_error
 from prepcli.models.decayed_leaves import DecayRule
 from prepcli.models.module_order import module_order, optimizer_groups
 from prepcli.models.param_tree import param_leaves
-from prepcli.planning.libraries import AdamNumbers, AdamSettings
+from prepcli.planning.libraries import AdamNumbers, AdamSettings, find_marked_library
 from prepcli.planning.plan import Contiguous, DroppedTensor, SourceFile, Strided
 from prepcli.planning.state_names import MOMENTS, OPT_STATE_RULE, qualify
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
@@ -38,7 +38,6 @@ from prepcli.sources.adam_state import (
     read_scalars,
     trained_tensors,
 )
-from prepcli.sources.dcp_trees import TORCHTITAN_EMBEDDING
 from prepcli.sources.openers.dcp_folder import STATE_PREFIX, box_locations
 from prepcli.sources.side_files import TRAINER_STATE_FILE
 from prepcli.sources.source import (
@@ -94,34 +93,25 @@ def read_trainer_checkpoint(source: Source, remote: RemoteCheckpoint | None) -> 
     entries, groups = _state_dict(path, optimizer)
     keys = _parameter_keys(source, path, groups)
     tensors = dict(_named_entries(path, entries, keys))
-    step = _global_step(source)
+    # The file follows those of the source.
     file_number = len(source.byte_sources)
     readable = replace(source, blobs=(*source.byte_sources, blob))
-
-    def find_entry(name: str, entry: str) -> SourceTensor:
-        tensor = tensors[name][entry]
-        placement: Contiguous | Strided = Contiguous(file_number, tensor.offset)
-        if tensor.byte_strides is not None:
-            placement = Strided(file_number, tensor.offset, tensor.byte_strides)
-        label = f"the {entry} of {name}" if entry == STEP_ENTRY else f"{entry} of {name}"
-        return SourceTensor(label, tensor.dtype, tensor.shape, (placement,))
-
+    steps = _archived_entries(tensors, STEP_ENTRY, "the step", file_number)
+    moments = [_archived_entries(tensors, entry, entry, file_number) for entry in ENTRIES]
     numbers = AdamNumbers(
-        step=step,
+        step=_global_step(source),
         settings=_read_settings(str(path), groups),
-        num_updates=_num_updates(readable, tensors, find_entry),
+        num_updates=_num_updates(readable, steps),
     )
     decayed: list[str] = []
     for group in groups:
         if group["weight_decay"]:
             decayed += [keys[key] for key in group["params"]]
-    by_name = {source.file_name(tensor): tensor for tensor in source.tensors}
-    moments = _moments(source, str(path), [by_name[name] for name in tensors], find_entry)
     others = [name for name in OTHER_FILES if (source.root / name).is_file()]
     return add_training_state(
         source,
         numbers,
-        tuple(moments),
+        tuple(_moments(source, str(path), moments)),
         (*others, *decay_differences(source, decayed)),
         files=(path,),
         stamps=(_stamp(source, blob, path.name, optimizer, tensors),),
@@ -138,9 +128,10 @@ def read_dcp_state(source: Source) -> Source:
     folder = read_dcp_folder(source.root)
     tensors = {tensor.name: tensor for tensor in folder.tensors}
     name = source.display_name
-    if TORCHTITAN_EMBEDDING in tensors:
+    library = find_marked_library(tensors)
+    if library is not None:
         option = Option("training_state", True)
-        why = "its optimizer state has the names of torchtitan"
+        why = f"its optimizer state has the names of {library.layouts[0]}"
         what = text("{} is not supported for {}", option, name)
         raise usage_error(what, why, text("remove {}", option))
     if not any(tensor.startswith(STATE_PREFIX) for tensor in tensors):
@@ -151,44 +142,33 @@ def read_dcp_state(source: Source) -> Source:
         what = f"the settings of the optimizer in {name} are missing"
         why = f"no value in it starts with {GROUPS_PREFIX}"
         raise PrepError(what, why, WITHOUT_STATE_HINT)
-
-    def find_entry(parameter: str, entry: str) -> SourceTensor:
-        full_name = f"{STATE_PREFIX}{parameter}.{entry}"
-        if full_name not in tensors:
-            why = "the parameter was frozen, or the optimizer is not AdamW"
-            raise PrepError(f"{name} has no {full_name}", why, WITHOUT_STATE_HINT)
-        tensor = tensors[full_name]
-        return SourceTensor(full_name, tensor.dtype, tensor.shape, box_locations(tensor))
-
-    parameters = trained_tensors(source)
-    names = [source.file_name(parameter) for parameter in parameters]
-    num_updates = _num_updates(source, names, find_entry)
+    names = [source.file_name(parameter) for parameter in trained_tensors(source)]
+    num_updates = _num_updates(source, _dcp_entries(source, names, tensors, STEP_ENTRY))
     settings = _read_settings(name, groups)
     others = tuple(entry for entry in source.extra_entries if not _is_converted(entry))
     left_out = dict.fromkeys(_part(entry.name) for entry in others)
     left_out |= dict.fromkeys(_other_parameters(source, names, tensors))
     left_out |= dict.fromkeys(decay_differences(source, _decayed_names(groups)))
+    moments = [_dcp_entries(source, names, tensors, entry) for entry in ENTRIES]
     return add_training_state(
         replace(source, extra_entries=others),
         # A loop of PyTorch keeps its step elsewhere, if at all.
         AdamNumbers(step=num_updates, num_updates=num_updates, settings=settings),
-        tuple(_moments(source, name, parameters, find_entry)),
+        tuple(_moments(source, name, moments)),
         tuple(left_out),
     )
 
 
-def _num_updates(
-    source: Source, names: Collection[str], find_entry: Callable[[str, str], SourceTensor]
-) -> int:
+def _num_updates(source: Source, steps: Mapping[str, SourceTensor]) -> int:
     """Return the number of updates. All parameters have the same one.
 
     Raises:
         DamagedError: A number is no count.
         PrepError: Parameters have different numbers.
     """
-    counts = read_scalars(source, [find_entry(name, STEP_ENTRY) for name in names])
+    counts = read_scalars(source, [*steps.values()])
     first_names: dict[float, str] = {}
-    for name, count in zip(names, counts, strict=True):
+    for name, count in zip(steps, counts, strict=True):
         check_count(source, count, f"{name} has {count:g} updates")
         first_names.setdefault(count, name)
     if len(first_names) > 1:
@@ -201,18 +181,15 @@ def _num_updates(
 
 
 def _moments(
-    source: Source,
-    where: str,
-    parameters: Sequence[SourceTensor],
-    find_entry: Callable[[str, str], SourceTensor],
+    source: Source, where: str, moments: Sequence[Mapping[str, SourceTensor]]
 ) -> Iterator[SourceTensor]:
-    """Yield the moments of all parameters, slot by slot. `where` is the checkpoint in messages."""
+    """Yield the moments of all parameters with their names in prep. `where` is the checkpoint in messages."""
     manifest = source.manifest or NO_MANIFEST
-    for slot, entry in zip(MOMENTS, ENTRIES, strict=True):
+    parameters = {source.file_name(tensor): tensor for tensor in source.tensors}
+    for slot, tensors in zip(MOMENTS, moments, strict=True):
         records = manifest.slots.get(slot, {})
-        for parameter in parameters:
-            name = source.file_name(parameter)
-            moment = find_entry(name, entry)
+        for name, moment in tensors.items():
+            parameter = parameters[name]
             if moment.shape != parameter.shape:
                 why = f"it is {list(moment.shape)}, the parameter {list(parameter.shape)}"
                 what = f"{where}: {moment.name} has another shape"
@@ -417,6 +394,20 @@ def _named_entries(
         raise DamagedError(f"{path} has unused moments", why, GET_AGAIN_HINT)
 
 
+def _archived_entries(
+    tensors: Mapping[str, Mapping[str, ArchivedTensor]], entry: str, label: str, file_number: int
+) -> dict[str, SourceTensor]:
+    """Return one entry of all parameters as tensors in a file, by the name of the parameter."""
+    entries: dict[str, SourceTensor] = {}
+    for name, values in tensors.items():
+        value = values[entry]
+        placement: Contiguous | Strided = Contiguous(file_number, value.offset)
+        if value.byte_strides is not None:
+            placement = Strided(file_number, value.offset, value.byte_strides)
+        entries[name] = SourceTensor(f"{label} of {name}", value.dtype, value.shape, (placement,))
+    return entries
+
+
 def _stamp(
     source: Source,
     blob: Path | RemoteBlob,
@@ -472,6 +463,22 @@ def _other_parameters(
         elif entry not in (*ENTRIES, STEP_ENTRY):
             what = f"{source.display_name} has no state of AdamW"
             raise PrepError(what, f"the optimizer keeps {name}", WITHOUT_STATE_HINT)
+
+
+def _dcp_entries(
+    source: Source, parameters: Collection[str], tensors: Mapping[str, DcpTensor], entry: str
+) -> dict[str, SourceTensor]:
+    """Return one entry of all parameters, by the name of the parameter."""
+    entries: dict[str, SourceTensor] = {}
+    for parameter in parameters:
+        name = f"{STATE_PREFIX}{parameter}.{entry}"
+        if name not in tensors:
+            why = "the parameter was frozen, or the optimizer is not AdamW"
+            raise PrepError(f"{source.display_name} has no {name}", why, WITHOUT_STATE_HINT)
+        tensor = tensors[name]
+        location = box_locations(tensor)
+        entries[parameter] = SourceTensor(name, tensor.dtype, tensor.shape, location)
+    return entries
 
 
 def _decayed_names(groups: Sequence[Group]) -> list[str]:

@@ -47,7 +47,7 @@ NUM_GROUPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class TorchState:
+class TorchAdam:
     """A state of AdamW with its parameters in the output.
 
     Attributes:
@@ -78,12 +78,12 @@ class TorchState:
         return decay_differences(source, self.groups.decayed, self.state.decay_rule)
 
 
-def prepare_torch_state(
+def prepare_torch_adam(
     source: Source,
     parameters: Sequence[SourceTensor],
     state: AdamState,
     row_counts: Mapping[str, int],
-) -> TorchState:
+) -> TorchAdam:
     """Return the training state of a source with the names and shapes of the output.
 
     Args:
@@ -109,16 +109,16 @@ def prepare_torch_state(
             moments[file_name].append((moment, tensor.dtype, shape, nbytes))
     groups = optimizer_groups(source.family.name, moments)
     settings = require_settings(source, state)
-    return TorchState(state, settings, groups, names, entries, moments)
+    return TorchAdam(state, settings, groups, names, entries, moments)
 
 
 def lay_out_trainer_state(
-    torch_state: TorchState, file_number: int
+    adam: TorchAdam, file_number: int
 ) -> tuple[OutputFile, dict[str, Contiguous], tuple[SmallFile, ...]]:
     """Lay out the files of Trainer with a training state.
 
     Args:
-        torch_state: The state.
+        adam: The state.
         file_number: Number of optimizer.pt in the output.
 
     Returns:
@@ -127,13 +127,13 @@ def lay_out_trainer_state(
     Raises:
         PrepError: PyTorch has no such dtype.
     """
-    groups = torch_state.groups
+    groups = adam.groups
     entries: dict[int, PickledValue] = {}
     keys: dict[str, str] = {}
     for number, name in enumerate(groups.numbered):
-        step = StoredTensor(f"{number}.0", "float32", (), torch_state.step_content)
+        step = StoredTensor(f"{number}.0", "float32", (), adam.step_content)
         entry: dict[str, PickledValue] = {STEP_ENTRY: step}
-        for key, (moment, dtype, shape, _) in zip(ENTRIES, torch_state.moments[name], strict=True):
+        for key, (moment, dtype, shape, _) in zip(ENTRIES, adam.moments[name], strict=True):
             if dtype not in SUPPORTED_DTYPES:
                 hint = text("export it without {}", Option("training_state", True))
                 why = "a PyTorch file of prep has no such dtype"
@@ -143,22 +143,20 @@ def lay_out_trainer_state(
         entries[number] = entry
     numbers = list(range(len(groups.numbered)))
     num_decayed = len(groups.decayed)
-    param_groups = _parameter_groups(torch_state, numbers[:num_decayed], numbers[num_decayed:])
+    param_groups = _parameter_groups(adam, numbers[:num_decayed], numbers[num_decayed:])
     archive = encode_object({"state": entries, "param_groups": param_groups})
     file = OutputFile(OPTIMIZER_FILES[0], archive.nbytes, constant_ranges=archive.constant_ranges)
     locations: dict[str, Contiguous] = {}
     for moment, key in keys.items():
         locations[moment] = Contiguous(file_number, archive.offsets[key])
-    return file, locations, (_scheduler_file(torch_state), _trainer_state_file(torch_state.state))
+    return file, locations, (_scheduler_file(adam), _trainer_state_file(adam.state))
 
 
-def lay_out_dcp_state(
-    torch_state: TorchState, shard_nbytes: int
-) -> tuple[DcpLayout, dict[str, Locations]]:
+def lay_out_dcp_state(adam: TorchAdam, shard_nbytes: int) -> tuple[DcpLayout, dict[str, Locations]]:
     """Lay out parameters and training state in a torch distributed checkpoint.
 
     Args:
-        torch_state: The state.
+        adam: The state.
         shard_nbytes: Largest payload of a file.
 
     Returns:
@@ -170,15 +168,15 @@ def lay_out_dcp_state(
     # Keys in the nested state dict -> entry with the name in the source.
     placed: dict[tuple[str, ...], LayoutEntry] = {}
     constants: list[DcpConstant] = []
-    for file_name, dtype, shape, nbytes in torch_state.parameters:
-        placed[MODEL, file_name] = (torch_state.names[file_name], dtype, shape, nbytes)
-    for file_name, pair in torch_state.moments.items():
+    for file_name, dtype, shape, nbytes in adam.parameters:
+        placed[MODEL, file_name] = (adam.names[file_name], dtype, shape, nbytes)
+    for file_name, pair in adam.moments.items():
         for key, entry in zip(ENTRIES, pair, strict=True):
             placed[OPTIMIZER, "state", file_name, key] = entry
-        step = StoredTensor("0", "float32", (), torch_state.step_content)
+        step = StoredTensor("0", "float32", (), adam.step_content)
         constants.append(DcpConstant((OPTIMIZER, "state", file_name, STEP_ENTRY), step))
-    groups = torch_state.groups
-    pair = _parameter_groups(torch_state, list(groups.decayed), list(groups.not_decayed))
+    groups = adam.groups
+    pair = _parameter_groups(adam, list(groups.decayed), list(groups.not_decayed))
     for number, group in enumerate(pair):
         for key, value in group.items():
             constants.append(DcpConstant((OPTIMIZER, "param_groups", number, key), value))
@@ -192,10 +190,10 @@ def lay_out_dcp_state(
 
 
 def _parameter_groups(
-    torch_state: TorchState, decayed: PickledValue, not_decayed: PickledValue
+    adam: TorchAdam, decayed: PickledValue, not_decayed: PickledValue
 ) -> list[dict[str, PickledValue]]:
     """Return both groups of parameters, given the numbers or names of the parameters in each."""
-    settings = torch_state.settings
+    settings = adam.settings
     groups: list[dict[str, PickledValue]] = []
     for weight_decay, parameters in ((settings.weight_decay, decayed), (0.0, not_decayed)):
         # The keys of `torch.optim.AdamW`, in their order. None of the implementations (foreach, fused) is chosen, so
@@ -219,17 +217,17 @@ def _parameter_groups(
     return groups
 
 
-def _scheduler_file(torch_state: TorchState) -> SmallFile:
+def _scheduler_file(adam: TorchAdam) -> SmallFile:
     """Return the state of `LambdaLR`. Trainer makes the function of the schedule from its own arguments."""
-    step = torch_state.state.step
+    step = adam.state.step
     archive = encode_object(
         {
-            "base_lrs": [torch_state.settings.peak_lr] * NUM_GROUPS,
+            "base_lrs": [adam.settings.peak_lr] * NUM_GROUPS,
             "last_epoch": step,
             "_step_count": step + 1,
             "_is_initial": False,
             "_get_lr_called_within_step": False,
-            "_last_lr": [torch_state.settings.lr] * NUM_GROUPS,
+            "_last_lr": [adam.settings.lr] * NUM_GROUPS,
             "lr_lambdas": [{} for _ in range(NUM_GROUPS)],
         }
     )

@@ -38,6 +38,7 @@ from prepcli.targets.hf_folder import (
 )
 from prepcli.targets.layout_leaves import find_layout_scales
 from prepcli.targets.mapped_folder import lay_out_mapped_folder
+from prepcli.targets.orbax_item import OrbaxItemLayout
 from prepcli.targets.trainer_item import lay_out_trainer_item
 
 # Payloads start at a page boundary, like chunks, so that whole pages are copied.
@@ -63,6 +64,15 @@ class WeightFiles:
     leaves: tuple[OutputLeaf, ...] = ()
     folder: str = ""
     empty_nodes: tuple[tuple[str | int, ...], ...] = ()
+
+
+def item_files(
+    item: OrbaxItemLayout, folder: str, empty_nodes: tuple[tuple[str | int, ...], ...] = ()
+) -> WeightFiles:
+    """Return the files of an Orbax item in a folder of the output."""
+    return WeightFiles(
+        item.files, item.regions, leaves=item.leaves, folder=folder, empty_nodes=empty_nodes
+    )
 
 
 def file_format(options: ExportOptions) -> str:
@@ -138,8 +148,7 @@ def lay_out_weights(
             vocab_size=vocab_rows,
             storage=options["storage"],
         )
-        folder = place.folder(EXPORTED_STEP)
-        return WeightFiles(item.files, item.regions, leaves=item.leaves, folder=folder)
+        return item_files(item, place.folder(EXPORTED_STEP))
     if file_format(options) == DCP_FORMAT:
         dcp, places = lay_out_dcp_tree(
             source,

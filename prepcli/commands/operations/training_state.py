@@ -10,7 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prepcli.commands.operations.conversion import PlannedConversion
-from prepcli.commands.operations.export_layouts import WeightFiles, file_format, lay_out_weights
+from prepcli.commands.operations.export_layouts import (
+    WeightFiles,
+    file_format,
+    item_files,
+    lay_out_weights,
+)
 from prepcli.commands.operations.export_quantized import writes_quantized
 from prepcli.commands.operations.options import ExportOptions, SaveInitOptions
 from prepcli.core.errors import (
@@ -50,10 +55,10 @@ from prepcli.sources.adam_state import (
 from prepcli.sources.multimodal import models_title, towers_title
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.torch_state import (
-    TorchState,
+    TorchAdam,
     lay_out_dcp_state,
     lay_out_trainer_state,
-    prepare_torch_state,
+    prepare_torch_adam,
 )
 from prepcli.targets.trainer_item import lay_out_item_state
 
@@ -282,9 +287,7 @@ def lay_out_training_state(
     assert kind is not None
     if not kind.optax or not kind.optax.averages:
         state = state.without_averages()
-    missing = list(kind.missing)
-    others: tuple[SourceTensor, ...] = ()
-    full_source = source
+    missing = kind.missing
     if library.item and kind.optax:
         if kind.has_settings:
             require_settings(source, state)
@@ -296,21 +299,14 @@ def lay_out_training_state(
             vocab_size=vocab_rows,
             storage=options["storage"],
         )
-        layout = item.layout
-        files = WeightFiles(
-            layout.files,
-            layout.regions,
-            leaves=layout.leaves,
-            folder=library.item.folder(state.step, has_state=True),
-            empty_nodes=kind.optax.empty_nodes,
-        )
-        others = item.others
-        full_source = item.source
+        folder = library.item.folder(state.step, has_state=True)
+        files = item_files(item.layout, folder, kind.optax.empty_nodes)
+        export = StateExport(files, item.source, state, item.others)
     else:
-        torch_state = prepare_torch_state(source, parameters, state, row_counts)
-        missing += torch_state.decay_differences(source)
+        adam = prepare_torch_adam(source, parameters, state, row_counts)
+        missing = (*missing, *adam.decay_differences(source))
         if library.file_format == DCP_FORMAT:
-            dcp, locations = lay_out_dcp_state(torch_state, shard_nbytes)
+            dcp, locations = lay_out_dcp_state(adam, shard_nbytes)
             files = WeightFiles(dcp.files, locations, (dcp.metadata,))
         else:
             files = lay_out_weights(
@@ -321,22 +317,17 @@ def lay_out_training_state(
                 vocab_rows=vocab_rows,
                 shard_nbytes=shard_nbytes,
             )
-            files = _with_trainer_files(files, torch_state)
+            files = _with_trainer_files(files, adam)
+        export = StateExport(files, source, state)
     unconverted = tuple(_unconverted_parts(source, state, kind, missing))
-    return StateExport(
-        files,
-        full_source,
-        state,
-        others,
-        unconverted,
-        folder_name=kind.folder_name.format(step=state.step),
-        notes=(*_export_notes(state, kind), f"not converted: {', '.join(unconverted)}"),
-    )
+    name = kind.folder_name.format(step=state.step)
+    notes = tuple(_export_notes(state, kind, unconverted))
+    return replace(export, unconverted=unconverted, folder_name=name, notes=notes)
 
 
-def _with_trainer_files(files: WeightFiles, torch_state: TorchState) -> WeightFiles:
+def _with_trainer_files(files: WeightFiles, adam: TorchAdam) -> WeightFiles:
     """Return the files of a checkpoint of Trainer, given those of its parameters."""
-    optimizer, moments, small_files = lay_out_trainer_state(torch_state, len(files.files))
+    optimizer, moments, small_files = lay_out_trainer_state(adam, len(files.files))
     locations: dict[str, Locations] = {name: (place,) for name, place in moments.items()}
     return replace(
         files,
@@ -364,18 +355,20 @@ def _unconverted_parts(
     return parts
 
 
-def _export_notes(state: AdamState, kind: TrainerState) -> Iterator[str]:
+def _export_notes(
+    state: AdamState, kind: TrainerState, unconverted: Sequence[str]
+) -> Iterator[str]:
     """Yield lines for the user."""
     parts = "moments, counters and settings" if kind.has_settings else "moments and counters"
     yield f"training state of step {state.step}: {parts} of AdamW"
     if state.settings is not None:
         yield kind.schedule_note.format(step=state.step, peak_lr=state.settings.peak_lr)
-    if kind.optax is None:
-        return
-    numbers = kind.optax.numbers(state)
-    cases: list[Case] = ["always", "clipped" if numbers["clips"] else "unclipped"]
-    if state.averages:
-        cases.append("averages")
-    for case in cases:
-        if case in kind.restore_notes:
-            yield kind.restore_notes[case].format(**numbers)
+    if kind.optax is not None:
+        numbers = kind.optax.numbers(state)
+        cases: list[Case] = ["always", "clipped" if numbers["clips"] else "unclipped"]
+        if state.averages:
+            cases.append("averages")
+        for case in cases:
+            if case in kind.restore_notes:
+                yield kind.restore_notes[case].format(**numbers)
+    yield f"not converted: {', '.join(unconverted)}"
