@@ -141,13 +141,7 @@ def lay_out_weights(
         )
     place = find_library(options["layout"]).item
     if place is not None:
-        item = lay_out_trainer_item(
-            source,
-            tensors,
-            layout=options["layout"],
-            vocab_size=vocab_rows,
-            storage=options["storage"],
-        )
+        item = _lay_out_trainer_item(options, source, tensors, vocab_rows)
         return item_files(item, place.folder(EXPORTED_STEP))
     if file_format(options) == DCP_FORMAT:
         dcp, places = lay_out_dcp_tree(
@@ -167,6 +161,18 @@ def lay_out_weights(
         shard_nbytes=shard_nbytes,
     )
     return WeightFiles(output.files, output.locations, output.index)
+
+
+def _lay_out_trainer_item(
+    options: ExportOptions, source: Source, tensors: Sequence[SourceTensor], vocab_rows: int
+) -> OrbaxItemLayout:
+    return lay_out_trainer_item(
+        source,
+        tensors,
+        layout=options["layout"],
+        vocab_size=vocab_rows,
+        storage=options["storage"],
+    )
 
 
 def layout_scales(
