@@ -66,6 +66,7 @@ from prepcli.planning.item_storage import (
     Compression,
     ItemStorage,
 )
+from prepcli.planning.libraries import LIBRARIES
 
 STRINGS_FILE = "_strings.json"
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
@@ -79,14 +80,14 @@ ITEM_MARKERS = {
     LEVANTER_METADATA_FILE: (LEVANTER_METADATA_FILE, OCDBT_MANIFEST),
 }
 READABLE_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
-# Names of the item with the parameters next to items with other state: redco and Tunix.
-PARAMS_ITEMS = ("params", "model_params")
-# Item with the optimizer state of Tunix, by the name of the item with the parameters.
-STATE_ITEMS = {"model_params": "optimizer_state"}
-# Names of the item with the parameters in a step of another trainer, for the folders that prep exports.
-MODEL_ITEMS = {"items", "model_params"}
-# Prefix of the dotted names of the parameters. A training state of Levanter has them in its field `model`.
-LEVANTER_MODEL_ROOT = "model."
+# Places of items in a step of another trainer, for the checkpoints that prep exports.
+ITEM_PLACES = [library.item for library in LIBRARIES if library.item and library.item.item]
+# Names of the item with the parameters.
+MODEL_ITEMS = {place.item for place in ITEM_PLACES}
+# Item with the optimizer state, by the name of the item with the parameters.
+STATE_ITEMS = {place.item: place.state_item for place in ITEM_PLACES if place.state_item}
+# Names of the item with the parameters next to an item with other state. redco has `params`.
+PARAMS_ITEMS = ("params", *STATE_ITEMS)
 # Name of a step's folder. Levanter writes `step-1000`.
 _STEP_NAME = re.compile(r"(?:step-)?([0-9]+)")
 # Orbax writes an item to a folder with this suffix, and renames it when it is complete.

@@ -13,9 +13,9 @@ from prepcli.inspection.checkpoint_contents import CheckpointContents
 from prepcli.models.parameters import Family, StoredShapes, parameter_rows
 from prepcli.models.prediction import prediction_names
 from prepcli.planning.chunk_placement import LeafPiece
+from prepcli.planning.libraries import find_marked_library
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensor_match import TensorNames, detect_names
-from prepcli.sources.dcp_trees import TORCHTITAN_EMBEDDING
 from prepcli.sources.foreign_trees import match_foreign_tree
 from prepcli.sources.multimodal import MULTIMODAL_KINDS
 from prepcli.sources.tree_tensors import StoredLeaf
@@ -79,7 +79,7 @@ def _first_missing(family: Family, config: HFConfig, shapes: StoredShapes) -> st
 def _has_file_names(contents: CheckpointContents) -> bool:
     """Return whether the tensors have the names of transformers."""
     if contents.kind == "dcp":
-        return not any(entry.name == TORCHTITAN_EMBEDDING for entry in contents.entries)
+        return find_marked_library({entry.name for entry in contents.entries}) is None
     return contents.kind in MULTIMODAL_KINDS
 
 

@@ -19,6 +19,16 @@ TOWERS = "towers"
 OPT_STATE_RULE = "optimizer state"
 TRAINING_STATE_RULE = "training state"
 SEPARATOR = "/"
+# Slots of AdamW.
+FIRST_MOMENT = f"{OPT_STATE}.adam.mu"
+SECOND_MOMENT = f"{OPT_STATE}.adam.nu"
+MOMENTS = (FIRST_MOMENT, SECOND_MOMENT)
+# Leaves outside of slots: updates of Adam, steps, and steps without an update.
+NUM_UPDATES = f"{OPT_STATE}.adam.count"
+STEP = "step"
+SKIPPED = "skipped"
+SKIPPED_IN_ROW = "skipped_in_row"
+COUNTERS = (NUM_UPDATES, STEP, SKIPPED, SKIPPED_IN_ROW)
 
 Shapes = Mapping[str, tuple[int, ...]]
 

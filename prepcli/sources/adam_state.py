@@ -1,6 +1,6 @@
 """The neutral form of a training state: the moments of Adam by tensor, counters, and settings of the optimizer.
 
-A training step of prep and a checkpoint of another framework have the same names here. The moments of a tensor are
+A training step of prep and a checkpoint of another library have the same names here. The moments of a tensor are
 `opt_state.adam.mu/TENSOR` and `opt_state.adam.nu/TENSOR`, as in `planning.state_names`.
 """
 
@@ -8,91 +8,67 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Key, Option, PrepError, text
-from prepcli.engine.blobs import open_blobs
+from prepcli.engine.blobs import MemoryBlob, open_blobs
 from prepcli.engine.digest import digest
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.models.decayed_leaves import DecayRule
+from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.libraries import AdamNumbers, AdamSettings
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
-from prepcli.planning.plan import Stream
-from prepcli.planning.state_names import OPT_STATE, qualify, split_name
+from prepcli.planning.plan import Contiguous, SourceFile, Stream
+from prepcli.planning.state_names import (
+    COUNTERS,
+    FIRST_MOMENT,
+    MOMENTS,
+    NUM_UPDATES,
+    SECOND_MOMENT,
+    SKIPPED,
+    SKIPPED_IN_ROW,
+    STEP,
+    qualify,
+    split_name,
+)
 from prepcli.planning.state_rows import is_leaf_path
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
+from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 
-FIRST_MOMENT = f"{OPT_STATE}.adam.mu"
-SECOND_MOMENT = f"{OPT_STATE}.adam.nu"
-MOMENTS = (FIRST_MOMENT, SECOND_MOMENT)
-# Leaves outside of slots: updates of Adam, steps, and steps without an update.
-NUM_UPDATES = f"{OPT_STATE}.adam.count"
-STEP = "step"
-SKIPPED = "skipped"
-SKIPPED_IN_ROW = "skipped_in_row"
-COUNTERS = (NUM_UPDATES, STEP, SKIPPED, SKIPPED_IN_ROW)
+WITHOUT_STATE_HINT = text("convert it without {}", Option("training_state", True))
+# Counters are stored as int32.
+MAX_COUNT = (1 << 31) - 1
 # Bytes of a counter in memory.
 COUNTER_NBYTES = 1 << 12
 
 
-@dataclass(frozen=True, slots=True)
-class AdamSettings:
-    """Settings of AdamW at a step.
-
-    Attributes:
-        lr: Learning rate of the next update.
-        peak_lr: Learning rate after warm-up.
-        b1: Decay rate of the first moment.
-        b2: Decay rate of the second moment.
-        eps: Added to the denominator.
-        weight_decay: Weight decay, before it is scaled by the learning rate.
-    """
-
-    lr: float
-    peak_lr: float
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-
-    def to_json(self) -> dict[str, float]:
-        """Return the settings for a manifest."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class AdamState:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamState(AdamNumbers):
     """The training state of a source, without the parameters.
 
     Attributes:
         first: First moment of each parameter, by the name of the parameter.
         second: Second moment of each parameter.
-        step: Number of the last step.
-        num_updates: Number of updates in the moments. Skipped steps have none.
-        settings: Settings of the optimizer. None if the source does not have them.
         counters: Tensors of the counters, by name.
         batch_size: Sequences of a step. 1 if it is unknown.
         averages: Average of each parameter, by the name of the parameter. Empty if there are none.
-        left_out: Other state. No other framework has a place for it.
-        clip_norm: Maximum norm of gradients, or 0 without clipping. None if it is unknown.
+        left_out: Other state. No other library has a place for it.
         decay_rule: Rule for the parameters with weight decay. None if it is unknown.
     """
 
     first: Mapping[str, SourceTensor]
     second: Mapping[str, SourceTensor]
-    step: int
-    num_updates: int
-    settings: AdamSettings | None
     counters: Mapping[str, SourceTensor]
     batch_size: int
     averages: Mapping[str, SourceTensor]
     left_out: tuple[SourceTensor, ...]
-    clip_norm: float | None = None
     decay_rule: DecayRule | None = None
 
     @property
@@ -101,51 +77,44 @@ class AdamState:
         return *self.first.values(), *self.second.values(), *self.averages.values()
 
     def without_averages(self) -> AdamState:
-        """Return the state for a framework without a place for averages."""
+        """Return the state for a library without a place for averages."""
         left_out = (*self.averages.values(), *self.left_out)
         return replace(self, averages={}, left_out=left_out)
 
 
 def read_adam_state(source: Source) -> AdamState:
-    """Return the training state of a source, with the settings that another framework stores.
+    """Return the training state of a source, with the settings that another library stores.
 
     Only the counters are read.
-
-    Args:
-        source: The opened source.
 
     Raises:
         PrepError: The source has no state of AdamW, or moments of some parameters are missing.
     """
-    name = source.display_name
     if not source.state_tensors:
         hint = text("name a run of {}, or one of its steps", Command("train"))
-        raise PrepError(f"{name} has no training state", "it has parameters only", hint)
-    slots: dict[str, dict[str, SourceTensor]] = {slot: {} for slot in MOMENTS}
-    averages: dict[str, SourceTensor] = {}
+        what = f"{source.display_name} has no training state"
+        raise PrepError(what, "it has parameters only", hint)
+    slots: dict[str, dict[str, SourceTensor]] = {slot: {} for slot in (*MOMENTS, AVERAGE_SLOT)}
     counters: dict[str, SourceTensor] = {}
     left_out: list[SourceTensor] = []
     for tensor in source.state_tensors:
-        slot, tensor_name = split_name(tensor.name)
-        if slot in slots:
-            slots[slot][tensor_name] = tensor
-        elif slot == AVERAGE_SLOT and not is_leaf_path(tensor_name):
-            averages[tensor_name] = tensor
-        elif not slot and tensor_name in COUNTERS:
-            counters[tensor_name] = tensor
+        slot, name = split_name(tensor.name)
+        if slot in MOMENTS or (slot == AVERAGE_SLOT and not is_leaf_path(name)):
+            slots[slot][name] = tensor
+        elif not slot and name in COUNTERS:
+            counters[name] = tensor
         else:
             left_out.append(tensor)
-    trained = trained_tensors(source)
-    _check_moments(source, trained, slots, averages, left_out)
+    _check_moments(source, slots, left_out)
     return AdamState(
         first=slots[FIRST_MOMENT],
         second=slots[SECOND_MOMENT],
         step=_read_counter(source, counters, STEP),
         num_updates=_read_counter(source, counters, NUM_UPDATES),
-        settings=_stored_settings(source),
+        settings=recorded_settings(source),
         counters=counters,
         batch_size=manifest_fields(source).get("batch_size", 1),
-        averages=averages,
+        averages=slots[AVERAGE_SLOT],
         left_out=tuple(left_out),
     )
 
@@ -157,11 +126,7 @@ def trained_tensors(source: Source) -> tuple[SourceTensor, ...]:
 
 
 def require_settings(source: Source, state: AdamState) -> AdamSettings:
-    """Return the settings of the optimizer.
-
-    Raises:
-        PrepError: The source does not have them.
-    """
+    """Return the settings of the optimizer. Raise PrepError if the source does not have them."""
     if state.settings is not None:
         return state.settings
     hint = text("train a step with {}, and export that one", Key("model.training_state", True))
@@ -174,27 +139,22 @@ def require_settings(source: Source, state: AdamState) -> AdamSettings:
 
 def _check_moments(
     source: Source,
-    trained: Sequence[SourceTensor],
     slots: Mapping[str, Mapping[str, SourceTensor]],
-    averages: Mapping[str, SourceTensor],
-    left_out: list[SourceTensor],
+    left_out: Sequence[SourceTensor],
 ) -> None:
     """Raise PrepError unless each parameter has both moments, and an average if there are any."""
     name = source.display_name
+    trained = trained_tensors(source)
     if not slots[FIRST_MOMENT] and not slots[SECOND_MOMENT]:
         others = sorted({split_name(tensor.name)[0] for tensor in left_out} - {""})
         why = "the step was saved without its optimizer state"
         if others:
             why = f"its optimizer has {', '.join(others)}"
-        raise PrepError(
-            f"{name} has no moments of AdamW",
-            why,
-            text("{} chooses the optimizer of a run", Key("optimizer.type", "adamw")),
-        )
-    all_slots = dict(slots)
-    if averages:
-        all_slots[AVERAGE_SLOT] = averages
-    for slot, moments in all_slots.items():
+        hint = text("{} chooses the optimizer of a run", Key("optimizer.type", "adamw"))
+        raise PrepError(f"{name} has no moments of AdamW", why, hint)
+    for slot, moments in slots.items():
+        if slot == AVERAGE_SLOT and not moments:
+            continue
         # A slot without some of the parameters has paths of leaves as names.
         is_partial = any(map(is_leaf_path, moments))
         for parameter in trained:
@@ -203,8 +163,7 @@ def _check_moments(
                 why = text("{} leaves parameters without moments", Key("optimizer.freeze"))
                 if source.training_record is not None:
                     why = "the parameter was frozen, or the checkpoint is incomplete"
-                hint = text("convert it without {}", Option("training_state", True))
-                raise PrepError(what, why, hint)
+                raise PrepError(what, why, WITHOUT_STATE_HINT)
 
 
 def _read_counter(source: Source, counters: Mapping[str, SourceTensor], name: str) -> int:
@@ -212,45 +171,59 @@ def _read_counter(source: Source, counters: Mapping[str, SourceTensor], name: st
     if name not in counters:
         what = f"{source.display_name} has no {name}"
         raise DamagedError(what, "its training state is incomplete", GET_AGAIN_HINT)
-    return int(read_scalar(source, counters[name]))
+    (value,) = read_scalars(source, [counters[name]])
+    return int(value)
 
 
-def read_scalar(source: Source, tensor: SourceTensor) -> float:
-    """Return the value of a tensor with one element, compared with its recorded digest.
-
-    Raises:
-        DamagedError: It has more elements or none, or differs from its digest.
-    """
-    if math.prod(tensor.shape) != 1:
-        what = f"{source.display_name} is damaged"
-        why = f"{tensor.name} is {list(tensor.shape)}, and must have one element"
-        raise DamagedError(what, why, GET_AGAIN_HINT)
-    content = read_small_tensor(source, tensor)
-    return np.frombuffer(content, numpy_dtype(tensor.dtype))[0].item()
-
-
-def read_small_tensor(source: Source, tensor: SourceTensor) -> bytes:
-    """Return the bytes of a tensor with a few elements, compared with its recorded digest.
+def read_scalars(source: Source, tensors: Sequence[SourceTensor]) -> list[float]:
+    """Return the values of tensors with one element each, compared with their recorded digests.
 
     Raises:
-        DamagedError: It differs from its digest.
+        DamagedError: One has more elements or none, or differs from its digest.
     """
-    num_rows = tensor.shape[0] if tensor.shape else 1
-    stream = Stream(tensor.name, tensor.dtype, tensor.shape, (0, num_rows), tensor.placement, ())
+    for tensor in tensors:
+        if math.prod(tensor.shape) != 1:
+            why = f"{tensor.name} is {list(tensor.shape)}, and must have one element"
+            raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
+    values: list[float] = []
+    for tensor, content in zip(tensors, read_small_tensors(source, tensors), strict=True):
+        values.append(np.frombuffer(content, numpy_dtype(tensor.dtype))[0].item())
+    return values
+
+
+def read_small_tensors(source: Source, tensors: Sequence[SourceTensor]) -> list[bytes]:
+    """Return the bytes of tensors with a few elements, compared with their recorded digests.
+
+    Raises:
+        DamagedError: One differs from its digest.
+    """
+    contents: list[bytes] = []
+    buffers = allocate_run_buffers(COUNTER_NBYTES)
     with open_blobs(source.byte_sources) as files:
-        buffers = allocate_run_buffers(COUNTER_NBYTES)
-        content = b"".join(bytes(data) for _, data in read_values(files, stream, buffers=buffers))
-    for _, _, expected in tensor.digests:
-        if digest(content) != expected:
-            what = f"{source.display_name} is damaged"
-            raise DamagedError(what, f"{tensor.name} differs from its digest", GET_AGAIN_HINT)
-    return content
+        for tensor in tensors:
+            rows = (0, tensor.shape[0] if tensor.shape else 1)
+            stream = Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
+            pieces = [bytes(data) for _, data in read_values(files, stream, buffers=buffers)]
+            contents.append(b"".join(pieces))
+            for _, _, expected in tensor.digests:
+                if digest(contents[-1]) != expected:
+                    why = f"{tensor.name} differs from its digest"
+                    raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
+    return contents
 
 
-def _stored_settings(source: Source) -> AdamSettings | None:
-    """Return the settings that the framework of origin stores."""
+def check_count(source: Source, value: float, why: str) -> int:
+    """Return a counter as an integer. Raise DamagedError with `why` if it is negative, fractional or too large."""
+    # A NaN fails the first comparison.
+    if not 0 <= value <= MAX_COUNT or value != int(value):
+        raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
+    return int(value)
+
+
+def recorded_settings(source: Source) -> AdamSettings | None:
+    """Return the settings in the record of a state from another library, or of a state for one."""
     record = source.training_record or manifest_fields(source).get(TRAINING_STATE_KEY)
-    if record is None or not record["optimizer"]:
+    if not record or not record["optimizer"]:
         return None
     return AdamSettings(**record["optimizer"])
 
@@ -265,3 +238,72 @@ def manifest_fields(source: Source) -> Mapping[str, Any]:
 def moment_names(parameter: str) -> tuple[str, str]:
     """Return the names of a parameter's first and second moment."""
     return qualify(FIRST_MOMENT, parameter), qualify(SECOND_MOMENT, parameter)
+
+
+def slot_scales(slot: str, parameter_scales: Mapping[str, LayoutScale]) -> dict[str, LayoutScale]:
+    """Return the scales of a slot, by the names of the parameters' scales."""
+    scales: dict[str, LayoutScale] = {}
+    for name, parameter_scale in parameter_scales.items():
+        # An average has the scale of its parameter.
+        scale = parameter_scale
+        if slot != AVERAGE_SLOT:
+            scale = parameter_scale.of_moment(1 + MOMENTS.index(slot))
+        if scale:
+            scales[name] = scale
+    return scales
+
+
+def add_training_state(
+    source: Source,
+    numbers: AdamNumbers,
+    moments: Sequence[SourceTensor],
+    left_out: Sequence[str],
+    *,
+    files: tuple[Path, ...] = (),
+    stamps: tuple[SourceFile, ...] = (),
+) -> Source:
+    """Return a source with the training state of another library.
+
+    Args:
+        source: The source with the parameters.
+        numbers: Counters and settings.
+        moments: Both moments of each parameter, and averages. Their files follow the byte sources of `source`.
+        left_out: Names of the parts without a counterpart.
+        files: Files of the moments, in addition to those of the source.
+        stamps: Size, time and digest of these files.
+
+    Raises:
+        PrepError: A moment is not of a floating-point dtype, or there are more updates than steps.
+    """
+    for moment in moments:
+        if moment.dtype not in FLOAT_DTYPES:
+            what = f"the moments of {source.display_name} are not supported"
+            why = f"{moment.name} is {moment.dtype}, and must be a float"
+            raise PrepError(what, why, WITHOUT_STATE_HINT)
+    if numbers.num_updates > numbers.step:
+        # The learning rate of prep is that of `step - skipped`, which must be the number of updates.
+        what = f"{source.display_name} has more updates than steps"
+        why = f"it is at step {numbers.step}, and its moments have {numbers.num_updates} updates"
+        raise PrepError(what, why, WITHOUT_STATE_HINT)
+    # Steps with a loss that is not finite have no update. Trainer counts them, and Adam does not.
+    counters = {
+        NUM_UPDATES: numbers.num_updates,
+        STEP: numbers.step,
+        SKIPPED: numbers.step - numbers.num_updates,
+        SKIPPED_IN_ROW: 0,
+    }
+    values = np.array([*counters.values()], np.dtype("<i4"))
+    blobs = (*source.byte_sources, *files)
+    tensors: list[SourceTensor] = []
+    for number, name in enumerate(counters):
+        placement = Contiguous(len(blobs), number * values.itemsize)
+        whole = ((0, 1, digest(values[number].tobytes())),)
+        tensors.append(SourceTensor(qualify("", name), "int32", (), (placement,), whole))
+    return replace(
+        source,
+        state_tensors=(*source.state_tensors, *moments, *tensors),
+        blobs=(*blobs, MemoryBlob("counters", values.tobytes())),
+        files=(*source.files, *files),
+        file_stamps=(*source.file_stamps, *stamps),
+        training_record=numbers.record(left_out),
+    )

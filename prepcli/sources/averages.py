@@ -10,9 +10,6 @@ from prepcli.planning.state_rows import is_leaf_path
 from prepcli.sources.source import Source, SourceTensor
 
 AVERAGE_SLOT = f"{OPT_STATE}.ema"
-# The averages of the parameters in the checkpoints of Levanter
-AVERAGE_KEY = "model_averaging"
-AVERAGE_ROOT = f"{AVERAGE_KEY}.model."
 
 
 def use_averaged_params(source: Source) -> Source:

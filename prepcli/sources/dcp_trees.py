@@ -1,4 +1,4 @@
-"""State dicts of torchtitan in torch distributed checkpoints, under other names than those of Hugging Face."""
+"""State dicts in torch distributed checkpoints under other names than those of Hugging Face, e.g. of torchtitan."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from prepcli.core.json_types import HFConfig
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpFolder, DcpTensor
 from prepcli.models.parameters import Family
-from prepcli.models.torchtitan_layouts import TORCHTITAN_LAYOUT
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
+from prepcli.planning.libraries import Library
 from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.tree_tensors import StoredLeaf
 
-# A tensor of every model in torchtitan. Its name is no tensor of Hugging Face.
-TORCHTITAN_EMBEDDING = "tok_embeddings.weight"
 # Chunk index -> file, offset of its first element.
 _ChunkOffsets = dict[tuple[int, ...], tuple[int, int]]
 
 
-def match_torchtitan(
+def match_dcp_tree(
     folder: DcpFolder,
     family: Family,
     config: HFConfig,
     display_name: str,
     manifest: Manifest = NO_MANIFEST,
+    *,
+    library: Library,
 ) -> ForeignTree:
-    """Match the tensors of a checkpoint with the state dict of torchtitan.
+    """Match the tensors of a checkpoint with the state dict of a library.
 
     Args:
         folder: The checkpoint.
@@ -37,13 +37,15 @@ def match_torchtitan(
         config: The model's config.json.
         display_name: Name of the checkpoint in messages.
         manifest: Manifest of a checkpoint written by prep.
+        library: Entry of the library, with one layout.
 
     Raises:
         PrepError: The family has no such layout, a tensor has the wrong shape, or its boxes form no grid.
     """
-    if TORCHTITAN_LAYOUT not in family.layouts:
-        why = f"its tensors have the names of torchtitan, and prep has no layout of it for {family.name}"
-        hint = "save it with the names of Hugging Face, e.g. `checkpoint.last_save_in_hf` in torchtitan"
+    (layout,) = library.layouts
+    if layout not in family.layouts:
+        why = f"its tensors have the names of {layout}, and prep has no layout of it for {family.name}"
+        hint = f"save it with the names of Hugging Face, {library.hub_names_hint}"
         raise PrepError(f"{display_name} is not supported", why, hint)
     leaves = {tensor.name: _stored_leaf(tensor) for tensor in folder.tensors}
     return match_foreign_tree(
@@ -52,7 +54,7 @@ def match_torchtitan(
         config,
         display_name,
         roots=("",),
-        layout=TORCHTITAN_LAYOUT,
+        layout=layout,
         manifest=manifest,
     )
 

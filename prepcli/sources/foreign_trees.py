@@ -11,7 +11,6 @@ from prepcli.algebra.axis_map import LAYER_ATOMS, ParsedAxisMap, bind_row
 from prepcli.core.errors import GET_AGAIN_HINT, Option, PrepError, text
 from prepcli.core.suggest import did_you_mean
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
-from prepcli.formats.orbax import LEVANTER_MODEL_ROOT
 from prepcli.models.parameters import (
     Family,
     HFConfig,
@@ -22,6 +21,7 @@ from prepcli.models.parameters import (
     parameter_rows,
 )
 from prepcli.planning.layout_scales import LayoutScale, bind_scale
+from prepcli.planning.libraries import LIBRARIES
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE
 from prepcli.planning.tensor_match import TensorNames
@@ -38,12 +38,11 @@ from prepcli.sources.tree_tensors import (
     recorded_shapes,
 )
 
-# Prefix of the parameters in a tree of parameters, in Flax variables, and in training states of Flax and Levanter.
+# Prefix of the parameters in a tree of parameters, in Flax variables, and in the items of trainers.
 ROOTS = (
     "",
     "params.",
-    "params.params.",
-    LEVANTER_MODEL_ROOT,
+    *(library.item.root for library in LIBRARIES if library.item and library.item.root),
 )
 # The tree that prep writes, without its manifest.
 NATIVE_LAYOUT = "native"

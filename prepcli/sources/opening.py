@@ -333,11 +333,11 @@ def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
         what = text("{} is not supported for {}", option, located.display_name)
         raise usage_error(what, "only the files of its model are read", "copy it to this machine")
     if located.kind in ("safetensors", "torch"):
-        from prepcli.sources.trainer_checkpoint import read_trainer_checkpoint
+        from prepcli.sources.torch_state import read_trainer_checkpoint
 
         return read_trainer_checkpoint(source, located.local_files.remote)
     if located.kind == "dcp":
-        from prepcli.sources.dcp_state import read_dcp_state
+        from prepcli.sources.torch_state import read_dcp_state
 
         return read_dcp_state(source)
     what = text("{} is not supported for {}", option, located.display_name)

@@ -20,12 +20,11 @@ from prepcli.formats.msgpack_layout import (
     sort_paths,
 )
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
+from prepcli.planning.libraries import STREAM_FORMAT
 from prepcli.planning.plan import Locations, OutputFile, SmallFile
 from prepcli.sources.appended_files import shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.layout_leaves import LayoutLeaf, find_layout_leaves, whole_leaf_location
-
-STREAM_FORMAT = "stream"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,6 @@ from prepcli.commands.operations.export_checks import (
     shard_nbytes,
 )
 from prepcli.commands.operations.export_layouts import (
-    DCP_FORMAT,
-    HF_LAYOUT,
-    LAYOUT_TITLES,
     WeightFiles,
     file_format,
     lay_out_weights,
@@ -42,16 +39,16 @@ from prepcli.commands.operations.export_layouts import (
 from prepcli.commands.operations.export_map import WrittenMap, read_export_map
 from prepcli.commands.operations.export_quantized import take_quantized_bytes
 from prepcli.commands.operations.export_towers import no_effect_error, select_parts
-from prepcli.commands.operations.export_training_state import (
+from prepcli.commands.operations.operation import public
+from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
+from prepcli.commands.operations.push import check_private, convert_and_push
+from prepcli.commands.operations.results import Conversion
+from prepcli.commands.operations.training_state import (
     StateExport,
     check_no_adapter,
     check_state_request,
     lay_out_training_state,
 )
-from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
-from prepcli.commands.operations.push import check_private, convert_and_push
-from prepcli.commands.operations.results import Conversion
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
@@ -64,6 +61,7 @@ from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
 from prepcli.models.parameters import TreeLayout
 from prepcli.planning.item_storage import OCDBT
 from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.libraries import DCP_FORMAT, HF_LAYOUT, find_library
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Fill, Plan
 from prepcli.planning.quantization_leaves import is_decoded_tensor
@@ -245,8 +243,8 @@ def plan_copy(
     settings = _manifest_settings(
         source, name, options, written_vocabulary, is_tied=is_tied, config=config
     )
-    left_source = state.left_source(source)
-    source = state.full_source(source)
+    left_source = state.left_source
+    source = state.source
     dropped = (
         *(d for d in match.dropped if d.name not in tied_head),
         *dropped_padding(source, targets, resize=resize),
@@ -273,7 +271,7 @@ def plan_copy(
     planned = _add_report_fields(
         plan, options, left_source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
     )
-    return state.describe(planned, source)
+    return state.describe(planned)
 
 
 def _lay_out_files(
@@ -304,7 +302,7 @@ def _lay_out_files(
         shard_nbytes=file_nbytes,
         tensor_map=written_map.tensor_map,
     )
-    return StateExport(weight_files)
+    return StateExport(weight_files, source)
 
 
 def _base_name(located: LocatedCheckpoint, vocabulary: Vocabulary) -> str:
@@ -475,12 +473,9 @@ def _summary_line(
     step = source.tree_manifest.step
     source_name = located.model_name if step is None else f"{located.model_name} step {step}"
     notes = f"; {count_text(removed_rows, 'row')} of padding removed" if removed_rows > 0 else ""
-    layout = options["layout"]
     state_nbytes = optimizer_nbytes(source)
     notes += f"; optimizer state ({format_bytes(state_nbytes)}) dropped" if state_nbytes else ""
-    title = LAYOUT_TITLES[layout]
-    if file_format(options) == DCP_FORMAT:
-        title = "torch distributed checkpoint"
+    title = find_library(options["layout"], file_format(options)).title
     return f"{source_name} -> {title}, {num_files} file{'s' if num_files > 1 else ''}{notes}"
 
 

@@ -5,23 +5,24 @@
 
 from __future__ import annotations
 
-from prepcli.commands.operations.export_layouts import (
-    DCP_FORMAT,
-    FORMATS_BY_LAYOUT,
-    HF_LAYOUT,
-    TENSORSTORE_FORMAT,
-    check_storage,
-    file_format,
-)
+from prepcli.commands.operations.export_layouts import check_storage, file_format
 from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.core.errors import Command, Option, join_texts, text, usage_error
 from prepcli.core.formatting import format_bytes, parse_bytes
 from prepcli.core.suggest import did_you_mean
 from prepcli.formats.safetensors import SUFFIX
 from prepcli.models.registry import FAMILIES
+from prepcli.planning.libraries import (
+    DCP_FORMAT,
+    HF_LAYOUT,
+    LIBRARIES,
+    LIBRARIES_BY_LAYOUT,
+    ORBAX_FORMAT,
+    STREAM_FORMAT,
+    TENSORSTORE_FORMAT,
+)
 from prepcli.sources.multimodal import models_title, towers_title
 from prepcli.sources.source import Source
-from prepcli.targets.flax_folder import STREAM_FORMAT
 
 DEFAULT_SHARD_NBYTES = 5 * 10**9
 # Smaller shard sizes need a unit: `5` means 5 bytes, but the user means 5 GB.
@@ -29,7 +30,7 @@ MIN_UNITLESS_NBYTES = 1 << 20
 # Formats without files of a chosen size: their name in messages, and the reason.
 UNSPLIT_FORMATS = {
     STREAM_FORMAT: ("streams", "an EasyLM stream is one file"),
-    "orbax": ("Orbax items", "their chunks determine the files"),
+    ORBAX_FORMAT: ("Orbax items", "their chunks determine the files"),
     TENSORSTORE_FORMAT: ("Levanter checkpoints", "their chunks determine the files"),
 }
 
@@ -61,8 +62,8 @@ def shard_nbytes(options: ExportOptions) -> int:
 def check_request(options: ExportOptions, source: Source) -> None:
     """Raise UsageError for a conflict of layout, format and size, and for an export without any change."""
     layout = options["layout"]
-    if layout not in FORMATS_BY_LAYOUT:
-        layouts = list(FORMATS_BY_LAYOUT)
+    if layout not in LIBRARIES_BY_LAYOUT:
+        layouts = list(LIBRARIES_BY_LAYOUT)
         raise usage_error(
             text("{} is unknown", Option("layout", layout)),
             f"the layouts are {', '.join(layouts)}",
@@ -77,14 +78,15 @@ def check_request(options: ExportOptions, source: Source) -> None:
 
 def _check_format(layout: str, requested_format: str | None) -> None:
     """Raise UsageError for a format without support in the layout."""
-    formats = FORMATS_BY_LAYOUT[layout]
+    formats = [library.file_format for library in LIBRARIES_BY_LAYOUT[layout]]
     if requested_format is None or requested_format in formats:
         return
     requested = text("{} {}", Option("layout", layout), Option("format", requested_format))
     hint = text("remove {}", Option("format"))
-    for other_layout, other_formats in FORMATS_BY_LAYOUT.items():
-        if requested_format in other_formats:
-            hint = join_texts(", or ", [hint, text("use {}", Option("layout", other_layout))])
+    for library in LIBRARIES:
+        if requested_format == library.file_format:
+            other = text("use {}", Option("layout", library.layouts[0]))
+            hint = join_texts(", or ", [hint, other])
             break
     raise usage_error(
         text("{} is not supported", requested),

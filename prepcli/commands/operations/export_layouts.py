@@ -11,16 +11,24 @@ from dataclasses import dataclass, replace
 from prepcli.commands.operations.options import ExportOptions
 from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.core.json_types import HFConfig
+from prepcli.formats.manifest import EXPORTED_STEP
 from prepcli.formats.safetensors_layout import split_into_shards
-from prepcli.models.torchtitan_layouts import TORCHTITAN_LAYOUT
 from prepcli.planning.item_storage import LEVANTER, OCDBT, ORBAX_STORAGES, ItemStorage
 from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.libraries import (
+    DCP_FORMAT,
+    HF_LAYOUT,
+    LIBRARIES_BY_LAYOUT,
+    ORBAX_FORMAT,
+    TENSORSTORE_FORMAT,
+    find_library,
+)
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import Locations, OutputFile, OutputLeaf, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
 from prepcli.targets.dcp_folder import lay_out_dcp_folder, lay_out_dcp_tree
-from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder
+from prepcli.targets.flax_folder import lay_out_flax_folder
 from prepcli.targets.hf_folder import (
     config_files,
     copied_small_files,
@@ -31,37 +39,11 @@ from prepcli.targets.hf_folder import (
 )
 from prepcli.targets.layout_leaves import find_layout_scales
 from prepcli.targets.mapped_folder import lay_out_mapped_folder
-from prepcli.targets.trainer_item import TRAINER_ITEMS, lay_out_trainer_item
+from prepcli.targets.orbax_item import OrbaxItemLayout
+from prepcli.targets.trainer_item import lay_out_trainer_item
 
 # Payloads start at a page boundary, like chunks, so that whole pages are copied.
 PAYLOAD_PAGE_OFFSET = 0
-HF_LAYOUT = "hf"
-DCP_FORMAT = "dcp"
-TENSORSTORE_FORMAT = "tensorstore"
-LEVANTER_LAYOUTS = ("levanter", "levanter-unscanned")
-TUNIX_LAYOUT = "tunix"
-# The formats of each layout. The first one is the default.
-FORMATS_BY_LAYOUT: Mapping[str, tuple[str, ...]] = {
-    HF_LAYOUT: ("safetensors", DCP_FORMAT),
-    "hf-flax": ("msgpack",),
-    "easylm": (STREAM_FORMAT,),
-    "easylm-scanned": (STREAM_FORMAT,),
-    TORCHTITAN_LAYOUT: (DCP_FORMAT,),
-    **dict.fromkeys(TRAINER_ITEMS, ("orbax",)),
-    **dict.fromkeys(LEVANTER_LAYOUTS, (TENSORSTORE_FORMAT,)),
-}
-LAYOUT_TITLES = {
-    HF_LAYOUT: "Hugging Face safetensors",
-    "hf-flax": "Flax msgpack for Hugging Face",
-    "easylm": "EasyLM stream",
-    "easylm-scanned": "EasyLM stream",
-    "maxtext": "Orbax checkpoint for MaxText",
-    "maxtext-unscanned": "Orbax checkpoint for MaxText",
-    "tunix": "Orbax checkpoint for Tunix",
-    TORCHTITAN_LAYOUT: "torch distributed checkpoint for torchtitan",
-    "levanter": "Levanter checkpoint",
-    "levanter-unscanned": "Levanter checkpoint",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +67,23 @@ class WeightFiles:
     empty_nodes: tuple[tuple[str | int, ...], ...] = ()
 
 
+def item_files(
+    item: OrbaxItemLayout, folder: str, empty_nodes: tuple[tuple[str | int, ...], ...] = ()
+) -> WeightFiles:
+    """Return the files of an Orbax item in a folder of the output."""
+    return WeightFiles(
+        item.files, item.regions, leaves=item.leaves, folder=folder, empty_nodes=empty_nodes
+    )
+
+
 def file_format(options: ExportOptions) -> str:
     """Return the format of the files: the requested one, or the default of a known layout."""
-    return options["format"] or FORMATS_BY_LAYOUT[options["layout"]][0]
+    return find_library(options["layout"], options["format"]).file_format
 
 
 def written_storage(options: ExportOptions) -> ItemStorage:
     """Return the storage of the arrays of an item."""
-    if options["layout"] in LEVANTER_LAYOUTS:
+    if file_format(options) == TENSORSTORE_FORMAT:
         return LEVANTER
     return ORBAX_STORAGES[options["storage"]]
 
@@ -100,9 +91,12 @@ def written_storage(options: ExportOptions) -> ItemStorage:
 def check_storage(options: ExportOptions) -> None:
     """Raise UsageError if a storage is requested for a layout without an Orbax item."""
     layout = options["layout"]
-    if ORBAX_STORAGES[options["storage"]] == OCDBT or "orbax" in FORMATS_BY_LAYOUT[layout]:
+    is_default = ORBAX_STORAGES[options["storage"]] == OCDBT
+    if is_default or find_library(layout).file_format == ORBAX_FORMAT:
         return
-    layouts = [name for name, formats in FORMATS_BY_LAYOUT.items() if "orbax" in formats]
+    layouts = [
+        name for name in LIBRARIES_BY_LAYOUT if find_library(name).file_format == ORBAX_FORMAT
+    ]
     option = Option("storage", options["storage"])
     raise usage_error(
         text("{} is not supported with {}", option, Option("layout", layout)),
@@ -147,8 +141,10 @@ def lay_out_weights(
             {t.name: (locations[source.file_name(t)],) for t in tensors},
             index_files(layouts),
         )
-    if options["layout"] in TRAINER_ITEMS:
-        return _lay_out_trainer_files(options, source, tensors, vocab_rows)
+    place = find_library(options["layout"]).item
+    if place is not None:
+        item = _lay_out_trainer_item(options, source, tensors, vocab_rows)
+        return item_files(item, place.folder(EXPORTED_STEP))
     if file_format(options) == DCP_FORMAT:
         dcp, places = lay_out_dcp_tree(
             source,
@@ -169,16 +165,16 @@ def lay_out_weights(
     return WeightFiles(output.files, output.locations, output.index)
 
 
-def _lay_out_trainer_files(
+def _lay_out_trainer_item(
     options: ExportOptions, source: Source, tensors: Sequence[SourceTensor], vocab_rows: int
-) -> WeightFiles:
-    """Lay out the item of another trainer."""
-    layout = options["layout"]
-    item = lay_out_trainer_item(
-        source, tensors, layout=layout, vocab_size=vocab_rows, storage=written_storage(options)
+) -> OrbaxItemLayout:
+    return lay_out_trainer_item(
+        source,
+        tensors,
+        layout=options["layout"],
+        vocab_size=vocab_rows,
+        storage=written_storage(options),
     )
-    folder = TRAINER_ITEMS[layout].folder()
-    return WeightFiles(item.files, item.regions, leaves=item.leaves, folder=folder)
 
 
 def layout_scales(

@@ -23,15 +23,11 @@ from prepcli.commands.operations.conversion import (
     recorded_values,
     run_conversion,
 )
-from prepcli.commands.operations.imported_state import (
-    check_imported_state,
-    imported_state_notes,
-    imported_step_fields,
-)
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import ReshardOptions, SaveInitOptions
 from prepcli.commands.operations.pad_vocab import check_seed, make_fill, padded_vocab_rows
 from prepcli.commands.operations.results import Conversion
+from prepcli.commands.operations.training_state import check_imported_state, imported_state_notes
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.core.formatting import format_bytes
@@ -55,7 +51,7 @@ from prepcli.models.rule_text import merge_rules, with_default_preset
 from prepcli.models.rules import LeafDims, check_leaf_rules
 from prepcli.models.verbatim import CANNOT_TRAIN, stacked_numbers
 from prepcli.planning.item_storage import OCDBT, ORBAX_STORAGES, ItemStorage
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ManifestFields
 from prepcli.planning.plan import DroppedTensor, Plan, SmallFile
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.tensor_match import TensorMatch
@@ -481,7 +477,7 @@ def _manifest_settings(source: Source, name: str, layout: ItemLayout) -> Manifes
     """Return the fields of the manifest about the model and the layout."""
     kept: ManifestFields = {}
     if source.training_record is not None and layout.is_training_step:
-        kept = imported_step_fields(source.training_record)
+        kept = {"step": source.training_record["step"], TRAINING_STATE_KEY: source.training_record}
     elif layout.is_training_step:
         kept = step_fields(layout.source_manifest)
     fields: ManifestFields = {

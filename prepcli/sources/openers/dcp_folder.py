@@ -17,17 +17,26 @@ from prepcli.engine.digest import digest_pieces
 from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_folder
-from prepcli.models.torchtitan_layouts import TORCHTITAN_LAYOUT
+from prepcli.planning.libraries import (
+    DCP_FORMAT,
+    HF_LAYOUT,
+    LIBRARIES_BY_LAYOUT,
+    Library,
+    find_library,
+    find_marked_library,
+)
 from prepcli.planning.plan import Contiguous, DroppedTensor, Locations, SourceFile
 from prepcli.planning.state_names import OPT_STATE_RULE, TRAINING_STATE_RULE
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import itemsize
-from prepcli.sources.dcp_trees import TORCHTITAN_EMBEDDING, match_torchtitan
+from prepcli.sources.dcp_trees import match_dcp_tree
 from prepcli.sources.model_family import find_config_path, read_folder_model
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
 from prepcli.sources.source_hints import SourceHints
 
-DCP_LAYOUTS = ("hf", TORCHTITAN_LAYOUT)
+DCP_LAYOUTS = [
+    name for name in LIBRARIES_BY_LAYOUT if find_library(name, DCP_FORMAT).file_format == DCP_FORMAT
+]
 # Names in the state dicts of `get_state_dict`.
 MODEL_PREFIX = "model."
 STATE_PREFIX = "optimizer.state."
@@ -52,8 +61,8 @@ def open_dcp(
     folder = read_dcp_folder(path)
     state: tuple[DcpTensor, ...] = ()
     others: tuple[DcpTensor, ...] = ()
-    is_torchtitan = _has_torchtitan_names([tensor.name for tensor in folder.tensors], hints)
-    if not is_torchtitan:
+    library = _find_library({tensor.name for tensor in folder.tensors}, hints)
+    if library is None:
         folder, state, others = _split_state(folder)
     config_path = find_config_path(hints, path, display_name)
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
@@ -61,9 +70,14 @@ def open_dcp(
     names = model.names
     tensors = _named_tensors(folder, names)
     extra_entries: tuple[DroppedTensor, ...] = ()
-    if is_torchtitan and not model.family.is_verbatim:
-        tree = match_torchtitan(
-            folder, model.family, model.config, display_name, manifest or NO_MANIFEST
+    if library is not None and not model.family.is_verbatim:
+        tree = match_dcp_tree(
+            folder,
+            model.family,
+            model.config,
+            display_name,
+            manifest or NO_MANIFEST,
+            library=library,
         )
         names = tree.names
         tensors = tree.tensors
@@ -94,8 +108,8 @@ def open_dcp(
     )
 
 
-def _has_torchtitan_names(names: Collection[str], hints: SourceHints) -> bool:
-    """Return whether the tensors have the names of torchtitan, or the user says so.
+def _find_library(names: Collection[str], hints: SourceHints) -> Library | None:
+    """Return the library with the names of the tensors, or the one that the user states. None for Hugging Face.
 
     Raises:
         PrepError: The user names a layout of another format.
@@ -105,8 +119,10 @@ def _has_torchtitan_names(names: Collection[str], hints: SourceHints) -> bool:
         why = f"its layouts are {', '.join(DCP_LAYOUTS)}"
         raise PrepError(what, why, did_you_mean(hints.layout or "", DCP_LAYOUTS))
     if hints.layout is None:
-        return TORCHTITAN_EMBEDDING in names
-    return hints.layout == TORCHTITAN_LAYOUT
+        return find_marked_library(names)
+    if hints.layout == HF_LAYOUT:
+        return None
+    return find_library(hints.layout)
 
 
 def _named_tensors(folder: DcpFolder, names: TensorNames) -> tuple[SourceTensor, ...]:

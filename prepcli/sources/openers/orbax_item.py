@@ -38,14 +38,12 @@ from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.model_family import select_family
-from prepcli.sources.openers.orbax_state import (
+from prepcli.sources.openers.item_state import (
     MomentTrees,
     add_item_state,
     match_moment_trees,
-    moment_scales,
-    scaled_moments,
+    with_state_item,
 )
-from prepcli.sources.openers.state_item import with_state_item
 from prepcli.sources.remote_blobs import with_remote_blobs
 from prepcli.sources.side_files import SideFile, find_side_files, matches_any
 from prepcli.sources.source import (
@@ -214,7 +212,9 @@ def _open_foreign_item(
         elif tree.scales:
             # The layout is known only after the match. The leaves with a scale are then read through it.
             scales = _root_scales(tree, manifest, display_name)
-            blobs, leaves = stored_leaves(item, scales | moment_scales(moments))
+            if moments is not None:
+                scales |= moments.leaf_scales()
+            blobs, leaves = stored_leaves(item, scales)
             tree, moments = match_trees(leaves)
         names = tree.names
         tensors = _with_recorded_digests(tree, manifest or NO_MANIFEST, scale_records)
@@ -274,7 +274,10 @@ def _match_trees(
     )
     if not _has_state(hints, manifest):
         return tree, None
-    return tree, match_moment_trees(leaves, family, config, display_name, records)
+    moments = match_moment_trees(
+        leaves, family, config, display_name, manifest=records, layout=tree.format.layout
+    )
+    return tree, moments
 
 
 def _has_state(hints: SourceHints, manifest: Manifest | None) -> bool:
@@ -347,7 +350,8 @@ def _check_scales(
 ) -> None:
     """Raise DamagedError if a manifest records other scales than its layout has."""
     scales = {tree.names.full_name(name): scale for name, scale in tree.scaled_tensors.items()}
-    scales |= scaled_moments(moments)
+    if moments is not None:
+        scales |= moments.tensor_scales()
     for name, record in records.items():
         recorded = recorded_scale(record)
         if scales.get(name) != recorded:

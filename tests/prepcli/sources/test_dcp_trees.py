@@ -13,7 +13,8 @@ from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import PrepError
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor
 from prepcli.models.families.llama import FAMILY as LLAMA
-from prepcli.sources.dcp_trees import match_torchtitan
+from prepcli.planning.libraries import TORCHTITAN
+from prepcli.sources.dcp_trees import match_dcp_tree
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 6,
@@ -42,7 +43,9 @@ def test_boxes_of_two_ranks_are_the_chunks_of_a_tensor():
     # The second rank has two rows, in file 1.
     halves = DcpBox((0, 0), (4, 8), 0, 512, None), DcpBox((4, 0), (2, 8), 1, 640, None)
     tensors[0] = DcpTensor("tok_embeddings.weight", "float32", (6, 8), halves)
-    tree = match_torchtitan(DcpFolder(tuple(tensors), (), (), "", {}), LLAMA, CONFIG, "step-3")
+    tree = match_dcp_tree(
+        DcpFolder(tuple(tensors), (), (), "", {}), LLAMA, CONFIG, "step-3", library=TORCHTITAN
+    )
     embedding = next(tensor for tensor in tree.tensors if tensor.name == "embed_tokens.weight")
     (region,) = embedding.placement
     assert isinstance(region, ChunkedLocation)
@@ -54,4 +57,4 @@ def test_boxes_of_two_ranks_are_the_chunks_of_a_tensor():
 @pytest.mark.parametrize("starts", [(0, 2), (0, 1, 2), (0, 3, 5)])
 def test_rows_that_form_no_grid_are_refused(starts: tuple[int, ...]):
     with pytest.raises(PrepError, match=r"tok_embeddings\.weight is not supported"):
-        match_torchtitan(embedding_in_boxes(*starts), LLAMA, CONFIG, "step-3")
+        match_dcp_tree(embedding_in_boxes(*starts), LLAMA, CONFIG, "step-3", library=TORCHTITAN)

@@ -14,7 +14,7 @@ from prepcli.commands.operations.training_state import read_training_state
 from prepcli.core.errors import OK, DamagedError
 from prepcli.formats.manifest import Manifest
 from prepcli.models.decayed_leaves import DecayRule
-from prepcli.sources.adam_state import AdamSettings
+from prepcli.planning.libraries import AdamSettings
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from tests.helpers.training_folder import make_training_folder

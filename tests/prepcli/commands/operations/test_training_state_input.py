@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations.export_training_state import check_state_request
-from prepcli.commands.operations.imported_state import check_imported_state
 from prepcli.commands.operations.options import ExportOptions, SaveInitOptions
+from prepcli.commands.operations.training_state import check_imported_state, check_state_request
 from prepcli.core.errors import UsageError
 from prepcli.core.option_spec import with_defaults
 from prepcli.models.module_order import optimizer_groups

@@ -22,10 +22,10 @@ import pytest
 
 from prepcli.commands.operations.training_state import read_training_state
 from prepcli.models.module_order import optimizer_groups
+from prepcli.planning.libraries import LEVANTER
 from prepcli.restore.item_reader import open_reader
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
-from prepcli.targets.trainer_item_state import levanter_state_tree
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.levanter_trees import TREES, Leaves, read_levanter, write_levanter
 from tests.helpers.other_trainers import (
@@ -121,9 +121,12 @@ def test_tree_of_the_optimizer_is_that_of_optax(folder: None):
 def test_tree_without_clipping_is_that_of_optax(folder: None):
     params = leaves_below(read_levanter(Path("levanter")), MODEL)
     state = read_training_state(open_source(locate("half")))
-    tree = levanter_state_tree(replace(state, clip_norm=0.0))
-    paths = [*tree.counters(state), *tree.constants]
-    for prefix in tree.moments:
+    assert LEVANTER.state is not None
+    assert LEVANTER.state.optax is not None
+    optax = LEVANTER.state.optax.bind(replace(state, clip_norm=0.0))
+    paths = [*optax.counters, *optax.constants]
+    *moments, _ = optax.slots
+    for prefix in moments:
         paths += [f"{prefix}{path}" for path in params]
     assert {path for path in paths if path.startswith("opt_state.")} == optax_paths(params, 0.0)
 

@@ -1,4 +1,7 @@
-"""The training state in an item of MaxText or Levanter: the state of AdamW below `opt_state`, and the step."""
+"""Read the training state in an item of a JAX trainer: the state of AdamW in optax below `opt_state`, and the step.
+
+The trainer's own places, e.g. of averages, are those of its entry in `planning.libraries`.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,40 @@ from dataclasses import dataclass, replace
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_types import HFConfig
+from prepcli.engine.digest import digest
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.orbax import (
+    STATE_ITEMS,
+    OrbaxItem,
+    find_name_clash,
+    item_metadata_file,
+    read_item,
+)
+from prepcli.formats.orbax_chunks import ChunkTable, StoredRange
+from prepcli.formats.untrusted import quote_name
 from prepcli.models.parameters import Family
 from prepcli.planning.layout_scales import LayoutScale, scaled_digests
+from prepcli.planning.libraries import LIBRARIES_BY_LAYOUT, NO_SETTINGS, AdamNumbers
 from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
 from prepcli.planning.plan import DroppedTensor
-from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, qualify
-from prepcli.sources.adam_state import (
+from prepcli.planning.state_names import (
     FIRST_MOMENT,
+    OPT_STATE,
+    OPT_STATE_RULE,
     SECOND_MOMENT,
-    AdamSettings,
-    read_scalar,
-    read_small_tensor,
+    qualify,
 )
-from prepcli.sources.averages import AVERAGE_KEY, AVERAGE_ROOT, AVERAGE_SLOT
-from prepcli.sources.foreign_state import (
+from prepcli.sources.adam_state import (
     MAX_COUNT,
-    NO_SETTINGS,
     WITHOUT_STATE_HINT,
-    ForeignState,
-    add_foreign_state,
+    add_training_state,
     check_count,
+    read_scalars,
+    read_small_tensors,
+    recorded_settings,
+    slot_scales,
 )
+from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.foreign_trees import BOXED_SUFFIX, ForeignTree, match_foreign_tree
 from prepcli.sources.source import Source, SourceTensor, recorded_digests
 from prepcli.sources.tree_tensors import StoredLeaf, leaf_as_tensor
@@ -46,55 +61,36 @@ SETTINGS_PART = "opt_state.hyperparams"
 STEP_LEAF = "step"
 # The number of updates in `optax.MultiSteps`. It accumulates gradients, so that the step counts batches.
 GRADIENT_STEP_LEAF = "opt_state.gradient_step"
-# Levanter's average with a decay that depends on the step has a weight.
-AVERAGE_WEIGHT_LEAF = f"{AVERAGE_KEY}.tot_weight"
-# Orders of the moments. See `LayoutScale.of_moment`.
-ORDERS = {FIRST_MOMENT: 1, SECOND_MOMENT: 2}
 
 
 @dataclass(frozen=True, slots=True)
 class MomentTrees:
-    """The trees of both moments, with the leaves of one state of optax.
+    """The trees of both moments and of the averages, with the leaves of one state of optax.
 
     Attributes:
         trees: First moments, second moments and averages by slot, with the names of the parameters.
-        state: Prefix of the state.
+        adam: Prefix of the state of Adam.
+        averages: First key of the averages. Empty without averages.
     """
 
     trees: Mapping[str, ForeignTree]
-    state: str
+    adam: str
+    averages: str
 
+    def leaf_scales(self) -> dict[str, LayoutScale]:
+        """Return the scale of each leaf with one."""
+        scales: dict[str, LayoutScale] = {}
+        for slot, tree in self.trees.items():
+            scales |= slot_scales(slot, tree.scales)
+        return scales
 
-def moment_scales(moments: MomentTrees | None) -> dict[str, LayoutScale]:
-    """Return the scale of each leaf of a moment with one. Empty without moments."""
-    scales: dict[str, LayoutScale] = {}
-    if moments is not None:
-        for slot, tree in moments.trees.items():
-            scales |= _slot_scales(slot, tree.scales)
-    return scales
-
-
-def scaled_moments(moments: MomentTrees | None) -> dict[str, LayoutScale]:
-    """Return the scale of each moment with one, by its name in a manifest. Empty without moments."""
-    scales: dict[str, LayoutScale] = {}
-    if moments is not None:
-        for slot, tree in moments.trees.items():
-            for name, scale in _slot_scales(slot, tree.scaled_tensors).items():
+    def tensor_scales(self) -> dict[str, LayoutScale]:
+        """Return the scale of each moment with one, by its name in a manifest."""
+        scales: dict[str, LayoutScale] = {}
+        for slot, tree in self.trees.items():
+            for name, scale in slot_scales(slot, tree.scaled_tensors).items():
                 scales[qualify(slot, tree.names.full_name(name))] = scale
-    return scales
-
-
-def _slot_scales(slot: str, parameter_scales: Mapping[str, LayoutScale]) -> dict[str, LayoutScale]:
-    """Return the scales of a slot, by the names of the parameters' scales."""
-    scales: dict[str, LayoutScale] = {}
-    for name, parameter_scale in parameter_scales.items():
-        # An average has the scale of its parameter.
-        scale = parameter_scale
-        if slot != AVERAGE_SLOT:
-            scale = parameter_scale.of_moment(ORDERS[slot])
-        if scale:
-            scales[name] = scale
-    return scales
+        return scales
 
 
 def match_moment_trees(
@@ -102,7 +98,9 @@ def match_moment_trees(
     family: Family,
     config: HFConfig,
     display_name: str,
+    *,
     manifest: Manifest,
+    layout: str,
 ) -> MomentTrees:
     """Match the leaves of the moments with the layout of the parameters.
 
@@ -112,6 +110,7 @@ def match_moment_trees(
         config: Config of the model.
         display_name: Name of the checkpoint in messages.
         manifest: Manifest of an item written by prep, else NO_MANIFEST.
+        layout: Layout of the parameters.
 
     Raises:
         PrepError: The item has no moments of AdamW, or they fit no layout.
@@ -120,14 +119,15 @@ def match_moment_trees(
     found_leaf = next(filter(None, map(FIRST_MOMENT_LEAF.match, leaves)), None)
     if found_leaf is None:
         raise PrepError(what, "no leaf is in opt_state.*.mu", WITHOUT_STATE_HINT)
-    state = found_leaf[1]
+    adam = found_leaf[1]
     collection = found_leaf[2] or ""
     roots = {
-        FIRST_MOMENT: f"{state}.mu.{collection}",
-        SECOND_MOMENT: f"{state}.nu.{collection}",
+        FIRST_MOMENT: f"{adam}.mu.{collection}",
+        SECOND_MOMENT: f"{adam}.nu.{collection}",
     }
-    if _has_averages(leaves):
-        roots[AVERAGE_SLOT] = AVERAGE_ROOT
+    averages = _averages_root(layout, leaves)
+    if averages:
+        roots[AVERAGE_SLOT] = averages
     trees: dict[str, ForeignTree] = {}
     for slot, root in roots.items():
         # E.g. Lion has first moments only.
@@ -136,14 +136,18 @@ def match_moment_trees(
         trees[slot] = match_foreign_tree(
             leaves, family, config, display_name, roots=(root,), manifest=manifest
         )
-    return MomentTrees(trees, state)
+    return MomentTrees(trees, adam, averages.partition(".")[0])
 
 
-def _has_averages(leaves: Mapping[str, StoredLeaf]) -> bool:
-    """Return whether an item has averages of the parameters with a constant decay, as in prep."""
-    if AVERAGE_WEIGHT_LEAF in leaves:
-        return False
-    return any(name.startswith(AVERAGE_ROOT) for name in leaves)
+def _averages_root(layout: str, leaves: Mapping[str, StoredLeaf]) -> str:
+    """Return the prefix of averages with a constant decay, as in prep. Empty without such averages."""
+    for library in LIBRARIES_BY_LAYOUT.get(layout, ()):
+        optax = library.state and library.state.optax
+        if not optax or not optax.averages or optax.average_weight in leaves:
+            continue
+        if any(name.startswith(optax.averages) for name in leaves):
+            return optax.averages
+    return ""
 
 
 def add_item_state(
@@ -163,65 +167,55 @@ def add_item_state(
     Raises:
         PrepError: A counter is missing or invalid.
     """
-    manifest = source.manifest or NO_MANIFEST
-    num_updates = _read_counter(source, leaves, f"{moments.state}.count")
+    num_updates = _read_counter(source, leaves, f"{moments.adam}.count")
+    # E.g. after skipped steps. The schedule of prep is at the number of updates.
+    other_counts: dict[str, int] = {}
+    for leaf in filter(COUNT_LEAF.fullmatch, leaves):
+        count = _read_counter(source, leaves, leaf)
+        if count != num_updates:
+            other_counts[leaf] = count
     if source.manifest is not None:
-        _check_written_leaves(source, leaves, num_updates)
-    settings = _recorded_settings(manifest)
+        _check_written_leaves(source, source.manifest, leaves, other_counts, num_updates)
     left_out = [
         *_unread_parts(moments, leaves),
         *_other_moments(source, moments),
-        *_other_counts(source, leaves, num_updates),
+        *(f"{leaf.removesuffix(BOXED_SUFFIX)} {count}" for leaf, count in other_counts.items()),
     ]
     others: list[DroppedTensor] = []
     for entry in source.extra_entries:
-        if entry.rule == OPT_STATE_RULE or entry.name == STEP_LEAF:
-            continue
-        if entry.name == AVERAGE_KEY and AVERAGE_SLOT in moments.trees:
-            continue
-        others.append(entry)
-        left_out.append(entry.name)
+        if entry.rule != OPT_STATE_RULE and entry.name not in (STEP_LEAF, moments.averages):
+            others.append(entry)
+            left_out.append(entry.name)
+    settings = recorded_settings(source)
     if settings is None:
         left_out.append(NO_SETTINGS)
-    state = ForeignState(
-        moments=tuple(_moment_tensors(source, moments, scale_records)),
-        step=_read_step(source, leaves),
-        num_updates=num_updates,
-        settings=settings,
-        left_out=tuple(left_out),
+    numbers = AdamNumbers(
+        step=_read_step(source, leaves), num_updates=num_updates, settings=settings
     )
-    return add_foreign_state(replace(source, extra_entries=tuple(others)), state)
+    return add_training_state(
+        replace(source, extra_entries=tuple(others)),
+        numbers,
+        tuple(_moment_tensors(source, moments, scale_records)),
+        tuple(left_out),
+    )
 
 
 def _check_written_leaves(
-    source: Source, leaves: Mapping[str, StoredLeaf], num_updates: int
+    source: Source,
+    manifest: Manifest,
+    leaves: Mapping[str, StoredLeaf],
+    other_counts: Mapping[str, int],
+    num_updates: int,
 ) -> None:
-    """Check the constant leaves in an output of prep, e.g. the count of the schedule.
-
-    Raises:
-        DamagedError: A count differs from the number of updates, or a leaf from its digest.
-    """
-    for name in filter(COUNT_LEAF.fullmatch, leaves):
-        count = _read_counter(source, leaves, name)
-        if count != num_updates:
-            why = f"{name} is {count}, and the moments have {num_updates} updates"
-            raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
-    records = (source.manifest or NO_MANIFEST).others
-    for name in records.keys() & leaves.keys():
-        read_small_tensor(source, leaf_as_tensor(name, leaves[name], records))
-
-
-def _other_counts(
-    source: Source, leaves: Mapping[str, StoredLeaf], num_updates: int
-) -> Iterator[str]:
-    """Yield a description of each count with another value than the number of updates, e.g. after skipped steps.
-
-    The schedule of prep is at the number of updates.
-    """
-    for name in filter(COUNT_LEAF.fullmatch, leaves):
-        count = _read_counter(source, leaves, name)
-        if count != num_updates:
-            yield f"{name.removesuffix(BOXED_SUFFIX)} {count}"
+    """Raise DamagedError if a constant leaf of an output of prep differs from its digest, or from the count of Adam."""
+    what = f"{source.display_name} is damaged"
+    for leaf, count in other_counts.items():
+        why = f"{leaf} is {count}, and the moments have {num_updates} updates"
+        raise DamagedError(what, why, GET_AGAIN_HINT)
+    constants: list[SourceTensor] = []
+    for name in manifest.others.keys() & leaves.keys():
+        constants.append(leaf_as_tensor(name, leaves[name], manifest.others))
+    read_small_tensors(source, constants)
 
 
 def _unread_parts(moments: MomentTrees, leaves: Mapping[str, StoredLeaf]) -> Iterator[str]:
@@ -234,13 +228,29 @@ def _unread_parts(moments: MomentTrees, leaves: Mapping[str, StoredLeaf]) -> Ite
     for name in leaves:
         if name.startswith(roots) or COUNT_LEAF.fullmatch(name):
             continue
-        if name.startswith(f"{OPT_STATE}."):
-            parts[_part(name.removesuffix(BOXED_SUFFIX), moments.state)] = None
-        elif name.startswith(f"{AVERAGE_KEY}.") and AVERAGE_SLOT in moments.trees:
+        key, _, _ = name.partition(".")
+        if key == OPT_STATE:
+            parts[_part(name.removesuffix(BOXED_SUFFIX), moments.adam)] = None
+        elif key == moments.averages:
             parts[name] = None
     for part in parts:
         if part not in (SETTINGS_PART, GRADIENT_STEP_LEAF):
             yield part
+
+
+def _part(name: str, adam: str) -> str:
+    """Return the keys shared by a leaf and Adam's state, and the next key of the leaf.
+
+    >>> _part("opt_state.inner_state._skipstep_losses", "opt_state.inner_state.1")
+    'opt_state.inner_state._skipstep_losses'
+    """
+    keys = name.split(".")
+    num_shared = 0
+    for key, adam_key in zip(keys, adam.split("."), strict=False):
+        if key != adam_key:
+            break
+        num_shared += 1
+    return ".".join(keys[: num_shared + 1])
 
 
 def _other_moments(source: Source, moments: MomentTrees) -> Iterator[str]:
@@ -250,21 +260,6 @@ def _other_moments(source: Source, moments: MomentTrees) -> Iterator[str]:
         for tensor in tree.tensors:
             if tensor.name not in parameters:
                 yield f"{tree.format.root}{tensor.name}"
-
-
-def _part(name: str, state: str) -> str:
-    """Return the keys shared by a leaf and Adam's state, and the next key of the leaf.
-
-    >>> _part("opt_state.inner_state._skipstep_losses", "opt_state.inner_state.1")
-    'opt_state.inner_state._skipstep_losses'
-    """
-    keys = name.split(".")
-    num_shared = 0
-    for key, state_key in zip(keys, state.split("."), strict=False):
-        if key != state_key:
-            break
-        num_shared += 1
-    return ".".join(keys[: num_shared + 1])
 
 
 def _moment_tensors(
@@ -309,15 +304,46 @@ def _read_counter(source: Source, leaves: Mapping[str, StoredLeaf], name: str) -
     if name not in leaves:
         what = f"{source.display_name} has no {name}"
         raise PrepError(what, "its training state is incomplete", WITHOUT_STATE_HINT)
-    value = read_scalar(source, leaf_as_tensor(name, leaves[name], {}))
+    (value,) = read_scalars(source, [leaf_as_tensor(name, leaves[name], {})])
     leaf = name.removesuffix(BOXED_SUFFIX)
     why = f"{leaf} is {value:g}, and must be an integer from 0 to {MAX_COUNT:,}"
     return check_count(source, value, why)
 
 
-def _recorded_settings(manifest: Manifest) -> AdamSettings | None:
-    """Return the settings of an export of prep. MaxText and Levanter store none."""
-    record = manifest.fields.get(TRAINING_STATE_KEY)
-    if not record or not record["optimizer"]:
-        return None
-    return AdamSettings(**record["optimizer"])
+def with_state_item(item: OrbaxItem) -> OrbaxItem:
+    """Return an item of parameters with the arrays of the optimizer state in the item next to it, if there is one.
+
+    Raises:
+        PrepError: The other item is invalid, or both have an array of one name.
+    """
+    name = STATE_ITEMS.get(item.folder.name)
+    if name is None or item_metadata_file(item.folder.parent / name) is None:
+        return item
+    state = read_item(item.folder.parent / name, is_remote=item.is_remote)
+    clash = find_name_clash(array.path for array in (*item.arrays, *state.arrays))
+    if clash is not None:
+        what = f"{item.folder.parent} has {quote_name(clash[0])} twice"
+        raise DamagedError(what, f"it is in {item.folder.name} and in {name}", GET_AGAIN_HINT)
+    chunks = tuple(_move_files(table, len(item.files)) for table in state.chunks)
+    return replace(
+        item,
+        arrays=(*item.arrays, *state.arrays),
+        chunks=(*item.chunks, *chunks),
+        codec_names=(*item.codec_names, *state.codec_names),
+        files=(*item.files, *state.files),
+        value_types=(*item.value_types, *state.value_types),
+        non_arrays=(*item.non_arrays, *state.non_arrays),
+        unlisted_names=(*item.unlisted_names, *state.unlisted_names),
+        metadata_digest=digest((item.metadata_digest + state.metadata_digest).encode()),
+    )
+
+
+def _move_files(table: ChunkTable, first_file: int) -> ChunkTable:
+    """Return the chunks of an array in files with numbers from `first_file` on."""
+    moved: ChunkTable = {}
+    for index, value in table.items():
+        if isinstance(value, StoredRange):
+            moved[index] = replace(value, file=value.file + first_file)
+        else:
+            moved[index] = value
+    return moved

@@ -1,0 +1,512 @@
+"""Read the state of `torch.optim.AdamW`: a checkpoint of transformers' Trainer, or a torch distributed checkpoint.
+
+Trainer has the optimizer's state dict in optimizer.pt and its step in trainer_state.json. A torch distributed
+checkpoint is read in the form of `get_state_dict` of PyTorch, with names such as `optimizer.state.TENSOR.exp_avg`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text, usage_error
+from prepcli.engine.digest import digest_pieces
+from prepcli.formats.file_records import bytes_between
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.torch_dcp import DcpFolder, DcpTensor, read_dcp_folder, read_dcp_value
+from prepcli.formats.torch_files import TorchObject, read_torch_object
+from prepcli.formats.torch_tensors import TorchTensor
+from prepcli.formats.untrusted import unreadable_error
+from prepcli.models.decayed_leaves import DecayRule
+from prepcli.models.module_order import module_order, optimizer_groups
+from prepcli.models.param_tree import param_leaves
+from prepcli.planning.libraries import AdamNumbers, AdamSettings, find_marked_library
+from prepcli.planning.plan import Contiguous, DroppedTensor, SourceFile, Strided
+from prepcli.planning.state_names import MOMENTS, OPT_STATE_RULE, qualify
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
+from prepcli.remote.placeholders import RemoteCheckpoint
+from prepcli.remote.remote_files import RemoteBlob
+from prepcli.remote.remote_stream import RemoteStream
+from prepcli.sources.adam_state import (
+    MAX_COUNT,
+    WITHOUT_STATE_HINT,
+    add_training_state,
+    check_count,
+    read_scalars,
+    trained_tensors,
+)
+from prepcli.sources.openers.dcp_folder import STATE_PREFIX, box_locations
+from prepcli.sources.side_files import TRAINER_STATE_FILE
+from prepcli.sources.source import (
+    SCHEDULER_FILE,
+    Source,
+    SourceTensor,
+    match_source_tensors,
+    read_json_object,
+    recorded_digests,
+    stored_axis_maps,
+)
+
+OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
+# trainer_state.json has a line of about 200 bytes for each logged step.
+MAX_TRAINER_STATE_NBYTES = 128 << 20
+# Files with state that no other library has a place for.
+OTHER_FILES = ("rng_state.pth", "scaler.pt", "training_args.bin", SCHEDULER_FILE)
+# Entries of a parameter: the moments in the order of MOMENTS, and the number of updates.
+ENTRIES = ("exp_avg", "exp_avg_sq")
+STEP_ENTRY = "step"
+OPTIMIZER = "optimizer"
+GROUPS_PREFIX = f"{OPTIMIZER}.param_groups"
+BETAS = ("b1", "b2")
+# Settings with one value for all parameters.
+SHARED_KEYS = ("lr", *BETAS, "eps")
+# Keys of a group of parameters that are read.
+GROUP_KEYS = (
+    *("lr", "initial_lr", "betas", "eps", "weight_decay"),
+    *("amsgrad", "maximize", "decoupled_weight_decay", "params"),
+)
+# Rule of a recipe without keys for weight decay.
+DEFAULT_RULE = DecayRule()
+
+Group = Mapping[Any, Any]
+
+
+def read_trainer_checkpoint(source: Source, remote: RemoteCheckpoint | None) -> Source:
+    """Return a Hugging Face folder with the training state in the other files of a checkpoint of Trainer.
+
+    Args:
+        source: The opened folder.
+        remote: The remote checkpoint, if the folder has its placeholder files.
+
+    Raises:
+        PrepError: There is none, it is damaged, or it is no state of AdamW with the moments of all parameters.
+    """
+    path = _optimizer_path(source)
+    blob: Path | RemoteBlob = path
+    if remote is not None:
+        (blob,) = remote.remote_files([path])
+    with _open_file(blob) as file:
+        optimizer = read_torch_object(path, file)
+    entries, groups = _state_dict(path, optimizer)
+    keys = _parameter_keys(source, path, groups)
+    tensors = dict(_named_entries(path, entries, keys))
+    # The file follows those of the source.
+    file_number = len(source.byte_sources)
+    readable = replace(source, blobs=(*source.byte_sources, blob))
+    steps = _archived_entries(tensors, STEP_ENTRY, "the step", file_number)
+    moments = [_archived_entries(tensors, entry, entry, file_number) for entry in ENTRIES]
+    numbers = AdamNumbers(
+        step=_global_step(source),
+        settings=_read_settings(str(path), groups),
+        num_updates=_num_updates(readable, steps),
+    )
+    decayed: list[str] = []
+    for group in groups:
+        if group["weight_decay"]:
+            decayed += [keys[key] for key in group["params"]]
+    others = [name for name in OTHER_FILES if (source.root / name).is_file()]
+    return add_training_state(
+        source,
+        numbers,
+        tuple(_moments(source, str(path), moments)),
+        (*others, *decay_differences(source, decayed)),
+        files=(path,),
+        stamps=(_stamp(source, blob, path.name, optimizer, tensors),),
+    )
+
+
+def read_dcp_state(source: Source) -> Source:
+    """Return a torch distributed checkpoint with its training state.
+
+    Raises:
+        UsageError: The checkpoint is one of torchtitan.
+        PrepError: There is none, it is damaged, or it is no state of AdamW with the moments of all parameters.
+    """
+    folder = read_dcp_folder(source.root)
+    tensors = {tensor.name: tensor for tensor in folder.tensors}
+    name = source.display_name
+    library = find_marked_library(tensors)
+    if library is not None:
+        option = Option("training_state", True)
+        why = f"its optimizer state has the names of {library.layouts[0]}"
+        what = text("{} is not supported for {}", option, name)
+        raise usage_error(what, why, text("remove {}", option))
+    if not any(tensor.startswith(STATE_PREFIX) for tensor in tensors):
+        why = f"no name in it starts with {STATE_PREFIX}"
+        raise PrepError(f"{name} has no training state", why, WITHOUT_STATE_HINT)
+    groups = _dcp_groups(folder)
+    if not groups:
+        what = f"the settings of the optimizer in {name} are missing"
+        why = f"no value in it starts with {GROUPS_PREFIX}"
+        raise PrepError(what, why, WITHOUT_STATE_HINT)
+    names = [source.file_name(parameter) for parameter in trained_tensors(source)]
+    num_updates = _num_updates(source, _dcp_entries(source, names, tensors, STEP_ENTRY))
+    settings = _read_settings(name, groups)
+    others = tuple(entry for entry in source.extra_entries if not _is_converted(entry))
+    left_out = dict.fromkeys(_part(entry.name) for entry in others)
+    left_out |= dict.fromkeys(_other_parameters(source, names, tensors))
+    left_out |= dict.fromkeys(decay_differences(source, _decayed_names(groups)))
+    moments = [_dcp_entries(source, names, tensors, entry) for entry in ENTRIES]
+    return add_training_state(
+        replace(source, extra_entries=others),
+        # A loop of PyTorch keeps its step elsewhere, if at all.
+        AdamNumbers(step=num_updates, num_updates=num_updates, settings=settings),
+        tuple(_moments(source, name, moments)),
+        tuple(left_out),
+    )
+
+
+def _num_updates(source: Source, steps: Mapping[str, SourceTensor]) -> int:
+    """Return the number of updates. All parameters have the same one.
+
+    Raises:
+        DamagedError: A number is no count.
+        PrepError: Parameters have different numbers.
+    """
+    counts = read_scalars(source, [*steps.values()])
+    first_names: dict[float, str] = {}
+    for name, count in zip(steps, counts, strict=True):
+        check_count(source, count, f"{name} has {count:g} updates")
+        first_names.setdefault(count, name)
+    if len(first_names) > 1:
+        pairs = list(first_names.items())[:2]
+        listed = ", ".join(f"{count:g} of {name}" for count, name in pairs)
+        what = f"{source.display_name} has several numbers of updates"
+        why = f"{listed}. prep has one number for all parameters"
+        raise PrepError(what, why, WITHOUT_STATE_HINT)
+    return int(counts[0])
+
+
+def _moments(
+    source: Source, where: str, moments: Sequence[Mapping[str, SourceTensor]]
+) -> Iterator[SourceTensor]:
+    """Yield the moments of all parameters with their names in prep. `where` is the checkpoint in messages."""
+    manifest = source.manifest or NO_MANIFEST
+    parameters = {source.file_name(tensor): tensor for tensor in source.tensors}
+    for slot, tensors in zip(MOMENTS, moments, strict=True):
+        records = manifest.slots.get(slot, {})
+        for name, moment in tensors.items():
+            parameter = parameters[name]
+            if moment.shape != parameter.shape:
+                why = f"it is {list(moment.shape)}, the parameter {list(parameter.shape)}"
+                what = f"{where}: {moment.name} has another shape"
+                raise PrepError(what, why, GET_AGAIN_HINT)
+            digests = recorded_digests(records, name)
+            yield replace(moment, name=qualify(slot, parameter.name), digests=digests)
+
+
+def _read_settings(name: str, groups: Sequence[Group]) -> AdamSettings:
+    """Return the settings in the parameter groups of `torch.optim.AdamW`. `name` is the checkpoint in messages.
+
+    The weight decay is the largest one: the group of norms and biases has none.
+
+    Raises:
+        PrepError: A setting is no number, differs between the groups, or is not supported.
+    """
+    what = f"the settings of the optimizer in {name} are not supported"
+    shared: dict[str, float] = {}
+    for key in SHARED_KEYS:
+        values = [_setting(what, group, key) for group in groups]
+        if len(set(values)) != 1:
+            listed = " and ".join(f"{value:g}" for value in dict.fromkeys(values))
+            why = f"{key} is {listed}, and prep has one for all parameters"
+            raise PrepError(what, why, WITHOUT_STATE_HINT)
+        shared[key] = values[0]
+    peak_lr = shared["lr"]
+    if "initial_lr" in groups[0]:
+        peak_lr = _setting(what, groups[0], "initial_lr")
+    weight_decay = max(_setting(what, group, "weight_decay") for group in groups)
+    for group in groups:
+        for key in ("amsgrad", "maximize"):
+            if group.get(key):
+                raise PrepError(what, f"{key} is set", WITHOUT_STATE_HINT)
+        if weight_decay and group.get("decoupled_weight_decay") is False:
+            why = "its weight decay is a part of the gradient, as in Adam. prep continues AdamW"
+            raise PrepError(what, why, WITHOUT_STATE_HINT)
+    return AdamSettings(**shared, peak_lr=peak_lr, weight_decay=weight_decay)
+
+
+def _setting(what: str, group: Group, key: str) -> float:
+    """Return a setting of a group. `b1` and `b2` are the two `betas`.
+
+    Raises:
+        PrepError: It is no finite number.
+    """
+    if key in BETAS:
+        betas = group.get("betas")
+        value = None
+        if isinstance(betas, list | tuple) and len(betas) == len(BETAS):
+            value = betas[BETAS.index(key)]
+    else:
+        value = group.get(key)
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    why = f"{key} is not a number"
+    if key not in BETAS and key not in group:
+        why = f"{key} is missing"
+    raise PrepError(what, why, WITHOUT_STATE_HINT)
+
+
+def decay_differences(
+    source: Source, decayed_names: Collection[str], rule: DecayRule = DEFAULT_RULE
+) -> tuple[str, ...]:
+    """Return a description of the parameters with weight decay on one side only. Empty without weight decay.
+
+    Args:
+        source: The opened source.
+        decayed_names: Names in files of the parameters with weight decay in torch.
+        rule: The rule of the recipe.
+    """
+    if not decayed_names:
+        return ()
+    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+    manifest = source.tree_manifest
+    leaves = param_leaves(
+        source.family,
+        source.config,
+        match.is_tied,
+        scan=manifest.scan,
+        scan_axis=manifest.scan_axis,
+    )
+    decayed_in_prep: set[str] = set()
+    for tensor in source.tensors:
+        for use in match.uses.get(tensor.name, ()):
+            if rule.decays(leaves[use.path]):
+                decayed_in_prep.add(source.file_name(tensor))
+    differing = sorted(decayed_in_prep ^ {*decayed_names})
+    if not differing:
+        return ()
+    return (f"weight decay of {len(differing):,} parameters, e.g. {differing[0]}",)
+
+
+# --- optimizer.pt and trainer_state.json of Trainer ---
+
+
+def _open_file(blob: Path | RemoteBlob) -> BinaryIO:
+    """Open a local or remote file for reading.
+
+    Raises:
+        PrepError: The file cannot be read.
+    """
+    if isinstance(blob, Path):
+        try:
+            return blob.open("rb")
+        except OSError as error:
+            raise unreadable_error(blob, error) from error
+    return io.BufferedReader(RemoteStream(blob.file, blob.cache))
+
+
+def _optimizer_path(source: Source) -> Path:
+    """Return the path of the optimizer's state."""
+    for name in OPTIMIZER_FILES:
+        path = source.root / name
+        if path.is_file():
+            return path
+    why = f"it has no {OPTIMIZER_FILES[0]}"
+    if source.manifest is not None and OPTIMIZER_FILES[0] in source.manifest.files:
+        raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
+    what = f"{source.display_name} has no training state"
+    raise PrepError(what, why, WITHOUT_STATE_HINT)
+
+
+def _global_step(source: Source) -> int:
+    """Return the number of the last step."""
+    state = read_json_object(source.root / TRAINER_STATE_FILE, MAX_TRAINER_STATE_NBYTES)
+    step = state.get("global_step")
+    if type(step) is not int or not 0 <= step <= MAX_COUNT:
+        what = f"{source.root / TRAINER_STATE_FILE} is broken"
+        raise DamagedError(what, f"global_step is {step!r:.40}", GET_AGAIN_HINT)
+    return step
+
+
+def _state_dict(path: Path, optimizer: TorchObject) -> tuple[Group, Sequence[Group]]:
+    """Return `state` and `param_groups` of the optimizer's state dict."""
+    root = optimizer.root
+    if isinstance(root, dict):
+        entries = root.get("state")
+        groups = root.get("param_groups")
+        if isinstance(entries, dict) and isinstance(groups, list) and all(map(_is_group, groups)):
+            return entries, groups
+    what = f"{path} is no state of an optimizer"
+    raise DamagedError(what, "it lacks state or param_groups", GET_AGAIN_HINT)
+
+
+def _is_group(value: object) -> bool:
+    """Return whether a value is a group of parameters."""
+    keys = value.get("params") if isinstance(value, dict) else None
+    return isinstance(keys, list) and all(isinstance(key, int | str) for key in keys)
+
+
+def _parameter_keys(source: Source, path: Path, groups: Sequence[Group]) -> Mapping[int | str, str]:
+    """Return the file name of each parameter, by its key in the optimizer.
+
+    Keys are numbers, or the names themselves in a checkpoint of FSDP.
+    """
+    names = [source.file_name(tensor) for tensor in trained_tensors(source)]
+    keys: list[int | str] = []
+    for group in groups:
+        keys += group["params"]
+    if set(keys) == set(names):
+        return {name: name for name in names}
+    sizes = [len(group["params"]) for group in groups]
+    if len(groups) == 1:
+        ordered: Sequence[str] = module_order(source.family.name, names)
+        expected = [len(ordered)]
+    else:
+        pair = optimizer_groups(source.family.name, names)
+        ordered = pair.numbered
+        expected = [len(pair.decayed), len(pair.not_decayed)]
+    # PyTorch numbers the parameters group by group.
+    if sizes != expected or keys != list(range(len(ordered))):
+        raise PrepError(
+            f"{path} does not fit the parameters of {source.display_name}",
+            f"its groups have {sizes} parameters, Trainer builds groups of {expected} for this model",
+            WITHOUT_STATE_HINT,
+        )
+    return dict(enumerate(ordered))
+
+
+def _named_entries(
+    path: Path, entries: Group, keys: Mapping[int | str, str]
+) -> Iterator[tuple[str, Mapping[str, TorchTensor]]]:
+    """Yield the name of each parameter and its entries.
+
+    Raises:
+        PrepError: A parameter has no state, or the state of another optimizer, or there is state of other parameters.
+    """
+    for key, name in keys.items():
+        entry = entries.get(key)
+        if not isinstance(entry, dict):
+            why = "the parameter was frozen, or the optimizer has taken no step"
+            raise PrepError(f"{path} has no moments of {name}", why, WITHOUT_STATE_HINT)
+        tensors = {key: value for key, value in entry.items() if isinstance(value, TorchTensor)}
+        if tensors.keys() != {*ENTRIES, STEP_ENTRY}:
+            why = f"the state of {name} is {', '.join(map(str, entry))}"
+            what = f"{path} is no state of AdamW"
+            raise PrepError(what, why, "train with the optimizer adamw_torch")
+        yield name, tensors
+    unknown = [key for key in entries if key not in keys]
+    if unknown:
+        why = f"no group of parameters has the key {unknown[0]}"
+        raise DamagedError(f"{path} has unused moments", why, GET_AGAIN_HINT)
+
+
+def _archived_entries(
+    tensors: Mapping[str, Mapping[str, TorchTensor]], entry: str, label: str, file_number: int
+) -> dict[str, SourceTensor]:
+    """Return one entry of all parameters as tensors in a file, by the name of the parameter."""
+    entries: dict[str, SourceTensor] = {}
+    for name, values in tensors.items():
+        value = values[entry]
+        placement: Contiguous | Strided = Contiguous(file_number, value.offset)
+        if value.byte_strides is not None:
+            placement = Strided(file_number, value.offset, value.byte_strides)
+        entries[name] = SourceTensor(f"{label} of {name}", value.dtype, value.shape, (placement,))
+    return entries
+
+
+def _stamp(
+    source: Source,
+    blob: Path | RemoteBlob,
+    name: str,
+    optimizer: TorchObject,
+    tensors: Mapping[str, Mapping[str, TorchTensor]],
+) -> SourceFile:
+    """Return the stamp of the file. Of an output of prep, it has the digest of the bytes outside of moments."""
+    metadata_digest = optimizer.digest
+    if source.manifest is not None:
+        ranges: list[tuple[int, int]] = []
+        for entries in tensors.values():
+            for entry in ENTRIES:
+                moment = entries[entry]
+                ranges.append((moment.offset, moment.offset + moment.nbytes))
+        with _open_file(blob) as file:
+            metadata_digest = digest_pieces(bytes_between(file, sorted(ranges), optimizer.size))
+    return SourceFile(name, optimizer.size, optimizer.mtime_ns, metadata_digest)
+
+
+# --- Torch distributed checkpoints ---
+
+
+def _is_converted(entry: DroppedTensor) -> bool:
+    """Return whether an entry is a part of the training state."""
+    return entry.rule == OPT_STATE_RULE or entry.name.startswith(GROUPS_PREFIX)
+
+
+def _part(name: str) -> str:
+    """Return the part of a checkpoint with an entry: its first key, or the whole name in the optimizer.
+
+    >>> _part("scheduler.last_epoch"), _part("optimizer.acc_grads")
+    ('scheduler', 'optimizer.acc_grads')
+    """
+    key, _, _ = name.partition(".")
+    return name if key == OPTIMIZER else key
+
+
+def _other_parameters(
+    source: Source, parameters: Collection[str], tensors: Mapping[str, DcpTensor]
+) -> Iterator[str]:
+    """Yield the optimizer states of parameters outside of the model, e.g. `optimizer.state.value_head.weight`.
+
+    Raises:
+        PrepError: A parameter of the model has the state of another optimizer.
+    """
+    for name in tensors:
+        if not name.startswith(STATE_PREFIX):
+            continue
+        parameter, _, entry = name.removeprefix(STATE_PREFIX).rpartition(".")
+        if parameter not in parameters:
+            yield f"{STATE_PREFIX}{parameter}"
+        elif entry not in (*ENTRIES, STEP_ENTRY):
+            what = f"{source.display_name} has no state of AdamW"
+            raise PrepError(what, f"the optimizer keeps {name}", WITHOUT_STATE_HINT)
+
+
+def _dcp_entries(
+    source: Source, parameters: Collection[str], tensors: Mapping[str, DcpTensor], entry: str
+) -> dict[str, SourceTensor]:
+    """Return one entry of all parameters, by the name of the parameter."""
+    entries: dict[str, SourceTensor] = {}
+    for parameter in parameters:
+        name = f"{STATE_PREFIX}{parameter}.{entry}"
+        if name not in tensors:
+            why = "the parameter was frozen, or the optimizer is not AdamW"
+            raise PrepError(f"{source.display_name} has no {name}", why, WITHOUT_STATE_HINT)
+        tensor = tensors[name]
+        location = box_locations(tensor)
+        entries[parameter] = SourceTensor(name, tensor.dtype, tensor.shape, location)
+    return entries
+
+
+def _decayed_names(groups: Sequence[Group]) -> list[str]:
+    """Return the parameters with weight decay. Empty for groups without names of parameters."""
+    decays: dict[str, float] = {}
+    for group in groups:
+        names = group.get("params")
+        if isinstance(names, list):
+            decays |= {name: group["weight_decay"] for name in names if isinstance(name, str)}
+    return [name for name, decay in decays.items() if decay]
+
+
+def _dcp_groups(folder: DcpFolder) -> list[Group]:
+    """Return the parameter groups of the optimizer.
+
+    Values are stored one by one, e.g. as `optimizer.param_groups.0.lr`, or as `optimizer.param_groups.TENSOR.lr` in a
+    flattened state dict. Lists without tensors are stored as one value.
+    """
+    groups: dict[str, dict[str, object]] = {}
+    for name in folder.archives:
+        prefix, _, key = name.rpartition(".")
+        if prefix.startswith(f"{GROUPS_PREFIX}.") and key in GROUP_KEYS:
+            owner = prefix.removeprefix(f"{GROUPS_PREFIX}.")
+            group = groups.setdefault(owner, {"params": [owner]})
+            group[key] = read_dcp_value(folder, name)
+    if GROUPS_PREFIX in folder.archives:
+        value = read_dcp_value(folder, GROUPS_PREFIX)
+        if isinstance(value, list):
+            return [group for group in value if isinstance(group, dict)]
+    return list(groups.values())
