@@ -371,7 +371,7 @@ def _wrong_format_error(path: Path, first_bytes: bytes) -> PrepError:
         return PrepError(what, "it starts like a safetensors file", hint)
     if first_bytes:
         return DamagedError(what, f"it starts with {first_bytes[:8].hex(' ')}", GET_AGAIN_HINT)
-    return DamagedError(what, "it is empty", download_again_hint(path))
+    return DamagedError(f"{path.name} is damaged", "it is empty", download_again_hint(path))
 
 
 # The state dict

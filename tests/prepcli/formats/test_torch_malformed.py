@@ -292,7 +292,7 @@ def test_storage_with_two_dtypes_is_read(tmp_path: Path) -> None:
 
 
 OTHER = {
-    "empty": (b"", "x.bin is not a PyTorch file", "it is empty"),
+    "empty": (b"", "x.bin is damaged", "it is empty"),
     "zeros": (bytes(100), "x.bin is not a PyTorch file", "starts with 00 00"),
     "LFS pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid",

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from prepcli.commands.cli.main import main
+from tests.helpers.pickle_builder import encode_call, encode_text, make_pickle, make_zip_file
 from tests.helpers.run_cli import run_failing, run_failing_unchanged, run_json, run_ok
 from tests.helpers.tiny_checkpoints import (
     GPT_NEO,
@@ -227,12 +228,13 @@ def test_offline_without_cached_model_is_an_error(capsys):
 def test_pickle_with_code_is_rejected_and_not_run(capsys):
     Path("m").mkdir()
     Path("m/config.json").write_text(json.dumps(GPT_NEO))
-    Path("m/pytorch_model.bin").write_bytes(b"\x80\x02cos\nsystem\nU\x09touch pwndR.")
+    pickled = make_pickle(encode_call("os.system", encode_text("touch pwned")))
+    Path("m/pytorch_model.bin").write_bytes(make_zip_file(pickled))
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert code == 1
     assert lines[0] == "error: pytorch_model.bin refers to `os.system`"
     assert "prep runs no code of a file" in lines[1]
-    assert not Path("pwnd").exists()
+    assert not Path("pwned").exists()
 
 
 @pytest.mark.parametrize(
