@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -18,8 +17,8 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.digest import digest
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.decayed_leaves import DecayRule
-from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.plan import Stream
 from prepcli.planning.state_names import OPT_STATE, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
@@ -144,7 +143,7 @@ def read_adam_state(source: Source) -> AdamState:
         num_updates=_read_counter(source, counters, NUM_UPDATES),
         settings=_stored_settings(source),
         counters=counters,
-        batch_size=manifest_fields(source).get("batch_size", 1),
+        batch_size=(source.manifest or NO_MANIFEST).batch_size,
         averages=averages,
         left_out=tuple(left_out),
     )
@@ -249,17 +248,10 @@ def read_small_tensor(source: Source, tensor: SourceTensor) -> bytes:
 
 def _stored_settings(source: Source) -> AdamSettings | None:
     """Return the settings that the framework of origin stores."""
-    record = source.training_record or manifest_fields(source).get(TRAINING_STATE_KEY)
+    record = source.training_record or (source.manifest or NO_MANIFEST).training_state
     if record is None or not record["optimizer"]:
         return None
     return AdamSettings(**record["optimizer"])
-
-
-def manifest_fields(source: Source) -> Mapping[str, Any]:
-    """Return the fields of the manifest, including the entries of a training run."""
-    if source.manifest is None:
-        return {}
-    return source.manifest.fields
 
 
 def moment_names(parameter: str) -> tuple[str, str]:

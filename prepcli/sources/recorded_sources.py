@@ -43,7 +43,7 @@ def recorded_sources(manifest: Manifest) -> list[RecordedSource]:
     if not manifest or manifest.command == SAVE_PARAMS:
         return []
     sources = [RecordedSource(manifest.source_name, manifest.origin)]
-    merged = manifest.merged_adapter
+    merged = manifest.merged
     if merged is not None:
         origin: OriginRecord = {}
         if "manifest" in merged:

@@ -19,7 +19,7 @@ from prepcli.core.progress import Progress
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.digest import digest_of_zeros, digest_pieces
 from prepcli.formats.file_records import is_settings_file, record_file
-from prepcli.formats.manifest import NO_MANIFEST, XXH3_KEY, Manifest
+from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
 from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.models.prediction import PREDICTION_FIELDS
@@ -374,7 +374,7 @@ def compare_files(
     num_equal = 0
     for path, record in manifest.files.items():
         name = _side_file_name(path, manifest)
-        if XXH3_KEY not in record or name in MADE_FILES or not is_settings_file(path):
+        if "xxh3" not in record or name in MADE_FILES or not is_settings_file(path):
             continue
         output_files.add(name)
         if name in token_files:
@@ -382,10 +382,10 @@ def compare_files(
             continue
         digest = source_digests.get(name)
         if digest is None and name in other_files:
-            digest = record_file(other_files[name]).get(XXH3_KEY)
+            digest = record_file(other_files[name]).get("xxh3")
         if digest is None:
             report.unproven.append(name)
-        elif digest == record[XXH3_KEY]:
+        elif digest == record["xxh3"]:
             num_equal += 1
         elif _brings_tokenizer(manifest):
             report.unproven.append(name)
@@ -412,7 +412,7 @@ def _file_digests(source: Source) -> dict[str, str]:
     digests: dict[str, str] = {}
     for side_file in source.small_files:
         if side_file.name not in MADE_FILES:
-            digests[side_file.name] = record_file(side_file.path).get(XXH3_KEY, "")
+            digests[side_file.name] = record_file(side_file.path).get("xxh3", "")
     # A GGUF file has its tokenizer in the metadata.
     for file in source.made_files.files:
         digests[Path(file.path).name] = digest_pieces([file.read_content()])
@@ -421,10 +421,10 @@ def _file_digests(source: Source) -> dict[str, str]:
 
 def _brings_tokenizer(manifest: Manifest) -> bool:
     """Return whether an output may have another tokenizer than its source."""
-    if manifest.merged_adapter is not None:
+    if manifest.merged is not None:
         return True
     try:
-        recipe = tomllib.loads(str(manifest.fields.get("recipe", "")))
+        recipe = tomllib.loads(manifest.recipe)
     except ValueError:
         return False
     data = recipe.get("data")

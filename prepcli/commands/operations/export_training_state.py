@@ -27,11 +27,7 @@ from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.formats.safetensors_layout import LayoutEntry
 from prepcli.models.module_order import OptimizerGroups, optimizer_groups
 from prepcli.planning.layout_scales import LayoutScale
-from prepcli.planning.manifest_fields import (
-    TRAINING_STATE_KEY,
-    ManifestFields,
-    TrainingStateRecord,
-)
+from prepcli.planning.manifest_fields import Manifest, TrainingStateRecord
 from prepcli.planning.plan import Locations
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensors import itemsize
@@ -157,17 +153,17 @@ class StateExport:
                     moment_scales[moment] = moment_scale
         return moment_scales
 
-    def settings(self) -> ManifestFields:
+    def settings(self) -> Manifest:
         """Return the fields of the manifest about the state."""
         if self.state is None:
-            return {}
+            return Manifest()
         record: TrainingStateRecord = {
             "step": self.state.step,
             "updates": self.state.num_updates,
             "optimizer": self.state.settings.to_json() if self.state.settings else {},
             "left_out": self._unconverted(self.state),
         }
-        return {TRAINING_STATE_KEY: record}
+        return Manifest(training_state=record)
 
     def full_source(self, source: Source) -> Source:
         """Return the source with all tensors to write."""

@@ -10,11 +10,7 @@ from collections.abc import Iterator
 from prepcli.commands.operations.options import SaveInitOptions
 from prepcli.commands.operations.training_state import read_training_state
 from prepcli.core.errors import Key, Option, text, usage_error
-from prepcli.planning.manifest_fields import (
-    TRAINING_STATE_KEY,
-    ManifestFields,
-    TrainingStateRecord,
-)
+from prepcli.planning.manifest_fields import Manifest, TrainingStateRecord
 from prepcli.sources.multimodal import models_title, towers_title
 from prepcli.sources.source import Source
 
@@ -51,9 +47,9 @@ def check_imported_state(options: SaveInitOptions, source: Source) -> None:
     read_training_state(source)
 
 
-def imported_step_fields(record: TrainingStateRecord) -> ManifestFields:
+def imported_step_fields(record: TrainingStateRecord) -> Manifest:
     """Return the fields of a step's manifest for the state of another framework."""
-    return {"step": record["step"], TRAINING_STATE_KEY: record}
+    return Manifest(step=record["step"], training_state=record)
 
 
 def imported_state_notes(record: TrainingStateRecord) -> Iterator[str]:

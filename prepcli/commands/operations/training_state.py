@@ -6,8 +6,9 @@ import tomllib
 from dataclasses import replace
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.decayed_leaves import DecayRule
-from prepcli.sources.adam_state import AdamSettings, AdamState, manifest_fields, read_adam_state
+from prepcli.sources.adam_state import AdamSettings, AdamState, read_adam_state
 from prepcli.sources.source import Source
 
 
@@ -24,21 +25,21 @@ def read_training_state(source: Source) -> AdamState:
         DamagedError: The recipe in the manifest is broken.
     """
     state = read_adam_state(source)
-    fields = manifest_fields(source)
-    if "recipe" not in fields or "rate" not in fields:
+    manifest = source.manifest or NO_MANIFEST
+    schedule = manifest.rate
+    if "recipe" not in manifest or schedule is None:
         return state
     # The tables of a recipe take 0.3 s to import. Every export imports this module.
     from trainer.recipe.lr_schedule import rate_at_step
     from trainer.recipe.optimizer_tables import AdamWTable
 
     try:
-        table = AdamWTable.model_validate(tomllib.loads(fields["recipe"])["optimizer"])
+        table = AdamWTable.model_validate(tomllib.loads(manifest.recipe)["optimizer"])
     except (KeyError, ValueError) as error:
         what = f"the recipe in the manifest of {source.display_name} is broken"
         raise DamagedError(what, f"its table `optimizer`: {error}"[:200], GET_AGAIN_HINT) from error
     settings = state.settings
     if settings is None:
-        schedule = fields["rate"]
         settings = AdamSettings(
             lr=rate_at_step(schedule, state.step),
             peak_lr=float(schedule["peak"]),

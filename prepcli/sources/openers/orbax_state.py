@@ -11,7 +11,7 @@ from prepcli.core.json_types import HFConfig
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.models.parameters import Family
 from prepcli.planning.layout_scales import LayoutScale, scaled_digests
-from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
+from prepcli.planning.manifest_fields import ScaleRecord
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, qualify
 from prepcli.sources.adam_state import (
@@ -287,7 +287,7 @@ def _moment_tensors(
 
 def _read_step(source: Source, leaves: Mapping[str, StoredLeaf]) -> int:
     """Return the number of steps."""
-    record = (source.manifest or NO_MANIFEST).fields.get(TRAINING_STATE_KEY)
+    record = (source.manifest or NO_MANIFEST).training_state
     if record is not None and STEP_LEAF + BOXED_SUFFIX in leaves:
         # Tunix counts updates, and an export may have skipped steps.
         return record["step"]
@@ -317,7 +317,7 @@ def _read_counter(source: Source, leaves: Mapping[str, StoredLeaf], name: str) -
 
 def _recorded_settings(manifest: Manifest) -> AdamSettings | None:
     """Return the settings of an export of prep. MaxText and Levanter store none."""
-    record = manifest.fields.get(TRAINING_STATE_KEY)
+    record = manifest.training_state
     if not record or not record["optimizer"]:
         return None
     return AdamSettings(**record["optimizer"])

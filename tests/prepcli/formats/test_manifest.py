@@ -36,7 +36,7 @@ def test_read_manifest_returns_the_encoded_manifest(tmp_path):
     assert read_manifest(tmp_path) is None
     manifest = read_manifest(write_manifest(tmp_path, encode_manifest(WHOLE)))
     assert manifest is not None
-    assert manifest.fields == {"format": 1, **WHOLE}
+    assert manifest == {"format": 1, **WHOLE}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_read_manifest_returns_state_of_training_step(tmp_path):
     step = WHOLE | {"kind": "train"} | LAYOUT | state
     manifest = read_manifest(write_manifest(tmp_path, encode_manifest(step)))
     assert manifest is not None
-    assert manifest.fields == {"format": 1, **step}
+    assert manifest == {"format": 1, **step}
 
 
 @pytest.mark.parametrize("path", ["run", "run/10", "run/10/state"])
@@ -148,7 +148,7 @@ LISTED = WHOLE | {"files": {"config.json": {"bytes": 2, "xxh3": "0" * 32}}}
 def test_encode_manifest_adds_digest_of_canonical_json(tmp_path):
     manifest = read_manifest(write_manifest(tmp_path, encode_manifest(LISTED | {"later": (1, 2)})))
     assert manifest is not None
-    content = dict(manifest.fields)
+    content = dict(manifest)
     stored_digest = content.pop("digest")
     assert content == {"format": 1, **LISTED, "later": [1, 2]}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -196,7 +196,7 @@ def test_manifest_of_an_early_version_has_defaults(tmp_path):
     assert manifest is not None
     assert (manifest.scan, manifest.scan_axis, [*manifest.rules]) == (True, 0, [])
     assert (manifest.mesh, manifest.step, manifest.command) == (None, None, None)
-    assert (manifest.has_file_records, manifest.files, manifest.packed) == (False, {}, {})
+    assert ("files" in manifest, manifest.files, manifest.packed) == (False, {}, {})
     assert not manifest.is_tree
     assert not manifest.is_adapter
 
@@ -205,9 +205,9 @@ def test_manifest_keeps_unknown_keys_and_order(tmp_path):
     stored = encode_manifest({"later_key": {"b": 1, "a": [2]}, **LISTED})
     manifest = read_manifest(write_manifest(tmp_path, stored))
     assert manifest is not None
-    assert encode_manifest(manifest.fields) == stored
+    assert encode_manifest(manifest) == stored
 
 
 def test_no_manifest_is_false_and_a_manifest_is_true():
     assert not NO_MANIFEST
-    assert Manifest({"kind": "hf"})
+    assert Manifest(kind="hf")
