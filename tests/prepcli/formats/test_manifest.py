@@ -81,6 +81,9 @@ def test_read_manifest_rejects_other_files(tmp_path, data: bytes, text: str):
         {"slots": {"opt_state.mu": {"w": {"digests": [], "shape": [[3]]}}}},
         {"rules": [["a=mp"]]},
         {"command": ["save-init"]},
+        {"command": None},
+        {"towers": None},
+        {"training_state": {"step": 1}},
         {"vocab": {"true": "3", "padded": 4}},
         {"leaves": {"w": {"shape": [3]}}},
         {"added_tokens": {"tokens": []}},
@@ -189,6 +192,19 @@ def test_read_manifest_rejects_files_or_digest_alone(tmp_path, key: str):
     del manifest[key]
     with pytest.raises(PrepError, match="it has only one of"):
         read_manifest(write_manifest(tmp_path, json.dumps(manifest).encode()))
+
+
+def test_read_manifest_rejects_a_digest_of_null(tmp_path):
+    manifest = json.loads(encode_manifest(LISTED)) | {"digest": None}
+    with pytest.raises(PrepError, match="`digest` is None"):
+        read_manifest(write_manifest(tmp_path, json.dumps(manifest).encode()))
+
+
+@pytest.mark.parametrize("change", [{"origin": []}, {"merged": {"adapter": 3}}, {"source": "m"}])
+def test_malformed_identity_of_a_source_reads_as_missing(tmp_path, change: dict[str, object]):
+    manifest = read_manifest(write_manifest(tmp_path, encode_manifest(WHOLE | change)))
+    assert manifest is not None
+    assert (manifest.origin, manifest.merged, manifest.source_name) == ({}, None, "")
 
 
 def test_manifest_of_an_early_version_has_defaults(tmp_path):
