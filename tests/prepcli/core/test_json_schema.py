@@ -79,7 +79,7 @@ class Header(JsonRecord):
 
 
 def test_record_has_attributes_of_its_keys_and_keeps_their_order():
-    header = Header(later=1, step=3) | {"name": "x", "later": 2}
+    header = Header() | {"later": 1, "step": 3} | {"name": "x", "later": 2}
     assert (header.name, header.step, header.record) == ("x", 3, None)
     assert [*header.items()] == [("later", 2), ("step", 3), ("name", "x")]
     assert (Header().name, "name" in Header(), bool(Header())) == ("unnamed", False, False)
