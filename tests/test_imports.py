@@ -61,7 +61,8 @@ PURE_MODULES = {
     *(
         f"prepcli.core.{name}"
         for name in (
-            *("coordinator_address", "counts", "decimal_text", "json_types", "json_values"),
+            *("coordinator_address", "counts", "decimal_text", "json_schema"),
+            *("json_types", "json_values"),
             *("launchers", "process_address", "suggest"),
         )
     ),

@@ -97,6 +97,13 @@ def json_type_name(value: object) -> str:
     return NAMES.get(type(value)) or f"a value of type {type(value).__name__}"
 
 
+def quote_name(name: str) -> str:
+    """Quote a name for a message: without control characters and at most 100 characters long."""
+    if len(name) <= 100 and name.isprintable():
+        return f"`{name}`"
+    return ascii(name[:100])
+
+
 def is_json_list(value: object) -> bool:
     """Return whether a value is a text that looks like a JSON list, as in CSV files."""
     return isinstance(value, str) and value.lstrip().startswith("[")

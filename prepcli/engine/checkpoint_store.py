@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from prepcli.algebra.boxes import Box
-from prepcli.planning.step_fields import StepFields
+from prepcli.planning.manifest_fields import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class CheckpointReader(Protocol):
     """An open checkpoint."""
 
     @property
-    def manifest(self) -> Mapping[str, Any]:
-        """Entries of its manifest."""
+    def manifest(self) -> Manifest:
+        """Its manifest."""
         ...
 
     @property
@@ -158,7 +158,7 @@ class CheckpointStore(Protocol):
         ...
 
     def start_save(
-        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: StepFields
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Manifest
     ) -> PendingSave:
         """Begin to save a checkpoint. The leaves may change after the call.
 

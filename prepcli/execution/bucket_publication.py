@@ -22,16 +22,10 @@ from prepcli.execution.finalize import (
     read_small_file,
 )
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
-from prepcli.formats.manifest import (
-    FILES_KEY,
-    MANIFEST_FILE,
-    SIZE_KEY,
-    XXH3_KEY,
-    encode_manifest,
-)
+from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
 from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.chunk_extents import chunk_extents, count_blocks
-from prepcli.planning.manifest_fields import FileRecord
+from prepcli.planning.manifest_fields import FileRecord, Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import WorkUnit
 from prepcli.remote.bucket_lock import BucketLock
@@ -88,21 +82,22 @@ def write_last_objects(
     records = dict(map_in_daemon_threads(write, writes, num_threads=NUM_THREADS))
     manifest = build_manifest(plan, identity, digests)
     if compressed is not None:
-        manifest["packed"] = dict(zip(compressed.files, compressed.sizes))
+        manifest |= Manifest(packed=dict(zip(compressed.files, compressed.sizes)))
     if plan.leaves:
         assert sums.all()  # each block was recorded as it was sent
-        content, manifest["checksums"] = encode_checksums(sums)
+        content, record = encode_checksums(sums)
+        manifest |= Manifest(checksums=record)
         put(CHECKSUMS_FILE, content)
     # Readers of Orbax look for the markers, and prep for its manifest.
     for path, content in markers.items():
         put(path, content)
         records[path] = _record(content)
-    manifest[FILES_KEY] = header_records(plan) | dict(sorted(records.items()))
-    return encode_manifest(manifest)
+    files = header_records(plan) | dict(sorted(records.items()))
+    return encode_manifest(manifest | Manifest(files=files))
 
 
 def _record(content: bytes) -> FileRecord:
-    return {SIZE_KEY: len(content), XXH3_KEY: digest(content)}
+    return {"bytes": len(content), "xxh3": digest(content)}
 
 
 class BucketPublication:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, cast
+from typing import Literal
 
 from prepcli.core.errors import PrepError
 from prepcli.core.process_group import ProcessGroup, SingleProcess
@@ -29,6 +29,7 @@ from prepcli.execution.step_exports import StepExports
 from prepcli.execution.step_writer import MEMORY_NBYTES
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import (
+    NO_MANIFEST,
     STATE_ITEM,
     Manifest,
     find_manifest_folder,
@@ -36,7 +37,7 @@ from prepcli.formats.manifest import (
 )
 from prepcli.formats.run_steps import ScoreGroup, StepScore, best_steps, manifest_score
 from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES
-from prepcli.planning.manifest_fields import PREP_KEYS, ManifestFields
+from prepcli.planning.manifest_fields import PREP_KEYS
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.restore.item_reader import ItemReader, open_reader
@@ -90,7 +91,7 @@ class CheckpointManager:
         name: str,
         keep: KeepRule | int | Literal["all"] = "all",
         exports: StepExports | None = None,
-        manifest_changes: ManifestFields | None = None,
+        manifest_changes: Manifest = NO_MANIFEST,
         group: ProcessGroup = SINGLE,
         free_memory_nbytes: Callable[[], int | None] = lambda: None,
         note: Callable[[str], None] = lambda text: None,
@@ -116,12 +117,9 @@ class CheckpointManager:
         """
         self._hf_folder: Path | None = None
         self._start_files: tuple[SmallFile, ...] = ()
-        changes = manifest_changes or ManifestFields()
-        self._start_manifest: ManifestFields = {
-            **self._open_start(start_checkpoint),
-            "name": name,
-            **changes,
-        }
+        self._start_manifest = (
+            self._open_start(start_checkpoint) | Manifest(name=name) | manifest_changes
+        )
         # Read the files once before the first step: a link that leaves the checkpoint is an error now, not at a save.
         self._extra_files()
         self._storage = FolderStorage(storage) if isinstance(storage, Path) else storage
@@ -140,7 +138,7 @@ class CheckpointManager:
         """Whether this is process 0 of the run."""
         return self._group.index == 0
 
-    def _open_start(self, start_checkpoint: Path | StartModel) -> ManifestFields:
+    def _open_start(self, start_checkpoint: Path | StartModel) -> Manifest:
         """Return the manifest of the start checkpoint, and keep the location of its small files."""
         if isinstance(start_checkpoint, StartModel):
             self._start_files = start_checkpoint.small_files
@@ -149,7 +147,7 @@ class CheckpointManager:
         with open_reader(start_checkpoint, verify=False) as reader:
             self._hf_folder = reader.folder / HF_FOLDER
             # Each step copies these files, also in a run that does not verify the parameters it starts from.
-            check_files(find_manifest_folder(reader.folder), Manifest(reader.manifest))
+            check_files(find_manifest_folder(reader.folder), reader.manifest)
             return reader.manifest
 
     def _extra_files(self) -> tuple[SmallFile, ...]:
@@ -323,7 +321,7 @@ class CheckpointManager:
 
     def _read_manifest(self, step: int) -> Manifest:
         with self._storage.open_step(step, verify=False) as reader:
-            return Manifest(reader.manifest)
+            return reader.manifest
 
     def lowest_cost(self, group: ScoreGroup) -> float:
         """Return the lowest cost of the saved steps, or infinity if none has one.
@@ -352,12 +350,12 @@ class CheckpointManager:
             self._layout = stored, plan
         plan = self._layout[1]
         small = settings_files(
-            plan.settings["config"],
+            plan.settings.config,
             extra_files=self._extra_files(),
             path_prefix=f"{HF_FOLDER}/",
         )
         # `_save` has checked that the trainer's keys are none of prep's.
-        settings = cast("ManifestFields", {**plan.settings, **manifest_fields, "step": step})
+        settings = plan.settings | manifest_fields | Manifest(step=step)
         return replace(plan, small_files=small, settings=settings)
 
     def _min_split_nbytes(self) -> int:

@@ -8,7 +8,6 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.progress import NullProgress, Progress
@@ -21,17 +20,7 @@ from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes
 from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.formats.checksums import CHECKSUMS_FILE, write_checksums
 from prepcli.formats.file_records import record_file, record_files
-from prepcli.formats.manifest import (
-    DROPPED_KEY,
-    FILES_KEY,
-    HEADER_KEY,
-    MANIFEST_FILE,
-    QUANTIZED_KEY,
-    SCALES_KEY,
-    SIZE_KEY,
-    XXH3_KEY,
-    encode_manifest,
-)
+from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
 from prepcli.formats.orbax import (
     OrbaxNonArray,
     encode_item_metadata,
@@ -41,9 +30,10 @@ from prepcli.formats.orbax import (
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
 from prepcli.planning.item_storage import Compression
 from prepcli.planning.manifest_fields import (
-    TRAINING_STATE_KEY,
     FileRecord,
     LeafRecord,
+    Manifest,
+    QuantizedRecord,
     ScaleRecord,
     TensorRecord,
 )
@@ -100,17 +90,17 @@ def finalize_output(
             _write_small_file(file, stage.folder / plan.item / file.path)
         manifest = build_manifest(plan, run_identity, digests)
         if compressed:
-            manifest["packed"] = dict(zip(compressed.files, compressed.sizes))
+            manifest |= Manifest(packed=dict(zip(compressed.files, compressed.sizes)))
         if plan.leaves:
             data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
             checksums = collect_checksums(plan, stage, files=data_files)
-            manifest["checksums"] = write_checksums(stage.folder, checksums)
+            manifest |= Manifest(checksums=write_checksums(stage.folder, checksums))
         # The manifest is the last file. It lists all other files, and an output without it is
         # incomplete.
         packed_files: Sequence[str] | None = None
         if compressed:
             packed_files = compressed.files
-        manifest[FILES_KEY] = _file_records(plan, stage.folder, packed_files)
+        manifest |= Manifest(files=_file_records(plan, stage.folder, packed_files))
         write_no_follow(stage.folder / MANIFEST_FILE, encode_manifest(manifest))
     except OSError as error:
         raise io_error(Path(error.filename or stage.folder), error) from error
@@ -161,7 +151,7 @@ def _item_metadata(
         assert len(plan.items) == 1
         chunks = compressed.relocate(chunks)
         names = compressed.files
-    state_record = plan.settings.get(TRAINING_STATE_KEY)
+    state_record = plan.settings.training_state
     return encode_item_metadata(
         array_metas,
         chunks,
@@ -216,7 +206,7 @@ def _file_records(
 def _header_record(file: OutputFile) -> FileRecord:
     """Return the record of a data file: its size, and the digest of its bytes outside of tensors."""
     constant_bytes = b"".join([file.header, *[data for _, data in file.constant_ranges]])
-    return {SIZE_KEY: file.size, HEADER_KEY: digest(constant_bytes)}
+    return {"bytes": file.size, "header": digest(constant_bytes)}
 
 
 def check_small_files(plan: Plan) -> None:
@@ -264,7 +254,7 @@ def _write_small_file(file: SmallFile, path: Path) -> None:
         ):
             shutil.copyfileobj(source, target)
         # The copy is read back instead of the source, which may change again.
-        if file.xxh3 and record_file(path).get(XXH3_KEY) != file.xxh3:
+        if file.xxh3 and record_file(path).get("xxh3") != file.xxh3:
             raise _damaged_copy_error(file)
     else:
         write_no_follow(path, file.read_content())
@@ -325,22 +315,18 @@ def raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
 
 def build_manifest(
     plan: Plan, run_identity: dict[str, object], digests: Mapping[int, str]
-) -> dict[str, object]:
-    """Return the fields of the manifest, without the records of output files."""
-    manifest: dict[str, object] = {
-        **run_identity,
-        "command": plan.command,
-        "source": {"name": plan.source_name, "files": [asdict(file) for file in plan.source_files]},
-        **plan.settings,
-    }
+) -> Manifest:
+    """Return the manifest without the records of output files."""
+    source = {"name": plan.source_name, "files": [asdict(file) for file in plan.source_files]}
+    manifest = Manifest() | run_identity | Manifest(command=plan.command, source=source)
+    manifest |= plan.settings
     if casts := report_casts(plan.streams, digests):
-        manifest["casts"] = casts
+        manifest |= Manifest(casts=casts)
     if scales := _scale_records(plan, digests):
-        manifest[SCALES_KEY] = scales
-    manifest |= _tensor_records(plan, digests)
-    manifest[DROPPED_KEY] = _dropped_records(plan)
-    if QUANTIZED_KEY in manifest:
-        manifest[QUANTIZED_KEY] = _quantized_records(manifest)
+        manifest |= Manifest(scales=scales)
+    manifest |= _tensor_records(plan, digests) | Manifest(dropped=_dropped_records(plan))
+    if manifest.quantized:
+        manifest |= Manifest(quantized=_quantized_records(manifest))
     leaves: dict[str, LeafRecord] = {}
     for leaf in plan.leaves:
         leaves[leaf.name] = {
@@ -348,8 +334,7 @@ def build_manifest(
             "dtype": leaf.dtype,
             "chunk": leaf.grid.chunk_shape,
         }
-    manifest["leaves"] = leaves
-    return manifest
+    return manifest | Manifest(leaves=leaves)
 
 
 def _dropped_records(plan: Plan) -> list[Mapping[str, object]]:
@@ -357,7 +342,7 @@ def _dropped_records(plan: Plan) -> list[Mapping[str, object]]:
     names = [stream.name for stream in plan.streams if stream.writes]
     # A tied head may have been made again.
     tensors = {plan.display_names.get(name, name) for name in names}
-    earlier: Sequence[Mapping[str, object]] = plan.settings.get(DROPPED_KEY, ())
+    earlier = plan.settings.dropped
     dropped = [entry for entry in earlier if entry.get("rows") or entry.get("name") not in tensors]
     for tensor in plan.dropped:
         dropped.append(tensor.record(plan.display_names.get(tensor.name, tensor.name)))
@@ -387,24 +372,24 @@ def _scale_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, ScaleRec
     return records
 
 
-def _quantized_records(manifest: Mapping[str, Any]) -> dict[str, dict[str, object]]:
+def _quantized_records(manifest: Manifest) -> dict[str, QuantizedRecord]:
     """Return the records of dequantised weights, with the digests of their values."""
-    records: dict[str, dict[str, object]] = {}
-    for name, record in manifest[QUANTIZED_KEY].items():
+    records: dict[str, QuantizedRecord] = {}
+    for name, record in manifest.quantized.items():
         # A copy of an init keeps the digest. The first range of rows is the tensor without padding.
-        decoded_digest = record["digest"] or manifest["tensors"][name]["digests"][0][2]
+        decoded_digest = record["digest"] or manifest.tensors[name]["digests"][0][2]
         records[name] = {**record, "digest": decoded_digest}
     return records
 
 
 def _is_state(plan: Plan, stream: Stream) -> bool:
     """Return whether a stream of a folder has scales of quantised weights, or moments."""
-    if plan.settings.get(QUANTIZED_KEY):
+    if plan.settings.quantized:
         return is_quantization_tensor(stream.name)
-    return TRAINING_STATE_KEY in plan.settings
+    return plan.settings.training_state is not None
 
 
-def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]:
+def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> Manifest:
     """Return the manifest's records of the written tensors: shape, dtype and digests by row range.
 
     Records of a training state are grouped by slot. Leaves outside of slots are under `others`.
@@ -437,10 +422,10 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]
             # The streams of a tensor come in the order of their rows, so the last one ends with its last row.
             record["shape"] = (stream.rows[1], *stream.shape[1:])
     if plan.item:
-        return {"tensors": tensors, "slots": slots, "others": unslotted}
-    fields: dict[str, object] = {"tensors": tensors}
+        return Manifest(tensors=tensors, slots=slots, others=unslotted)
+    manifest = Manifest(tensors=tensors)
     if slots:
-        fields["slots"] = slots
+        manifest |= Manifest(slots=slots)
     if unslotted:
-        fields["others"] = unslotted
-    return fields
+        manifest |= Manifest(others=unslotted)
+    return manifest

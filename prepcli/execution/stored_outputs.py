@@ -7,14 +7,7 @@ from pathlib import Path
 
 from prepcli.core.errors import DamagedError, Option, PrepError, text
 from prepcli.engine.digest import digest
-from prepcli.formats.manifest import (
-    MANIFEST_FILE,
-    NO_MANIFEST,
-    SIZE_KEY,
-    XXH3_KEY,
-    Manifest,
-    decode_manifest,
-)
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest, decode_manifest
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.placeholders import SMALL_NBYTES, read_all
 from prepcli.remote.remote_files import RemoteFile
@@ -68,9 +61,9 @@ def has_intact_files(
     files = {file.path: file for file in remote_files}
     for name, record in manifest.files.items():
         file = files.get(name)
-        if file is None or file.size != record[SIZE_KEY]:
+        if file is None or file.size != record["bytes"]:
             return False
-        recorded = record.get(XXH3_KEY)
+        recorded = record.get("xxh3")
         if recorded is None or file.size > SMALL_NBYTES:
             continue
         if digest(read_all(bucket, file)) != recorded:

@@ -16,15 +16,7 @@ import xxhash
 from prepcli.algebra.boxes import Range
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.formats.manifest import (
-    HEADER_KEY,
-    MANIFEST_FILE,
-    SIZE_KEY,
-    XXH3_KEY,
-    Manifest,
-    accept_hint,
-    read_manifest,
-)
+from prepcli.formats.manifest import MANIFEST_FILE, Manifest, accept_hint, read_manifest
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.untrusted import unreadable_error
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE, METADATA_FILE, ZARR2, ZARR3
@@ -57,30 +49,18 @@ def record_file(path: Path) -> FileRecord:
                 nbytes += len(block)
     except OSError as error:
         raise unreadable_error(path, error) from error
-    return {SIZE_KEY: nbytes, XXH3_KEY: state.hexdigest()}
+    return {"bytes": nbytes, "xxh3": state.hexdigest()}
 
 
 def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Return the records of files, in the order of their names.
-
-    Args:
-        folder: Folder of the output.
-        names: Paths relative to it.
-
-    Raises:
-        PrepError: A file cannot be read.
-    """
+    """Return the records of files by their paths in `folder`, in the order of the paths."""
     return {name: record_file(folder / name) for name in sorted(names)}
 
 
 def read_manifest_of_file(file: Path) -> Manifest | None:
     """Read the manifest in the folder of a single file, if it records the file.
 
-    A file of another model may be in the folder of an output: a name alone does not make it a
-    part of the output.
-
-    Raises:
-        PrepError: The manifest is invalid or damaged.
+    A file of another model may be in the folder of an output: a name alone does not make it a part of the output.
     """
     manifest = read_manifest(file.parent)
     if manifest is None or file.name not in manifest.files:
@@ -110,7 +90,7 @@ def check_files(
     """
     for name, record in manifest.files.items():
         is_selected = names is None or name in names
-        if XXH3_KEY in record and is_selected:
+        if "xxh3" in record and is_selected:
             _check_file(folder, name, record, hint)
 
 
@@ -132,8 +112,8 @@ def _check_file(
     if path.exists():
         actual = record_file(path)
         # A later version of prep may add keys to a record, so only these two are compared.
-        is_equal_size = actual[SIZE_KEY] == record[SIZE_KEY]
-        if is_equal_size and actual.get(XXH3_KEY) == record.get(XXH3_KEY):
+        is_equal_size = actual["bytes"] == record["bytes"]
+        if is_equal_size and actual.get("xxh3") == record.get("xxh3"):
             return
         what = f"{path} is damaged"
         why = f"it has {_describe_record(actual)}, the manifest records {_describe_record(record)}"
@@ -145,7 +125,7 @@ def _check_file(
 
 
 def _describe_record(record: FileRecord) -> str:
-    return f"{count_text(record[SIZE_KEY], 'byte')} with the digest {record.get(XXH3_KEY, ''):.40}"
+    return f"{count_text(record['bytes'], 'byte')} with the digest {record.get('xxh3', ''):.40}"
 
 
 def recorded_xxh3(path: Path, folder: Path, manifest: Manifest) -> str:
@@ -153,7 +133,7 @@ def recorded_xxh3(path: Path, folder: Path, manifest: Manifest) -> str:
     if not path.is_relative_to(folder):
         return ""
     record = manifest.files.get(path.relative_to(folder).as_posix(), NO_RECORD)
-    return record.get(XXH3_KEY, "")
+    return record.get("xxh3", "")
 
 
 def is_settings_file(name: str) -> bool:
@@ -163,18 +143,9 @@ def is_settings_file(name: str) -> bool:
 
 
 def check_header(path: Path, manifest: Manifest, header_digest: str) -> None:
-    """Check the bytes of a data file outside of its tensors.
-
-    Args:
-        path: The file, in the folder of the manifest.
-        manifest: The manifest.
-        header_digest: XXH3-128 of these bytes.
-
-    Raises:
-        DamagedError: They differ from the record.
-    """
+    """Raise DamagedError if the XXH3-128 of a data file's bytes outside of its tensors differs from its record."""
     # An earlier version of prep lists no files, and another library's file has no record.
-    expected = manifest.files.get(path.name, NO_RECORD).get(HEADER_KEY, header_digest)
+    expected = manifest.files.get(path.name, NO_RECORD).get("header", header_digest)
     if header_digest != expected:
         why = f"its header has the digest {header_digest}, the manifest records {expected:.40}"
         raise DamagedError(f"{path} is damaged", why, GET_AGAIN_HINT)

@@ -13,21 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prepcli.core.errors import Command, Option, PrepError, text
-from prepcli.formats.manifest import (
-    MANIFEST_FILE,
-    NO_MANIFEST,
-    STATE_ITEM,
-    Manifest,
-    read_manifest,
-)
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, STATE_ITEM, Manifest, read_manifest
 from prepcli.formats.untrusted import unreadable_error
 from prepcli.planning.item_storage import METADATA_FILE
 
-# Keys of a step's manifest.
-EVAL_LOSS = "eval_loss"
-EVAL_METRIC = "eval_metric"
-EVAL_SEQUENCES = "eval_sequences"
-EVAL_STRIDE = "eval_stride"
 # Files of each run, from its first start on.
 RECIPE_FILE = "recipe.toml"
 ENVIRONMENT_FILE = "environment.json"
@@ -86,38 +75,21 @@ class StepScore:
 
 def manifest_score(manifest: Manifest) -> StepScore:
     """Return the evaluation in a step's manifest: of its loss, or of another metric."""
-    fields = manifest.fields
-    name: object = EVAL_LOSS
-    value = fields.get(EVAL_LOSS)
-    sign = 1.0
-    metric = fields.get(EVAL_METRIC)
-    if isinstance(metric, dict):
-        name = metric.get("name")
-        value = metric.get("value")
-        if metric.get("best_is") == "highest":
-            sign = -1.0
-    cost = math.inf
-    if isinstance(value, int | float) and math.isfinite(value):
-        cost = sign * value
-    return StepScore(cost, score_group(name, fields))
+    name = "eval_loss"
+    cost = manifest.eval_loss
+    if metric := manifest.eval_metric:
+        name = metric["name"]
+        cost = metric["value"]
+        if metric["best_is"] == "highest":
+            cost = -cost
+    if cost is None or not math.isfinite(cost):
+        cost = math.inf
+    return StepScore(cost, score_group(name, manifest))
 
 
-def score_group(metric: object, fields: Mapping[str, object]) -> ScoreGroup:
-    """Return the group of a metric's values.
-
-    Args:
-        metric: Name of the metric.
-        fields: Fields of a manifest. They may be malformed.
-    """
-    # A list or an object of a malformed manifest cannot be a key of a dict.
-    return str(metric), _int_or_none(fields, EVAL_SEQUENCES), _int_or_none(fields, EVAL_STRIDE)
-
-
-def _int_or_none(fields: Mapping[str, object], key: str) -> int | None:
-    value = fields.get(key)
-    if isinstance(value, int):
-        return value
-    return None
+def score_group(metric: str, manifest: Manifest) -> ScoreGroup:
+    """Return the group of a metric's values in the manifests of steps."""
+    return metric, manifest.eval_sequences, manifest.eval_stride
 
 
 def best_step(run: Path) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import check_depth
+from prepcli.core.json_values import check_depth, quote_name
 from prepcli.stores.reading import (
     ACCESS_HINT,
     MAX_SMALL_FILE_NBYTES,
@@ -43,13 +43,6 @@ def parse_json(text: bytes) -> Any:
     except RecursionError as error:
         raise ValueError("its JSON is nested too deeply") from error
     return value
-
-
-def quote_name(name: str) -> str:
-    """Quote a name for a message: without control characters and at most 100 characters long."""
-    if len(name) <= 100 and name.isprintable():
-        return f"`{name}`"
-    return ascii(name[:100])
 
 
 def stat_file(path: Path) -> os.stat_result:

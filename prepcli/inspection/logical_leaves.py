@@ -71,7 +71,7 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
     is_item = contents.kind == "orbax"
     config = contents.config
     if is_item:
-        family = manifest_family({**contents.manifest.fields, "config": config})
+        family = manifest_family(contents.manifest | {"config": config})
         layout = contents.manifest
     else:
         family = _family_of_save_init(contents)
@@ -86,7 +86,7 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
         entries[name] = entry
     sizes = family.sizes(config)
     if is_item:
-        is_tied = layout.is_tied
+        is_tied = layout.tied
     else:
         is_tied = family.is_tied(config, entries)
     shapes = {name: entry.shape for name, entry in entries.items()}

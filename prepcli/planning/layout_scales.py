@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from prepcli.algebra.axis_map import RowScale, Sizes
@@ -121,20 +120,8 @@ def scaled_digests(record: ScaleRecord, num_rows: int) -> tuple[tuple[int, int, 
     return tuple((first, stop, digest) for first, stop, digest in record.get("digests", ()))
 
 
-def is_scale_record(record: object) -> bool:
-    """Return whether a record has all keys of a `ScaleRecord`, with values in range."""
-    if not isinstance(record, Mapping):
-        return False
-    is_known = (
-        record.get("significant") in SIGNIFICANT_DTYPES and record.get("root", "") in ROOT_DTYPES
-    )
-    has_counts = _is_count(record.get("sqrt"), 1) and _is_count(record.get("lost"), 0)
-    numbers = (record.get("power", 1), record.get("offset", 0))
-    has_integers = all(isinstance(value, int) for value in numbers)
-    has_digest = "digests" in record or isinstance(record.get("digest"), str)
-    return is_known and has_counts and has_integers and has_digest
-
-
-def _is_count(value: object, smallest: int) -> bool:
-    """Return whether a value is an integer of at least `smallest`."""
-    return isinstance(value, int) and value >= smallest
+def is_scale_record(record: ScaleRecord) -> bool:
+    """Return whether the values of a record are in range."""
+    is_known = record["significant"] in SIGNIFICANT_DTYPES and record.get("root", "") in ROOT_DTYPES
+    has_digest = "digests" in record or "digest" in record
+    return is_known and has_digest and record["sqrt"] >= 1 and record["lost"] >= 0

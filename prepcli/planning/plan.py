@@ -20,7 +20,7 @@ from prepcli.algebra.strided_copies import ChunkedLocation, StridedCopy, merge_d
 from prepcli.core.counts import count_text
 from prepcli.planning.item_storage import Compression, ItemStorage, recorded_storage
 from prepcli.planning.layout_scales import LayoutScale
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.tensors import itemsize
 
 
@@ -358,7 +358,7 @@ class Plan:
     leaves: tuple[OutputLeaf, ...] = ()
     dropped: tuple[DroppedTensor, ...] = ()
     checks: tuple[EqualityCheck, ...] = ()
-    settings: ManifestFields = field(default_factory=ManifestFields)
+    settings: Manifest = field(default_factory=Manifest)
     display_names: Mapping[str, str] = field(default_factory=dict)
     item: str = ""
     compression: Compression | None = None

@@ -18,7 +18,7 @@ def note_missing_file_digests(
     display_name: str, manifest: Manifest | None, observer: Observer
 ) -> None:
     """Print a note if a manifest has no digests of the checkpoint's settings and tokenizer files."""
-    if manifest and not manifest.has_file_records:
+    if manifest and "files" not in manifest:
         unchecked = "its settings and tokenizer files are not checked"
         observer.note(f"{display_name} was written by an earlier prep: {unchecked}")
 

@@ -31,7 +31,7 @@ from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import OrbaxItem, find_item, read_item
 from prepcli.formats.orbax_chunks import ArrayMeta, StoredRange, chunk_label
 from prepcli.planning.checksum_blocks import chunk_blocks
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.tensors import itemsize
 from prepcli.remote.remote_files import MAX_READ_THREADS
 from prepcli.restore.job_queue import run_jobs
@@ -91,7 +91,7 @@ def open_reader(
     if verify and not remote_files:
         check_files(manifest_folder, manifest)
     checksums = read_checksums(manifest_folder, manifest, item.arrays) if verify else None
-    return ItemReader(item, manifest.fields, checksums, hint, remote_files=remote_files)
+    return ItemReader(item, manifest, checksums, hint, remote_files=remote_files)
 
 
 class ItemReader:
@@ -108,7 +108,7 @@ class ItemReader:
     def __init__(
         self,
         item: OrbaxItem,
-        manifest: ManifestFields,
+        manifest: Manifest,
         checksums: BlockChecksums | None = None,
         hint: str = RECREATE_HINT,
         *,

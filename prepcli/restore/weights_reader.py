@@ -19,8 +19,8 @@ from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import CachedBlob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.files import ByteArray
-from prepcli.formats.manifest import DROPPED_KEY, NO_MANIFEST
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import EqualityCheck
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensor_match import (
@@ -107,14 +107,14 @@ class WeightsReader:
         config = source.config
         if not source.family.is_verbatim:
             config = with_vocabulary(config, self.vocabulary)
-        self.manifest: ManifestFields = {
-            "config": config,
-            "tied": match.is_tied,
-            "scan": True,
-            "scan_axis": 0,
-            "rules": source.tree_manifest.rules,
-            DROPPED_KEY: _dropped_records(source, match),
-        }
+        self.manifest = Manifest(
+            config=config,
+            tied=match.is_tied,
+            scan=True,
+            scan_axis=0,
+            rules=source.tree_manifest.rules,
+            dropped=_dropped_records(source, match),
+        )
         sizes = source.family.sizes(source.config)
         padded = {VOCAB_ATOM: padded_vocab_size}
         axis_maps = {path: bind_row(row, sizes, padded) for path, row in rows.items()}
@@ -240,7 +240,7 @@ class WeightsReader:
 
 def _dropped_records(source: Source, match: TensorMatch) -> list[Mapping[str, object]]:
     """Return the records of the tensors that the checkpoint has lost before, or that no leaf takes."""
-    records = [*(source.manifest or NO_MANIFEST).earlier_drops.get(DROPPED_KEY, ())]
+    records = [*(source.manifest or NO_MANIFEST).earlier_drops.dropped]
     records += [tensor.record(source.names.full_name(tensor.name)) for tensor in match.dropped]
     return records
 

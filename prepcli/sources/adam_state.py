@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,10 +18,10 @@ from prepcli.engine.blobs import MemoryBlob, open_blobs
 from prepcli.engine.digest import digest
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.decayed_leaves import DecayRule
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.libraries import AdamNumbers, AdamSettings
-from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.plan import Contiguous, SourceFile, Stream
 from prepcli.planning.state_names import (
     COUNTERS,
@@ -113,7 +112,7 @@ def read_adam_state(source: Source) -> AdamState:
         num_updates=_read_counter(source, counters, NUM_UPDATES),
         settings=recorded_settings(source),
         counters=counters,
-        batch_size=manifest_fields(source).get("batch_size", 1),
+        batch_size=(source.manifest or NO_MANIFEST).batch_size,
         averages=slots[AVERAGE_SLOT],
         left_out=tuple(left_out),
     )
@@ -222,17 +221,10 @@ def check_count(source: Source, value: float, why: str) -> int:
 
 def recorded_settings(source: Source) -> AdamSettings | None:
     """Return the settings in the record of a state from another library, or of a state for one."""
-    record = source.training_record or manifest_fields(source).get(TRAINING_STATE_KEY)
+    record = source.training_record or (source.manifest or NO_MANIFEST).training_state
     if not record or not record["optimizer"]:
         return None
     return AdamSettings(**record["optimizer"])
-
-
-def manifest_fields(source: Source) -> Mapping[str, Any]:
-    """Return the fields of the manifest, including the entries of a training run."""
-    if source.manifest is None:
-        return {}
-    return source.manifest.fields
 
 
 def moment_names(parameter: str) -> tuple[str, str]:

@@ -26,8 +26,8 @@ from prepcli.engine.blobs import Blob, FilesAndBlobs, open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray, Files
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
-from prepcli.formats.manifest import NO_MANIFEST, QUANTIZATION_KEY, QUANTIZED_KEY
-from prepcli.planning.manifest_fields import ManifestFields, QuantizedRecord
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.planning.manifest_fields import Manifest, QuantizedRecord
 from prepcli.planning.plan import Contiguous, Location
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import qualify
@@ -283,14 +283,14 @@ def dequantize_source(source: Source) -> Source:
     return decoded
 
 
-def quantization_entries(source: Source) -> ManifestFields:
+def quantization_entries(source: Source) -> Manifest:
     """Return the manifest's entries of dequantised weights. A copy of an init keeps them."""
-    entries: ManifestFields = {}
+    entries = Manifest()
     settings = source.quantization or source.tree_manifest.quantization
     if settings:
-        entries[QUANTIZATION_KEY] = settings
+        entries |= Manifest(quantization=settings)
     if source.quantized:
-        entries[QUANTIZED_KEY] = source.quantized
+        entries |= Manifest(quantized=source.quantized)
     return entries
 
 

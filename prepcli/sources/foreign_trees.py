@@ -147,7 +147,7 @@ def match_foreign_tree(
     tree_format = _find_format(leaves, family, config, display_name, roots, layout)
     leaves, ignored = _split_non_parameters(leaves, tree_format, family)
     param_leaves = _leaves_below_root(leaves, tree_format, family, display_name)
-    names = TensorNames(family, tree_format.has_prefix and manifest.is_prefixed)
+    names = TensorNames(family, tree_format.has_prefix and manifest.prefixed)
     shapes = recorded_shapes(names, manifest)
     expected = _expected_leaf_tensors(
         tree_format, family, config, param_leaves, display_name, shapes

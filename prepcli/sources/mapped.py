@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
@@ -25,7 +24,6 @@ from prepcli.models.prediction import prediction_names
 from prepcli.models.registry import FAMILIES, family_of
 from prepcli.models.verbatim import verbatim_family
 from prepcli.planning.composed_locations import compose_location
-from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.map_file import (
     MAX_NBYTES,
     MapLine,
@@ -47,7 +45,6 @@ DROP_RULE = "drop line of --map"
 # Rule of the scales of weights that a map transposes, stacks or takes apart.
 SCALES_RULE = "--map changes the weights of the scales"
 # Key of the record of a map in manifests.
-MAP_KEY: Final = "map"
 # Key of the text of the map in the record of an export.
 CONTENT_KEY = "content"
 AtomSizes = dict[str, int | tuple[int, ...]]
@@ -74,7 +71,7 @@ def recorded_map(manifest: Manifest | None) -> TensorMap | None:
     Raises:
         PrepError: The record is malformed.
     """
-    record = _stored_record(manifest or NO_MANIFEST)
+    record = (manifest or NO_MANIFEST).map
     content = record.get(CONTENT_KEY)
     if not isinstance(content, str):
         return None
@@ -82,29 +79,22 @@ def recorded_map(manifest: Manifest | None) -> TensorMap | None:
     return replace(parse_map(str(record.get("name")), content), drops=())
 
 
-def map_record(source: Source) -> ManifestFields:
+def map_record(source: Source) -> Manifest:
     """Return the manifest's record of the map of a source, or of the map that made the source. Empty without one."""
     if source.tensor_map is not None:
         record = {
             "name": source.tensor_map.name,
             "xxh3": digest(source.tensor_map.content.encode()),
         }
-        return {MAP_KEY: record}
-    stored = _stored_record(source.tree_manifest)
-    if stored:
-        return {MAP_KEY: stored}
-    return {}
+        return Manifest(map=record)
+    stored = source.tree_manifest.map
+    return Manifest(map=stored) if stored else Manifest()
 
 
 def is_read_through_map(output: Source, source: Source) -> bool:
     """Return whether an output was made from a source through a user's map. Its manifest does not have the rows."""
-    record = _stored_record(output.manifest or NO_MANIFEST)
+    record = (output.manifest or NO_MANIFEST).map
     return bool(record) and CONTENT_KEY not in record and not map_record(source)
-
-
-def _stored_record(manifest: Manifest) -> Mapping[str, object]:
-    record = manifest.fields.get(MAP_KEY)
-    return record if isinstance(record, dict) else {}
 
 
 def apply_map(source: Source, tensor_map: TensorMap) -> Source:

@@ -11,11 +11,10 @@ from dataclasses import replace
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_types import HFConfig
-from prepcli.formats.manifest import TOWERS_KEY
 from prepcli.models.prediction import prediction_names, without_prediction
 from prepcli.models.registry import FAMILIES
 from prepcli.models.text_part import TextPart, read_text_part, text_section, uses_mrope
-from prepcli.planning.manifest_fields import ManifestFields, QuantizedRecord
+from prepcli.planning.manifest_fields import Manifest, QuantizedRecord
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import TOWERS, qualify, split_name
@@ -174,13 +173,13 @@ def models_title(source: Source) -> str:
     return "multimodal models" if source.is_multimodal else "models with multi-token prediction"
 
 
-def towers_entry(source: Source) -> ManifestFields:
+def towers_entry(source: Source) -> Manifest:
     """Return the manifest's entry of a model with towers: its type, and the prefixes of its parameters in files."""
     recorded = source.tree_manifest.towers
     if recorded is not None:
-        return {TOWERS_KEY: recorded}
+        return Manifest(towers=recorded)
     if source.wrapper is None:
-        return {}
+        return Manifest()
     entry: dict[str, object] = {
         "model_type": source.wrapper.config.get("model_type"),
         "prefix": source.family.prefix,
@@ -189,7 +188,7 @@ def towers_entry(source: Source) -> ManifestFields:
     if uses_mrope(source.wrapper.config):
         # Training reads this entry: a recipe must not change the rope type of a model with M-RoPE.
         entry["mrope"] = True
-    return {TOWERS_KEY: entry}
+    return Manifest(towers=entry)
 
 
 def without_towers(source: Source) -> Source:

@@ -11,12 +11,11 @@ from prepcli.core.lists import join_names
 from prepcli.core.suggest import did_you_mean
 from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files
-from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
+from prepcli.formats.manifest import Manifest, find_manifest_folder
 from prepcli.formats.torch_files import MISTRAL_FILE
 from prepcli.formats.untrusted import list_folder, quote_name
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import FAMILIES
-from prepcli.planning.manifest_fields import TRAINING_STATE_KEY
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE_RULE
@@ -101,7 +100,7 @@ def open_source(
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
         if training_state:
             source = _with_training_state(source, located)
-        elif source.manifest and TRAINING_STATE_KEY in source.manifest.fields:
+        elif source.manifest and "training_state" in source.manifest:
             source = _with_written_state(source, located)
         _check_headers(source)
         source = _with_omitted(source, local_files)
@@ -381,7 +380,7 @@ def check_local_files(local_files: LocalFiles, manifest: Manifest | None) -> Non
     # Larger files are placeholders with holes. Their digest is compared with the bytes of the remote
     # file, while these are read.
     if local_files.remote is not None:
-        selected = {name for name in selected if records[name][SIZE_KEY] <= SMALL_NBYTES}
+        selected = {name for name in selected if records[name]["bytes"] <= SMALL_NBYTES}
         check_files(folder, manifest, selected, hint=_upload_hint)
     else:
         check_files(folder, manifest, selected)

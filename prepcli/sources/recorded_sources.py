@@ -51,7 +51,7 @@ def recorded_sources(manifest: Manifest) -> list[RecordedSource]:
     if manifest.command == TRAIN:
         return [RecordedSource(origin.get("name", ""), origin)]
     sources = [RecordedSource(manifest.source_name, origin)]
-    merged = manifest.merged_adapter
+    merged = manifest.merged
     if merged is not None:
         identity: OriginRecord = {}
         if "manifest" in merged:

@@ -106,7 +106,7 @@ def tensors_from_manifest(
     shapes = recorded_shapes(names, manifest)
     rows = parameter_rows(family, config, manifest.scan, manifest.scan_axis, shapes)
     # A tied head has no leaf: the embedding stores it.
-    if manifest.is_tied:
+    if manifest.tied:
         rows.pop(family.tying.head_leaf, None)
     leaf_tensors = tuple(bound_leaf_tensors(rows, family.sizes(config)))
     for path, row, _, _ in leaf_tensors:

@@ -1,8 +1,5 @@
 """The plan of a saved training step: a training state in memory, written to an Orbax item in the layout of an init."""
 
-# pyright: reportTypedDictNotRequiredAccess=false
-# A start checkpoint has the manifest of a complete model, so its optional keys exist.
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -13,7 +10,7 @@ from pathlib import Path
 from prepcli.algebra.grids import Placement, StridedPlacement
 from prepcli.core.json_types import HFConfig
 from prepcli.engine.checkpoint_store import LeafSpec
-from prepcli.formats.manifest import LORA_KEY, ORIGIN_KEY, STATE_ITEM, TOWERS_KEY, Manifest
+from prepcli.formats.manifest import STATE_ITEM, Manifest
 from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.mesh import parse_mesh
@@ -21,7 +18,6 @@ from prepcli.models.rule_text import merge_rules
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.item_storage import OCDBT_ZARR3, recorded_storage
-from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.slabs import split_streams
 from prepcli.planning.state_names import PARAMS
@@ -45,13 +41,13 @@ class StartModel:
         small_files: Tokenizer and other files to copy to each step.
     """
 
-    manifest: ManifestFields
+    manifest: Manifest
     small_files: tuple[SmallFile, ...]
 
 
 def plan_training_step(
     leaves: Mapping[str, LeafSpec],
-    start_manifest: ManifestFields,
+    start_manifest: Manifest,
     *,
     request: str,
     slab_nbytes: int,
@@ -73,13 +69,13 @@ def plan_training_step(
         PrepError: The leaves differ from the start checkpoint's model.
     """
     source = _source_of_leaves(leaves, start_manifest)
-    axis_maps = source_axis_maps(source, start_manifest["scan"], start_manifest["scan_axis"])
+    axis_maps = source_axis_maps(source, start_manifest.scan, start_manifest.scan_axis)
     match = match_source_tensors(source, axis_maps, DEFAULT_MATCH_OPTIONS)
     vocabulary = source.vocabulary()
     mesh = None
-    if start_manifest["mesh"]:
-        mesh = parse_mesh(start_manifest["mesh"])
-    partitioning = Partitioning(mesh, merge_rules(start_manifest["rules"]), min_split_nbytes)
+    if start_manifest.mesh:
+        mesh = parse_mesh(start_manifest.mesh)
+    partitioning = Partitioning(mesh, merge_rules(start_manifest.rules), min_split_nbytes)
     # The state has the padded vocabulary of the start already, so no row is filled.
     names = vocabulary_names(source, match, vocabulary)
     resize = VocabResize(vocabulary, names, Fill("zeros"))
@@ -91,10 +87,10 @@ def plan_training_step(
         vocab_size=vocabulary.stored_size,
         partitioning=partitioning,
     )
-    source_name = str(start_manifest["name"])
+    source_name = str(start_manifest.name)
     # A run that starts from a step of another run names the first model, and not that step.
-    if start_manifest["kind"] == "train":
-        source_name = Manifest(start_manifest).source_name
+    if start_manifest.kind == "train":
+        source_name = start_manifest.source_name
     plan = Plan(
         command="train",
         request=request,
@@ -114,57 +110,48 @@ def plan_training_step(
     return plan
 
 
-def _item_settings(source: Source, start_manifest: ManifestFields) -> ManifestFields:
+def _item_settings(source: Source, start_manifest: Manifest) -> Manifest:
     """Return the settings of the start checkpoint in the manifest of a step."""
-    settings: ManifestFields = {
-        "name": start_manifest["name"],
-        "family": start_manifest.get("family"),
-        "vocab": start_manifest.get("vocab"),
-        "layout": start_manifest.get("layout"),
-        "mesh": start_manifest["mesh"],
-        "rules": start_manifest["rules"],
-        "scan": start_manifest["scan"],
-        "scan_axis": start_manifest["scan_axis"],
-        "prefixed": source.names.is_prefixed,
-        "tied": start_manifest["tied"],
-    }
-    if LORA_KEY in start_manifest:
-        settings[LORA_KEY] = start_manifest[LORA_KEY]
-    elif TOWERS_KEY in start_manifest:
-        settings[TOWERS_KEY] = start_manifest[TOWERS_KEY]
-    settings |= Manifest(start_manifest).earlier_drops
-    if start_manifest.get(ORIGIN_KEY):
-        settings[ORIGIN_KEY] = start_manifest[ORIGIN_KEY]
-    if recorded_storage(start_manifest.get("storage")) == OCDBT_ZARR3:
-        settings["storage"] = OCDBT_ZARR3.name
-    settings["kind"] = "train"
-    settings["config"] = source.config
-    return settings
-
-
-def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: ManifestFields) -> Source:
-    """Return the leaves as a source. File n of the source is leaf n."""
-    config = _config_of_leaves(leaves, start_manifest["config"])
-    names = TensorNames(
-        manifest_family({**start_manifest, "config": config}), _is_prefixed(start_manifest)
+    settings = Manifest(
+        name=start_manifest.name,
+        family=start_manifest.family,
+        vocab=start_manifest.vocab,
+        layout=start_manifest.layout,
+        mesh=start_manifest.mesh,
+        rules=start_manifest.rules,
+        scan=start_manifest.scan,
+        scan_axis=start_manifest.scan_axis,
+        prefixed=source.names.is_prefixed,
+        tied=start_manifest.tied,
     )
+    if start_manifest.is_adapter:
+        settings |= Manifest(lora=start_manifest.lora)
+    elif start_manifest.towers is not None:
+        settings |= Manifest(towers=start_manifest.towers)
+    settings |= start_manifest.earlier_drops
+    if start_manifest.get("origin"):
+        settings |= Manifest(origin=start_manifest["origin"])
+    if recorded_storage(start_manifest.storage) == OCDBT_ZARR3:
+        settings |= Manifest(storage=OCDBT_ZARR3.name)
+    return settings | Manifest(kind="train", config=source.config)
+
+
+def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Manifest) -> Source:
+    """Return the leaves as a source. File n of the source is leaf n."""
+    config = _config_of_leaves(leaves, start_manifest.config)
+    # Names of adapters always have a prefix: PEFT's.
+    is_prefixed = start_manifest.prefixed or start_manifest.is_adapter
+    names = TensorNames(manifest_family(start_manifest | Manifest(config=config)), is_prefixed)
     stored_leaves: dict[str, StoredLeaf] = {}
     for number, (name, leaf) in enumerate(leaves.items()):
         chunk_shape = tuple(max(1, extent) for extent in leaf.shape)
         placement = partial(_single_chunk, number)
         stored_leaves[name] = StoredLeaf(leaf.shape, leaf.dtype, chunk_shape, placement)
     # Training has changed the values: the digests that the start's manifest records no longer apply.
-    fields: ManifestFields = {
-        **start_manifest,
-        "config": config,
-        "tensors": {},
-        "slots": {},
-        "others": {},
-    }
-    manifest = Manifest(fields)
+    manifest = start_manifest | Manifest(config=config, tensors={}, slots={}, others={})
     tensors, state = tensors_from_manifest(stored_leaves, names, manifest, "the training state")
     return Source(
-        str(start_manifest["name"]),
+        str(start_manifest.name),
         Path(),
         names.family,
         config,
@@ -176,11 +163,6 @@ def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: ManifestFi
         None,
         state_tensors=state,
     )
-
-
-def _is_prefixed(start_manifest: ManifestFields) -> bool:
-    """Return whether tensor names have a prefix: the family's, or for adapters always PEFT's."""
-    return start_manifest["prefixed"] or LORA_KEY in start_manifest
 
 
 def _single_chunk(number: int, piece: LeafPiece) -> Placement:

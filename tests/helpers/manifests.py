@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prepcli.formats.manifest import DIGEST_KEY, FILES_KEY, MANIFEST_FILE, encode_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
 
 
 @contextmanager
@@ -23,4 +23,4 @@ def changed_manifest(folder: Path) -> Iterator[dict[str, Any]]:
 def remove_file_records(folder: Path) -> None:
     """Change an output to the format of earlier versions, without digests of small files and of the manifest."""
     with changed_manifest(folder) as manifest:
-        del manifest[FILES_KEY], manifest[DIGEST_KEY]
+        del manifest["files"], manifest["digest"]

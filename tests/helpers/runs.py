@@ -13,6 +13,7 @@ import numpy as np
 from prepcli.algebra.boxes import Box
 from prepcli.engine.checkpoint_store import HostLeaf, LeafSpec, PendingSave
 from prepcli.execution.checkpoint_manager import FinishedSave
+from prepcli.formats.manifest import Manifest
 from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.param_tree import Tree
@@ -177,7 +178,7 @@ def make_job(
         evaluation=PackedDataset(tokens, first_row=train.n_rows, n_rows=5),
         eval_every=0,
         save_every=0,
-        manifest_fields={},
+        manifest_fields=Manifest(),
     )
     return replace(config, **changes)
 
@@ -187,7 +188,7 @@ class MemoryReader:
     """A CheckpointReader of arrays in memory."""
 
     arrays: Mapping[str, np.ndarray]
-    manifest: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Manifest = field(default_factory=Manifest)
     is_remote: bool = False
     read_units: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -219,11 +220,11 @@ class MemoryStore:
         return self.saved[step]
 
     def start_save(
-        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Manifest
     ) -> PendingSave:
         assert step not in self.saved
         self.saved[step] = MemoryReader(
-            {name: leaf.fetch().copy() for name, leaf in leaves.items()}, dict(manifest_fields)
+            {name: leaf.fetch().copy() for name, leaf in leaves.items()}, manifest_fields
         )
         return FinishedSave(0.0)
 

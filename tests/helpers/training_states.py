@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Any, Literal
 
 import numpy as np
 
 from prepcli.algebra.boxes import full_box
 from prepcli.engine.checkpoint_store import CheckpointReader, HostLeaf
 from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
@@ -97,7 +97,7 @@ def save_steps(
     steps: Mapping[int, TrainingState],
     *,
     keep: KeepRule | int | Literal["all"] = "all",
-    **manifest_changes: Unpack[ManifestFields],
+    **manifest_changes: Any,
 ) -> None:
     """Save these steps as checkpoints of a run named `tuned`.
 
@@ -109,7 +109,7 @@ def save_steps(
         **manifest_changes: Entries of the steps' manifests that replace the start's, such as `mesh`.
     """
     with CheckpointManager(
-        run, start, name="tuned", keep=keep, manifest_changes=manifest_changes
+        run, start, name="tuned", keep=keep, manifest_changes=Manifest(**manifest_changes)
     ) as store:
         for step, state in steps.items():
             store.save(step, host_leaves(state), {"recipe": f"steps = {step}"})

@@ -6,11 +6,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_types import JsonObject
+from prepcli.planning.manifest_fields import ScheduleRecord
 from trainer.recipe.optimizer_tables import (
     PALM_REFERENCE_LR,
     OptimizerTable,
@@ -116,14 +117,14 @@ class LRSchedule:
         fraction = xp.asarray(done * self.cycles % length, dtype=float) / length
         return xp.where(done < length, fraction, 1.0)
 
-    def manifest_fields(self) -> JsonObject:
+    def manifest_fields(self) -> ScheduleRecord:
         """Return the fields for a manifest, without optional fields at their defaults, so that earlier runs resume."""
         kept: JsonObject = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default:
                 kept[field.name] = value
-        return kept
+        return cast("ScheduleRecord", kept)
 
 
 def _fall(progress: Any, shape: RampShape, waves: float, xp: Any) -> Any:
@@ -135,7 +136,7 @@ def _fall(progress: Any, shape: RampShape, waves: float, xp: Any) -> Any:
     return 1.0 - xp.sqrt(progress)
 
 
-def rate_at_step(schedule: Mapping[str, JsonValue], step: int) -> float:
+def rate_at_step(schedule: Mapping[str, object], step: int) -> float:
     """Return the learning rate of the update with index `step` (the first is 0).
 
     Args:

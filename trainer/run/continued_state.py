@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
-from prepcli.formats.manifest import Manifest
 from prepcli.restore.item_reader import ItemReader
 from prepcli.sources.averages import AVERAGE_SLOT
 from trainer.run.start import StartCheckpoint
@@ -29,7 +28,7 @@ def check_continued_start(start: StartCheckpoint, loop: LoopConfig) -> None:
     reader = start.model_reader
     step = None
     if isinstance(reader, ItemReader):
-        step = Manifest(reader.manifest).step
+        step = reader.manifest.step
     if not isinstance(reader, ItemReader) or step is None:
         option = Option("training_state", True)
         raise usage_error(

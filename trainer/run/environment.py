@@ -66,7 +66,7 @@ def environment_fields(prepared: PreparedRun) -> JsonObject:
             "eval_sequences": loop.evaluation.n_rows if loop.evaluation else 0,
             "batch_sequences": loop.order.batch_size,
             "tokens_per_step": loop.tokens_per_step,
-            "digest": loop.manifest_fields.get("data"),
+            "digest": loop.manifest_fields.data,
         },
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -97,7 +97,9 @@ def rounding_environment(sharding: ShardingContext) -> dict[str, str | int]:
     return environment
 
 
-def environment_warning(before: object, now: Mapping[str, str | int], *, step: int) -> str:
+def environment_warning(
+    before: Mapping[str, object] | None, now: Mapping[str, object], *, step: int
+) -> str:
     """Return a warning about the differences between two environments.
 
     Empty without a difference.
@@ -107,7 +109,7 @@ def environment_warning(before: object, now: Mapping[str, str | int], *, step: i
         now: Environment of this process.
         step: The step.
     """
-    if not isinstance(before, Mapping):
+    if before is None:
         return ""
     changes: list[str] = []
     for key, name in NAME_BY_KEY.items():

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prepcli.core.errors import Key, text, usage_error
 from prepcli.engine.files import io_error
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.run_storage import RunStorage
 from prepcli.formats.run_steps import score_group
+from prepcli.planning.manifest_fields import Manifest
 from trainer.run.run import Run
 from trainer.run.run_record import SAMPLES_FILE
 from trainer.run.storage import store_at_end, write_run_file
@@ -97,7 +98,7 @@ def find_missing_events(
     return MissingEvents(bool(int(words[0])), int(words[1]))
 
 
-def find_patience(run: Run, loop: LoopConfig, manifest: Mapping[str, Any], step: int) -> Patience:
+def find_patience(run: Run, loop: LoopConfig, manifest: Manifest, step: int) -> Patience:
     """Return the evaluations up to a saved step that count for `eval.patience`, as process 0 sees them.
 
     Args:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from prepcli.core.errors import Key, PrepError, text
 from prepcli.core.json_types import HFConfig
 from prepcli.execution.run_storage import TOKENS_FOLDER
 from prepcli.formats.run_steps import RECIPE_FILE
-from prepcli.planning.step_fields import StepFields
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.remote.placeholders import create_placeholder_folder
 from prepcli.sources.folders import make_access
 from prepcli.sources.generation_config import folder_generation_defaults
@@ -26,7 +26,6 @@ from trainer.run.continued_state import (
     unread_warning,
 )
 from trainer.run.environment import (
-    ENVIRONMENT_KEY,
     environment_warning,
     rounding_environment,
 )
@@ -201,10 +200,10 @@ def build_sampler(
     )
 
 
-def _manifest_fields(loaded: LoadedRecipe, sharding: ShardingContext) -> StepFields:
+def _manifest_fields(loaded: LoadedRecipe, sharding: ShardingContext) -> Manifest:
     """Return the entries with equal values in the manifests of all steps."""
     text = recipe_to_toml(loaded.recipe, loaded.origins)
-    return {"recipe": text, ENVIRONMENT_KEY: rounding_environment(sharding)}
+    return Manifest(recipe=text, environment=rounding_environment(sharding))
 
 
 def _dropout_rates(recipe: Recipe, config: HFConfig, model: ModelSpec) -> DropoutConfig:
@@ -250,8 +249,7 @@ def _recorded_tokens(
     add_bos = run.recipe.data.add_bos
     if BOS_KEY in changed:
         add_bos, _ = changed[BOS_KEY]
-    manifest = cast("Mapping[str, Any]", start.step_reader.manifest)
-    return RecordedTokens(tuple(manifest["data"].split()), add_bos)
+    return RecordedTokens(tuple(start.step_reader.manifest.data.split()), add_bos)
 
 
 def _tokenize_data(
@@ -305,9 +303,8 @@ def _check_loop(
             if warning := describe(prepared.start, loop):
                 run.observer.warn(warning)
     if 0 < step < loop.steps:
-        before = manifest.get(ENVIRONMENT_KEY)
-        now = loop.manifest_fields.get(ENVIRONMENT_KEY, {})
-        if warning := environment_warning(before, now, step=step):
+        now = loop.manifest_fields.environment or {}
+        if warning := environment_warning(manifest.environment, now, step=step):
             run.observer.warn(warning)
     for warning in run_warnings(run.recipe, loop, last_step=step):
         run.observer.warn(warning)

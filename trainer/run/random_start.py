@@ -13,7 +13,7 @@ from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.models.parameters import read_size
 from prepcli.models.registry import family_of
 from prepcli.models.rule_text import merge_rules
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.vocabulary import TRUE_VOCAB_SIZE_KEY
 from prepcli.sources.source import CONFIG, read_config
 from prepcli.targets.tokenizer_files import random_start_files
@@ -35,7 +35,7 @@ class RandomReader:
         manifest: The manifest that an init of the model would have.
     """
 
-    manifest: ManifestFields
+    manifest: Manifest
     is_remote = False
 
     @property
@@ -85,35 +85,35 @@ def random_start(recipe: Recipe, mesh: Mesh, rules: Sequence[str]) -> StartModel
     """
     model = model_of_config(random_config(recipe.model))
     manifest = _model_manifest(model, mesh, rules)
-    manifest["name"] = _model_name(recipe.model)
+    manifest |= Manifest(name=_model_name(recipe.model))
     files = random_start_files(recipe.data.tokenizer, recipe.model.config)
     return StartModel(manifest, files)
 
 
-def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> ManifestFields:
+def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> Manifest:
     """Return the entries of the manifest that `prep save-init` would write for a model."""
     family = family_of(model.config)
     described = model.manifest(mesh, merge_rules(rules))
     config: HFConfig = described["config"]
     padded_size = family.sizes(config)["vocab"]
-    return {
-        "config": config,
-        "tied": described["tied"],
-        "scan": described["scan"],
-        "scan_axis": described["scan_axis"],
-        "kind": "init",
-        "family": family.name,
-        "vocab": {
+    return Manifest(
+        config=config,
+        tied=described["tied"],
+        scan=described["scan"],
+        scan_axis=described["scan_axis"],
+        kind="init",
+        family=family.name,
+        vocab={
             "true": read_size(config, TRUE_VOCAB_SIZE_KEY, padded_size),
             "padded": padded_size,
         },
-        "layout": "native",
+        layout="native",
         # No checkpoint shows how its tensors are named. A complete model with its head has the prefix,
         # e.g. `model.layers.0` of Llama.
-        "prefixed": True,
-        "mesh": str(mesh),
-        "rules": list(rules),
-    }
+        prefixed=True,
+        mesh=str(mesh),
+        rules=list(rules),
+    )
 
 
 def _model_name(table: Model) -> str:

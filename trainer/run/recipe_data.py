@@ -186,7 +186,7 @@ def open_recipe_model(recipe: Recipe, *, offline: bool, observer: Observer) -> R
 def _source_model(source: Source) -> PlannedModel:
     """Return the model of a checkpoint, of prep or of another format."""
     if source.tree_manifest.is_tree:
-        return model_of_manifest(source.tree_manifest.fields)
+        return model_of_manifest(source.tree_manifest)
     return model_of_config(source.config)
 
 

@@ -21,11 +21,8 @@ from prepcli.execution.run_storage import RunStorage
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
-    BASE_KEY,
-    LORA_KEY,
     SAMPLE_DIGEST_KEY,
     STATE_ITEM,
-    TOWERS_KEY,
     Manifest,
     find_manifest_folder,
     origin_record,
@@ -37,7 +34,7 @@ from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import family_of
 from prepcli.models.rule_text import merge_rules
 from prepcli.models.text_part import text_section
-from prepcli.planning.manifest_fields import ManifestFields, OriginRecord
+from prepcli.planning.manifest_fields import OriginRecord
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
 from prepcli.remote.object_store import is_url, parse_url
 from prepcli.remote.placeholders import rename_in_errors
@@ -143,14 +140,14 @@ class StartCheckpoint:
         return rename_in_errors(self.model_reader.folder, f"{self.name}/{STATE_ITEM}")
 
     @property
-    def manifest(self) -> ManifestFields:
+    def manifest(self) -> Manifest:
         """Manifest of the model."""
         manifest = self.model_reader.manifest
         if isinstance(self.model, StartModel):
             manifest = self.model.manifest
         if self.lora is None:
             return manifest
-        return {**manifest, "lora": self.lora}
+        return manifest | Manifest(lora=self.lora)
 
     @property
     def step_reader(self) -> ItemReader | WeightsReader | RandomReader:
@@ -175,7 +172,7 @@ class StartCheckpoint:
             )
         if isinstance(self.model_reader, ItemReader):
             name = self.name or str(self.model_reader.folder)
-            note_missing_file_digests(name, Manifest(self.model_reader.manifest), observer)
+            note_missing_file_digests(name, self.model_reader.manifest, observer)
         if not isinstance(self.model_reader, ItemReader) or self.model_reader.is_checked:
             return
         source = self._open_source(self.model_reader)
@@ -203,10 +200,10 @@ class StartCheckpoint:
             path: The recipe's path of the model.
         """
         if self.resume_step:
-            return Manifest(self.step_reader.manifest).origin
+            return self.step_reader.manifest.origin
         if isinstance(self.model_reader, RandomReader):
             return {"is_random": True}
-        manifest: Manifest | None = Manifest(self.model_reader.manifest)
+        manifest: Manifest | None = self.model_reader.manifest
         if isinstance(self.model_reader, WeightsReader):
             manifest = self.model_reader.source.manifest
         record: OriginRecord = {"name": path, **origin_record(manifest, self.commit)}
@@ -226,7 +223,7 @@ class StartCheckpoint:
             The entry with the path and the digest of the towers. None for other models, for adapters, and if the
             entry already has a digest.
         """
-        entry = self.manifest.get(TOWERS_KEY)
+        entry = self.manifest.towers
         if entry is None or self.lora is not None or "digest" in entry:
             return None
         if isinstance(self.model_reader, ItemReader):
@@ -286,7 +283,7 @@ def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheck
     See `open_reader`.
     """
     reader = open_reader(path, verify)
-    if Manifest(reader.manifest).family == VERBATIM:
+    if reader.manifest.family == VERBATIM:
         raise verbatim_error(str(path))
     folder = reader.folder / HF_FOLDER
     if recipe.data.tokenizer is None:
@@ -295,7 +292,7 @@ def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheck
     files = copied_files(
         find_side_files(folder).copied,
         manifest_folder,
-        manifest=Manifest(reader.manifest),
+        manifest=reader.manifest,
         path_prefix=f"{HF_FOLDER}/",
     )
     model = StartModel(reader.manifest, with_tokenizer(files, recipe.data.tokenizer))
@@ -367,11 +364,8 @@ def open_model_start(
     if rules is None:
         rules = source.tree_manifest.rules
     reader = open_weights(source, sharding.mesh, merge_rules(rules), verify=verify)
-    manifest: ManifestFields = {
-        **start_manifest(source, reader, located.model_name),
-        "mesh": str(sharding.mesh),
-        "rules": rules,
-    }
+    manifest = start_manifest(source, reader, located.model_name)
+    manifest |= Manifest(mesh=str(sharding.mesh), rules=rules)
     files = copied_small_files(source, f"{HF_FOLDER}/")
     return StartCheckpoint(
         reader,
@@ -409,20 +403,19 @@ def _open_random_start(
     return StartCheckpoint(RandomReader(model.manifest), model, folder)
 
 
-def start_manifest(source: Source, reader: WeightsReader, name: str) -> ManifestFields:
+def start_manifest(source: Source, reader: WeightsReader, name: str) -> Manifest:
     """Return the manifest of `save-init` for the leaves of a reader, without mesh and rules."""
     vocabulary = reader.vocabulary
-    return {
-        **reader.manifest,
-        "kind": "init",
-        "name": name,
-        "family": source.family.name,
-        "config": output_config(source, vocabulary, reader.manifest["tied"]),
-        "vocab": {"true": vocabulary.true_size, "padded": vocabulary.stored_size},
-        "layout": "native",
-        "prefixed": source.names.is_prefixed,
-        **towers_entry(source),
-    }
+    manifest = reader.manifest | Manifest(
+        kind="init",
+        name=name,
+        family=source.family.name,
+        config=output_config(source, vocabulary, reader.manifest.tied),
+        vocab={"true": vocabulary.true_size, "padded": vocabulary.stored_size},
+        layout="native",
+        prefixed=source.names.is_prefixed,
+    )
+    return manifest | towers_entry(source)
 
 
 def _is_written_by_prep(path: Path) -> bool:
@@ -458,14 +451,14 @@ def with_adapters(
     Raises:
         PrepError: The adapters do not fit the model, or the start checkpoint has adapters only.
     """
-    if LORA_KEY in start.manifest:
+    if start.manifest.is_adapter:
         why = "the step of a run with LoRA has only adapters"
         raise usage_error(
             text("{} is not a complete model", Key("model.path")),
             why,
             text("{} adds them to their base", Command("merge")),
         )
-    config = start.manifest["config"]
+    config = start.manifest.config
     # A saved step has priority over `lora.path`, which is read by the first start only.
     if last_step:
         reader = storage.open_step(last_step, verify, damage_hint(storage, last_step))
@@ -536,10 +529,10 @@ def base_facts(
     return {"name": name, "digest": digest, SAMPLE_DIGEST_KEY: start.sample_digest()}
 
 
-def check_base(manifest: Mapping[str, Any], base: Mapping[str, str]) -> None:
+def check_base(manifest: Manifest, base: Mapping[str, str]) -> None:
     """Raise PrepError if the frozen parameters have changed since the adapters were trained."""
     # The names are not compared: a copy of the base at another path resumes the run.
-    before = manifest.get(BASE_KEY, {})
+    before = manifest.base
     if before.get("digest") == base["digest"]:
         return
     what = f"{base['name']} differs from the checkpoint that the run began with"

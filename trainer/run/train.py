@@ -27,7 +27,7 @@ from prepcli.execution.signals import (
 )
 from prepcli.execution.step_exports import StepExports
 from prepcli.formats.run_steps import RECIPE_FILE
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.folders import make_access
 from trainer.recipe import LoadedRecipe, recipe_to_toml
 from trainer.run.checks import check_config
@@ -259,7 +259,7 @@ def _open_and_prepare(run: Run, stack: ExitStack) -> PreparedRun:
         run.group,
         start.manifest,
         step=prepared.step,
-        data_identity=prepared.loop.manifest_fields.get("data", ""),
+        data_identity=prepared.loop.manifest_fields.data,
         kernel=prepared.kernel.name,
     )
     for line in run_summary_lines(prepared):
@@ -434,7 +434,7 @@ def _check_resumable_step(prepared: PreparedRun) -> None:
         what = f"step {prepared.step} has no optimizer state to resume from"
         why = text("it was saved with {}", Key("checkpoint.optimizer_state", False))
         raise PrepError(what, why, hint)
-    cast = reader.manifest.get("param_cast")
+    cast = reader.manifest.param_cast
     if cast is not None and cast["to"] != run.recipe.model.param_dtype:
         what = f"step {prepared.step} has no exact parameters to resume from"
         why = text("they were cast to {}, the {} of the run", cast["to"], Key("checkpoint.dtype"))
@@ -453,7 +453,7 @@ def _with_base_facts(prepared: PreparedRun, state: TrainState) -> PreparedRun:
     base = base_facts(state, loop.setup.model, start, name=base_path)
     if prepared.step:
         check_base(start.step_reader.manifest, base)
-    loop = replace(loop, manifest_fields={**loop.manifest_fields, "base": base})
+    loop = replace(loop, manifest_fields=loop.manifest_fields | Manifest(base=base))
     return replace(prepared, loop=loop)
 
 
@@ -464,20 +464,20 @@ def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> Che
     sharding = prepared.loop.setup.forward_config.sharding
 
     model_path = run.recipe.model.path or ""
-    changes: ManifestFields = {
-        "config": prepared.model_config,
-        "mesh": str(sharding.mesh),
-        "origin": prepared.start.origin(model_path),
+    changes = Manifest(
+        config=prepared.model_config,
+        mesh=str(sharding.mesh),
+        origin=prepared.start.origin(model_path),
         # The start checkpoint may have another one.
-        "storage": table.storage,
-    }
+        storage=table.storage,
+    )
     if run.recipe.rules is not None:
-        changes["rules"] = run.recipe.rules
+        changes |= Manifest(rules=run.recipe.rules)
     if prepared.start.lora is not None:
-        changes["lora"] = prepared.start.lora
+        changes |= Manifest(lora=prepared.start.lora)
     towers = prepared.start.towers_facts(model_path)
     if towers is not None:
-        changes["towers"] = towers
+        changes |= Manifest(towers=towers)
 
     def free_nbytes_per_process() -> int | None:
         free_nbytes = free_memory()

@@ -6,11 +6,10 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from prepcli.core.errors import Key, text, usage_error
 from prepcli.core.json_types import JsonObject
-from prepcli.planning.step_fields import StepFields
+from prepcli.planning.manifest_fields import Manifest
 from trainer.recipe import Recipe
 from trainer.recipe.run_tables import EVAL_LOSS, EVAL_METRICS, Direction
 
@@ -46,12 +45,12 @@ class BestMetric:
             return -cost
         return cost
 
-    def manifest_fields(self, cost: float) -> StepFields:
+    def manifest_fields(self, cost: float) -> Manifest:
         """Return the manifest entry of a finite cost."""
         if self.name == EVAL_LOSS:
-            return {"eval_loss": cost}
+            return Manifest(eval_loss=cost)
         value = self.value(cost)
-        return {"eval_metric": {"name": self.name, "value": value, "best_is": self.best_is}}
+        return Manifest(eval_metric={"name": self.name, "value": value, "best_is": self.best_is})
 
 
 def best_metric(recipe: Recipe) -> BestMetric:
@@ -107,9 +106,7 @@ class Patience:
         return fields
 
     @staticmethod
-    def of_manifest(
-        manifest: Mapping[str, Any], config_fields: StepFields, name: str
-    ) -> Patience | None:
+    def of_manifest(manifest: Manifest, config_fields: Manifest, name: str) -> Patience | None:
         """Return the state in the manifest of a step.
 
         None without evaluations of the same metric and sequences.
@@ -119,12 +116,12 @@ class Patience:
             config_fields: Manifest fields of the resuming run.
             name: The metric of the resuming run.
         """
-        record = manifest.get("patience")
-        keys = ("eval_sequences", "eval_stride")
-        is_comparable = all(manifest.get(key) == config_fields.get(key) for key in keys)
-        if not isinstance(record, dict) or record.get("metric") != name or not is_comparable:
-            return None
-        return Patience.from_json(record)
+        is_comparable = (
+            manifest.patience.get("metric") == name
+            and manifest.eval_sequences == config_fields.eval_sequences
+            and manifest.eval_stride == config_fields.eval_stride
+        )
+        return Patience.from_json(manifest.patience) if is_comparable else None
 
     @staticmethod
     def from_json(fields: Mapping[str, object]) -> Patience:

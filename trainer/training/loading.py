@@ -11,7 +11,7 @@ from jax import Array
 from prepcli.core.errors import Key, PrepError, text
 from prepcli.engine.checkpoint_store import CheckpointReader
 from prepcli.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
-from prepcli.planning.step_fields import CastCounts
+from prepcli.planning.manifest_fields import CastCounts
 from trainer.distributed.sharding import ShardingContext, local_device_sharding
 from trainer.nn.initialization import init_adapters, init_params
 from trainer.nn.model_spec import ModelSpec

@@ -16,7 +16,7 @@ from jax import Array
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.worker_thread import run_abandonable
 from prepcli.engine.checkpoint_store import CheckpointStore, PendingSave
-from prepcli.planning.step_fields import StepFields
+from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import eval_batches
 from trainer.distributed.mesh_devices import peak_memory_nbytes
 from trainer.training.best_metric import NO_EVALUATIONS, Patience, check_metric_name
@@ -447,29 +447,29 @@ class Loop:
         self.pending_save = self.step, self.store.start_save(self.step, leaves, fields)
         self.last_saved_step = self.step
 
-    def _manifest_fields(self) -> StepFields:
+    def _manifest_fields(self) -> Manifest:
         """Return the entries of the manifest.
 
         `param_cast` is absent if a value is too large for `saved_dtype`.
         """
-        fields = self.config.manifest_fields.copy()
+        fields = self.config.manifest_fields
         metric = self.config.best_metric
         cost = self.eval_costs.get(self.step, math.inf)
         if self.config.saves_best and math.isfinite(cost):
             fields |= metric.manifest_fields(cost)
             self.lowest_cost = min(self.lowest_cost, cost)
         if self.config.recipe.eval.patience:
-            fields["patience"] = {"metric": metric.name, **self.patience.to_json()}
+            fields |= Manifest(patience={"metric": metric.name, **self.patience.to_json()})
         if self.config.saved_dtype is not None:
             frozen = self.config.setup.model.base_paths
             try:
-                fields["param_cast"] = count_changed_values(
-                    self.state["params"], self.config.saved_dtype, frozen
-                )
+                counts = count_changed_values(self.state["params"], self.config.saved_dtype, frozen)
             except PrepError as error:
                 self.warn(
                     f"step {self.step}: {error.what} - {error.why}; they are saved without a cast"
                 )
+            else:
+                fields |= Manifest(param_cast=counts)
         return fields
 
     def _wait_for_save(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prepcli.planning.step_fields import StepFields
+from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import RowOrder, num_eval_batches
 from trainer.data.packing import Dataset
 from trainer.recipe import Recipe
@@ -47,7 +47,7 @@ class LoopConfig:
     evaluation: Dataset | None
     eval_every: Interval
     save_every: Interval
-    manifest_fields: StepFields
+    manifest_fields: Manifest
     stop_after: int = 0
     peak_step_s: float | None = None
     sampler: Sampler | None = None

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from prepcli.core.errors import Key, PrepError, text
 from prepcli.models.param_tree import Tree, flatten_tree
-from prepcli.planning.step_fields import CastCounts
+from prepcli.planning.manifest_fields import CastCounts
 from trainer.training.optimizers.rounding import LOW_BITS
 
 # The bits that bfloat16 cuts off.

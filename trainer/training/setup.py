@@ -15,7 +15,7 @@ from prepcli.models.registry import family_of
 from prepcli.models.rope_config import Rope
 from prepcli.models.rule_text import merge_rules
 from prepcli.models.rules import Rules
-from prepcli.planning.step_fields import StepFields
+from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import RowOrder
 from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import ShardingContext
@@ -114,7 +114,7 @@ def build_loop_config(
     kernel: str,
     datasets: Datasets,
     dropout: DropoutConfig,
-    manifest_fields: StepFields,
+    manifest_fields: Manifest,
     token_functions: TokenFunctions = NO_TOKEN_FUNCTIONS,
     stop_after: int = 0,
     base_dtypes: Mapping[str, str] | None = None,
@@ -172,14 +172,14 @@ def build_loop_config(
         evaluation=datasets.evaluation,
         eval_every=_make_interval(recipe.train.eval_every, recipe.train.eval_every_epochs, order),
         save_every=_make_interval(recipe.checkpoint.every, recipe.checkpoint.every_epochs, order),
-        manifest_fields={
-            **manifest_fields,
-            **token_functions.manifest_fields,
-            "data": datasets.identity,
-            "batch_size": shape.size,
-            "rate": setup.optimizer.lr_schedule.manifest_fields(),
-            **_evaluation_fields(recipe, datasets),
-        },
+        manifest_fields=manifest_fields
+        | token_functions.manifest_fields
+        | Manifest(
+            data=datasets.identity,
+            batch_size=shape.size,
+            rate=setup.optimizer.lr_schedule.manifest_fields(),
+        )
+        | _evaluation_fields(recipe, datasets),
         stop_after=stop_after,
         peak_step_s=peak_step_s(recipe, model, sharding),
         sampler=sampler,
@@ -194,18 +194,18 @@ def _check_stride(recipe: Recipe, datasets: Datasets) -> None:
         raise usage_error(f"`eval.stride` is {recipe.eval.stride}", why, hint)
 
 
-def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> StepFields:
+def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> Manifest:
     """Return the manifest entries that tell which evaluations of saved steps are comparable.
 
     The data is fixed in a run.
     """
     is_recorded = recipe.checkpoint.best is not None or recipe.eval.patience
     if not is_recorded or datasets.evaluation is None:
-        return {}
+        return Manifest()
     n_rows = datasets.evaluation.n_rows
-    fields: StepFields = {"eval_sequences": min(n_rows, recipe.eval.limit or n_rows)}
+    fields = Manifest(eval_sequences=min(n_rows, recipe.eval.limit or n_rows))
     if recipe.eval.stride is not None:
-        fields["eval_stride"] = recipe.eval.stride
+        fields |= Manifest(eval_stride=recipe.eval.stride)
     return fields
 
 

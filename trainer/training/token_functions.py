@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prepcli.core.errors import Key, text, usage_error
-from prepcli.planning.step_fields import StepFields
+from prepcli.planning.manifest_fields import Manifest
 from trainer.recipe import Recipe
 from trainer.training.best_metric import best_metric, check_metric_name
 
@@ -33,11 +33,11 @@ class TokenFunctions:
     metric_fn: TokenMetrics | None = None
 
     @property
-    def manifest_fields(self) -> StepFields:
+    def manifest_fields(self) -> Manifest:
         """Entry of a checkpoint's manifest: the name of the loss."""
         if self.loss_fn is None:
-            return {}
-        return {"loss_fn": function_name(self.loss_fn)}
+            return Manifest()
+        return Manifest(loss_fn=function_name(self.loss_fn))
 
     def check(self, recipe: Recipe) -> None:
         """Check that a recipe can be computed with these functions.

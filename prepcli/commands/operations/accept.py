@@ -1,13 +1,11 @@
 """Record the new digest of a settings or tokenizer file of an output that was changed on purpose."""
 
-# pyright: reportTypedDictNotRequiredAccess=false
-# An output that lists its files has their records and the digest.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prepcli.commands.operations.verification_results import AcceptedChange, OldAndNew
 from prepcli.core.errors import Option, text, usage_error
@@ -17,12 +15,8 @@ from prepcli.core.observer import Observer
 from prepcli.engine.files import io_error
 from prepcli.formats.file_records import is_settings_file, record_file
 from prepcli.formats.manifest import (
-    DIGEST_KEY,
-    FILES_KEY,
     MANIFEST_FILE,
-    SIZE_KEY,
     STATE_ITEM,
-    XXH3_KEY,
     Manifest,
     encode_manifest,
     find_manifest_folder,
@@ -30,7 +24,6 @@ from prepcli.formats.manifest import (
     parse_manifest,
 )
 from prepcli.formats.untrusted import read_small_file
-from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.sources.references import LocalPath, RunStep, parse_reference
 from prepcli.sources.source import CONFIG, HF_FOLDER, read_config
 from prepcli.stores.writing import write_file
@@ -88,7 +81,7 @@ def accept_files(checkpoint: str, files: Sequence[str]) -> AcceptedFiles:
     """
     folder = _output_folder(checkpoint)
     stored = parse_manifest(folder / MANIFEST_FILE, read_small_file(folder / MANIFEST_FILE))
-    if not stored.has_file_records:
+    if "files" not in stored:
         why = (
             "it was written by an earlier version of prep, which recorded no digests of small files"
         )
@@ -96,8 +89,7 @@ def accept_files(checkpoint: str, files: Sequence[str]) -> AcceptedFiles:
         raise usage_error(what, why, text("remove {}", Option("accept")))
     names = [_recorded_name(folder, stored, file) for file in files]
     # A copy, because its records change.
-    manifest = stored.fields.copy()
-    manifest[FILES_KEY] = dict(stored.files)
+    manifest = {**stored, "files": dict(stored.files)}
     changes = [_accept_file(folder, manifest, name) for name in dict.fromkeys(names)]
     return AcceptedFiles(folder, encode_manifest(manifest), changes)
 
@@ -141,36 +133,36 @@ def _settings_files(manifest: Manifest) -> list[str]:
     return [
         name
         for name, record in manifest.files.items()
-        if XXH3_KEY in record and is_settings_file(name)
+        if "xxh3" in record and is_settings_file(name)
     ]
 
 
-def _accept_file(folder: Path, manifest: ManifestFields, name: str) -> AcceptedChange:
+def _accept_file(folder: Path, manifest: dict[str, Any], name: str) -> AcceptedChange:
     """Change the record of one file, and return the changes."""
     # The user edited the manifest itself. `encode_manifest` computes its digest again.
     if name == MANIFEST_FILE:
-        old_digest = manifest[DIGEST_KEY]
+        old_digest = manifest["digest"]
         new_digest = manifest_digest(manifest)
-        return {"file": name, XXH3_KEY: {"old": old_digest, "new": new_digest}}
-    records = manifest[FILES_KEY]
+        return {"file": name, "xxh3": {"old": old_digest, "new": new_digest}}
+    records = manifest["files"]
     old = records[name]
     if not (folder / name).exists():
         del records[name]
         return {
             "file": name,
-            SIZE_KEY: {"old": old[SIZE_KEY], "new": None},
-            XXH3_KEY: {"old": old[XXH3_KEY], "new": None},
+            "bytes": {"old": old["bytes"], "new": None},
+            "xxh3": {"old": old["xxh3"], "new": None},
         }
     new = record_file(folder / name)
     records[name] = new
-    sizes: OldAndNew = {"old": old[SIZE_KEY], "new": new[SIZE_KEY]}
-    digests: OldAndNew = {"old": old[XXH3_KEY], "new": new[XXH3_KEY]}
+    sizes: OldAndNew = {"old": old["bytes"], "new": new["bytes"]}
+    digests: OldAndNew = {"old": old["xxh3"], "new": new.get("xxh3")}
     if name not in MODEL_CONFIGS:
-        return {"file": name, SIZE_KEY: sizes, XXH3_KEY: digests}
+        return {"file": name, "bytes": sizes, "xxh3": digests}
     config = read_config(folder / name)
     keys = _changed_keys(manifest["config"], config)
     manifest["config"] = config
-    return {"file": name, "keys": keys, SIZE_KEY: sizes, XXH3_KEY: digests}
+    return {"file": name, "keys": keys, "bytes": sizes, "xxh3": digests}
 
 
 def _changed_keys(old: HFConfig, new: HFConfig) -> Sequence[str]:
@@ -183,8 +175,8 @@ def _changed_keys(old: HFConfig, new: HFConfig) -> Sequence[str]:
 def _describe_change(change: AcceptedChange) -> str:
     """Describe an accepted file: `accepted hf/config.json: 612 -> 613 bytes, xxh3 1c… -> 8f…; changed: rope_theta`."""
     name = change["file"]
-    digests = change[XXH3_KEY]
-    sizes = change.get(SIZE_KEY)
+    digests = change["xxh3"]
+    sizes = change.get("bytes")
     if digests["new"] is None:
         return f"accepted {name}: it was removed, and is no longer recorded"
     if digests["old"] == digests["new"]:

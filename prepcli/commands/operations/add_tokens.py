@@ -47,7 +47,11 @@ from prepcli.formats.added_tokens import (
     encode_record,
 )
 from prepcli.formats.token_list import AddedToken, overlapping_texts, read_token_list
-from prepcli.planning.manifest_fields import REPLACED_PADDING_RULE, AddedTokensRecord
+from prepcli.planning.manifest_fields import (
+    REPLACED_PADDING_RULE,
+    AddedTokensRecord,
+    Manifest,
+)
 from prepcli.planning.plan import Fill
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
@@ -181,7 +185,7 @@ def plan_add_tokens(
             dropped_rule=REPLACED_PADDING_RULE,
         ),
         files=contents,
-        settings={"added_tokens": added},
+        settings=Manifest(added_tokens=added),
     )
     next_command = f"prep pad-vocab {OUT_PLACEHOLDER}"
     if source.tree_manifest:

@@ -16,7 +16,7 @@ from prepcli.core.progress import Progress
 from prepcli.engine.digest import digest_of_zeros, digest_pieces
 from prepcli.formats.added_tokens import RECORD_FILE
 from prepcli.formats.file_records import is_settings_file, record_file
-from prepcli.formats.manifest import NO_MANIFEST, XXH3_KEY, Manifest
+from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
 from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.planning.quantization_leaves import QUANTIZATION
@@ -154,7 +154,7 @@ class _Pair:
 
     def compare_new_rows(self, tensor: SourceTensor, low: int, high: int, digest: str) -> None:
         """Compare new rows of a vocabulary with zeros. Rows of tokens, and other fillings, are recorded changes."""
-        vocabulary = self._manifest.fields.get("vocab") or {}
+        vocabulary = self._manifest.vocab or {}
         is_of_tokens = self._manifest.command == ADD and high <= vocabulary.get("true", 0)
         is_filled = vocabulary.get("init", "zeros") != "zeros"
         if digest != digest_of_zeros(row_stream(tensor, (low, high)).nbytes):
@@ -251,13 +251,13 @@ def file_digests(source: Source, copied: Collection[str] = ()) -> dict[str, str]
     """Return the XXH3-128 of the small files of a checkpoint, by name. `--copy` copies further ones."""
     digests: dict[str, str] = {}
     for path, record in (source.manifest or NO_MANIFEST).files.items():
-        if XXH3_KEY in record and is_settings_file(path):
+        if "xxh3" in record and is_settings_file(path):
             name = f"/{path}".rpartition(f"/{HF_FOLDER}/")[2].removeprefix("/")
-            digests[name] = record[XXH3_KEY]
+            digests[name] = record["xxh3"]
     if not digests:
         for file in (*source.small_files, *source.left_files):
             if file in source.small_files or file.name in copied:
-                digests[file.name] = record_file(file.path).get(XXH3_KEY, "")
+                digests[file.name] = record_file(file.path).get("xxh3", "")
         # A GGUF file has its tokenizer in the metadata.
         for made_file in source.made_files.files:
             digests[Path(made_file.path).name] = digest_pieces([made_file.read_content()])

@@ -11,7 +11,7 @@ from prepcli.core.errors import PrepError
 from prepcli.core.json_types import HFConfig, JsonObject, JsonValue
 from prepcli.core.json_values import load_json
 from prepcli.formats.file_records import record_file
-from prepcli.formats.manifest import NO_MANIFEST, XXH3_KEY
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.tokenizer_names import (
     MAX_TOKENIZER_NBYTES,
     SENTENCEPIECE_SUFFIX,
@@ -221,7 +221,7 @@ class _Files:
     def digest(self, name: str) -> str | bytes | None:
         """Return what is equal for files of equal bytes. None if the file does not exist."""
         if name in self._paths:
-            return record_file(self._paths[name]).get(XXH3_KEY)
+            return record_file(self._paths[name]).get("xxh3")
         return self.read(name)
 
     def read(self, name: str) -> bytes | None:

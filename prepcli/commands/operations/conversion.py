@@ -47,7 +47,6 @@ from prepcli.execution.workers import (
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
-    ORIGIN_KEY,
     Manifest,
     find_manifest_folder,
     origin_record,
@@ -55,7 +54,6 @@ from prepcli.formats.manifest import (
 )
 from prepcli.formats.safetensors import ADAPTER_FILE, SUFFIX
 from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
-from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import Share, requested_share
@@ -541,12 +539,9 @@ def _with_origin(
     planned: PlannedConversion, source: Source, located: LocatedCheckpoint
 ) -> PlannedConversion:
     """Return the plan with the identity of its source in the manifest of the output, and with its earlier drops."""
-    settings: ManifestFields = {
-        **planned.plan.settings,
-        **(source.manifest or NO_MANIFEST).earlier_drops,
-    }
+    settings = planned.plan.settings | (source.manifest or NO_MANIFEST).earlier_drops
     if origin := origin_record(source.manifest, located.local_files.commit):
-        settings[ORIGIN_KEY] = origin
+        settings |= Manifest(origin=origin)
     return replace(planned, plan=replace(planned.plan, settings=settings))
 
 

@@ -62,7 +62,7 @@ from prepcli.models.parameters import TreeLayout
 from prepcli.planning.item_storage import OCDBT
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.libraries import DCP_FORMAT, HF_LAYOUT, find_library
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Fill, Plan
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
@@ -398,25 +398,23 @@ def _manifest_settings(
     *,
     is_tied: bool,
     config: HFConfig,
-) -> ManifestFields:
+) -> Manifest:
     """Return the description of the model for the output's manifest."""
-    settings: ManifestFields = {
-        "name": name,
-        "kind": "hf",
-        "family": source.family.name,
-        "vocab": {"true": vocabulary.true_size, "padded": vocabulary.stored_size},
-    }
+    settings = Manifest(
+        name=name,
+        kind="hf",
+        family=source.family.name,
+        vocab={"true": vocabulary.true_size, "padded": vocabulary.stored_size},
+    )
     if options["layout"] != HF_LAYOUT:
-        settings["layout"] = options["layout"]
+        settings |= Manifest(layout=options["layout"])
     storage = written_storage(options)
     if storage != OCDBT:
-        settings["storage"] = storage.name
-    settings["prefixed"] = source.names.is_prefixed
-    settings["tied"] = is_tied
-    settings["config"] = config
+        settings |= Manifest(storage=storage.name)
+    settings |= Manifest(prefixed=source.names.is_prefixed, tied=is_tied, config=config)
     if source.wrapper is None:
         return settings
-    return {**settings, **towers_entry(source)}
+    return settings | towers_entry(source)
 
 
 def _output_suffix(options: ExportOptions) -> str:

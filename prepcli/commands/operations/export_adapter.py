@@ -55,9 +55,9 @@ def plan_adapter_export(
     Raises:
         PrepError: The manifest does not name the base of the adapters.
     """
-    lora = lora_from_manifest(source.tree_manifest.fields)
+    lora = lora_from_manifest(source.tree_manifest)
     assert lora is not None
-    if lora.modules_to_save and source.tree_manifest.is_tied:
+    if lora.modules_to_save and source.tree_manifest.tied:
         # PEFT saves a tied head as well, and does not load an adapter without it.
         source = with_tied_head(source)
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
@@ -91,15 +91,15 @@ def plan_adapter_export(
             *dropped_padding(source, targets, resize=resize),
             *dropped_state(source),
         ),
-        settings={
-            **adapter_fields(manifest),
-            "name": located.model_name,
-            "kind": "adapter",
-            "family": source.family.name,
-            "prefixed": True,
-            "tied": manifest.is_tied,
-            "config": source.config,
-        },
+        settings=adapter_fields(manifest)
+        | Manifest(
+            name=located.model_name,
+            kind="adapter",
+            family=source.family.name,
+            prefixed=True,
+            tied=manifest.tied,
+            config=source.config,
+        ),
         display_names=source.display_names(),
     )
     base_name = _base_name(source.tree_manifest)
@@ -122,7 +122,7 @@ def _peft_settings(source: Source, lora: LoraConfig) -> JsonObject:
     # PEFT compares the name of a module with the end of its own, e.g. `lm_head`.
     paths = [path for name in lora.modules_to_save for path in saved_modules(family, config)[name]]
     saved = list(dict.fromkeys(saved_module_name(family, path) for path in paths))
-    is_tied = source.tree_manifest.is_tied
+    is_tied = source.tree_manifest.tied
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_2_SEQ_LM" if has_encoder else "CAUSAL_LM",

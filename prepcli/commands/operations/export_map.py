@@ -11,9 +11,9 @@ from pathlib import Path
 from prepcli.commands.operations.options import ExportOptions
 from prepcli.core.errors import Option, text, usage_error
 from prepcli.engine.digest import digest
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.map_file import TensorMap
-from prepcli.sources.mapped import CONTENT_KEY, MAP_KEY, read_map
+from prepcli.sources.mapped import CONTENT_KEY, read_map
 from prepcli.sources.multimodal import models_title
 from prepcli.sources.source import Source
 
@@ -31,7 +31,7 @@ class WrittenMap:
     """
 
     tensor_map: TensorMap | None = None
-    record: ManifestFields = field(default_factory=ManifestFields)
+    record: Manifest = field(default_factory=Manifest)
 
     def names_tied_head(self, source: Source) -> bool:
         """Return whether the map writes an LM head for a model with tied embeddings."""
@@ -73,4 +73,4 @@ def read_export_map(options: ExportOptions, source: Source) -> WrittenMap:
         "xxh3": digest(tensor_map.content.encode()),
         CONTENT_KEY: tensor_map.content,
     }
-    return WrittenMap(tensor_map, {MAP_KEY: record})
+    return WrittenMap(tensor_map, Manifest(map=record))

@@ -495,8 +495,8 @@ def _summarize_source(
         "optimizer_bytes": nbytes_below(contents, OPT_STATE),
         "vocab": vocab,
         "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1])),
-        "layout": manifest.fields.get("layout"),
-        "mesh": manifest.fields.get("mesh"),
+        "layout": manifest.layout,
+        "mesh": manifest.mesh,
         "scan": is_stacked,
         "scan_axis": stack_axis,
         "others": contents.non_arrays,
@@ -523,13 +523,13 @@ def _family_name(contents: CheckpointContents) -> str | None:
 
 def _stacked_layers(contents: CheckpointContents) -> tuple[bool | None, int | None]:
     """Return whether the leaves stack the layers, and their axis."""
-    fields = contents.manifest.fields
-    if contents.manifest.is_for_trainer and contents.family is not None:
+    manifest = contents.manifest
+    if manifest.is_for_trainer and contents.family is not None:
         # The layout determines the axis. The manifest does not repeat it.
-        layout = contents.family.layouts.get(fields.get("layout") or "")
+        layout = contents.family.layouts.get(manifest.layout or "")
         if layout is not None:
             return layout.stack_axis is not None, layout.stack_axis
-    return fields.get("scan"), fields.get("scan_axis")
+    return manifest.get("scan"), manifest.get("scan_axis")
 
 
 def _read_vocabulary_or_warn(contents: CheckpointContents, observer: Observer) -> Vocabulary | None:

@@ -34,7 +34,7 @@ from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import NO_MANIFEST, SAMPLE_DIGEST_KEY, read_manifest
 from prepcli.models.lora import PEFT_PREFIX, WEIGHT, projections
 from prepcli.models.peft_names import split_wrappers
-from prepcli.planning.manifest_fields import MergedAdapter
+from prepcli.planning.manifest_fields import Manifest, MergedAdapter
 from prepcli.planning.plan import ExpertUpdate, LowRankUpdate, Plan, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.restore.digest_checks import sample_digest
@@ -184,7 +184,7 @@ def plan_merge(
         source_files=(*copy.plan.source_files, *adapter.file_stamps),
         streams=(*(matrix for pair in matrices.values() for matrix in pair.values()), *streams),
         small_files=with_adapter_tokenizer(copy.plan.small_files, adapter_path),
-        settings={**copy.plan.settings, "merged": merged},
+        settings=copy.plan.settings | Manifest(merged=merged),
     )
     base = settings.base_model_name_or_path
     origin = f" (trained with {base:.60})" if base else ""

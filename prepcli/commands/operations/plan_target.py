@@ -197,7 +197,7 @@ def _read_checkpoint(
         raise PrepError("the shapes of the model are unknown", why, hint)
     if contents.manifest.is_tree:
         return _Checkpoint(
-            model_of_manifest(contents.manifest.fields), contents.display_name, contents.manifest
+            model_of_manifest(contents.manifest), contents.display_name, contents.manifest
         )
     return _Checkpoint(_stored_model(contents), contents.display_name, NO_MANIFEST)
 

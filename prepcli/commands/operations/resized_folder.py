@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from prepcli.core.json_types import HFConfig
+from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.safetensors_layout import SafetensorsLayout
-from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Contiguous, Plan, SmallFile
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.tensor_match import TensorMatch
@@ -41,7 +41,7 @@ def plan_resized_folder(
     name: str,
     init: str,
     side_files: Sequence[SmallFile],
-    settings: ManifestFields | None = None,
+    settings: Manifest = NO_MANIFEST,
 ) -> Plan:
     """Plan a copy of each tensor to the file of the same name, with other rows in the vocabulary's tensors.
 
@@ -70,21 +70,19 @@ def plan_resized_folder(
     if source.family.is_verbatim:
         # A quantised model with the names of its files has its own sizes in the config, as any other model.
         config = with_vocabulary(source.config, new_vocabulary)
-    fields: ManifestFields = {
-        "name": name,
-        "kind": "hf",
-        "family": source.family.name,
-        "vocab": {
+    fields = Manifest(
+        name=name,
+        kind="hf",
+        family=source.family.name,
+        vocab={
             "true": new_vocabulary.true_size,
             "padded": new_vocabulary.stored_size,
             "init": init,
         },
-        "prefixed": source.names.is_prefixed,
-        "tied": match.is_tied,
-        "config": config,
-        **towers_entry(source),
-        **(settings or {}),
-    }
+        prefixed=source.names.is_prefixed,
+        tied=match.is_tied,
+        config=config,
+    )
     return Plan(
         command=command,
         request=request,
@@ -99,7 +97,7 @@ def plan_resized_folder(
             *source.extra_entries,
         ),
         checks=match.checks,
-        settings=fields,
+        settings=fields | towers_entry(source) | settings,
         display_names=source.display_names(),
     )
 

@@ -51,7 +51,6 @@ from prepcli.models.rule_text import merge_rules, with_default_preset
 from prepcli.models.rules import LeafDims, check_leaf_rules
 from prepcli.models.verbatim import CANNOT_TRAIN, stacked_numbers
 from prepcli.planning.item_storage import OCDBT, ORBAX_STORAGES, ItemStorage
-from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ManifestFields
 from prepcli.planning.plan import DroppedTensor, Plan, SmallFile
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.tensor_match import TensorMatch
@@ -406,11 +405,10 @@ def plan_item(
     config = output_config(source, vocabulary, match.is_tied, options["dtype"])
     settings = _manifest_settings(source, name, layout)
     if compression:
-        settings["compress"] = str(compression)
+        settings |= Manifest(compress=str(compression))
     if storage != OCDBT:
-        settings["storage"] = storage.name
-    settings["tied"] = match.is_tied
-    settings["config"] = config
+        settings |= Manifest(storage=storage.name)
+    settings |= Manifest(tied=match.is_tied, config=config)
     return Plan(
         command=command,
         request=request,
@@ -473,36 +471,35 @@ def resolve_layout(options: SaveInitOptions, source: Source, *, params_only: boo
     )
 
 
-def _manifest_settings(source: Source, name: str, layout: ItemLayout) -> ManifestFields:
+def _manifest_settings(source: Source, name: str, layout: ItemLayout) -> Manifest:
     """Return the fields of the manifest about the model and the layout."""
-    kept: ManifestFields = {}
+    fields = Manifest()
     if source.training_record is not None and layout.is_training_step:
-        kept = {"step": source.training_record["step"], TRAINING_STATE_KEY: source.training_record}
+        record = source.training_record
+        fields = Manifest(step=record["step"], training_state=record)
     elif layout.is_training_step:
-        kept = step_fields(layout.source_manifest)
-    fields: ManifestFields = {
-        **kept,
-        **adapter_fields(layout.source_manifest),
-        **quantization_entries(source),
-        **map_record(source),
-        "name": name,
-        "kind": "train" if layout.is_training_step else "init",
-        "family": source.family.name,
-        "vocab": {
+        fields = step_fields(layout.source_manifest)
+    fields |= adapter_fields(layout.source_manifest)
+    fields |= quantization_entries(source) | map_record(source)
+    fields |= Manifest(
+        name=name,
+        kind="train" if layout.is_training_step else "init",
+        family=source.family.name,
+        vocab={
             "true": layout.output_vocabulary.true_size,
             "padded": layout.output_vocabulary.stored_size,
         },
-        "layout": "native",
-        "mesh": str(layout.partitioning.mesh) if layout.partitioning.mesh else None,
-        "rules": layout.rules,
-        "scan": layout.scan,
-        "scan_axis": layout.scan_axis,
-        "prefixed": source.names.is_prefixed,
-    }
+        layout="native",
+        mesh=str(layout.partitioning.mesh) if layout.partitioning.mesh else None,
+        rules=layout.rules,
+        scan=layout.scan,
+        scan_axis=layout.scan_axis,
+        prefixed=source.names.is_prefixed,
+    )
     # The numbers in the names of stacked tensors.
     if source.family.is_verbatim:
-        fields["stacked"] = stacked_numbers(source.family, layout.scan)
-    return {**fields, **towers_entry(source)}
+        fields |= Manifest(stacked=stacked_numbers(source.family, layout.scan))
+    return fields | towers_entry(source)
 
 
 def _check_verbatim_options(options: SaveInitOptions, source: Source) -> None:

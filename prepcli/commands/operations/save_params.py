@@ -25,7 +25,7 @@ from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.execution.step_writer import MEMORY_NBYTES, StepWriter
 from prepcli.models.param_tree import param_leaves
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.state_names import PARAMS
 from prepcli.restore.weights_reader import WeightsReader
@@ -109,7 +109,7 @@ def _plan_item(
     if source.wrapper is not None:
         # The output has only the parameters.
         stored = stored_towers(source, like, located.local_files.commit)
-        manifest["towers"] = {**manifest["towers"], **stored}
+        manifest |= Manifest(towers={**(manifest.towers or {}), **stored})
     request = f"prep.save_params(like={source.display_name!r})"
     plan = plan_training_step(
         shapes, manifest, request=request, slab_nbytes=make_budget(MEMORY_NBYTES).slab_nbytes
@@ -118,26 +118,23 @@ def _plan_item(
         plan,
         command=COMMAND,
         item="",
-        settings={**plan.settings, "kind": "init"},
-        small_files=_small_files(source, plan.settings["config"]),
+        settings=plan.settings | Manifest(kind="init"),
+        small_files=_small_files(source, plan.settings.config),
     )
 
 
-def _manifest_fields(source: Source, name: str, *, vocab_rows: int) -> ManifestFields:
+def _manifest_fields(source: Source, name: str, *, vocab_rows: int) -> Manifest:
     """Return the manifest of the model with `vocab_rows` rows of the vocabulary, for chunks of bounded size."""
     with WeightsReader(source, vocab_rows, verify=False) as reader:
-        return {
-            **start_manifest(source, reader, name),
-            "mesh": None,
-            "rules": [*source.tree_manifest.rules],
-        }
+        rules = [*source.tree_manifest.rules]
+        return start_manifest(source, reader, name) | Manifest(mesh=None, rules=rules)
 
 
-def _check_leaves(shapes: Mapping[str, LeafSpec], source: Source, manifest: ManifestFields) -> None:
+def _check_leaves(shapes: Mapping[str, LeafSpec], source: Source, manifest: Manifest) -> None:
     """Raise PrepError unless the leaves have the paths and shapes of the model's parameters."""
     expected = {
         f"{PARAMS}.{path}": leaf.shape
-        for path, leaf in param_leaves(source.family, manifest["config"], manifest["tied"]).items()
+        for path, leaf in param_leaves(source.family, manifest.config, manifest.tied).items()
     }
     for name in sorted(expected.keys() | shapes.keys()):
         path = name.removeprefix(f"{PARAMS}.")

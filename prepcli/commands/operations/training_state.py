@@ -27,6 +27,7 @@ from prepcli.core.errors import (
     text,
     usage_error,
 )
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.decayed_leaves import DecayRule
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.libraries import (
@@ -38,16 +39,11 @@ from prepcli.planning.libraries import (
     TrainerState,
     find_library,
 )
-from prepcli.planning.manifest_fields import (
-    TRAINING_STATE_KEY,
-    ManifestFields,
-    TrainingStateRecord,
-)
+from prepcli.planning.manifest_fields import TrainingStateRecord
 from prepcli.planning.plan import Locations
 from prepcli.planning.state_names import MOMENTS, qualify, split_name
 from prepcli.sources.adam_state import (
     AdamState,
-    manifest_fields,
     read_adam_state,
     require_settings,
     slot_scales,
@@ -79,21 +75,21 @@ def read_training_state(source: Source) -> AdamState:
         DamagedError: The recipe in the manifest is broken.
     """
     state = read_adam_state(source)
-    fields = manifest_fields(source)
-    if "recipe" not in fields or "rate" not in fields:
+    manifest = source.manifest or NO_MANIFEST
+    schedule = manifest.rate
+    if "recipe" not in manifest or schedule is None:
         return state
     # The tables of a recipe take 0.3 s to import. Every export imports this module.
     from trainer.recipe.lr_schedule import rate_at_step
     from trainer.recipe.optimizer_tables import AdamWTable
 
     try:
-        table = AdamWTable.model_validate(tomllib.loads(fields["recipe"])["optimizer"])
+        table = AdamWTable.model_validate(tomllib.loads(manifest.recipe)["optimizer"])
     except (KeyError, ValueError) as error:
         what = f"the recipe in the manifest of {source.display_name} is broken"
         raise DamagedError(what, f"its table `optimizer`: {error}"[:200], GET_AGAIN_HINT) from error
     settings = state.settings
     if settings is None:
-        schedule = fields["rate"]
         settings = AdamSettings(
             lr=rate_at_step(schedule, state.step),
             peak_lr=float(schedule["peak"]),
@@ -197,11 +193,11 @@ class StateExport:
                     moments[qualify(slot, name)] = scale
         return moments
 
-    def settings(self) -> ManifestFields:
+    def settings(self) -> Manifest:
         """Return the fields of the manifest about the state."""
         if self.state is None:
-            return {}
-        return {TRAINING_STATE_KEY: self.state.record(list(self.unconverted))}
+            return Manifest()
+        return Manifest(training_state=self.state.record(list(self.unconverted)))
 
     def describe(self, planned: PlannedConversion) -> PlannedConversion:
         """Return a planned export with the source, the default name and the notes of its training state."""

@@ -21,7 +21,7 @@ from prepcli.core.lists import join_names
 from prepcli.core.option_spec import with_defaults
 from prepcli.models.partition import vocab_multiple
 from prepcli.planning.item_storage import StorageName
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.state_names import split_name
 from prepcli.planning.state_rows import is_leaf_path
@@ -60,7 +60,7 @@ class VocabularyChange:
     vocabulary: Vocabulary
     resize: VocabResize
     files: Mapping[str, bytes | None]
-    settings: ManifestFields = field(default_factory=ManifestFields)
+    settings: Manifest = field(default_factory=Manifest)
 
 
 def check_source(source: Source, command: str) -> None:
@@ -160,13 +160,13 @@ def _plan_item(
         side_files=side_files,
     )
     check_index_size(plan)
-    return replace(plan, settings={**plan.settings, **change.settings})
+    return replace(plan, settings=plan.settings | change.settings)
 
 
 def _stored_options(source: Source) -> SaveInitOptions:
     """Return the options of an output with the storage and the compression of a source."""
     options = with_defaults(SaveInitOptions, {"compress": source.tree_manifest.compress})
-    storage = source.tree_manifest.fields.get("storage")
+    storage = source.tree_manifest.storage
     if storage in get_args(StorageName):
         options["storage"] = cast(StorageName, storage)
     return options

@@ -25,7 +25,7 @@ from prepcli.formats.untrusted import quote_name
 from prepcli.models.parameters import Family
 from prepcli.planning.layout_scales import LayoutScale, scaled_digests
 from prepcli.planning.libraries import LIBRARIES_BY_LAYOUT, NO_SETTINGS, AdamNumbers
-from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
+from prepcli.planning.manifest_fields import ScaleRecord
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import (
     FIRST_MOMENT,
@@ -282,7 +282,7 @@ def _moment_tensors(
 
 def _read_step(source: Source, leaves: Mapping[str, StoredLeaf]) -> int:
     """Return the number of steps."""
-    record = (source.manifest or NO_MANIFEST).fields.get(TRAINING_STATE_KEY)
+    record = (source.manifest or NO_MANIFEST).training_state
     if record is not None and STEP_LEAF + BOXED_SUFFIX in leaves:
         # Tunix counts updates, and an export may have skipped steps.
         return record["step"]

@@ -18,12 +18,7 @@ from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, P
 from prepcli.core.json_types import HFConfig
 from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
-from prepcli.formats.manifest import (
-    MANIFEST_FILE,
-    NO_MANIFEST,
-    Manifest,
-    find_manifest_folder,
-)
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest, find_manifest_folder
 from prepcli.formats.orbax import OrbaxItem, find_item, item_metadata_file, read_item
 from prepcli.formats.orbax_chunks import StoredRange, dotted_name
 from prepcli.formats.untrusted import quote_name, read_small_file
@@ -32,7 +27,7 @@ from prepcli.models.parameters import Family
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.layout_scales import LayoutScale, recorded_scale, scaled_digests
-from prepcli.planning.manifest_fields import TRAINING_STATE_KEY, ScaleRecord
+from prepcli.planning.manifest_fields import ScaleRecord
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
@@ -118,7 +113,7 @@ def open_orbax(
         hint = text("{} shows its contents", Command("inspect"))
         raise PrepError(f"{display_name} has an invalid manifest", why, hint)
     config = manifest.config
-    names = TensorNames(manifest_family(manifest.fields), manifest.is_prefixed)
+    names = TensorNames(manifest_family(manifest), manifest.prefixed)
     blobs, leaves = stored_leaves(item)
     leaves, tower_leaves = split_tower_leaves(leaves, manifest)
     params, state = tensors_from_manifest(leaves, names, manifest, folder)
@@ -282,7 +277,7 @@ def _match_trees(
 
 def _has_state(hints: SourceHints, manifest: Manifest | None) -> bool:
     """Return whether to read the training state of an item: on request, and from an export with one."""
-    if manifest is not None and TRAINING_STATE_KEY in manifest.fields:
+    if manifest is not None and "training_state" in manifest:
         return True
     return hints.training_state
 

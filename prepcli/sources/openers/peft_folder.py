@@ -8,12 +8,7 @@ from typing import NoReturn
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_types import HFConfig
 from prepcli.formats.file_records import check_header
-from prepcli.formats.manifest import (
-    MANIFEST_FILE,
-    NO_MANIFEST,
-    Manifest,
-    read_manifest,
-)
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest, read_manifest
 from prepcli.formats.safetensors import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,

@@ -24,7 +24,7 @@ from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.step_writer import MEMORY_NBYTES
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import COMMIT_MARKER
-from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import OutputLeaf
 from prepcli.remote import placeholders, remote_files
 from prepcli.remote.object_store import Bucket, parse_url
@@ -95,7 +95,7 @@ def grids(init: Path, state: TrainingState) -> dict[str, OutputLeaf]:
     """Return the leaves of the plan of several processes."""
     specs = {name: LeafSpec(value.shape, value.dtype.name) for name, value in state.items()}
     with open_reader(init) as reader:
-        manifest: ManifestFields = {**reader.manifest, "name": "tuned"}
+        manifest = reader.manifest | Manifest(name="tuned")
     slab_nbytes = make_budget(MEMORY_NBYTES).slab_nbytes
     plan = plan_training_step(
         specs, manifest, request="", slab_nbytes=slab_nbytes, min_split_nbytes=0

@@ -18,7 +18,7 @@ LOSSES = {10: 3.0, 20: 1.5, 30: None, 40: 2.0, 50: 1.5}
 
 def step_scores(losses: Mapping[int, float | None]) -> StepScores:
     def read_manifest(step: int) -> Manifest:
-        return Manifest({} if losses[step] is None else {"eval_loss": losses[step]})
+        return Manifest() if losses[step] is None else Manifest(eval_loss=losses[step])
 
     return StepScores(read_manifest)
 
@@ -67,7 +67,7 @@ def test_best_step_of_each_number_of_sequences_remains():
 
     def read_manifest(step: int) -> Manifest:
         loss, sequences = evaluations[step]
-        return Manifest({"eval_loss": loss, "eval_sequences": sequences})
+        return Manifest(eval_loss=loss, eval_sequences=sequences)
 
     losses = StepScores(read_manifest)
     assert removable_steps([*evaluations], KeepRule(1, best=True), losses) == [10, 30, 50]

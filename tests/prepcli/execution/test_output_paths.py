@@ -8,6 +8,7 @@ from prepcli.algebra.grids import ChunkGrid
 from prepcli.core.errors import PrepError, UsageError
 from prepcli.execution.output_paths import check_output_paths
 from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
 
 
@@ -19,12 +20,11 @@ def make_plan(*paths: str, small: tuple[str, ...] = (), item: str = "") -> Plan:
 def make_tree(*names: str, small: tuple[str, ...] = ()) -> Plan:
     """Return a plan of arrays in folders of their own."""
     leaves = tuple(OutputLeaf((name,), "float32", ChunkGrid((1,), (1,)), ()) for name in names)
-    settings = {"storage": "files"}
     return Plan(
         *("test", "", "", (), (), ()),
         small_files=tuple(map(SmallFile, small)),
         leaves=leaves,
-        settings=settings,  # pyright: ignore[reportArgumentType]
+        settings=Manifest(storage="files"),
     )
 
 

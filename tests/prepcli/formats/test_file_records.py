@@ -18,7 +18,7 @@ def write_output(folder: Path) -> Manifest:
     (folder / "hf").mkdir()
     (folder / "hf/config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("[]")
-    return Manifest({"files": record_files(folder, ["tokenizer.json", "hf/config.json"])})
+    return Manifest(files=record_files(folder, ["tokenizer.json", "hf/config.json"]))
 
 
 def test_record_files_returns_size_and_digest_by_name(tmp_path):
@@ -53,7 +53,7 @@ def test_check_files_names_changed_file_and_accept_option(tmp_path, content: byt
 @pytest.mark.parametrize("name", ["_METADATA", "state/manifest.ocdbt", "d/0123"])
 def test_check_files_suggests_no_accept_for_item_files(tmp_path, name: str):
     with pytest.raises(DamagedError) as caught:
-        check_files(tmp_path, Manifest({"files": {name: {"bytes": 2, "xxh3": "0"}}}))
+        check_files(tmp_path, Manifest(files={name: {"bytes": 2, "xxh3": "0"}}))
     assert caught.value.hint == GET_AGAIN_HINT
 
 
@@ -67,7 +67,7 @@ def test_check_files_names_missing_file(tmp_path):
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", ""])
 def test_check_files_opens_no_file_outside_the_folder(tmp_path, name: str):
     with pytest.raises(PrepError, match=r"prep-manifest\.json names"):
-        check_files(tmp_path, Manifest({"files": {name: {"bytes": 2, "xxh3": "0"}}}))
+        check_files(tmp_path, Manifest(files={name: {"bytes": 2, "xxh3": "0"}}))
 
 
 def test_check_files_rejects_a_pipe(tmp_path):
@@ -79,7 +79,7 @@ def test_check_files_rejects_a_pipe(tmp_path):
 
 
 def test_check_header_compares_recorded_header(tmp_path):
-    manifest = Manifest({"files": {"model.safetensors": {"bytes": 9, "header": "a"}}})
+    manifest = Manifest(files={"model.safetensors": {"bytes": 9, "header": "a"}})
     check_header(tmp_path / "model.safetensors", manifest, "a")
     check_header(tmp_path / "other.safetensors", manifest, "b")
     with pytest.raises(DamagedError, match=r"model\.safetensors is damaged"):

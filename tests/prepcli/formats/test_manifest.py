@@ -36,7 +36,7 @@ def test_read_manifest_returns_the_encoded_manifest(tmp_path):
     assert read_manifest(tmp_path) is None
     manifest = read_manifest(write_manifest(tmp_path, encode_manifest(WHOLE)))
     assert manifest is not None
-    assert manifest.fields == {"format": 1, **WHOLE}
+    assert manifest == {"format": 1, **WHOLE}
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,9 @@ def test_read_manifest_rejects_other_files(tmp_path, data: bytes, text: str):
         {"slots": {"opt_state.mu": {"w": {"digests": [], "shape": [[3]]}}}},
         {"rules": [["a=mp"]]},
         {"command": ["save-init"]},
+        {"command": None},
+        {"towers": None},
+        {"training_state": {"step": 1}},
         {"vocab": {"true": "3", "padded": 4}},
         {"leaves": {"w": {"shape": [3]}}},
         {"added_tokens": {"tokens": []}},
@@ -117,7 +120,7 @@ def test_read_manifest_returns_state_of_training_step(tmp_path):
     step = WHOLE | {"kind": "train"} | LAYOUT | state
     manifest = read_manifest(write_manifest(tmp_path, encode_manifest(step)))
     assert manifest is not None
-    assert manifest.fields == {"format": 1, **step}
+    assert manifest == {"format": 1, **step}
 
 
 @pytest.mark.parametrize("path", ["run", "run/10", "run/10/state"])
@@ -148,7 +151,7 @@ LISTED = WHOLE | {"files": {"config.json": {"bytes": 2, "xxh3": "0" * 32}}}
 def test_encode_manifest_adds_digest_of_canonical_json(tmp_path):
     manifest = read_manifest(write_manifest(tmp_path, encode_manifest(LISTED | {"later": (1, 2)})))
     assert manifest is not None
-    content = dict(manifest.fields)
+    content = dict(manifest)
     stored_digest = content.pop("digest")
     assert content == {"format": 1, **LISTED, "later": [1, 2]}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -191,12 +194,25 @@ def test_read_manifest_rejects_files_or_digest_alone(tmp_path, key: str):
         read_manifest(write_manifest(tmp_path, json.dumps(manifest).encode()))
 
 
+def test_read_manifest_rejects_a_digest_of_null(tmp_path):
+    manifest = json.loads(encode_manifest(LISTED)) | {"digest": None}
+    with pytest.raises(PrepError, match="`digest` is None"):
+        read_manifest(write_manifest(tmp_path, json.dumps(manifest).encode()))
+
+
+@pytest.mark.parametrize("change", [{"origin": []}, {"merged": {"adapter": 3}}, {"source": "m"}])
+def test_malformed_identity_of_a_source_reads_as_missing(tmp_path, change: dict[str, object]):
+    manifest = read_manifest(write_manifest(tmp_path, encode_manifest(WHOLE | change)))
+    assert manifest is not None
+    assert (manifest.origin, manifest.merged, manifest.source_name) == ({}, None, "")
+
+
 def test_manifest_of_an_early_version_has_defaults(tmp_path):
     manifest = read_manifest(write_manifest(tmp_path, encode_manifest(WHOLE)))
     assert manifest is not None
     assert (manifest.scan, manifest.scan_axis, [*manifest.rules]) == (True, 0, [])
     assert (manifest.mesh, manifest.step, manifest.command) == (None, None, None)
-    assert (manifest.has_file_records, manifest.files, manifest.packed) == (False, {}, {})
+    assert ("files" in manifest, manifest.files, manifest.packed) == (False, {}, {})
     assert not manifest.is_tree
     assert not manifest.is_adapter
 
@@ -205,9 +221,9 @@ def test_manifest_keeps_unknown_keys_and_order(tmp_path):
     stored = encode_manifest({"later_key": {"b": 1, "a": [2]}, **LISTED})
     manifest = read_manifest(write_manifest(tmp_path, stored))
     assert manifest is not None
-    assert encode_manifest(manifest.fields) == stored
+    assert encode_manifest(manifest) == stored
 
 
 def test_no_manifest_is_false_and_a_manifest_is_true():
     assert not NO_MANIFEST
-    assert Manifest({"kind": "hf"})
+    assert Manifest(kind="hf")

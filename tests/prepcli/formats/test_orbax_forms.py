@@ -12,6 +12,7 @@ import pytest
 
 from prepcli.algebra.boxes import full_box
 from prepcli.engine.fills import numpy_dtype
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import OrbaxItem, find_item, read_item
 from prepcli.restore.item_reader import ItemReader
 
@@ -54,7 +55,7 @@ def test_read_item_supports_every_storage_form(saved: Path, form: str):
         else expected
     )
     assert {meta.name for meta in item.arrays} == named.keys()
-    with ItemReader(item, {}) as reader:
+    with ItemReader(item, NO_MANIFEST) as reader:
         for meta in item.arrays:
             array = np.full(meta.shape, 1, numpy_dtype(meta.dtype))
             reader.read(meta.name, {full_box(meta.shape): array})

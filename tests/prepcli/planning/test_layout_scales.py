@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
-from prepcli.planning.layout_scales import LayoutScale, is_scale_record, recorded_scale
+from prepcli.core.errors import DamagedError
+from prepcli.formats.manifest import encode_manifest, parse_manifest
+from prepcli.planning.layout_scales import LayoutScale, recorded_scale
 
-RECORD: dict[str, Any] = {"sqrt": 64, "significant": "", "lost": 0, "digests": [[0, 8, "d"]]}
+MANIFEST = {
+    "kind": "hf", "request": "", "plan": "", "config": {}, "tensors": {}, "prefixed": True, "tied": False
+}  # fmt: skip
+RECORD = {"sqrt": 64, "significant": "", "lost": 0, "digests": [[0, 8, "d"]]}
+
+
+def is_scale_record(record: Mapping[str, object]) -> bool:
+    """Return whether a manifest with the record is valid."""
+    data = encode_manifest({**MANIFEST, "scales": {"w": record}})
+    try:
+        parse_manifest(Path("prep-manifest.json"), data)
+    except DamagedError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
@@ -20,7 +36,7 @@ RECORD: dict[str, Any] = {"sqrt": 64, "significant": "", "lost": 0, "digests": [
     ],
 )
 def test_recorded_scale_returns(scale: LayoutScale):
-    assert is_scale_record(RECORD | scale.fields())
+    assert is_scale_record({**RECORD, **scale.fields()})
     assert recorded_scale(scale.fields()) == scale
 
 

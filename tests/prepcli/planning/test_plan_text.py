@@ -14,6 +14,7 @@ from prepcli.algebra.grids import ChunkGrid, ExplicitPlacement
 from prepcli.algebra.row_text import parse_row
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.item_storage import Compression
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import (
     Contiguous,
     DroppedTensor,
@@ -97,7 +98,7 @@ def make_plan() -> Plan:
         leaves=(OutputLeaf(("w",), "float32", grid, tuple(layout.placed_chunks["w"])),),
         dropped=(DroppedTensor("mask", 4, "--drop", (0, 1)),),
         checks=(EqualityCheck("head", "wte"),),
-        settings={"config": {"vocab_size": 3}},
+        settings=Manifest(config={"vocab_size": 3}),
         display_names={"wte": "transformer.wte"},
         item="params",
         compression=Compression("zstd", 1),

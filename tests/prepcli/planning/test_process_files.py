@@ -50,7 +50,6 @@ def make_plan() -> Plan:
         streams=tuple(streams),
         files=(OutputFile("d/0", offset),),
         leaves=tuple(leaves),
-        settings={},
         display_names={},
         item="state",
     )

@@ -214,7 +214,7 @@ FUSED_TENSOR = "layers.0.mlp.experts.gate_up_proj"
 
 def match_fused_experts(leaves: Mapping[str, StoredLeaf]) -> ForeignTree:
     """Match a tree that prep wrote from a model with fused experts."""
-    manifest = Manifest({"prefixed": True, "tensors": {f"model.{FUSED_TENSOR}": {"digests": []}}})
+    manifest = Manifest(prefixed=True, tensors={f"model.{FUSED_TENSOR}": {"digests": []}})
     return match_foreign_tree(leaves, MIXTRAL, MIXTRAL_CONFIG, "tree", manifest=manifest)
 
 
@@ -237,6 +237,6 @@ def test_half_of_fused_experts_is_a_missing_tensor():
 
 def test_recorded_names_without_prefix_are_kept():
     leaves = leaves_of(LLAMA, TreeFormat("tunix", ""))
-    manifest = Manifest({"prefixed": False, "tensors": {}})
+    manifest = Manifest(prefixed=False, tensors={})
     tree = match_foreign_tree(leaves, LLAMA, CONFIG, "tree", manifest=manifest)
     assert tree.names.full_name("norm.weight") == "norm.weight"

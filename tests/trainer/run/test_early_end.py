@@ -48,7 +48,7 @@ def end_of(losses: dict[int, float], patience: int) -> int:
 
 
 def parameter_digests(run: str, step: int) -> dict[str, Any]:
-    fields = (read_manifest(Path(run, str(step))) or NO_MANIFEST).fields
+    fields = read_manifest(Path(run, str(step))) or NO_MANIFEST
     return dict(fields["tensors"])
 
 
@@ -100,9 +100,7 @@ def test_early_end_is_the_same_after_a_stop_at_any_step(
     assert evaluations("cut") == evaluations("whole")
     step = whole["step"]
     assert parameter_digests("cut", step) == parameter_digests("whole", step)
-    fields = [
-        (read_manifest(Path(run, str(step))) or NO_MANIFEST).fields for run in ("cut", "whole")
-    ]
+    fields = [read_manifest(Path(run, str(step))) or NO_MANIFEST for run in ("cut", "whole")]
     assert fields[0]["patience"] == fields[1]["patience"]
 
 

@@ -53,7 +53,7 @@ def assert_same_end(result: dict[str, Any], folder: str, expected: dict[str, Any
 
 def _patience(folder: str, step: int) -> dict[str, Any]:
     """Return the evaluations that the manifest of a step records."""
-    fields: Any = (read_manifest(Path(folder, str(step))) or NO_MANIFEST).fields
+    fields: Any = read_manifest(Path(folder, str(step))) or NO_MANIFEST
     return dict(fields["patience"])
 
 

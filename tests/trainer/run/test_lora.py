@@ -111,7 +111,7 @@ def test_manifest_of_lora_step_names_the_base(trained: Path):
     manifest = read_manifest(Path("runs/recipe/3"))
     assert manifest is not None
     targets = ["attn.q", "attn.v", "mlp.*"]
-    assert manifest.fields["lora"] == {
+    assert manifest["lora"] == {
         "rank": 4,
         "alpha": 8.0,
         "targets": targets,
@@ -149,8 +149,8 @@ def test_exported_adapter_starts_another_run(trained: Path):
     first, second = (
         read_manifest(Path(run) / "3") or NO_MANIFEST for run in ("runs/recipe", "second")
     )
-    first_lora = lora_from_manifest(first.fields)
-    second_lora = lora_from_manifest(second.fields)
+    first_lora = lora_from_manifest(first)
+    second_lora = lora_from_manifest(second)
     assert first_lora is not None
     assert second_lora is not None
     assert second_lora == replace(first_lora, targets=second_lora.targets)

@@ -13,6 +13,7 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from prepcli.engine.checkpoint_store import HostLeaf, PendingSave
+from prepcli.planning.manifest_fields import Manifest
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from trainer.nn.kernels.options import AttentionOptions
@@ -315,7 +316,7 @@ class DelayedStore(runs.MemoryStore):
     save_error: PrepError | None = None
 
     def start_save(
-        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Manifest
     ) -> PendingSave:
         super().start_save(step, leaves, manifest_fields)
         return DelayedSave(2, self.save_error)

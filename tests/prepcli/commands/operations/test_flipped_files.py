@@ -162,7 +162,7 @@ def test_merge_refuses_changed_adapter_files(name: str, capsys: pytest.CaptureFi
     records["adapter_model.safetensors"] = {"bytes": header.size, "header": header.digest}
     manifest = {
         key: value
-        for key, value in (read_manifest(Path("init")) or NO_MANIFEST).fields.items()
+        for key, value in (read_manifest(Path("init")) or NO_MANIFEST).items()
         if key != "base"
     }
     tensors = {

@@ -122,7 +122,7 @@ def test_merge_records_the_adapter_and_counts_changes(capsys: pytest.CaptureFixt
     num_values = 3 * (32 * 32 + 32 * 48)
     manifest = read_manifest(Path("merged"))
     assert manifest is not None
-    assert manifest.fields["merged"] == {
+    assert manifest["merged"] == {
         "adapter": "adapter",
         "scaling": ALPHA / RANK**0.5,
         "tensors": 6,

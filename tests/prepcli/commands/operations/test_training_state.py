@@ -59,7 +59,7 @@ def test_state_of_a_run_has_the_optimizer_of_its_recipe(run: Path):
 def test_broken_recipe_in_a_manifest_is_damaged(run: Path, recipe: str):
     source = open_source(locate(str(run)))
     assert source.manifest is not None
-    manifest = Manifest({**source.manifest.fields, "recipe": recipe})
+    manifest = source.manifest | Manifest(recipe=recipe)
     with pytest.raises(DamagedError) as error:
         read_training_state(replace(source, manifest=manifest))
     assert error.value.what == "the recipe in the manifest of run is broken"

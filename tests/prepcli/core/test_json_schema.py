@@ -1,4 +1,4 @@
-"""JSON values compared with type annotations."""
+"""JSON objects with declared keys, and values compared with type annotations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 import pytest
 
-from prepcli.formats.typed_json import find_type_fault
+from prepcli.core.json_schema import JsonRecord, Lenient, Omittable, find_type_fault
 
 
 class Record(TypedDict):
@@ -68,3 +68,52 @@ def test_value_of_the_type_has_no_fault(value: Any):
 )
 def test_first_fault_is_named_with_its_place(value: Any, fault: str):
     assert find_type_fault(value, Settings).strip() == fault
+
+
+class Header(JsonRecord):
+    """Declared keys of an object."""
+
+    name: str = "unnamed"
+    step: Omittable[int] = None
+    record: Lenient[Record | None] = None
+
+
+def test_record_has_attributes_of_its_keys_and_keeps_their_order():
+    header = Header() | {"later": 1, "step": 3} | {"name": "x", "later": 2}
+    assert (header.name, header.step, header.record) == ("x", 3, None)
+    assert [*header.items()] == [("later", 2), ("step", 3), ("name", "x")]
+    assert (Header().name, "name" in Header(), bool(Header())) == ("unnamed", False, False)
+    assert header == dict(header)
+
+
+@pytest.mark.parametrize("key", ["get", "self", "_fields", "__class__", "items"])
+def test_unknown_key_of_a_file_does_not_replace_a_method(key: str):
+    header = Header(**{key: 1, "name": "x"})
+    assert (header[key], header.name, header.get("name"), type(header)) == (1, "x", "x", Header)
+
+
+def test_attributes_of_a_record_cannot_be_set():
+    with pytest.raises(AttributeError):
+        Header(name="x").name = "y"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        ({"step": 3, "record": {"shape": 1}, "later": None}, ""),
+        ({"name": None}, "`name` is None"),
+        ({"step": None}, "`step` is None"),
+    ],
+)
+def test_fault_of_an_omittable_key_is_null(value: Any, fault: str):
+    assert find_type_fault(value, Header) == fault
+
+
+@pytest.mark.parametrize(
+    ("stored", "attribute"),
+    [({"shape": [2]}, {"shape": [2]}), ({"shape": 2}, None), ([], None), (None, None)],
+)
+def test_malformed_value_of_a_lenient_key_reads_as_default(stored: Any, attribute: object):
+    header = Header(record=stored)
+    assert header.record == attribute
+    assert header["record"] == stored
