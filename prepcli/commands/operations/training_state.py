@@ -39,7 +39,7 @@ from prepcli.planning.libraries import (
     TrainerState,
     find_library,
 )
-from prepcli.planning.manifest_fields import TrainingStateRecord
+from prepcli.planning.manifest_fields import Manifest, TrainingStateRecord
 from prepcli.planning.plan import Locations
 from prepcli.planning.state_names import MOMENTS, qualify, split_name
 from prepcli.sources.adam_state import (

@@ -16,6 +16,7 @@ from prepcli.algebra.boxes import full_box
 from prepcli.core.errors import PrepError
 from prepcli.engine.digest import checksum
 from prepcli.formats.checksums import CHECKSUMS_FILE, BlockChecksums
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import OrbaxItem, read_item
 from prepcli.formats.orbax_chunks import ArrayMeta, StoredRange
 from prepcli.planning import checksum_blocks
@@ -134,7 +135,7 @@ def test_read_checks_any_boxes_of_any_leaf(
         patch.setattr(checksum_blocks, "BLOCK_NBYTES", block)
         item = read_item(folder)
         spans = record_reads(patch)
-        with ItemReader(item, {}, checksums_of(item)) as reader:
+        with ItemReader(item, NO_MANIFEST, checksums_of(item)) as reader:
             check_parts(array, read_boxes(reader, "x", boxes, "int32"))
             assert reader.read_nbytes == sum(high - low for _, low, high in spans)
     check_no_byte_read_twice(spans)

@@ -25,6 +25,7 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.engine.files import ByteArray, Files
 from prepcli.engine.fills import numpy_dtype
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import read_item
 from prepcli.formats.orbax_chunks import ArrayMeta
 from prepcli.restore import item_reader
@@ -62,7 +63,7 @@ def write_and_open(
         ArrayMeta((name,), a.shape, a.dtype.name, chunk): a for name, (a, chunk) in leaves.items()
     }
     write_item(folder, arrays, gap)
-    return ItemReader(read_item(folder), {})
+    return ItemReader(read_item(folder), NO_MANIFEST)
 
 
 def read_boxes(
@@ -274,7 +275,7 @@ def test_files_are_closed_without_close(tmp_path: Path):
     reader.close()
     reader.close()
     assert count_open_files(tmp_path) == 0
-    reopened = ItemReader(read_item(tmp_path / "item"), {})
+    reopened = ItemReader(read_item(tmp_path / "item"), NO_MANIFEST)
     assert count_open_files(tmp_path) >= 1
     del reopened
     assert count_open_files(tmp_path) == 0

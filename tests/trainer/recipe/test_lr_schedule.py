@@ -57,7 +57,7 @@ def test_wsd_schedule_is_constant_until_its_cooldown():
     )
     expected = [0.5, 0.75, 1.0, 1.0, 1.0, 0.6, 0.2, 0.2]
     assert learning_rates(schedule, 0, 2, 4, 8, 12, 16, 20, 30) == pytest.approx(expected)
-    assert schedule.manifest_fields()["cooldown"] == 8
+    assert schedule.manifest_fields().get("cooldown") == 8
 
 
 def test_wsd_schedule_decays_in_a_tenth_of_the_steps():

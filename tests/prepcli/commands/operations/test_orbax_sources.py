@@ -13,6 +13,7 @@ import pytest
 import prepcli as prep
 from prepcli.algebra.boxes import full_box
 from prepcli.commands.cli.main import main
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import read_item
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
 from prepcli.restore import item_reader
@@ -264,7 +265,7 @@ def test_many_files_are_read_with_few_open(tmp_path: Path, monkeypatch: pytest.M
     write_zarr_item(tmp_path / "item", array_metas(leaves, "", 3), StorageForm(ocdbt=False))
     check_conversions("./item", tensors, "--config", "./model")
     item = read_item(tmp_path / "item")
-    with item_reader.ItemReader(item, {}) as reader:
+    with item_reader.ItemReader(item, NO_MANIFEST) as reader:
         for name, leaf in leaves.items():
             array = np.empty_like(leaf)
             reader.read(name, {full_box(leaf.shape): array})
