@@ -81,7 +81,7 @@ class DemoStep:
         title: Title for the user.
         args: Arguments of the command, empty if the step runs none.
         run: Called with the demo's folder and the step. Raises PrepError if the step fails.
-        training_run: Folder of the run that the command trains on 8 devices. Its steps take long.
+        training_run: Folder of the run of the command on 8 devices. Its steps take long.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Record the new digest of a settings or tokenizer file of an output that was changed on purpose."""
+"""Record the new digest of a settings or tokenizer file of an output changed on purpose."""
 
 from __future__ import annotations
 

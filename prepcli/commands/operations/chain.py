@@ -268,7 +268,7 @@ class _Walk:
         recorded: RecordedSource,
         report: LinkReport,
     ) -> bool:
-        """Compare all recorded digests. Return whether they show that the source is the recorded one."""
+        """Compare all recorded digests. Return whether they show the recorded source."""
         if source.root in source.outputs:
             report.differences[f"{output.name} records itself as source"] = []
         is_identified = _compare_identity(source, recorded, report)

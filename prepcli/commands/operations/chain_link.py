@@ -1,4 +1,4 @@
-"""Compare the recorded digests of an output with those of its source, for `verify_chain`."""
+"""Compare the recorded digests of an output and its source, for `verify_chain`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LinkReport:
 
     Attributes:
         equal: Parts with equal digests, e.g. `21 tensors`.
-        changed: Changes that the manifest records, e.g. `left out` -> names of tensors.
+        changed: Recorded changes, e.g. `left out` -> names of tensors.
         not_shown: Changes with new content, which no digest of the source shows.
         differences: Parts that should be equal and are not, in the form of `changed`.
     """
@@ -69,7 +69,7 @@ class LinkReport:
 def compare_tensors(
     output: Source, source: Source, memory_nbytes: int, progress: Progress, report: LinkReport
 ) -> bool:
-    """Compare the recorded digests of an output's tensors with those of its source.
+    """Compare the recorded digests of the tensors of an output and its source.
 
     Digests that the source does not record are computed from its bytes: for a checkpoint of another program, and for
     other ranges of rows. Return whether all values of the source are in the output, or left out.
@@ -129,7 +129,7 @@ class _Pair:
         return (original.dtype, original.shape[1:]) == (tensor.dtype, tensor.shape[1:])
 
     def add_changed_form(self, tensor: SourceTensor, original: SourceTensor | None) -> None:
-        """Report a tensor that the source lacks, or has in another dtype or shape."""
+        """Report a tensor missing in the source, or with another dtype or shape there."""
         change: str | None = None
         difference = f"not in {self._source.display_name}"
         if original is not None:
@@ -146,7 +146,7 @@ class _Pair:
         self._report.add(_common_name(tensor), change, difference)
 
     def num_common_rows(self, original: SourceTensor) -> int:
-        """Return the rows of a tensor before the first one that the command took off or replaced."""
+        """Return the rows of a tensor before the first removed or replaced one."""
         dropped = self._dropped.get(self._source_names[original.name])
         if isinstance(dropped, list) and dropped and isinstance(dropped[0], int):
             return min(num_rows(original), dropped[0])
@@ -175,7 +175,7 @@ class _Pair:
         self._report.add(_common_name(tensor), change, difference)
 
     def add_missing(self, original: SourceTensor) -> None:
-        """Report a tensor of the source that the output does not have."""
+        """Report a tensor of the source without a counterpart in the output."""
         slot, state_name = split_name(original.name)
         name = self._source_names[original.name]
         # A state is recorded by its slots, e.g. `opt_state.0.mu`. Earlier versions gave modules of multi-token
@@ -211,7 +211,7 @@ def _common_name(tensor: SourceTensor) -> str:
 
 
 def compare_settings(output: Source, source: Source, report: LinkReport) -> None:
-    """Compare the config, the tokenizer and the other small files of an output with those of its source."""
+    """Compare the config, the tokenizer and the other small files of an output and its source."""
     manifest = output.manifest or NO_MANIFEST
     # A recipe and an adapter may bring a tokenizer and settings.
     brings_settings = manifest.command in (TRAIN, MERGE)

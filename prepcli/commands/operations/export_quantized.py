@@ -95,7 +95,7 @@ def _decoded_dtype(manifest: Manifest) -> str:
 def _open_recorded_original(
     source: Source, located: LocatedCheckpoint, common: CommonOptions, observer: Observer
 ) -> Source:
-    """Open the quantised model that the manifest names. A model of the hub is not downloaded.
+    """Open the quantised model of the manifest. A model of the hub is not downloaded.
 
     Raises:
         PrepError: It is not found, cannot be read, or has changed.

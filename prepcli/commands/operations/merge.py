@@ -291,7 +291,7 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source, dic
 
 
 def _weight_modules(source: Source) -> dict[str, str]:
-    """Return the modules of a base that have a weight.
+    """Return the modules of a base with a weight.
 
     Returns:
         Name of a module in the files, or its key if no other module has it -> name of the module in the base's tensors.

@@ -23,7 +23,7 @@ class ShippedRecipe:
     Attributes:
         path: Its file. The name is that of the file, without `.toml`.
         summary: First sentence of the comment at its top.
-        model: Name of the model that it trains.
+        model: Name of its model.
         devices: Number of devices of its mesh.
     """
 
@@ -72,7 +72,7 @@ def _recipe_summary(path: Path) -> str:
 
 
 def _model_name(recipe: Recipe) -> str:
-    """Return the name of the model that a recipe trains."""
+    """Return the name of a recipe's model."""
     table = recipe.model
     return table.preset or table.config or preset_name(table.path or "") or str(table.path)
 

@@ -30,7 +30,7 @@ class Conversion(HtmlTable):
         bytes_written: Bytes of tensors written by this call. 0 if the output already existed.
         seconds: Duration of the call in seconds.
         peak_bytes: Highest anonymous memory in bytes above the level at the start of the call.
-        already_done: Whether an equal output existed, so that nothing was written.
+        already_done: Whether an equal output existed. Then no file was written.
         plan_digest: Digest of the plan. Equal plans write equal bytes.
         plan: The files, tensors and checks of the conversion. `print(plan)` lists them.
         next_command: The command that usually follows.
@@ -63,7 +63,7 @@ class LockedModel(HtmlTable):
         tensors: Number of tensors.
         nbytes: Size of the files in bytes.
         seconds: Duration of the call in seconds.
-        already_done: Whether an equal file existed, so that nothing was written.
+        already_done: Whether an equal file existed. Then no file was written.
     """
 
     path: Path
@@ -146,7 +146,7 @@ class MapSuggestion(HtmlTable):
     Attributes:
         path: The written map.
         rows: The rows.
-        targets: Number of tensors that the rows make.
+        targets: Number of tensors of the rows.
         ambiguous: Target without a row whose values occur several times -> some tensors with these values.
         unmatched: Tensors of the target without a row.
         unused: Tensors of the mapped checkpoint without a row.
@@ -290,7 +290,7 @@ class EvaluationScores(HtmlTable):
         accuracy: Fraction of the correctly predicted tokens.
         tokens: Number of predicted tokens.
         sequences: Number of sequences.
-        metrics: Metrics of generated targets, of each source. None for a metric that is not finite.
+        metrics: Metrics of generated targets, of each source. None for a metric without a finite value.
     """
 
     loss: float | None
