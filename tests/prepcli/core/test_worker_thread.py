@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -79,11 +80,14 @@ def test_interrupted_run_in_threads_waits_for_its_calls():
 ABANDONED_CALL = """
 import os, signal, sys, threading
 from prepcli.core.worker_thread import run_abandonable
+from tests.helpers.waiting import wait_until_asleep
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 may_end = threading.Event()
 
 def call():
+    # A signal just before the main thread waits does not end its wait.
+    wait_until_asleep(os.getpid())
     os.kill(os.getpid(), signal.SIGINT)
     may_end.wait()
     print("the call has ended")
@@ -102,6 +106,7 @@ def test_exit_waits_for_an_abandoned_call():
     """Otherwise the interpreter destroys what a compiler uses, and the process aborts."""
     process = subprocess.run(
         [sys.executable, "-c", ABANDONED_CALL],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=MAX_S,
