@@ -349,9 +349,9 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__version__":
-        from importlib.metadata import version
+        from prepcli.core.version import version
 
-        return version("prepcli")
+        return version()
     from importlib import import_module
 
     value = getattr(import_module(_MODULE_OF[name]), name)

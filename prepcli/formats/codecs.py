@@ -1,8 +1,8 @@
 """Codecs of stored chunks: zstd, gzip, zlib and CRC-32C, with names, settings, decoder and encoder of each.
 
-A codec is one subclass of `ChunkCodec`, listed in `CODECS`. Input is untrusted: a few stored bytes may decode to any
-number of bytes. A decoder never returns more bytes than requested, and its own memory is computed and bounded before it
-is created.
+A codec is one subclass of `ChunkCodec`, or of `WrittenCodec` if prep writes it, listed in `CODECS`. Input is untrusted: a
+few stored bytes may decode to any number of bytes. A decoder never returns more bytes than requested, and its own
+memory is computed and bounded before it is created.
 """
 
 from __future__ import annotations
@@ -65,23 +65,19 @@ class StoredBytesReader:
 
 
 class ChunkCodec(ABC):
-    """A codec of chunks. An instance decodes one chunk. The class methods encode.
+    """A codec of chunks. An instance decodes one chunk.
 
     Attributes:
         name: Name in messages, in manifests and in the option `--compress`.
         zarr2_id: Value of `id` in a `.zarray`, or None if zarr 2 has no such codec.
         zarr3_name: Value of `name` in a `zarr.json`, or None if zarr 3 has no such codec.
         is_checksum: Whether the codec only appends a checksum.
-        levels: Levels that prep writes. Empty if prep only reads the codec.
-        default_level: Level of a request without one.
     """
 
     name: ClassVar[str]
     zarr2_id: ClassVar[str | None] = None
     zarr3_name: ClassVar[str | None] = None
     is_checksum: ClassVar[bool] = False
-    levels: ClassVar[range] = range(0)
-    default_level: ClassVar[int] = 0
 
     @abstractmethod
     def __init__(self, stored: ByteReader) -> None: ...
@@ -95,28 +91,40 @@ class ChunkCodec(ABC):
         """Return the memory of the decoder's window. Raise ValueError if the chunk's header is invalid."""
         return 0
 
+
+class WrittenCodec(ChunkCodec):
+    """A codec that prep writes as well.
+
+    Attributes:
+        levels: Levels that prep writes.
+        default_level: Level of a request without one.
+    """
+
+    levels: ClassVar[range]
+    default_level: ClassVar[int]
+
     @classmethod
+    @abstractmethod
     def settings(cls, level: int, zarr_version: int) -> dict[str, object]:
         """Return the settings in the metadata document of an array."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def open_encoder(cls, level: int, nbytes: int) -> Encoder:
         """Return an encoder of a chunk of `nbytes` bytes."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def encoder_nbytes(cls, level: int) -> int:
         """Return the memory of an encoder."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def max_encoded_nbytes(cls, nbytes: int, num_chunks: int) -> int:
         """Return the maximum size of `nbytes` encoded bytes that belong to `num_chunks` chunks."""
-        raise NotImplementedError
 
 
-class Zstd(ChunkCodec):
+class Zstd(WrittenCodec):
     """Frames of Zstandard."""
 
     # `zstandard` is imported late: most items have no compressed chunks.
@@ -264,9 +272,12 @@ CODECS: dict[str, type[ChunkCodec]] = {codec.name: codec for codec in (Zstd, Gzi
 COMPRESSORS = tuple(codec.name for codec in CODECS.values() if not codec.is_checksum)
 
 
-def codec_of(compression: Compression) -> type[ChunkCodec]:
-    """Return the codec of compressed chunks."""
-    return CODECS[compression.codec_name]
+def codec_of(compression: Compression) -> type[WrittenCodec]:
+    """Return the codec of chunks to write."""
+    codec = CODECS[compression.codec_name]
+    # `parse_compression` accepts no other codec.
+    assert issubclass(codec, WrittenCodec)
+    return codec
 
 
 def open_decoder(codec_names: Sequence[str], stored: ByteReader) -> ByteReader:
@@ -292,21 +303,21 @@ def parse_compression(value: str | None) -> Compression | None:
     if value is None:
         return None
     name, colon, level_text = value.partition(":")
-    codec = CODECS.get(name)
+    written = {key: each for key, each in CODECS.items() if issubclass(each, WrittenCodec)}
+    codec = written.get(name)
     level = 0
     if level_text.isdecimal() and len(level_text) < 3:
         level = int(level_text)
     elif codec is not None and not colon:
         level = codec.default_level
     if codec is None or level not in codec.levels:
-        written = [codec for codec in CODECS.values() if codec.levels]
         choices = [
             f"{codec.name}, and {codec.name}:{codec.levels[0]} to {codec.name}:{codec.levels[-1]}"
-            for codec in written
+            for codec in written.values()
         ]
         raise usage_error(
             text("{} is invalid", Option("compress", value)),
             f"valid values are {'; '.join(choices)}",
-            text("{}", Option("compress", written[0].name)),
+            text("{}", Option("compress", next(iter(written)))),
         )
     return Compression(name, level)

@@ -10,7 +10,7 @@ import pytest
 import tensorstore
 
 from prepcli.core.errors import PrepError
-from prepcli.formats.codecs import CODECS, Encoder, Gzip, parse_compression
+from prepcli.formats.codecs import CODECS, Encoder, Gzip, WrittenCodec, parse_compression
 from prepcli.planning.item_storage import Compression
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
@@ -36,7 +36,7 @@ def test_parse_compression_rejects_invalid_text(text: str):
     assert caught.value.why == "valid values are zstd, and zstd:1 to zstd:19"
 
 
-class WrittenGzip(Gzip):
+class WrittenGzip(Gzip, WrittenCodec):
     """A codec that prep writes too."""
 
     levels = range(1, 10)
@@ -49,6 +49,14 @@ class WrittenGzip(Gzip):
     @classmethod
     def open_encoder(cls, level: int, nbytes: int) -> Encoder:
         return zlib.compressobj(level, wbits=cls.window_bits)
+
+    @classmethod
+    def encoder_nbytes(cls, level: int) -> int:
+        return 1 << 18
+
+    @classmethod
+    def max_encoded_nbytes(cls, nbytes: int, num_chunks: int) -> int:
+        return nbytes + nbytes // 1000 + 64 * num_chunks
 
 
 @pytest.mark.parametrize("storage", ["ocdbt", "zarr3-files"])
