@@ -68,7 +68,7 @@ def start_systems(out: Path, init: Path, group: Any) -> dict[str, SaveStart]:
     import orbax.checkpoint as ocp
 
     from prepcli.execution.checkpoint_manager import CheckpointManager
-    from prepcli.formats.manifest import Manifest
+    from prepcli.planning.manifest_fields import Manifest
     from trainer.training.checkpoint import host_leaves
 
     folder = CheckpointManager(

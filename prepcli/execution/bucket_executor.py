@@ -44,8 +44,9 @@ from prepcli.execution.staging import WORK_FOLDER
 from prepcli.execution.stored_outputs import check_stored_output, has_intact_files, stored_manifest
 from prepcli.execution.unit_progress import UnitProgress
 from prepcli.formats.codecs import codec_of
-from prepcli.formats.manifest import MANIFEST_FILE, Manifest, foreign_output_error
+from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error
 from prepcli.planning import coverage
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.object_files import OBJECT_NBYTES
 from prepcli.planning.object_passes import streams_of_spans
 from prepcli.planning.plan import Plan

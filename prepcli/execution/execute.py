@@ -44,15 +44,10 @@ from prepcli.execution.source_checks import (
 from prepcli.execution.staging import PARTIAL_SUFFIX, Staging, remove_work_folder
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.file_records import are_files_intact
-from prepcli.formats.manifest import (
-    MANIFEST_FILE,
-    NO_MANIFEST,
-    Manifest,
-    foreign_output_error,
-    read_manifest,
-)
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, foreign_output_error, read_manifest
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.planning import coverage
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.plan_text import encode_text, iter_text
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams

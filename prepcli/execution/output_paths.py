@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from prepcli.core.errors import Option, PrepError, UsageError, text, usage_error
+from prepcli.core.json_values import quote_name
 from prepcli.execution.staging import WORK_FOLDER
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import CHECKPOINT_METADATA_FILE, COMMIT_MARKER, STRINGS_FILE
-from prepcli.formats.untrusted import quote_name
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.plan import Plan
 from prepcli.stores.writing import name_fault

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from prepcli.core.errors import DamagedError, Option, PrepError, text
 from prepcli.engine.digest import digest
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest, decode_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, decode_manifest
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.placeholders import SMALL_NBYTES, read_all
 from prepcli.remote.remote_files import RemoteFile

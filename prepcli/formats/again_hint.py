@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prepcli.core.errors import GET_AGAIN_HINT, PrepError
-from prepcli.formats.manifest import Manifest
+from prepcli.planning.manifest_fields import Manifest
 
 # Characters of a recorded command in a message. A manifest may come from anywhere.
 MAX_REQUEST_LENGTH = 300

@@ -1,7 +1,7 @@
 """Codecs of stored chunks: zstd, gzip, zlib and CRC-32C, with names, settings, decoder and encoder of each.
 
-A codec is one subclass of `ChunkCodec`, or of `WrittenCodec` if prep writes it, listed in `CODECS`. Input is untrusted: a
-few stored bytes may decode to any number of bytes. A decoder never returns more bytes than requested, and its own
+A codec is one subclass of `ChunkCodec`, or of `WrittenCodec` if prep writes it, listed in `CODECS`. Input is untrusted:
+a few stored bytes may decode to any number of bytes. A decoder never returns more bytes than requested, and its own
 memory is computed and bounded before it is created.
 """
 

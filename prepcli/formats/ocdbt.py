@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.core.json_values import quote_name
 from prepcli.formats.ocdbt_frames import (
     UINT64_MAX,
     BodyReader,
@@ -30,13 +31,7 @@ from prepcli.formats.ocdbt_frames import (
     encode_varints,
     iter_ints,
 )
-from prepcli.formats.untrusted import (
-    list_folder,
-    quote_name,
-    read_bytes,
-    stat_file,
-    stat_indexed_file,
-)
+from prepcli.formats.untrusted import list_folder, read_bytes, stat_file, stat_indexed_file
 from prepcli.stores.reading import resolve_named_path
 
 OCDBT_MANIFEST = "manifest.ocdbt"

@@ -25,6 +25,7 @@ from typing import Any
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import quote_name
 from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import write_no_follow
 from prepcli.formats.ocdbt import (
@@ -48,12 +49,7 @@ from prepcli.formats.orbax_chunks import (
     encode_documents,
     iter_index_entries,
 )
-from prepcli.formats.untrusted import (
-    list_folder,
-    parse_json,
-    quote_name,
-    read_small_file,
-)
+from prepcli.formats.untrusted import list_folder, parse_json, read_small_file
 from prepcli.formats.zarr import ZARR_TYPESTRS, parse_zarr_document
 from prepcli.planning.item_storage import (
     LEVANTER,

@@ -19,6 +19,7 @@ import numpy as np
 
 from prepcli.algebra.grids import ChunkGrid
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.json_values import quote_name
 from prepcli.formats.codecs import CODECS, CRC32C_NBYTES
 from prepcli.formats.ocdbt import (
     BeforeRead,
@@ -27,13 +28,7 @@ from prepcli.formats.ocdbt import (
     ignore_read,
     read_ocdbt_index,
 )
-from prepcli.formats.untrusted import (
-    list_folder,
-    quote_name,
-    read_bytes,
-    stat_file,
-    stat_indexed_file,
-)
+from prepcli.formats.untrusted import list_folder, read_bytes, stat_file, stat_indexed_file
 from prepcli.formats.zarr import (
     MAX_SHARD_INDEX_NBYTES,
     ZarrArray,

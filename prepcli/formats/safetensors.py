@@ -19,6 +19,7 @@ import xxhash
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
 from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import quote_name
 from prepcli.formats.shard_index import (
     UnindexedTensor,
     check_numbered_files,
@@ -28,13 +29,7 @@ from prepcli.formats.shard_index import (
     list_indexed_files,
     read_weight_map,
 )
-from prepcli.formats.untrusted import (
-    list_folder,
-    parse_json,
-    quote_name,
-    stat_file,
-    unreadable_error,
-)
+from prepcli.formats.untrusted import list_folder, parse_json, stat_file, unreadable_error
 from prepcli.planning.tensors import FileTensor, array_bits
 from prepcli.stores.reading import open_regular_file
 

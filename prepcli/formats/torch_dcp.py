@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from prepcli.core.errors import DamagedError, PrepError
+from prepcli.core.json_values import quote_name
 from prepcli.engine.digest import digest
 from prepcli.formats.shard_index import damage_hint
 from prepcli.formats.torch_files import to_python
@@ -37,13 +38,7 @@ from prepcli.formats.torch_pickle import (
     pickle_value,
 )
 from prepcli.formats.torch_tensors import DTYPES, SIZE_TYPE, TorchArchive, parse_counts
-from prepcli.formats.untrusted import (
-    CutShortError,
-    quote_name,
-    read_small_file,
-    stat_file,
-    unreadable_error,
-)
+from prepcli.formats.untrusted import CutShortError, read_small_file, stat_file, unreadable_error
 from prepcli.stores.reading import open_regular_file
 
 METADATA_FILE = ".metadata"

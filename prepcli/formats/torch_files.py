@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.json_values import quote_name
 from prepcli.core.lists import join_names
 from prepcli.formats.shard_index import (
     UnindexedTensor,
@@ -41,7 +42,7 @@ from prepcli.formats.torch_tensors import (
     is_tensor,
 )
 from prepcli.formats.torch_zip import ZIP_MAGIC
-from prepcli.formats.untrusted import list_folder, quote_name, stat_file, unreadable_error
+from prepcli.formats.untrusted import list_folder, stat_file, unreadable_error
 from prepcli.stores.reading import open_regular_file
 
 INDEX_FILE = "pytorch_model.bin.index.json"

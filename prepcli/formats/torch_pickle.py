@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from prepcli.algebra.boxes import strides
-from prepcli.formats.untrusted import CutShortError, quote_name
+from prepcli.core.json_values import quote_name
+from prepcli.formats.untrusted import CutShortError
 from prepcli.planning.tensors import itemsize
 
 # Maximum size of a pickle. A tensor takes 100 to 200 bytes.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from prepcli.algebra.boxes import strides
+from prepcli.core.json_values import quote_name
 from prepcli.engine.digest import digest
 from prepcli.formats.torch_pickle import (
     MAPPING_TYPES,
@@ -23,7 +24,6 @@ from prepcli.formats.torch_pickle import (
     interpret_pickle,
 )
 from prepcli.formats.torch_zip import ZipArchive
-from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import array_bits, itemsize
 
 MAX_DIMS = 64

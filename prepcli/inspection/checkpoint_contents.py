@@ -9,12 +9,12 @@ from typing import TypedDict
 
 from prepcli.core.json_types import HFConfig
 from prepcli.engine.blobs import Blob
-from prepcli.formats.manifest import Manifest
 from prepcli.formats.orbax_chunks import StoredRange, StoredValue
 from prepcli.models.parameters import VERBATIM, Family
 from prepcli.models.registry import FAMILIES
 from prepcli.models.text_part import TextPart
 from prepcli.planning.item_storage import ChunkIndex
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Locations
 from prepcli.planning.tensors import array_bits
 from prepcli.quantized.decoder import Decoder

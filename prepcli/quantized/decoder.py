@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.core.json_values import quote_name
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
-from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 
 FloatArray = npt.NDArray[np.float32]

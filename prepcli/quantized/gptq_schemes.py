@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prepcli.core.errors import PrepError
-from prepcli.formats.untrusted import quote_name
+from prepcli.core.json_values import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.gptq import BITS
 from prepcli.quantized.packed_ints import WORD_BITS, word_count

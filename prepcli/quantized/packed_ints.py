@@ -16,7 +16,7 @@ import numpy as np
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
-from prepcli.formats.untrusted import quote_name
+from prepcli.core.json_values import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
     VALUE_DTYPES,

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.core.json_values import quote_name
 from prepcli.engine.fills import numpy_dtype
-from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
     VALUE_DTYPES,

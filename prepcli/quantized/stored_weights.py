@@ -7,7 +7,7 @@ from typing import Any
 
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.formats.untrusted import quote_name
+from prepcli.core.json_values import quote_name
 from prepcli.planning.tensors import FLOAT_DTYPES, FileTensor
 
 USE_ORIGINAL_HINT = "use the model that it was quantised from"

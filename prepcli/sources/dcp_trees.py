@@ -8,11 +8,12 @@ from functools import partial
 from prepcli.algebra.grids import ExplicitPlacement
 from prepcli.core.errors import PrepError
 from prepcli.core.json_types import HFConfig
-from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_dcp import DcpFolder, DcpTensor
 from prepcli.models.parameters import Family
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.libraries import Library
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.tree_tensors import StoredLeaf
 

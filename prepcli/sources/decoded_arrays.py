@@ -17,6 +17,7 @@ import numpy as np
 
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.json_values import quote_name
 from prepcli.engine.blobs import Blob
 from prepcli.engine.chunk_cache import ChunkCache, ChunkReader
 from prepcli.engine.files import ByteArray, io_error
@@ -36,7 +37,6 @@ from prepcli.formats.orbax_chunks import (
     chunk_label,
     unravel_chunk_index,
 )
-from prepcli.formats.untrusted import quote_name
 
 # A chunk of at most 1/8 of the cache size is decoded at once and kept.
 WHOLE_CHUNK_DIVISOR = 8

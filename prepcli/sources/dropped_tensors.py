@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from prepcli.core.errors import Command, Option, text, usage_error
-from prepcli.formats.manifest import Manifest
 from prepcli.models.name_patterns import matching_patterns
 from prepcli.models.prediction import (
     EARLIER_RULES,
@@ -20,6 +19,7 @@ from prepcli.models.prediction import (
     prediction_names,
     without_prediction,
 )
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.tensor_match import DROP_RULE, tensor_uses
 from prepcli.sources.model_family import as_verbatim

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from prepcli.algebra.axis_map import LAYER_ATOMS, ParsedAxisMap, bind_row
 from prepcli.core.errors import GET_AGAIN_HINT, Option, PrepError, text
 from prepcli.core.suggest import did_you_mean
-from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.parameters import (
     Family,
     HFConfig,
@@ -22,6 +22,7 @@ from prepcli.models.parameters import (
 )
 from prepcli.planning.layout_scales import LayoutScale, bind_scale
 from prepcli.planning.libraries import LIBRARIES
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE
 from prepcli.planning.tensor_match import TensorNames

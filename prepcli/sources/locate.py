@@ -8,7 +8,8 @@ from typing import assert_never
 
 from prepcli.core.errors import Option, text, usage_error
 from prepcli.formats.file_records import read_manifest_of_file
-from prepcli.formats.manifest import Manifest, find_manifest_folder, read_manifest
+from prepcli.formats.manifest import find_manifest_folder, read_manifest
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.bucket_folders import open_bucket_folder
 from prepcli.sources.detect import detect, detect_file, detect_gguf
 from prepcli.sources.folders import DEFAULT_ACCESS, Access, Folder, Kind, LocalFiles, LocalFolder

@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.core.errors import Command, PrepError, text
+from prepcli.core.json_values import quote_name
 from prepcli.core.lists import join_names
 from prepcli.core.progress import Progress
 from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.untrusted import quote_name, stat_file
+from prepcli.formats.untrusted import stat_file
 from prepcli.remote.published_digests import SHA256, sha256_of_file
 from prepcli.sources.references import HubRepo, parse_reference
 from prepcli.sources.source import CONFIG, Source, SourceTensor

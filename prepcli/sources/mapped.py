@@ -12,7 +12,7 @@ from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.json_types import HFConfig
 from prepcli.core.suggest import did_you_mean
 from prepcli.engine.digest import digest
-from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.untrusted import read_small_file
 from prepcli.models.parameters import (
     Family,
@@ -24,6 +24,7 @@ from prepcli.models.prediction import prediction_names
 from prepcli.models.registry import FAMILIES, family_of
 from prepcli.models.verbatim import verbatim_family
 from prepcli.planning.composed_locations import compose_location
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.map_file import (
     MAX_NBYTES,
     MapLine,

@@ -11,7 +11,6 @@ from prepcli.algebra.axis_map import INPUT_LAYERS
 from prepcli.algebra.boxes import strides
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.json_types import HFConfig
-from prepcli.formats.manifest import Manifest
 from prepcli.models.parameters import VERBATIM, Family
 from prepcli.models.registry import FAMILIES, family_of
 from prepcli.models.text_part import read_text_part, text_section
@@ -23,7 +22,7 @@ from prepcli.models.truncation import (
     truncate_config,
 )
 from prepcli.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, verbatim_family
-from prepcli.planning.manifest_fields import QuantizedRecord
+from prepcli.planning.manifest_fields import Manifest, QuantizedRecord
 from prepcli.planning.plan import Contiguous, DroppedTensor, Strided
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import TensorNames, detect_names

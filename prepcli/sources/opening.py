@@ -7,15 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, Text, text, usage_error
+from prepcli.core.json_values import quote_name
 from prepcli.core.lists import join_names
 from prepcli.core.suggest import did_you_mean
 from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files
-from prepcli.formats.manifest import Manifest, find_manifest_folder
+from prepcli.formats.manifest import find_manifest_folder
 from prepcli.formats.torch_files import MISTRAL_FILE
-from prepcli.formats.untrusted import list_folder, quote_name
+from prepcli.formats.untrusted import list_folder
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import FAMILIES
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE_RULE

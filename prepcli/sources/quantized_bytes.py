@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
-from prepcli.formats.untrusted import quote_name
+from prepcli.core.json_values import quote_name
 from prepcli.models.text_part import with_text_config
 from prepcli.planning.manifest_fields import QuantizedRecord
 from prepcli.planning.plan import Contiguous

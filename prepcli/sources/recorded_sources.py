@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.formats.manifest import (
-    MANIFEST_FILE,
-    NO_MANIFEST,
-    Manifest,
-    find_manifest_folder,
-    read_manifest,
-)
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder, read_manifest
 from prepcli.formats.run_steps import saved_steps, step_folder
-from prepcli.planning.manifest_fields import OriginRecord
+from prepcli.planning.manifest_fields import Manifest, OriginRecord
 from prepcli.remote.object_store import is_url
 
 TRAIN = "train"

@@ -24,13 +24,18 @@ from prepcli.core.errors import (
     text,
 )
 from prepcli.core.json_types import HFConfig, JsonObject
-from prepcli.core.json_values import load_json
+from prepcli.core.json_values import load_json, quote_name
 from prepcli.engine.blobs import Blob
 from prepcli.formats.file_records import check_header
-from prepcli.formats.manifest import NO_MANIFEST, STATE_ITEM, Manifest
-from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, quote_name, read_small_file
+from prepcli.formats.manifest import NO_MANIFEST, STATE_ITEM
+from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
 from prepcli.models.parameters import Family, parameter_rows
-from prepcli.planning.manifest_fields import QuantizedRecord, TensorRecords, TrainingStateRecord
+from prepcli.planning.manifest_fields import (
+    Manifest,
+    QuantizedRecord,
+    TensorRecords,
+    TrainingStateRecord,
+)
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor, Locations, SmallFile, SourceFile
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION

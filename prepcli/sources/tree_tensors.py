@@ -9,12 +9,11 @@ from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, Sizes, bind_row
 from prepcli.algebra.grids import ChunkGrid, Placement
 from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.formats.manifest import Manifest
 from prepcli.models.parameters import (
     parameter_rows,
 )
 from prepcli.planning.chunk_placement import LeafPiece
-from prepcli.planning.manifest_fields import TensorRecords
+from prepcli.planning.manifest_fields import Manifest, TensorRecords
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.quantization_leaves import (
     QUANTIZATION,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.formats.file_records import recorded_xxh3
-from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.safetensors import INDEX_FILE, SINGLE_FILE
 from prepcli.formats.safetensors_layout import (
     LayoutEntry,
@@ -18,6 +18,7 @@ from prepcli.formats.safetensors_layout import (
     lay_out_files,
 )
 from prepcli.models.text_part import with_text_config
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.sources.side_files import SideFile

@@ -10,7 +10,7 @@ from pathlib import Path
 from prepcli.algebra.grids import Placement, StridedPlacement
 from prepcli.core.json_types import HFConfig
 from prepcli.engine.checkpoint_store import LeafSpec
-from prepcli.formats.manifest import STATE_ITEM, Manifest
+from prepcli.formats.manifest import STATE_ITEM
 from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.mesh import parse_mesh
@@ -18,6 +18,7 @@ from prepcli.models.rule_text import merge_rules
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.item_storage import OCDBT_ZARR3, recorded_storage
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.slabs import split_streams
 from prepcli.planning.state_names import PARAMS

@@ -23,7 +23,6 @@ from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
     SAMPLE_DIGEST_KEY,
     STATE_ITEM,
-    Manifest,
     find_manifest_folder,
     origin_record,
     read_manifest,
@@ -34,7 +33,7 @@ from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import family_of
 from prepcli.models.rule_text import merge_rules
 from prepcli.models.text_part import text_section
-from prepcli.planning.manifest_fields import OriginRecord
+from prepcli.planning.manifest_fields import Manifest, OriginRecord
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
 from prepcli.remote.object_store import is_url, parse_url
 from prepcli.remote.placeholders import rename_in_errors

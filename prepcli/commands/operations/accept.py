@@ -17,13 +17,13 @@ from prepcli.formats.file_records import is_settings_file, record_file
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     STATE_ITEM,
-    Manifest,
     encode_manifest,
     find_manifest_folder,
     manifest_digest,
     parse_manifest,
 )
 from prepcli.formats.untrusted import read_small_file
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.references import LocalPath, RunStep, parse_reference
 from prepcli.sources.source import CONFIG, HF_FOLDER, read_config
 from prepcli.stores.writing import write_file

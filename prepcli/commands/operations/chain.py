@@ -48,7 +48,8 @@ from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike
 from prepcli.core.progress import Progress
 from prepcli.formats.lock_file import Lock, read_lock
-from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.remote.object_store import is_url
 from prepcli.restore.digest_checks import sample_digest, tensor_digests
 from prepcli.sources.dropped_tensors import with_recorded_text_part, without_recorded_drops

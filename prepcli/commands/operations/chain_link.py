@@ -16,9 +16,10 @@ from prepcli.core.progress import Progress
 from prepcli.engine.digest import digest_of_zeros, digest_pieces
 from prepcli.formats.added_tokens import RECORD_FILE
 from prepcli.formats.file_records import is_settings_file, record_file
-from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
 from prepcli.formats.torch_dcp import METADATA_FILE
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import split_name
 from prepcli.restore.digest_checks import num_rows, row_stream, tensor_digests

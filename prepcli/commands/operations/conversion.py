@@ -47,13 +47,13 @@ from prepcli.execution.workers import (
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
-    Manifest,
     find_manifest_folder,
     origin_record,
     read_manifest,
 )
 from prepcli.formats.safetensors import ADAPTER_FILE, SUFFIX
 from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import Share, requested_share

@@ -14,7 +14,7 @@ from prepcli.engine.casts import report_casts
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.execute import plan_digest
 from prepcli.execution.workers import ProcessOptions
-from prepcli.formats.manifest import Manifest
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.shares import Share
 from prepcli.planning.tensors import CastEntry

@@ -9,7 +9,7 @@ from prepcli.commands.operations.options import ExportOptions
 from prepcli.core.errors import GET_AGAIN_HINT, PrepError
 from prepcli.core.json_types import JsonObject
 from prepcli.core.option_spec import format_command_line
-from prepcli.formats.manifest import Manifest, adapter_fields
+from prepcli.formats.manifest import adapter_fields
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_FILE
 from prepcli.models.lora import (
     saved_module_name,
@@ -19,6 +19,7 @@ from prepcli.models.lora import (
 from prepcli.models.lora_config import LoraConfig, lora_from_manifest
 from prepcli.models.peft_names import module_suffixes, peft_patterns
 from prepcli.models.registry import family_of
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.locate import LocatedCheckpoint

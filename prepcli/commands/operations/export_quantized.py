@@ -12,9 +12,9 @@ from prepcli.commands.operations.conversion import CommonOptions, open_checkpoin
 from prepcli.commands.operations.options import ExportOptions
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Option, PrepError, text, usage_error
+from prepcli.core.json_values import quote_name
 from prepcli.core.observer import Observer
-from prepcli.formats.manifest import Manifest
-from prepcli.formats.untrusted import quote_name
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.dequantized import DECODED_DTYPE, has_quantized_weights
 from prepcli.sources.hub_folders import cached_model
 from prepcli.sources.locate import LocatedCheckpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 from prepcli.commands.operations.recipe_files import find_recipe, recipes_folder, similar_recipe
 from prepcli.core.errors import Key, Option, PrepError, text, usage_error
 from prepcli.core.observer import Observer
-from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.inspection.checkpoint_contents import CheckpointContents
 from prepcli.inspection.contents import read_contents, read_mapped_contents
 from prepcli.models.architecture import ArchConfig
@@ -17,6 +17,7 @@ from prepcli.models.presets import PRESETS, preset_name
 from prepcli.models.registry import family_of
 from prepcli.models.rule_text import merge_rules
 from prepcli.models.rules import Rules
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.map_file import TensorMap
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.folders import make_access

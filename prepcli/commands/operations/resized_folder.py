@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from prepcli.core.json_types import HFConfig
-from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.safetensors_layout import SafetensorsLayout
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Contiguous, Plan, SmallFile
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.tensor_match import TensorMatch

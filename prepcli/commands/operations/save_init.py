@@ -38,7 +38,6 @@ from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.codecs import parse_compression
 from prepcli.formats.manifest import (
     STATE_ITEM,
-    Manifest,
     adapter_fields,
     find_manifest_folder,
     read_manifest,
@@ -51,6 +50,7 @@ from prepcli.models.rule_text import merge_rules, with_default_preset
 from prepcli.models.rules import LeafDims, check_leaf_rules
 from prepcli.models.verbatim import CANNOT_TRAIN, stacked_numbers
 from prepcli.planning.item_storage import OCDBT, ORBAX_STORAGES, ItemStorage
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor, Plan, SmallFile
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.tensor_match import TensorMatch

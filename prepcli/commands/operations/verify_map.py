@@ -7,7 +7,8 @@ from pathlib import Path
 
 from prepcli.commands.operations.conversion import CommonOptions
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.formats.manifest import MANIFEST_FILE, Manifest, find_manifest_folder, read_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder, read_manifest
+from prepcli.planning.manifest_fields import Manifest
 
 
 def is_output(checkpoint: str | None) -> bool:

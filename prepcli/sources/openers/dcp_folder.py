@@ -15,7 +15,7 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.suggest import did_you_mean
 from prepcli.engine.digest import digest_pieces
 from prepcli.formats.file_records import bytes_between
-from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_folder
 from prepcli.planning.libraries import (
     DCP_FORMAT,
@@ -25,6 +25,7 @@ from prepcli.planning.libraries import (
     find_library,
     find_marked_library,
 )
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Contiguous, DroppedTensor, Locations, SourceFile
 from prepcli.planning.state_names import OPT_STATE_RULE, TRAINING_STATE_RULE
 from prepcli.planning.tensor_match import TensorNames

@@ -13,10 +13,11 @@ from prepcli.core.errors import GET_AGAIN_HINT, PrepError
 from prepcli.engine.blobs import Blob, ConcatenatedBlob, FileRange
 from prepcli.formats import safetensors
 from prepcli.formats.flax_folder import find_weight_files, select_indexed
-from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.msgpack import MsgpackArray, MsgpackHeader, MsgpackKind, read_msgpack_header
 from prepcli.formats.shard_index import UnindexedTensor, shard_name
 from prepcli.planning.chunk_placement import LeafPiece
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import PARAMS, TRAINING_STATE_RULE
 from prepcli.planning.tensor_match import TensorNames

@@ -18,8 +18,8 @@ from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import HFConfig, JsonObject
+from prepcli.core.json_values import quote_name
 from prepcli.formats.gguf import GgufArray, GgufHeader, GgufTensor, part_names, read_gguf_header
-from prepcli.formats.untrusted import quote_name
 from prepcli.models.registry import family_of
 from prepcli.planning.plan import Contiguous, Locations
 from prepcli.planning.tensor_match import TensorNames, detect_names

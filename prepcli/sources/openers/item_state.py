@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import quote_name
 from prepcli.engine.digest import digest
-from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import (
     STATE_ITEMS,
     OrbaxItem,
@@ -21,11 +22,10 @@ from prepcli.formats.orbax import (
     read_item,
 )
 from prepcli.formats.orbax_chunks import ChunkTable, StoredRange
-from prepcli.formats.untrusted import quote_name
 from prepcli.models.parameters import Family
 from prepcli.planning.layout_scales import LayoutScale, scaled_digests
 from prepcli.planning.libraries import LIBRARIES_BY_LAYOUT, NO_SETTINGS, AdamNumbers
-from prepcli.planning.manifest_fields import ScaleRecord
+from prepcli.planning.manifest_fields import Manifest, ScaleRecord
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import (
     FIRST_MOMENT,

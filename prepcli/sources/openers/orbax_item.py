@@ -16,18 +16,19 @@ from prepcli.algebra.grids import ExplicitPlacement, Placement, StridedPlacement
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import quote_name
 from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest, find_manifest_folder
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder
 from prepcli.formats.orbax import OrbaxItem, find_item, item_metadata_file, read_item
 from prepcli.formats.orbax_chunks import StoredRange, dotted_name
-from prepcli.formats.untrusted import quote_name, read_small_file
+from prepcli.formats.untrusted import read_small_file
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.layout_scales import LayoutScale, recorded_scale, scaled_digests
-from prepcli.planning.manifest_fields import ScaleRecord
+from prepcli.planning.manifest_fields import Manifest, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray

@@ -8,7 +8,7 @@ from typing import NoReturn
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_types import HFConfig
 from prepcli.formats.file_records import check_header
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest, read_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest
 from prepcli.formats.safetensors import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -17,7 +17,7 @@ from prepcli.formats.safetensors import (
     read_safetensors_header,
 )
 from prepcli.models.parameters import Family, WeightTying
-from prepcli.planning.manifest_fields import TensorRecord, TensorRecords
+from prepcli.planning.manifest_fields import Manifest, TensorRecord, TensorRecords
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import FileTensor
 from prepcli.sources.openers.safetensors_folder import file_tensors

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from prepcli.formats import safetensors
-from prepcli.formats.manifest import NO_MANIFEST, Manifest
-from prepcli.planning.manifest_fields import TensorRecords
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.planning.manifest_fields import Manifest, TensorRecords
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import FileTensor

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.execution.checkpoint_manager import KeepRule, StepScores, removable_steps
-from prepcli.formats.manifest import Manifest
+from prepcli.planning.manifest_fields import Manifest
 
 LOSSES = {10: 3.0, 20: 1.5, 30: None, 40: 2.0, 50: 1.5}
 

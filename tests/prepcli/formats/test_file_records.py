@@ -10,7 +10,8 @@ import xxhash
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.file_records import check_files, check_header, record_files
-from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.planning.manifest_fields import Manifest
 
 
 def write_output(folder: Path) -> Manifest:

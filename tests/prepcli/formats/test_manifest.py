@@ -14,11 +14,11 @@ from prepcli.core.errors import PrepError
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
-    Manifest,
     encode_manifest,
     find_manifest_folder,
     read_manifest,
 )
+from prepcli.planning.manifest_fields import Manifest
 
 WHOLE = {
     "kind": "hf", "request": "prep x", "plan": "xxh3:0", "config": {}, "prefixed": True, "tied": False,

@@ -12,11 +12,11 @@ from prepcli.algebra.axis_map import bind_row
 from prepcli.algebra.grids import StridedPlacement
 from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import PrepError
-from prepcli.formats.manifest import Manifest
 from prepcli.models.families.gpt_neo import FAMILY as GPT_NEO
 from prepcli.models.families.llama import FAMILY as LLAMA
 from prepcli.models.parameters import Family, parameter_rows
 from prepcli.models.registry import FAMILIES
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.foreign_trees import ForeignTree, TreeFormat, match_foreign_tree
 from prepcli.sources.tree_tensors import StoredLeaf
 

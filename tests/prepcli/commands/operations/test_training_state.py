@@ -12,9 +12,9 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.commands.operations.training_state import read_training_state
 from prepcli.core.errors import OK, DamagedError
-from prepcli.formats.manifest import Manifest
 from prepcli.models.decayed_leaves import DecayRule
 from prepcli.planning.libraries import AdamSettings
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from tests.helpers.training_folder import make_training_folder
