@@ -1,17 +1,46 @@
-"""Sync written data in a background thread, and then record it as durable in the journal."""
+"""Sync written data in a background thread, and then report it as durable."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prepcli.engine.files import Files
-from prepcli.engine.journal import Journal, StreamPrefix
 
 # A kill loses at most this much work, plus the duration of one sync.
 SYNC_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPrefix:
+    """The durable first bytes of a partly written stream.
+
+    Attributes:
+        stream_number: Number of the stream in the plan, e.g. 17.
+        nbytes: Number of bytes, as they are read.
+        digest: Digest of the bytes as they are written, in the tensor's order.
+    """
+
+    stream_number: int
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPart:
+    """The durable part of an incomplete unit.
+
+    Attributes:
+        unit: Number of the unit.
+        digests: Digests of its complete streams, by number.
+        prefix: The partly written stream.
+    """
+
+    unit: int
+    digests: Mapping[int, str]
+    prefix: StreamPrefix | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +48,12 @@ class SyncPoint:
     """A position of the writer.
 
     Attributes:
-        done_nbytes: Number of bytes written, over all streams.
-        digests: Digests of the streams completed since the last point, by stream position.
-        prefix: The partly written stream.
+        complete: Numbers of the units completed since the last point.
+        part: Progress of the unit that is being written.
     """
 
-    done_nbytes: int
-    digests: dict[int, str] = field(default_factory=dict)
-    prefix: StreamPrefix | None = None
+    complete: tuple[int, ...] = ()
+    part: UnitPart | None = None
 
 
 class BackgroundSync:
@@ -38,27 +65,23 @@ class BackgroundSync:
     def __init__(
         self,
         sink: Files,
-        journal: Journal,
+        record: Callable[[SyncPoint], None],
         *,
         max_unsynced_nbytes: int,
-        before_record: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the sync. Its thread starts with the first point.
 
         Args:
             sink: The files to sync.
-            journal: Records each point once it is durable.
+            record: Records a point that is durable.
             max_unsynced_nbytes: The writer waits for a sync once it has written this many bytes since the last point.
-            before_record: Called before the journal records a point. After the last record another process may finish
-                the output.
             clock: Returns the current time in seconds.
         """
         self._sink = sink
-        self._journal = journal
+        self._record = record
         self._max_unsynced_nbytes = max_unsynced_nbytes
         self._clock = clock
-        self._before_record = before_record
         self._thread = ThreadPoolExecutor(1, "prep-sync")
         self._running: Future[None] | None = None
         self._ended_s = clock()
@@ -99,10 +122,9 @@ class BackgroundSync:
 
     def _sync_and_record(self, point: SyncPoint) -> None:
         """Make a point durable and record it."""
-        # In this order: data, checksums, journal. A line of the journal is a promise about the two
-        # others. A kill before the line leaves bytes that no journal lists, and they are written again.
+        # The record is a promise about the data. A kill before it leaves bytes that no record lists, and
+        # they are written again.
         self._sink.sync()
         self._sink.check_unchanged()
-        self._before_record()
-        self._journal.record(point.done_nbytes, point.digests, prefix=point.prefix)
+        self._record(point)
         self._ended_s = self._clock()

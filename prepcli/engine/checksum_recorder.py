@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,9 +17,8 @@ import numpy.typing as npt
 import xxhash
 
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.engine.digest import CHECKSUM_DTYPE, checksum
-from prepcli.engine.files import PAGE, ByteArray, Files, allocate_buffer, io_error
-from prepcli.engine.no_follow import read_no_follow, write_no_follow
+from prepcli.engine.digest import checksum
+from prepcli.engine.files import PAGE, ByteArray, Files, allocate_buffer
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, ChecksumBlock
 from prepcli.planning.chunk_extents import ChunkExtent, count_blocks
 
@@ -39,19 +37,17 @@ class ChecksumRecorder:
     `sums` has the checksum of each block, by block number.
     """
 
-    def __init__(self, path: Path | None, extents: Sequence[ChunkExtent]) -> None:
-        """Load the checksums of an earlier run from `path`, if the file is intact.
+    def __init__(self, extents: Sequence[ChunkExtent]) -> None:
+        """Begin without a checksum.
 
         Args:
-            path: File for the checksums. None if they stay in memory.
             extents: Positions of the output's chunks in files, sorted by file and offset.
         """
-        self._path = path
         self._extents = extents
         self._starts = [(extent.file, extent.offset) for extent in extents]
         self.sums: ChecksumArray = np.zeros(count_blocks(extents), np.uint64)
-        if path is not None:
-            self.sums = load_checksums(path, self.sums.size)
+        # Blocks recorded since the last call of `take_new`
+        self._new: list[int] = []
         # Number of a partly hashed block -> hash state, next byte of the chunk
         self._open: dict[int, tuple[xxhash.xxh3_64, int]] = {}
 
@@ -102,6 +98,7 @@ class ChecksumRecorder:
         """Hash a run inside a block if it continues the hashed bytes."""
         if data.size == block.stop - block.start:
             self.sums[number] = checksum(data.data)
+            self._new.append(number)
             return
         state, next_start = self._open.pop(number, (None, block.start))
         # A run that does not continue the hashed bytes ends the hash: the block stays unknown, and is
@@ -113,40 +110,19 @@ class ChecksumRecorder:
         if start + data.size == block.stop:
             # 0 means unknown, so that a digest of 0 is recorded as 1, as `checksum` does
             self.sums[number] = state.intdigest() or 1
+            self._new.append(number)
         elif len(self._open) < MAX_OPEN_BLOCKS:
             self._open[number] = state, start + data.size
 
-    def save(self) -> None:
-        """Save the checksums for a later run, or for the last process of the output."""
-        # The journal's next line follows this rename. A kill between the two leaves checksums of bytes
-        # that the journal does not list, and a later run writes the same bytes again.
-        assert self._path is not None  # the caller has a file
-        temporary = self._path.with_name(f"{self._path.name}.new")
-        data = self.sums.astype(CHECKSUM_DTYPE).tobytes()
-        try:
-            write_no_follow(temporary, data + xxhash.xxh3_128_digest(data))
-            os.replace(temporary, self._path)
-        except OSError as error:
-            raise io_error(self._path, error) from error
+    def new_blocks(self) -> ChecksumArray:
+        """Return the numbers of the blocks recorded since the last call of `take_new`."""
+        return np.array(self._new, np.uint64)
 
-
-def load_checksums(path: Path, block_count: int) -> ChecksumArray:
-    """Load the checksums saved by a recorder.
-
-    Args:
-        path: The file.
-        block_count: Number of blocks.
-
-    Returns:
-        The checksums by block number. All are unknown if the file is missing, damaged or of another size.
-    """
-    checksums = np.zeros(block_count, np.uint64)
-    with contextlib.suppress(OSError):
-        data = read_no_follow(path)
-        size = block_count * checksums.itemsize
-        if len(data) == size + 16 and xxhash.xxh3_128_digest(data[:size]) == data[size:]:
-            checksums[:] = np.frombuffer(data[:size], CHECKSUM_DTYPE)
-    return checksums
+    def take_new(self) -> ChecksumArray:
+        """Return the numbers of the blocks recorded since the last call."""
+        numbers = self.new_blocks()
+        self._new = []
+        return numbers
 
 
 def compute_unknown(

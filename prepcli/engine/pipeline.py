@@ -1,17 +1,18 @@
 """The engine: a pipeline of three stages, read, move (permute, digest, cast) and write, within a memory budget.
 
-Each stage is a thread that processes slabs in order. The durable state of a run is therefore a single position, and a
+Each stage is a thread that processes slabs in order. The durable state of a unit is therefore a single position, and a
 tensor's digest is computed over its bytes in C order as they pass. The engine does not depend on models or formats.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -19,13 +20,12 @@ import xxhash
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.progress import Progress
 from prepcli.core.worker_thread import WorkerThread, wait_for_threads
-from prepcli.engine.background_sync import BackgroundSync, SyncPoint
+from prepcli.engine.background_sync import BackgroundSync, StreamPrefix, SyncPoint, UnitPart
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
 from prepcli.engine.casts import StreamDigest, ValueTransform
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import PAGE, ByteArray, Files, RunReader, RunWriter
 from prepcli.engine.fills import FillGenerator, mean_source_number
-from prepcli.engine.journal import Journal, StreamPrefix
 from prepcli.engine.low_rank import value_change
 from prepcli.engine.permute import gather, needs_permute, scatter, threads
 from prepcli.planning.plan import Stream
@@ -63,6 +63,39 @@ class ConversionResult:
         default_factory=lambda: {"read": 0.0, "move": 0.0, "write": 0.0}
     )
     already_done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineUnit:
+    """Streams that a pipeline moves together.
+
+    Attributes:
+        number: Number of the unit.
+        streams: Numbers of its streams, in processing order.
+        digests: Digests of the streams that an earlier run has made durable. They are not written again.
+        prefix: The partly durable stream.
+    """
+
+    number: int
+    streams: Sequence[int]
+    digests: Mapping[int, str] = field(default_factory=dict[int, str])
+    prefix: StreamPrefix | None = None
+
+
+class UnitObserver(Protocol):
+    """Follows the units of a pipeline. Each method may raise to stop the run."""
+
+    def begin(self, unit: PipelineUnit) -> None:
+        """Prepare the sink for a unit, in the thread that writes, before its first byte."""
+        ...
+
+    def complete(self, number: int) -> None:
+        """Handle a unit of which all bytes are passed to the sink, in the thread that writes."""
+        ...
+
+    def record_durable(self, point: SyncPoint) -> None:
+        """Record a sync point, in the thread that syncs. Called only for a sink of files."""
+        ...
 
 
 @dataclass(slots=True)
@@ -106,8 +139,8 @@ class _SlabTask:
 class Pipeline:
     """Moves every stream from its source to the sink.
 
-    After an interruption at any point, all bytes recorded in the journal are durable. A later run with the same
-    journal resumes there and does not write complete streams again.
+    Units are moved one after another without a pause between them. They may be an iterator: a unit is taken from it
+    once the bytes of the units before are read.
     """
 
     # A slab passes through three threads. Only `buffers` crosses between them without a queue.
@@ -120,9 +153,11 @@ class Pipeline:
     # goes from the first buffer to the second, which then counts as the first. The read stage
     # blocks in `acquire` while all buffers are on the way, so memory is bounded by the pool.
     #
-    # Durability: the writer hands (bytes, digests, prefix) to the sync thread about once a second.
-    # That thread syncs the files, saves the checksums, and only then appends the journal's line. A
-    # kill before the line loses the bytes since the last line, which a later run writes again.
+    # Durability: the writer hands (complete units, digests, prefix) to the sync thread about once a
+    # second. That thread syncs the files, and only then reports the point to the observer. A kill before
+    # the report loses the bytes since the last one, which a later run writes again.
+    #
+    # The begin and the end of a unit pass through the queues between its slabs, so that they are in order.
 
     def __init__(
         self,
@@ -132,19 +167,21 @@ class Pipeline:
         sink: RunWriter | None,
         budget: Budget,
         progress: Progress,
-        journal: Journal | None = None,
+        units: Iterable[PipelineUnit] | None = None,
+        observer: UnitObserver | None = None,
         on_digest: Callable[[int, str], None] = lambda number, digest: None,
         checksums: ChecksumRecorder | None = None,
     ) -> None:
         """Prepare to move streams.
 
         Args:
-            streams: The streams, in order.
+            streams: The streams, in order, with those of all units.
             source: Reader of the source files.
             sink: Writes the bytes, or None to digest the streams only.
             budget: Memory budget.
             progress: Receives the number of moved bytes.
-            journal: Records durable bytes, or None to not resume.
+            units: The units to move, or None for one unit of all streams.
+            observer: Follows the units.
             on_digest: Called with the number and the digest of each completed stream. It may raise to stop the run.
             checksums: Records the checksums of written blocks.
         """
@@ -160,34 +197,27 @@ class Pipeline:
         self.permute_pool = ThreadPoolExecutor(threads())
         self.fills = FillGenerator(streams)
         self.result = ConversionResult()
-        for number, stream in enumerate(streams):
-            if not stream.nbytes:
-                self.result.digests[number] = EMPTY_DIGEST
-        # From an earlier run
-        self.durable_numbers: frozenset[int] = frozenset()
-        self.resumed_prefix: StreamPrefix | None = None
-        self.done_nbytes = 0
-        if journal:
-            self.result.digests |= journal.digests
-            self.durable_numbers = frozenset(journal.digests)
-            self.resumed_prefix = journal.prefix
-            self.done_nbytes = journal.done_nbytes
+        self.units: Iterable[PipelineUnit] = units or (PipelineUnit(0, range(len(streams))),)
+        self.observer = observer
+        # State of the read stage: the unit that it reads
+        self.unit = PipelineUnit(-1, ())
         # State of the move stage, for the stream that it digests
         self.hash_state = xxhash.xxh3_128()
         self.change: ValueTransform | None = None
         # Of the write stage: the next sync point
         self.background_sync: BackgroundSync | None = None
-        if isinstance(sink, Files) and journal is not None:
+        if isinstance(sink, Files) and observer is not None:
             self.background_sync = BackgroundSync(
                 sink,
-                journal,
+                observer.record_durable,
                 # Unsynced bytes are dirty pages, which a small budget must bound too.
                 max_unsynced_nbytes=min(MOST_UNSYNCED_NBYTES, budget.nbytes // 2),
-                before_record=checksums.save if checksums else lambda: None,
             )
-        self.prefix = self.resumed_prefix
+        self.written_unit = -1
+        self.written_digests: dict[int, str] = {}
+        self.prefix: StreamPrefix | None = None
         self.unsynced_nbytes = 0
-        self.unsynced_digests: dict[int, str] = {}
+        self.unsynced_units: list[int] = []
         self.error: BaseException | None = None
 
     def run(self) -> ConversionResult:
@@ -196,21 +226,11 @@ class Pipeline:
         Raises:
             PrepError: Reading or writing failed.
         """
-        # Digests of an earlier run take part in the checks: a tied tensor of this run is compared with them.
-        self.result.resumed_nbytes = self.done_nbytes
-        stream_numbers = self._streams_to_read()
-        for number in sorted(self.durable_numbers.difference(stream_numbers)):
-            self.on_digest(number, self.result.digests[number])
-        slabs = itertools.chain.from_iterable(
-            split_stream(number, self.streams[number], max_nbytes=self.budget.slab_nbytes)
-            for number in stream_numbers
-        )
         self.mover = WorkerThread()
         self.writer = WorkerThread()
         try:
-            for slab in slabs:
-                task = self._make_task(slab)
-                self._run_stage(task, self._read_slab, next_stage=self._submit_move)
+            for unit in self.units:
+                self._read_unit(unit)
                 if self.error:
                     break
             self._finish_stages()
@@ -223,6 +243,55 @@ class Pipeline:
         if self.error:
             raise self.error
         return self.result
+
+    def _read_unit(self, unit: PipelineUnit) -> None:
+        """Read the slabs of a unit, and pass them on between its begin and its end."""
+        self.unit = unit
+        for number in unit.streams:
+            if not self.streams[number].nbytes:
+                self.result.digests[number] = EMPTY_DIGEST
+        self.result.digests |= unit.digests
+        for number in unit.digests:
+            self.result.resumed_nbytes += self.streams[number].nbytes
+        if unit.prefix:
+            self.result.resumed_nbytes += unit.prefix.nbytes
+        # Digests of an earlier run take part in the checks: a tied tensor of this run is compared with them.
+        stream_numbers = self._streams_to_read(unit)
+        for number in sorted(unit.digests.keys() - set(stream_numbers)):
+            self.on_digest(number, unit.digests[number])
+        self._pass_in_order(partial(self._begin_unit, unit))
+        for number in stream_numbers:
+            stream = self.streams[number]
+            for slab in split_stream(number, stream, max_nbytes=self.budget.slab_nbytes):
+                task = self._make_task(slab)
+                self._run_stage(task, self._read_slab, next_stage=self._submit_move)
+                if self.error:
+                    return
+        self._pass_in_order(partial(self._end_unit, unit.number))
+
+    def _pass_in_order(self, call: Callable[[], None]) -> None:
+        """Call a function in the thread that writes, after all slabs so far."""
+        self.mover.submit(lambda: self.writer.submit(lambda: self._run_unless_failed(call)))
+
+    def _run_unless_failed(self, call: Callable[[], None]) -> None:
+        if self.error is None:
+            try:
+                call()
+            except BaseException as error:
+                self._set_error(error)
+
+    def _begin_unit(self, unit: PipelineUnit) -> None:
+        self.written_unit = unit.number
+        self.written_digests = dict(unit.digests)
+        self.prefix = unit.prefix
+        if self.observer:
+            self.observer.begin(unit)
+
+    def _end_unit(self, number: int) -> None:
+        self.written_unit = -1
+        if self.observer:
+            self.observer.complete(number)
+        self.unsynced_units.append(number)
 
     def _set_error(self, error: BaseException) -> None:
         """Remember the first error of the run. Slabs in later stages are skipped."""
@@ -247,19 +316,20 @@ class Pipeline:
         except BaseException as error:
             self._set_error(error)
 
-    def _streams_to_read(self) -> list[int]:
+    def _streams_to_read(self, unit: PipelineUnit) -> list[int]:
         """Return the numbers of the streams to read: incomplete streams, and the streams that their fill averages.
 
         A partly durable stream is read from its first byte on, for its digest.
         """
         numbers: set[int] = set()
-        for number, stream in enumerate(self.streams):
-            if number in self.durable_numbers:
+        for number in unit.streams:
+            if number in unit.digests:
                 continue
             numbers.add(number)
-            if stream.fill and stream.fill.needs_true_rows:
+            fill = self.streams[number].fill
+            if fill and fill.needs_true_rows:
                 numbers.add(mean_source_number(self.streams, number))
-        return sorted(numbers)
+        return [number for number in unit.streams if number in numbers]
 
     def _make_task(self, slab: Slab) -> _SlabTask:
         """Return the task of a slab, with buffers from the pool."""
@@ -272,10 +342,10 @@ class Pipeline:
 
     def _not_durable_nbytes(self, slab: Slab) -> int:
         """Return the number of bytes of a slab still to be made durable."""
-        if slab.stream_number in self.durable_numbers:
+        if slab.stream_number in self.unit.digests:
             return 0
         durable_nbytes = 0
-        prefix = self.resumed_prefix
+        prefix = self.unit.prefix
         if prefix and prefix.stream_number == slab.stream_number:
             durable_nbytes = prefix.nbytes
         # E.g. 100 durable bytes, slab of bytes 64 to 128: 28 are new, and the whole slab is written.
@@ -424,15 +494,16 @@ class Pipeline:
             self.result.written_nbytes += slab.written_nbytes
             self.unsynced_nbytes += slab.written_nbytes
         self.progress.advance(task.new_nbytes)
-        self.done_nbytes += task.new_nbytes
         self.prefix = task.prefix
-        self.unsynced_digests |= task.digests
+        self.written_digests |= task.digests
 
     def _take_sync_point(self) -> SyncPoint:
         """Return the writer's position, and start collecting the next sync point."""
-        # The new dict matters: the sync thread still reads the old one.
-        point = SyncPoint(self.done_nbytes, self.unsynced_digests, self.prefix)
-        self.unsynced_digests = {}
+        part: UnitPart | None = None
+        if self.written_unit >= 0:
+            part = UnitPart(self.written_unit, dict(self.written_digests), self.prefix)
+        point = SyncPoint(tuple(self.unsynced_units), part)
+        self.unsynced_units = []
         self.unsynced_nbytes = 0
         return point
 

@@ -6,7 +6,6 @@ digested on the way. The remaining tensors are divided among the processes, and 
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,28 +15,31 @@ import numpy as np
 from prepcli.algebra.boxes import Box, intersect, slices, volume
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import RESUME_HINT, DamagedError
-from prepcli.core.json_types import JsonObject
 from prepcli.core.progress import NullProgress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf, HostShard
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
-from prepcli.engine.digest import CHECKSUM_DTYPE
 from prepcli.engine.files import ByteArray, RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import Pipeline
-from prepcli.execution.bucket_publication import write_last_objects
-from prepcli.execution.execute import make_run_identity, plan_digest
+from prepcli.execution.finalize import (
+    WORK_FOLDER,
+    content_record,
+    read_small_file,
+    write_last_files,
+)
 from prepcli.execution.joint_work import joint_work
+from prepcli.execution.request import make_run_identity, plan_digest
 from prepcli.execution.resume import readback_stream
-from prepcli.execution.run_notes import decode_record, encode_record
 from prepcli.execution.run_storage import StepSave
-from prepcli.execution.staging import WORK_FOLDER
-from prepcli.execution.step_writer import MEMORY_NBYTES
+from prepcli.execution.step_writer import MEMORY_NBYTES, NOTE_STEM
+from prepcli.execution.unit_notes import UnitNote
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.chunk_extents import chunk_extents
-from prepcli.planning.plan import OutputLeaf, Stream
+from prepcli.planning.manifest_fields import FileRecord
+from prepcli.planning.plan import OutputLeaf, SmallFile, Stream
 from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.planning.shares import divide_streams, subplan
 from prepcli.remote.conditional_objects import publish_content
@@ -46,7 +48,6 @@ from prepcli.remote.placeholders import read_all
 from prepcli.remote.remote_files import ReadAheadCache, RemoteBlob, RemoteFile
 from prepcli.remote.retries import map_in_daemon_threads
 
-NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step holds the digests and checksums of process I
 NUM_THREADS = 32  # concurrent requests for small objects
 # Memory for the parts of the data file in flight, and their maximum number
 PARTS_NBYTES = 64 << 20
@@ -83,7 +84,7 @@ class BucketStep:
         name = self.save.name
         # Objects are visible at once, but no reader opens a step without its manifest. A kill at any
         # time before `_publish` uploads it leaves objects that the next start deletes.
-        checksums = ChecksumRecorder(None, chunk_extents(self.files.plan.leaves))
+        checksums = ChecksumRecorder(chunk_extents(self.files.plan.leaves))
         digests: dict[int, str] = {}
         with joint_work(group, f"{name}-written"):
             self._upload_data_file(checksums, digests)
@@ -183,13 +184,8 @@ class BucketStep:
         """Upload the digests and checksums of this process for process 0."""
         # `sums` has an entry for every block of all files, 0 where this process wrote no bytes.
         # A note of the known blocks alone is as small as this process's part of the files.
-        blocks = np.flatnonzero(sums)
-        known = np.stack([blocks.astype(CHECKSUM_DTYPE), sums[blocks].astype(CHECKSUM_DTYPE)])
-        content = {
-            "digests": dict(digests),
-            "checksums": base64.b64encode(known.tobytes()).decode(),
-        }
-        data = encode_record(content)
+        blocks = np.flatnonzero(sums).astype(np.uint64)
+        data = UnitNote(digests, blocks, sums[blocks.astype(np.int64)]).encode(self.save.name)
         self.bucket.write_pieces(_note_path(self.save.group.index), [data], size=len(data))
 
     def _collect_notes(self, digests: dict[int, str], sums: ChecksumArray) -> None:
@@ -198,30 +194,17 @@ class BucketStep:
             return
         listed = {file.path: file for file in self.bucket.list_files()}
         files = [listed[_note_path(index)] for index in range(1, self.save.group.count)]
-        notes = map_in_daemon_threads(
+        contents = map_in_daemon_threads(
             partial(read_all, self.bucket), files, num_threads=NUM_THREADS
         )
-        for file, data in zip(files, notes):
-            noted_digests, noted_checksums = self._decode_note(file, data)
-            for number, digest in noted_digests.items():
-                digests[int(number)] = str(digest)
-            known = np.frombuffer(base64.b64decode(noted_checksums), CHECKSUM_DTYPE)
-            blocks, checksums = known.reshape(2, -1)
-            sums[blocks.astype(np.int64)] = checksums
+        for file, content in zip(files, contents):
+            note = UnitNote.decode(content, self.save.name)
+            if note is None:
+                what = f"{file.path} of {self.bucket.name} is damaged"
+                raise DamagedError(what, "it is not a file that prep wrote", RESUME_HINT)
+            digests |= note.digests
+            sums[note.blocks.astype(np.int64)] = note.sums
         self.bucket.delete_files([file.path for file in files])
-
-    def _decode_note(self, file: RemoteFile, data: bytes) -> tuple[JsonObject, str]:
-        """Return the contents of another process's note: digests by stream number, and encoded checksums."""
-        why = "it has no digests or no checksums"
-        try:
-            content = decode_record(data)
-        except ValueError as error:
-            content = {}
-            why = str(error)
-        match content:
-            case {"digests": dict(digests), "checksums": str(checksums)}:
-                return digests, checksums
-        raise DamagedError(f"{file.path} of {self.bucket.name} is damaged", why, RESUME_HINT)
 
     def _publish(self, digests: Mapping[int, str], sums: ChecksumArray) -> None:
         """Upload the index, the settings and the checksums, then the manifest."""
@@ -230,12 +213,25 @@ class BucketStep:
         run_identity = make_run_identity(plan, plan_digest(replace(plan, small_files=())))
         # A kill before the manifest leaves a step that prep does not list, and that the next start
         # deletes.
-        manifest = write_last_objects(plan, run_identity, digests=digests, sums=sums, put=self._put)
+        manifest = write_last_files(
+            plan,
+            run_identity,
+            digests=digests,
+            sums=sums,
+            put=self._put,
+            copy=self._copy,
+            num_threads=NUM_THREADS,
+        )
         self.check_lock()
         publish_content(self.bucket, MANIFEST_FILE, manifest)
 
     def _put(self, path: str, content: bytes) -> None:
         self.bucket.write_pieces(path, [content], size=len(content))
+
+    def _copy(self, path: str, file: SmallFile) -> FileRecord:
+        content = read_small_file(file)
+        self._put(path, content)
+        return content_record(content)
 
 
 def _note_path(index: int) -> str:

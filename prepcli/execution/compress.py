@@ -27,7 +27,6 @@ from prepcli.core.errors import RESUME_HINT, PrepError
 from prepcli.core.progress import Progress
 from prepcli.engine.background_sync import SYNC_INTERVAL_S
 from prepcli.engine.files import io_error
-from prepcli.engine.journal import seal_line, unseal_line
 from prepcli.engine.no_follow import open_no_follow, read_no_follow
 from prepcli.engine.sync_files import sync_paths
 from prepcli.formats.codecs import codec_of
@@ -426,3 +425,16 @@ def _parse_mark(line: bytes) -> _Mark | None:
         case {"lengths": list(lengths), "digest": str(digest)}:
             return _Mark(lengths, digest, len(line) + 1)
     return None
+
+
+def seal_line(content: bytes) -> bytes:
+    """Return a journal line: checksum, content and a line break. The content must not contain line breaks."""
+    return xxhash.xxh3_64_hexdigest(content).encode() + b" " + content + b"\n"
+
+
+def unseal_line(line: bytes) -> bytes | None:
+    """Return the content of a journal line without its line break, or None if the checksum does not match."""
+    checksum, _, content = line.partition(b" ")
+    if checksum != xxhash.xxh3_64_hexdigest(content).encode():
+        return None
+    return content

@@ -5,29 +5,31 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.progress import NullProgress, Progress
 from prepcli.engine.casts import parse_stream_digest, report_casts
+from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
 from prepcli.engine.digest import digest
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import check_no_symlinks, open_no_follow, write_no_follow
-from prepcli.execution.block_checksums import collect_checksums
 from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
-from prepcli.execution.staging import WORK_FOLDER, Staging
-from prepcli.formats.checksums import CHECKSUMS_FILE, write_checksums
-from prepcli.formats.file_records import record_file, record_files
+from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
+from prepcli.formats.file_records import record_file
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
 from prepcli.formats.orbax import (
+    COMMIT_MARKER,
     OrbaxNonArray,
     encode_item_metadata,
     encode_step_metadata,
     write_files,
 )
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
+from prepcli.planning.chunk_extents import chunk_extents
 from prepcli.planning.item_storage import Compression
 from prepcli.planning.manifest_fields import (
     FileRecord,
@@ -40,10 +42,12 @@ from prepcli.planning.manifest_fields import (
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile, Stream
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.state_names import PARAMS, qualify, split_name
+from prepcli.remote.retries import map_in_daemon_threads
 from prepcli.stores.reading import check_not_lfs_pointer, not_regular_error
 
 # Small files are written from their first byte again, also after an interruption.
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+WORK_FOLDER = ".prep"  # state of the run, in an output that is not complete
 # In the work folder of an output with compressed chunks
 RAW_FOLDER = "raw"
 COMPRESS_JOURNAL = "packed"
@@ -56,54 +60,132 @@ def data_folder(plan: Plan, folder: Path) -> Path:
     return folder / plan.item
 
 
-def finalize_output(
+def finalize_folder(
     plan: Plan,
-    stage: Staging,
+    folder: Path,
     *,
     run_identity: dict[str, object],
     digests: Mapping[int, str],
+    sums: ChecksumArray,
     progress: Progress | None = None,
 ) -> None:
-    """Write all files except the data files: compressed chunks, index, settings, checksums and manifest.
+    """Write all files of a folder except the data files. Nothing is synced.
 
     Args:
         plan: The plan of the output.
-        stage: The staging folder, with complete data files.
+        folder: The staging folder, with complete data files.
         run_identity: Identity of the run, for the manifest.
         digests: Digests of all streams, by number.
+        sums: Checksums of all blocks. Unknown ones are computed from the data files.
         progress: Receives the number of compressed bytes.
 
     Raises:
         PrepError: The system refused to read or write.
     """
-    # The order: compressed chunks, index, step, small files, checksums, manifest. `Staging.publish` makes
-    # them durable before the rename. A kill leaves a staging folder, and the next run writes all of them
-    # again, except the chunks that the journal of the compression lists.
-    # This call checks the folders. Each file is opened without following links.
-    check_no_symlinks(stage.folder)
+    # A kill leaves a staging folder, and the next run writes all of these files again, except the chunks
+    # that the journal of the compression lists. This call checks the folders. Each file is opened without
+    # following links.
+    check_no_symlinks(folder)
     compressed = None
     if plan.compression:
-        compressed = _compress_output(plan, plan.compression, stage, progress or NullProgress())
+        compressed = _compress_output(plan, plan.compression, folder, progress or NullProgress())
+    files = [data_folder(plan, folder) / file.path for file in plan.files]
+
+    def put(path: str, content: bytes) -> None:
+        write_files(folder, {path: content})
+
+    def copy(path: str, file: SmallFile) -> FileRecord:
+        return _write_small_file(file, folder / path)
+
     try:
-        write_files(stage.folder, encode_metadata(plan, compressed))
-        for file in plan.small_files:
-            _write_small_file(file, stage.folder / plan.item / file.path)
-        manifest = build_manifest(plan, run_identity, digests)
-        if compressed:
-            manifest |= Manifest(packed=dict(zip(compressed.files, compressed.sizes)))
-        if plan.leaves:
-            data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
-            checksums = collect_checksums(plan, stage, files=data_files)
-            manifest |= Manifest(checksums=write_checksums(stage.folder, checksums))
-        # The manifest is the last file. It lists all other files, and an output without it is
-        # incomplete.
-        packed_files: Sequence[str] | None = None
-        if compressed:
-            packed_files = compressed.files
-        manifest |= Manifest(files=_file_records(plan, stage.folder, packed_files))
-        write_no_follow(stage.folder / MANIFEST_FILE, encode_manifest(manifest))
+        compute_unknown(sums, chunk_extents(plan.leaves), files=files)
+        manifest = write_last_files(
+            plan,
+            run_identity,
+            digests=digests,
+            sums=sums,
+            put=put,
+            copy=copy,
+            compressed=compressed,
+        )
+        write_no_follow(folder / MANIFEST_FILE, manifest)
     except OSError as error:
-        raise io_error(Path(error.filename or stage.folder), error) from error
+        raise io_error(Path(error.filename or folder), error) from error
+
+
+def write_last_files(
+    plan: Plan,
+    run_identity: dict[str, object],
+    *,
+    digests: Mapping[int, str],
+    sums: ChecksumArray,
+    put: Callable[[str, bytes], object],
+    copy: Callable[[str, SmallFile], FileRecord],
+    compressed: CompressedChunks | None = None,
+    num_threads: int = 1,
+) -> bytes:
+    """Write all files of an output except its data and its manifest: index, settings, checksums and marker.
+
+    Args:
+        plan: The plan of the output.
+        run_identity: Identity of the run, for the manifest.
+        digests: Digests of all streams, by number.
+        sums: Checksums of all blocks.
+        put: Writes a file, given its path and content.
+        copy: Writes a small file of the plan, given its path. Returns its record.
+        compressed: Locations of compressed chunks. None if the chunks are raw.
+        num_threads: Number of concurrent calls of `put` and `copy`. 1 for calls in this thread.
+
+    Returns:
+        The manifest. It lists all other files, and an output without it is incomplete.
+
+    Raises:
+        PrepError: A file cannot be read or written.
+    """
+    metadata = encode_metadata(plan, compressed)
+    markers: dict[str, bytes] = {}
+    for item in plan.items:
+        path = output_path(plan, PurePosixPath(item or "", COMMIT_MARKER).as_posix())
+        if path in metadata:
+            markers[path] = metadata.pop(path)
+
+    def write(path: str, content: bytes) -> tuple[str, FileRecord]:
+        put(path, content)
+        return path, content_record(content)
+
+    def copy_file(file: SmallFile) -> tuple[str, FileRecord]:
+        path = output_path(plan, file.path)
+        return path, copy(path, file)
+
+    writes: list[Callable[[], tuple[str, FileRecord]]] = []
+    for path, content in metadata.items():
+        writes.append(partial(write, path, content))
+    for file in plan.small_files:
+        writes.append(partial(copy_file, file))
+    if num_threads == 1:
+        records = dict(call() for call in writes)
+    else:
+        records = dict(map_in_daemon_threads(lambda call: call(), writes, num_threads=num_threads))
+    manifest = build_manifest(plan, run_identity, digests)
+    if compressed is not None:
+        manifest |= Manifest(packed=dict(zip(compressed.files, compressed.sizes)))
+    if plan.leaves:
+        # Each block was recorded as it was written, or computed afterwards.
+        assert sums.all()
+        content, record = encode_checksums(sums)
+        manifest |= Manifest(checksums=record)
+        put(CHECKSUMS_FILE, content)
+    # Readers of Orbax look for the markers, and prep for its manifest.
+    for path, content in markers.items():
+        put(path, content)
+        records[path] = content_record(content)
+    files = header_records(plan) | dict(sorted(records.items()))
+    return encode_manifest(manifest | Manifest(files=files))
+
+
+def content_record(content: bytes) -> FileRecord:
+    """Return the record of a file with this content."""
+    return {"bytes": len(content), "xxh3": digest(content)}
 
 
 def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> dict[str, bytes]:
@@ -176,33 +258,6 @@ def header_records(plan: Plan) -> dict[str, FileRecord]:
     return {file.path: _header_record(file) for file in plan.files}
 
 
-def _file_records(
-    plan: Plan, folder: Path, packed_files: Sequence[str] | None
-) -> dict[str, FileRecord]:
-    """Return the records of files without tensors, and for safetensors and msgpack files those of the headers.
-
-    Args:
-        plan: The plan of the output.
-        folder: Folder of the output, with complete files.
-        packed_files: Names of the data files of a compressed output, or None for the plan's.
-    """
-    # Headers are not part of any tensor digest.
-    headers = header_records(plan)
-    data_files = packed_files or [file.path for file in plan.files]
-    # The manifest does not exist yet. The checksum file has its digest in the manifest's field
-    # `checksums`, and `--no-verify` does not read it.
-    unlisted = {MANIFEST_FILE, CHECKSUMS_FILE}
-    unlisted.update(Path(plan.item, name).as_posix() for name in data_files)
-    small_files: set[str] = set()
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        if name in unlisted or name.startswith(f"{WORK_FOLDER}/"):
-            continue
-        if path.is_file():
-            small_files.add(name)
-    return headers | record_files(folder, small_files)
-
-
 def _header_record(file: OutputFile) -> FileRecord:
     """Return the record of a data file: its size, and the digest of its bytes outside of tensors."""
     constant_bytes = b"".join([file.header, *[data for _, data in file.constant_ranges]])
@@ -245,19 +300,22 @@ def _damaged_copy_error(file: SmallFile) -> PrepError:
     return DamagedError(f"{file.copied_from} is damaged", why, GET_AGAIN_HINT)
 
 
-def _write_small_file(file: SmallFile, path: Path) -> None:
+def _write_small_file(file: SmallFile, path: Path) -> FileRecord:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if file.copied_from:
-        with (
-            open(file.copied_from, "rb", opener=_open_without_links) as source,
-            open(open_no_follow(path, WRITE_FLAGS), "wb") as target,
-        ):
-            shutil.copyfileobj(source, target)
-        # The copy is read back instead of the source, which may change again.
-        if file.xxh3 and record_file(path).get("xxh3") != file.xxh3:
-            raise _damaged_copy_error(file)
-    else:
-        write_no_follow(path, file.read_content())
+    if not file.copied_from:
+        content = file.read_content()
+        write_no_follow(path, content)
+        return content_record(content)
+    with (
+        open(file.copied_from, "rb", opener=_open_without_links) as source,
+        open(open_no_follow(path, WRITE_FLAGS), "wb") as target,
+    ):
+        shutil.copyfileobj(source, target)
+    # The copy is read back instead of the source, which may change again.
+    record = record_file(path)
+    if file.xxh3 and record.get("xxh3") != file.xxh3:
+        raise _damaged_copy_error(file)
+    return record
 
 
 def _open_without_links(path: str, flags: int) -> int:
@@ -271,9 +329,9 @@ def _open_without_links(path: str, flags: int) -> int:
 
 
 def _compress_output(
-    plan: Plan, compression: Compression, stage: Staging, progress: Progress
+    plan: Plan, compression: Compression, folder: Path, progress: Progress
 ) -> CompressedChunks:
-    data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
+    data_files = [data_folder(plan, folder) / file.path for file in plan.files]
     chunk_paths: list[str] | None = None
     if plan.storage.has_chunk_files:
         chunk_paths = []
@@ -283,8 +341,8 @@ def _compress_output(
     return compress_chunks(
         raw_chunks(plan.leaves),
         data_files,
-        folder=stage.folder / plan.item,
-        journal=stage.folder / WORK_FOLDER / COMPRESS_JOURNAL,
+        folder=folder / plan.item,
+        journal=folder / WORK_FOLDER / COMPRESS_JOURNAL,
         compression=compression,
         progress=progress,
         chunk_paths=chunk_paths,

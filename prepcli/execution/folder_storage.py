@@ -16,10 +16,10 @@ from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.engine.files import io_error
+from prepcli.execution.folder_store import remove_work_folder
 from prepcli.execution.locks import acquire_lock
 from prepcli.execution.paths import is_same_file, remove_path
 from prepcli.execution.run_storage import StepSave
-from prepcli.execution.staging import remove_work_folder
 from prepcli.execution.step_writer import StepWriter
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from prepcli.core.errors import RESUME_HINT, Option, PrepError, text, usage_error
 from prepcli.core.lists import join_names
 from prepcli.core.progress import Progress
-from prepcli.execution.staging import WORK_FOLDER
+from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.remote.hub_client import (
     CHECK_ENDPOINT,
     MALFORMED_ANSWER,

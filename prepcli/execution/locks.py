@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prepcli.core.errors import PrepError
-from prepcli.engine.no_follow import open_no_follow
+from prepcli.engine.no_follow import open_no_follow, read_no_follow
 
-RETRY_EVERY_S = 0.05
 LOCK_FILE_FLAGS = os.O_RDWR | os.O_CREAT
 
 
@@ -33,49 +32,41 @@ def acquire_lock(path: Path, locked_path: Path) -> int:
         return fd
 
 
-def acquire_team_lock(path: Path, locked_path: Path, *, count: int) -> tuple[int, bool]:
-    """Acquire a lock that `count` processes share if `count` is more than 1. One process at a time may call it.
+def join_lock(path: Path) -> tuple[int, bool]:
+    """Acquire a lock that any number of processes share. One process at a time may call it.
 
     Args:
         path: The lock file.
-        locked_path: Path for the error message.
-        count: Maximum number of processes with the lock.
 
     Returns:
         The descriptor, and whether this process is the first holder.
 
     Raises:
-        PrepError: The lock is held exclusively, or by a process while `count` is 1.
+        OSError: The file system has no locks, or the file cannot be opened.
     """
     # The first process gets the lock exclusively, writes its name, and then shares it. `flock` is not
     # atomic when it converts a lock, so the caller admits one process at a time (the lock `door`).
     with _open_lock_file(path) as fd:
         is_first = _try_flock(fd, fcntl.LOCK_EX)
-        if not is_first and (count == 1 or not _try_flock(fd, fcntl.LOCK_SH)):
-            raise _locked_error(fd, locked_path)
         if is_first:
             _write_holder(fd)
-        if is_first and count > 1:
-            fcntl.flock(fd, fcntl.LOCK_SH)
+        fcntl.flock(fd, fcntl.LOCK_SH)
         return fd, is_first
 
 
-def acquire_lock_with_retries(path: Path, locked_name: str) -> int:
-    """Acquire a lock that other processes probe with `is_locked`.
-
-    Raises:
-        PrepError: Another process holds the lock.
-    """
+def try_lock(path: Path) -> int | None:
+    """Return a descriptor with the lock, or None if another descriptor has it. Closing it releases the lock."""
     with _open_lock_file(path) as fd:
-        while not _try_flock(fd, fcntl.LOCK_EX):
-            # A probe holds a shared lock until its process runs again, which may take long. The holder's
-            # is exclusive, so a shared lock that succeeds means that only probes are in the way.
-            if not _try_flock(fd, fcntl.LOCK_SH):
-                raise _locked_error(fd, locked_name)
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            time.sleep(RETRY_EVERY_S)
-        _write_holder(fd)
-        return fd
+        if _try_flock(fd, fcntl.LOCK_EX):
+            return fd
+        os.close(fd)
+        return None
+
+
+def holder_of(path: Path) -> str:
+    """Return the process that first acquired a lock, for messages."""
+    # Any program may have written to the file: 200 bytes are enough for the line of `_write_holder`.
+    return read_no_follow(path)[:200].decode(errors="replace").strip()
 
 
 def is_locked(path: Path) -> bool:
@@ -87,22 +78,6 @@ def is_locked(path: Path) -> bool:
     try:
         # The lock is shared, so that two processes can call this at the same time. `close` releases it.
         return not _try_flock(fd, fcntl.LOCK_SH)
-    finally:
-        os.close(fd)
-
-
-def acquire_shared_lock(path: Path) -> int:
-    """Return a descriptor with a shared lock."""
-    with _open_lock_file(path) as fd:
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        return fd
-
-
-def has_shared_holders(path: Path) -> bool:
-    """Return whether a process holds a shared lock. No process may acquire it during the call."""
-    fd = open_no_follow(path, LOCK_FILE_FLAGS)
-    try:
-        return not _try_flock(fd, fcntl.LOCK_EX)
     finally:
         os.close(fd)
 
@@ -154,8 +129,6 @@ def _write_holder(fd: int) -> None:
 
 def _locked_error(fd: int, locked_name: Path | str) -> PrepError:
     """Return the error for a lock of another process."""
-    # Any program may have written to the file: 200 bytes are enough for the line of
-    # `_write_holder`.
     holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
     return PrepError(
         f"{locked_name} is locked", f"another process works on it: {holder}", "wait until it ends"

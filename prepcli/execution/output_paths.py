@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 from prepcli.core.errors import Option, PrepError, UsageError, text, usage_error
 from prepcli.core.json_values import quote_name
-from prepcli.execution.staging import WORK_FOLDER
+from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import CHECKPOINT_METADATA_FILE, COMMIT_MARKER, STRINGS_FILE

@@ -1,12 +1,15 @@
-"""The request of a conversion: a plan, its source, and the treatment of earlier outputs."""
+"""The request of a conversion: a plan, its source, the treatment of earlier outputs, and its identity."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from prepcli.core.version import version
+from prepcli.engine.digest import digest, digest_pieces
 from prepcli.execution.workers import WorkerPool
 from prepcli.planning.plan import Plan
+from prepcli.planning.plan_text import encode_text, iter_text
 from prepcli.sources.source import Source
 
 
@@ -18,7 +21,7 @@ class ExecutionRequest:
 
     Attributes:
         plan: The plan of the whole output.
-        run_id: Digest of the plan. It identifies the run in journals and manifests.
+        run_id: Digest of the plan. It identifies the run in notes and manifests.
         source: The opened source of the plan.
         pool: The workers of this process, its share of the plan, its memory and its progress.
         overwrite: Replace an existing output.
@@ -35,3 +38,19 @@ class ExecutionRequest:
     restart: bool
     allow_overflow: bool
     note: Callable[[str], None]
+
+
+def plan_digest(plan: Plan) -> str:
+    """Return the digest of a plan. Equal digests imply equal outputs, given unchanged sources."""
+    return "xxh3:" + digest_pieces(piece.encode() for piece in iter_text(plan))
+
+
+def make_run_identity(plan: Plan, run_id: str) -> dict[str, object]:
+    """Return the identity of a run, given the digest of its plan. Runs with equal identities write equal bytes."""
+    source_digest = digest(encode_text(plan.source_files).encode())
+    return {
+        "request": plan.request,
+        "source": source_digest,
+        "plan": run_id,
+        "prep": version(),
+    }

@@ -1,7 +1,7 @@
 """Verification of the bytes of an earlier run in a staging folder, before a run relies on them.
 
-A journal records the durable bytes and their digests. The bytes are read from the data files, in the order of
-their tensors, and compared. Different streams are written again.
+A note records the durable bytes and their digests. The bytes are read from the data files, in the order of
+their tensors, and compared.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 import xxhash
 
 from prepcli.core.progress import Progress
+from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.files import Files, RunReader, io_error
-from prepcli.engine.journal import JournalState, StreamPrefix
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
@@ -122,43 +122,6 @@ def find_outdated(reader: StreamReader, digests: Mapping[int, str], *, source: S
         if digest != parse_stream_digest(digests[number]).read:
             outdated.add(number)
     return outdated
-
-
-def verify_journal_state(
-    reader: StreamReader,
-    journal_state: JournalState,
-    *,
-    files: Sequence[Path],
-    source: Source | None,
-) -> JournalState:
-    """Return the intact part of a journal's state.
-
-    Args:
-        reader: Reader of all streams of the plan.
-        journal_state: The durable streams, as the journal records them.
-        files: Paths of the data files, each with its planned size.
-        source: The source, to read its bytes again and compare them with the digests of the journal. None if the
-            files of the source are known to be unchanged.
-
-    Returns:
-        The complete streams (output files) with the bytes that the journal records. If `source` is None, also the
-        first part of the file that was being written.
-    """
-    damaged = find_damaged(reader, journal_state.digests, files=files)
-    if source:
-        damaged |= find_outdated(reader, journal_state.digests, source=source)
-    digests: dict[int, str] = {}
-    nbytes = 0
-    for number, digest in journal_state.digests.items():
-        if number not in damaged:
-            digests[number] = digest
-            nbytes += reader.streams[number].nbytes
-    # A prefix has no digest of the source's bytes to compare with a changed source. It is dropped.
-    prefix = None
-    if journal_state.prefix and source is None and reader.has_prefix(journal_state.prefix, files):
-        prefix = journal_state.prefix
-        nbytes += prefix.nbytes
-    return JournalState(nbytes, digests, prefix)
 
 
 def zero_gaps(plan: Plan, files: Sequence[Path]) -> None:

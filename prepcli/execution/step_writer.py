@@ -11,28 +11,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.process_group import ProcessGroup
 from prepcli.core.progress import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf
+from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import io_error
 from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.shard_writer import write_shards
-from prepcli.execution.block_checksums import checksum_recorder
-from prepcli.execution.execute import check_free_space, make_run_identity, open_sink, plan_digest
-from prepcli.execution.finalize import data_folder, finalize_output
+from prepcli.execution.finalize import data_folder, finalize_folder
+from prepcli.execution.folder_run import check_free_space, open_sink
+from prepcli.execution.folder_store import FolderStore
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.paths import remove_path
+from prepcli.execution.request import make_run_identity, plan_digest
 from prepcli.execution.resume import StreamReader
-from prepcli.execution.run_notes import read_json_record, write_json_record
-from prepcli.execution.staging import Staging
+from prepcli.execution.unit_notes import UnitNote, all_checksums, all_digests
+from prepcli.planning.chunk_extents import chunk_extents
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import divide_streams
 
 MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf or shard that is fetched
-DIGESTS_STEM = "digests"  # `digests-I` in the work folder is written by process I
+NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step is the note of process I
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,9 @@ class StepWriter:
 
     def write(self) -> None:
         """Write the step from the leaves of this process alone. Raise PrepError if this fails."""
-        stage = self._create_staging()
-        with open_sink(self.plan, stage) as sink:
-            checksums = checksum_recorder(self.plan, stage)
+        store = self._create_staging()
+        checksums = ChecksumRecorder(chunk_extents(self.plan.leaves))
+        with open_sink(self.plan, store.folder) as sink:
             outcome = Pipeline(
                 self.plan.streams,
                 HostLeafReader(list(self.leaves.values())),
@@ -62,9 +66,7 @@ class StepWriter:
                 progress=NullProgress(),
                 checksums=checksums,
             ).run()
-        if checksums:
-            checksums.save()
-        self._publish(stage, outcome.digests)
+        self._publish(store, outcome.digests, checksums.sums)
 
     def write_together(self, group: ProcessGroup, name: str) -> None:
         """Write the step together with the other processes. All of them call this.
@@ -77,75 +79,65 @@ class StepWriter:
             PrepError: One of the processes cannot write its part.
         """
         # Each of the four parts begins when all processes have ended the one before: files exist before
-        # shards are written, all bytes are durable before they are read back, and process 0 has all digests
+        # shards are written, all bytes are durable before they are read back, and process 0 has all notes
         # before it publishes. A kill leaves a staging folder, which the next start removes.
-        stage = Staging(self.out)
+        store = FolderStore(self.out)
+        checksums = ChecksumRecorder(chunk_extents(self.plan.leaves))
         with joint_work(group, f"{name}-created"):
             if group.index == 0:
-                with open_sink(self.plan, self._create_staging()):
-                    pass
+                open_sink(self.plan, self._create_staging().folder).close()
         with joint_work(group, f"{name}-written"):
-            self._write_own_shards(stage, group.index)
+            leaves = [(leaf, self.leaves[leaf.name]) for leaf in self.plan.leaves]
+            with open_sink(self.plan, store.folder) as sink:
+                write_shards(leaves, sink, checksums=checksums)
         with joint_work(group, f"{name}-digested"):
-            self._write_own_digests(stage, group)
+            self._note_own_part(store, group, checksums)
         with joint_work(group, f"{name}-published"):
             if group.index == 0:
-                self._publish(stage, _read_digests(stage, group.count))
+                notes = [self._read_note(store, index) for index in range(group.count)]
+                digests = all_digests(self.plan, notes)
+                self._publish(store, digests, all_checksums(self.plan, notes))
 
-    def _create_staging(self) -> Staging:
+    def _create_staging(self) -> FolderStore:
         """Create the staging folder. Remove an older one first."""
-        stage = Staging(self.out)
+        store = FolderStore(self.out)
         try:
-            remove_path(stage.folder)
-            stage.work.mkdir(parents=True)
+            remove_path(store.folder)
+            store.work.mkdir(parents=True)
         except OSError as error:
-            raise io_error(stage.folder, error) from error
-        check_free_space(self.plan, stage.folder)
-        return stage
+            raise io_error(store.folder, error) from error
+        check_free_space(self.plan, store.folder)
+        return store
 
-    def _write_own_shards(self, stage: Staging, index: int) -> None:
-        checksums = checksum_recorder(self.plan, stage, index=index)
-        with open_sink(self.plan, stage) as sink:
-            write_shards(
-                [(leaf, self.leaves[leaf.name]) for leaf in self.plan.leaves],
-                sink,
-                checksums=checksums,
-            )
-        if checksums:
-            checksums.save()
-
-    def _write_own_digests(self, stage: Staging, group: ProcessGroup) -> None:
-        """Read this process's part of the tensors back, and write their digests to a file."""
+    def _note_own_part(
+        self, store: FolderStore, group: ProcessGroup, checksums: ChecksumRecorder
+    ) -> None:
+        """Read this process's part of the tensors back, and note their digests and the checksums of its shards."""
         numbers = divide_streams(self.plan, group.count)[group.index]
-        files = [data_folder(self.plan, stage.folder) / file.path for file in self.plan.files]
+        files = [data_folder(self.plan, store.folder) / file.path for file in self.plan.files]
         reader = StreamReader(self.plan.streams, make_budget(MEMORY_NBYTES), NullProgress())
         digests = reader.digest_written_streams(numbers, files)
-        path = stage.work / f"{DIGESTS_STEM}-{group.index}"
-        try:
-            write_json_record(path, {str(number): digest for number, digest in digests.items()})
-        except OSError as error:
-            raise io_error(path, error) from error
+        blocks = checksums.take_new()
+        note = UnitNote(digests, blocks, checksums.sums[blocks.astype(np.int64)])
+        store.write(f"{NOTE_STEM}-{group.index}", note.encode(self.plan.request))
 
-    def _publish(self, stage: Staging, digests: Mapping[int, str]) -> None:
+    def _publish(self, store: FolderStore, digests: Mapping[int, str], sums: ChecksumArray) -> None:
         # The small files are copied from the step before, so that their paths differ after each save.
         run_id = plan_digest(replace(self.plan, small_files=()))
         run_identity = make_run_identity(self.plan, run_id)
-        finalize_output(self.plan, stage, run_identity=run_identity, digests=digests)
-        stage.publish()
+        finalize_folder(
+            self.plan, store.folder, run_identity=run_identity, digests=digests, sums=sums
+        )
+        store.publish()
 
-
-def _read_digests(stage: Staging, count: int) -> dict[int, str]:
-    """Return the digests of all processes."""
-    digests: dict[int, str] = {}
-    for index in range(count):
-        path = stage.work / f"{DIGESTS_STEM}-{index}"
-        note = read_json_record(path)
+    def _read_note(self, store: FolderStore, index: int) -> UnitNote:
+        """Return the note of a process."""
+        name = f"{NOTE_STEM}-{index}"
+        note = UnitNote.decode(store.read(name), self.plan.request)
         if note is None:
             raise PrepError(
-                f"{path} does not exist",
+                f"{store.work / name} does not exist",
                 f"process {index} wrote it to a folder of the same name on another disk",
                 text("set {} to a folder on a file system that all hosts share", Option("out")),
             )
-        for number, digest in note.items():
-            digests[int(number)] = str(digest)
-    return digests
+        return note

@@ -168,6 +168,10 @@ class WorkerPool:
             with block_signals():
                 self._running.append(_Worker(argv, self._shared_progress.add))
 
+    def worker_pids(self) -> list[int]:
+        """Return the process ids of the workers."""
+        return [worker.process.pid for worker in self._running]
+
     def check(self) -> None:
         """Raise the error of a failed worker: its PrepError, or Stopped."""
         for worker in self._running:
@@ -232,8 +236,7 @@ class _Worker:
     def _read_progress(self, on_progress: Callable[[int], None]) -> None:
         """Read the worker's stderr to its end, report progress, and keep the last message of an error."""
         # Each line of a worker's stderr is a JSON event of its progress, or a message of an error.
-        # The first task is the conversion. Its bytes that were durable before are counted already,
-        # by `Team.durable_and_total_nbytes`.
+        # The first task is the conversion. Its bytes that were durable before are counted already.
         task = None
         done = 0
         for line in self.process.stderr or ():

@@ -105,7 +105,7 @@ def divide_streams(
     """
     pending_groups: list[list[int]] = []
     durable_groups: list[list[int]] = []
-    for group in _stream_groups(plan):
+    for group in stream_groups(plan):
         if all(number in durable for number in group):
             durable_groups.append(group)
         else:
@@ -135,7 +135,7 @@ def _balance_groups(plan: Plan, groups: Iterable[list[int]], count: int) -> list
     return shares
 
 
-def _stream_groups(plan: Plan) -> list[list[int]]:
+def stream_groups(plan: Plan) -> list[list[int]]:
     """Return the groups of stream numbers to keep together: all streams of a tensor and of tensors equal to it."""
     # union-find: tensor name -> another tensor of the same group
     # Only the process that reads both tensors of a check can compare their digests.

@@ -1,20 +1,24 @@
-"""Units of work of an output in an object store: each has all streams of its data files.
+"""Units of work of an output: streams that one process moves together. Units depend on the plan alone.
 
-One process assembles an object, and moves every tensor with a byte in it. A unit is the smallest set of streams
-and data files without a connection to the rest. Units depend on the plan alone. They are divided among processes, and a
-resumed run skips the complete ones.
+In an object store, one process assembles an object, and moves every tensor with a byte in it. A unit is then the
+smallest set of streams and data files without a connection to the rest.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from prepcli.algebra.gapped_regions import GappedRegion
 from prepcli.algebra.grids import ExplicitPlacement
 from prepcli.planning.plan import Contiguous, Location, Plan, Stream, Strided
+from prepcli.planning.shares import stream_groups
 
+# Smaller tensors of a folder are joined to units of 1/256 of the output, within these limits: a kill loses little, and
+# the notes cost less than the bytes.
+JOINED_SHARE = 256
+MIN_JOINED_NBYTES = 16 << 10
+MAX_JOINED_NBYTES = 64 << 20
 # File number and offset
 FilePosition = tuple[int, int]
 
@@ -25,7 +29,7 @@ class WorkUnit:
 
     Attributes:
         streams: Numbers of the streams, in reading order.
-        files: Numbers of the data files, ascending. Empty if the streams are only compared.
+        files: Numbers of the data files of this unit alone, ascending.
         nbytes: Number of bytes to read.
     """
 
@@ -68,23 +72,50 @@ def find_work_units(plan: Plan) -> tuple[WorkUnit, ...]:
     return tuple(units)
 
 
-def divide_units(units: Sequence[WorkUnit], count: int) -> tuple[tuple[int, ...], ...]:
-    """Divide units among processes: the largest first, each to the process with the fewest bytes.
+def find_stream_units(plan: Plan) -> tuple[WorkUnit, ...]:
+    """Return units without data files of their own: each writes at offsets of files that it shares with others.
 
-    Args:
-        units: The units.
-        count: Number of processes.
-
-    Returns:
-        The unit numbers of each process, ascending.
+    All streams of a tensor are in one unit, together with the tensors to compare with it. Consecutive small tensors are
+    joined.
     """
-    shares: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, process) for process in range(count)]
-    for number in sorted(range(len(units)), key=lambda number: (-units[number].nbytes, number)):
-        load, process = heapq.heappop(loads)
-        shares[process].append(number)
-        heapq.heappush(loads, (load + units[number].nbytes, process))
-    return tuple(tuple(sorted(share)) for share in shares)
+    total_nbytes = sum(stream.nbytes for stream in plan.streams)
+    min_nbytes = min(max(total_nbytes // JOINED_SHARE, MIN_JOINED_NBYTES), MAX_JOINED_NBYTES)
+    units: list[WorkUnit] = []
+    streams: list[int] = []
+    nbytes = 0
+    for group in stream_groups(plan):
+        streams += group
+        nbytes += sum(plan.streams[number].nbytes for number in group)
+        if nbytes >= min_nbytes:
+            units.append(WorkUnit(tuple(streams), (), nbytes))
+            streams = []
+            nbytes = 0
+    if nbytes:
+        units.append(WorkUnit(tuple(streams), (), nbytes))
+    return tuple(units)
+
+
+def order_units(units: Sequence[WorkUnit], *, count: int, index: int) -> list[int]:
+    """Return the order in which process `index` of about `count` processes tries to get units.
+
+    Each process begins at another place, so that they write different files. Units of a quarter of a process's work
+    come first, the largest before the others: one that begins last would keep the other processes waiting.
+    """
+    total_nbytes = sum(unit.nbytes for unit in units)
+    large: list[int] = []
+    others: list[int] = []
+    begin = 0
+    nbytes = 0
+    for number, unit in enumerate(units):
+        if count > 1 and unit.nbytes * count * 4 >= total_nbytes:
+            large.append(number)
+            continue
+        others.append(number)
+        nbytes += unit.nbytes
+        if nbytes * count <= total_nbytes * index:
+            begin = len(others)
+    large.sort(key=lambda number: -units[number].nbytes)
+    return [*large, *others[begin:], *others[:begin]]
 
 
 def _positions(location: Location) -> Iterator[FilePosition]:

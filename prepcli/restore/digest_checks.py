@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -156,6 +156,15 @@ def check_before_reading(
     Raises:
         DamagedError: A tensor differs from a digest.
     """
+    unchecked = find_transformed(source, streams)
+    if unchecked:
+        check_tensors(
+            source, unchecked, progress, again_hint(source.manifest), memory_nbytes=memory_nbytes
+        )
+
+
+def find_transformed(source: Source, streams: Iterable[Stream]) -> Collection[SourceTensor]:
+    """Return the stored tensors with a recorded digest that the streams read in another form."""
     recorded = RecordedDigests(source)
     tensors = {tensor.name: tensor for tensor in source.all_tensors}
     unchecked: dict[tuple[str, tuple[int, int]], SourceTensor] = {}
@@ -165,14 +174,7 @@ def check_before_reading(
         for stored in tensors[stream.name].stored:
             if stored.digests:
                 unchecked[stored.name, file_position(stored)] = stored
-    if unchecked:
-        check_tensors(
-            source,
-            unchecked.values(),
-            progress,
-            again_hint(source.manifest),
-            memory_nbytes=memory_nbytes,
-        )
+    return unchecked.values()
 
 
 def check_after_reading(

@@ -198,14 +198,18 @@ def published_names(folder: Path) -> set[str]:
     }
 
 
+def num_durable(partial: Path) -> int:
+    """Return the number of parts of an unfinished output that are noted as durable."""
+    return len([*partial.glob(".prep/done/*")])
+
+
 def act_when_durable(
     setup: KillSetup, name: str, out: str, act: Callable[[ForkedProcess], None], *more: str
 ) -> ForkedProcess:
-    """Run a command, and call `act` as soon as the journal of process 0 records durable bytes."""
+    """Run a command, and call `act` as soon as some of its bytes are durable."""
     process = start_command(setup, name, out, *more)
-    journal = setup.folder / f"{out}.partial" / ".prep" / "journal.0"
     while process.poll() is None:
-        if journal.exists() and journal.read_bytes().count(b"\n") > 3:
+        if num_durable(setup.folder / f"{out}.partial"):
             act(process)
             break
         time.sleep(0.001)

@@ -28,10 +28,11 @@ from prepcli.commands.demo.tiny_model import (
     learnable_text,
     write_tiny_model,
 )
+from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import format_bytes
-from prepcli.engine.journal import unseal_line
-from prepcli.execution.staging import JOURNAL_STEM, WORK_FOLDER
+from prepcli.execution.finalize import WORK_FOLDER
+from prepcli.execution.run_store import DONE_FOLDER
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.stores.writing import write_file
 from trainer.training.metrics import METRICS_FILE, line_step, read_metrics
@@ -248,16 +249,14 @@ def _kill_conversion(folder: Path, step: DemoStep) -> StepOutcome:
 
     def should_kill(is_last_try: bool) -> bool:
         # The last try only needs bytes in data files.
-        is_durable = _durable_nbytes(partial_output) > 0
+        is_durable = _num_durable(partial_output) > 0
         return is_durable or (is_last_try and _data_nbytes(partial_output) > 0)
 
     def describe() -> StepOutcome | None:
         if not partial_output.exists():
             return None
-        durable = _durable_nbytes(partial_output)
-        share = durable / _data_nbytes(partial_output)
-        result = f"killed at {share:.0%}, {format_bytes(durable)} durable; no {INIT}"
-        return StepOutcome(result, durable)
+        parts = count_text(_num_durable(partial_output), "part")
+        return StepOutcome(f"killed with {parts} durable; no {INIT}", _data_nbytes(partial_output))
 
     return _kill(folder, step, INIT, should_kill, describe)
 
@@ -270,23 +269,19 @@ def _data_nbytes(partial_output: Path) -> int:
         return 0
 
 
-def _durable_nbytes(partial_output: Path) -> int:
-    """Return the number of durable bytes in the journal. Its last line may be cut short."""
-    try:
-        # [1:-1] drops the header, and what follows the last line break: an empty text or a torn line.
-        journal = partial_output / WORK_FOLDER / f"{JOURNAL_STEM}.0"
-        lines = journal.read_bytes().split(b"\n")[1:-1]
-    except FileNotFoundError:
-        return 0
-    contents = [content for line in lines if (content := unseal_line(line)) is not None]
-    return max((json.loads(content)["done"] for content in contents), default=0)
+def _num_durable(partial_output: Path) -> int:
+    """Return the number of durable parts."""
+    return len([*(partial_output / WORK_FOLDER / DONE_FOLDER).glob("*")])
 
 
 def _resume_conversion(folder: Path, step: DemoStep) -> StepOutcome:
-    durable = _durable_nbytes(_partial(folder / INIT))
+    num_durable = _num_durable(_partial(folder / INIT))
     report = run_prep(folder, step)
     resumed = report["bytes"]["resumed"]
-    check(resumed == durable, f"{durable:,} bytes were durable, but it resumed from {resumed:,}")
+    check(
+        bool(resumed) == bool(num_durable),
+        f"{num_durable} parts were durable, {resumed:,} bytes kept",
+    )
     total = format_bytes(resumed + report["bytes"]["written"])
     return _conversion_outcome(report, f"resumed from {format_bytes(resumed)} of {total}")
 

@@ -33,12 +33,11 @@ from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.engine import casts
 from prepcli.engine.budget import parse_memory
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.execution.bucket_executor import BucketExecutor
-from prepcli.execution.execute import ConversionExecutor
+from prepcli.execution.folder_run import FolderRun
+from prepcli.execution.folder_store import remove_leftover
 from prepcli.execution.output_paths import check_output_paths
 from prepcli.execution.output_urls import parse_out_url
 from prepcli.execution.request import ExecutionRequest
-from prepcli.execution.staging import remove_leftover
 from prepcli.execution.workers import (
     ONE_PROCESS,
     ProcessOptions,
@@ -438,7 +437,7 @@ def _convert_to_folder(
     check_output_location(out, opened.source)
 
     def execute(request: ExecutionRequest) -> tuple[ConversionResult, Manifest]:
-        result = ConversionExecutor(request, out).run()
+        result = FolderRun(request, out).run()
         return result, read_manifest(out) or NO_MANIFEST
 
     return _convert(common, observer, opened, started_s, out=out, execute=execute)
@@ -458,6 +457,8 @@ def _convert_to_bucket(
     opened = replace(opened, planned=replace(opened.planned, plan=plan))
 
     def execute(request: ExecutionRequest) -> tuple[ConversionResult, Manifest]:
+        from prepcli.execution.bucket_executor import BucketExecutor
+
         executor = BucketExecutor(request, url)
         result = executor.run()
         return result, executor.read_manifest()

@@ -12,7 +12,7 @@ from prepcli.core.errors import PrepError, join_texts
 from prepcli.core.formatting import format_bytes
 from prepcli.engine.casts import report_casts
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.execution.execute import plan_digest
+from prepcli.execution.request import plan_digest
 from prepcli.execution.workers import ProcessOptions
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor, Plan

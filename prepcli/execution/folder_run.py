@@ -1,0 +1,417 @@
+"""A run in a folder: units are written at offsets of data files that many units share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from prepcli.core.errors import Option, OutputExistsError, PrepError, text
+from prepcli.core.formatting import format_bytes
+from prepcli.engine.background_sync import SyncPoint
+from prepcli.engine.blobs import open_blobs
+from prepcli.engine.budget import make_budget
+from prepcli.engine.checksum_recorder import ChecksumRecorder
+from prepcli.engine.files import Files, RunReader, io_error
+from prepcli.engine.fills import piece_nbytes
+from prepcli.engine.low_rank import matrix_nbytes
+from prepcli.engine.no_follow import check_no_symlinks
+from prepcli.engine.pipeline import Pipeline, PipelineUnit
+from prepcli.execution.finalize import data_folder, finalize_folder, output_nbytes_to_compress
+from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_work_folder
+from prepcli.execution.output_checks import check_data_files, check_unchanged, read_stamps
+from prepcli.execution.request import ExecutionRequest
+from prepcli.execution.resume import find_damaged, find_outdated, zero_gaps
+from prepcli.execution.run import Run
+from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER
+from prepcli.execution.source_checks import parse_source_state, touched_files
+from prepcli.execution.unit_notes import UnitNote, all_checksums, all_digests
+from prepcli.formats.checksums import CHECKSUMS_FILE
+from prepcli.formats.file_records import are_files_intact
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, foreign_output_error, read_manifest
+from prepcli.formats.ocdbt import OCDBT_MANIFEST
+from prepcli.planning.chunk_extents import chunk_extents
+from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.plan import Plan
+from prepcli.planning.slabs import min_buffer_nbytes
+from prepcli.planning.work_units import find_stream_units
+
+# A larger unit has a note of its durable part, so that a kill loses about a second of work.
+LARGE_UNIT_NBYTES = 1 << 30
+# Notes of an earlier session that are checked together
+CHECKED_NBYTES = 1 << 30
+MAX_CHECKED = 64
+
+
+class FolderRun(Run):
+    """Writes the output of a plan to a folder."""
+
+    def __init__(self, request: ExecutionRequest, out: Path) -> None:
+        plan = request.plan
+        # The matrices of a low-rank update and the pieces of new tokens stay in memory during the
+        # run, in addition to the buffers.
+        budget = make_budget(
+            request.pool.memory_nbytes,
+            min_buffer_nbytes(plan.streams),
+            kept_nbytes=max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams)),
+        )
+        self.folder_store = FolderStore(out)
+        super().__init__(request, self.folder_store, find_stream_units(plan), budget)
+        self.out = out
+        folder = data_folder(plan, self.folder_store.folder)
+        self.files = [folder / file.path for file in plan.files]
+        self._recorder = ChecksumRecorder(chunk_extents(plan.leaves))
+        self._opened = ExitStack()
+        self._sink: Files | None = None
+        self._reader: RunReader | None = None
+        # Notes of the durable parts that this process continues, and notes of units that are not synced yet
+        self._parts: dict[int, UnitNote] = {}
+        self._unsynced: dict[int, UnitNote] = {}
+
+    def close(self) -> None:
+        """Close the data files, and leave the run."""
+        self._opened.close()
+        super().close()
+
+    def is_done(self) -> bool:
+        """Return whether the requested output exists. See `Run.is_done`."""
+        if not os.path.lexists(self.out):
+            return False
+        _check_replaceable(self.out)
+        try:
+            manifest = read_manifest(self.out)
+        except PrepError:
+            if self.request.overwrite:
+                return False
+            raise
+        is_same_plan = manifest is not None and manifest.plan == self.request.run_id
+        is_complete = is_same_plan and _is_complete(self.plan, self.out, manifest or NO_MANIFEST)
+        is_joint = self.pool.share.count > 1
+        if is_complete and (is_joint or not (self.request.restart or self.request.overwrite)):
+            return True
+        if self.request.overwrite:
+            return False
+        hint = text("{} or {}", Option("out", "NAME"), Option("overwrite", True))
+        if is_same_plan:
+            why = "this command created it, but its files are damaged"
+            if is_complete:
+                why = "this command created it earlier"
+            raise OutputExistsError(f"{self.out} already exists", why, hint)
+        why = _describe_origin(manifest, self.plan)
+        raise OutputExistsError(f"{self.out} exists and is something else", why, hint)
+
+    def check_room(self) -> None:
+        """Raise PrepError if the disk has no room for the remaining bytes."""
+        check_free_space(self.plan, self.folder_store.folder)
+
+    def join(self) -> bool:
+        """Join the run. Return False if another process has published the output since the first check."""
+        store = self.folder_store
+        store.join(self.run_record(), self.source_record(), restart=self.request.restart)
+        self.session = store.session
+        try:
+            is_done = self.is_done()
+        except PrepError:
+            # An empty folder of this run would block the next command for the same output.
+            if store.is_new:
+                store.discard()
+            raise
+        if is_done:
+            store.discard()
+        return not is_done
+
+    def remove_leftovers(self) -> None:
+        """Remove the work folder from the output."""
+        remove_work_folder(self.out)
+
+    # Notes of earlier sessions
+
+    def check_earlier_notes(self) -> None:
+        """Read back what other sessions have noted. See `Run.check_earlier_notes`."""
+        store = self.folder_store
+        store.check_not_moved()
+        parts: dict[int, UnitNote] = {}
+        for number in store.units_with(PART_FOLDER):
+            part = self.read_note(PART_FOLDER, number)
+            if part and part.session != self.session and number not in self.notes:
+                parts[number] = part
+        is_damaged = False
+        for folder, notes in ((DONE_FOLDER, self.earlier_notes), (PART_FOLDER, parts)):
+            while batch := self._claim_notes(folder, notes):
+                is_damaged |= self._check_notes(folder, batch)
+                for number in batch:
+                    notes.pop(number)
+                    self.release(number)
+        if is_damaged:
+            self.look()
+
+    def _claim_notes(self, folder: str, notes: dict[int, UnitNote]) -> dict[int, UnitNote]:
+        """Claim units with notes of other sessions, up to CHECKED_NBYTES. Other processes may check the rest."""
+        batch: dict[int, UnitNote] = {}
+        nbytes = 0
+        for number in [*notes]:
+            if nbytes >= CHECKED_NBYTES or len(batch) == MAX_CHECKED:
+                break
+            if not self.claim(number):
+                continue
+            note = self.read_note(folder, number)
+            if note is None or note.session == self.session:
+                # Another process has checked it, or has published the output.
+                del notes[number]
+                self.release(number)
+                continue
+            batch[number] = note
+            nbytes += self.units[number].nbytes
+        return batch
+
+    def _check_notes(self, folder: str, batch: dict[int, UnitNote]) -> bool:
+        """Compare the bytes of claimed units with their notes. Renew the notes, or delete them.
+
+        Returns:
+            Whether bytes were damaged.
+        """
+        source_at_start = parse_source_state(self.folder_store.source_at_start().get("files"))
+        touched = touched_files(self.source.files, source_at_start, now=self.source_at_join)
+        if touched:
+            names = ", ".join(path.name for path in touched)
+            self.note(f"{names} may have changed since {self.store.name} was started: comparing")
+        digests: dict[int, str] = {}
+        for note in batch.values():
+            digests |= note.digests
+        # A missing or short file is made whole, with zeros.
+        self._open_files()
+        damaged = find_damaged(self.reader, digests, files=self.files)
+        if touched:
+            damaged |= find_outdated(self.reader, digests, source=self.source)
+        num_damaged = len(damaged)
+        for number, note in batch.items():
+            prefix = note.prefix
+            if prefix and (touched or not self.reader.has_prefix(prefix, self.files)):
+                # A prefix has no digest of the source's bytes to compare with a changed source.
+                num_damaged += 1
+                note = replace(note, prefix=None)
+            intact = {key: value for key, value in note.digests.items() if key not in damaged}
+            self._renew(folder, number, replace(note, digests=intact, session=self.session))
+        if num_damaged:
+            count = len(digests) + sum(note.prefix is not None for note in batch.values())
+            self.note(
+                f"{num_damaged} of {count} tensors in {self.store.name} are damaged:"
+                " writing them again"
+            )
+        return bool(num_damaged)
+
+    def _renew(self, folder: str, number: int, note: UnitNote) -> None:
+        """Write a checked note of this session. A unit with damaged streams keeps the others as its part."""
+        num_streams = sum(
+            self.plan.streams[stream].nbytes > 0 for stream in self.units[number].streams
+        )
+        if folder == DONE_FOLDER and len(note.digests) == num_streams:
+            self.note_unit(number, note)
+            self.result.resumed_nbytes += self.units[number].nbytes
+            return
+        # The part comes before the deletion: a kill between the two leaves the note of an older session.
+        self.store.write(f"{PART_FOLDER}/{number}", note.encode(self.request.run_id))
+        self.store.delete([f"{DONE_FOLDER}/{number}"])
+
+    # Writing
+
+    def _open_files(self) -> tuple[Files, RunReader]:
+        """Open the output's data files and the source's files, once."""
+        if self._sink is None or self._reader is None:
+            self._sink = self._opened.enter_context(open_sink(self.plan, self.folder_store.folder))
+            self._reader = self._opened.enter_context(
+                open_blobs(self.source.byte_sources, self.budget.cache_nbytes)
+            )
+        return self._sink, self._reader
+
+    def write_units(self, units: Iterator[PipelineUnit]) -> None:
+        """Write units at their offsets. See `Run.write_units`."""
+        sink, reader = self._open_files()
+        recorder = self._recorder if self.plan.leaves else None
+        pipeline = Pipeline(
+            self.plan.streams,
+            reader,
+            sink=sink,
+            budget=self.budget,
+            progress=self.pool.progress,
+            units=units,
+            observer=self,
+            on_digest=self._add_digest,
+            checksums=recorder,
+        )
+        self._digests = pipeline.result.digests
+        try:
+            pipeline.run()
+        finally:
+            self.add_result(pipeline.result)
+        sink.check_unchanged()
+
+    def _add_digest(self, number: int, text: str) -> None:
+        self.integrity.on_digest(number, text)
+
+    def resumed_unit(self, number: int) -> PipelineUnit:
+        """Return a unit with its durable part, if there is any."""
+        unit = super().resumed_unit(number)
+        if unit.digests or unit.prefix:
+            part = self.read_note(PART_FOLDER, number)
+            if part is not None:
+                self._parts[number] = part
+        return unit
+
+    def begin(self, unit: PipelineUnit) -> None:
+        """Do nothing before a unit. See `UnitObserver`."""
+
+    def complete(self, number: int) -> None:
+        """Make the note of a unit, to be written after the next sync."""
+        self._unsynced[number] = self._make_note(number, self._recorder.take_new())
+
+    def record_durable(self, point: SyncPoint) -> None:
+        """Write the notes of durable units, and of the durable part of a large one."""
+        for number in point.complete:
+            self.note_unit(number, self._unsynced.pop(number))
+            self.release(number)
+            self._parts.pop(number, None)
+        part = point.part
+        if part and self.units[part.unit].nbytes >= LARGE_UNIT_NBYTES:
+            note = self._make_note(part.unit, self._recorder.new_blocks())
+            note = replace(note, digests=part.digests, prefix=part.prefix)
+            self.store.write(f"{PART_FOLDER}/{part.unit}", note.encode(self.request.run_id))
+
+    def _make_note(self, number: int, blocks: np.ndarray) -> UnitNote:
+        sums = self._recorder.sums[blocks.astype(np.int64)]
+        if part := self._parts.get(number):
+            blocks = np.concatenate([part.blocks, blocks])
+            sums = np.concatenate([part.sums, sums])
+        digests: dict[int, str] = {}
+        for stream in self.units[number].streams:
+            if self.plan.streams[stream].nbytes and stream in self._digests:
+                digests[stream] = self._digests[stream]
+        return UnitNote(digests, blocks, sums, self.session, self.writer)
+
+    # Publication
+
+    def publish(self) -> None:
+        """Verify and publish the output. See `Run.publish`."""
+        store = self.folder_store
+        store.check_not_moved()
+        notes = list(self.notes.values())
+        digests = all_digests(self.plan, notes)
+        # Each process has read the source at another time. Older notes were compared in this session.
+        self.check_source(digests, parse_source_state(store.source_at_session.get("files")))
+        # Bytes between tensors have no digest, so that a resumed run would keep whatever an
+        # earlier run left there. In new files they are zero. Chunks to compress have no gaps.
+        if not store.is_first_session and not self.plan.compression:
+            zero_gaps(self.plan, self.files)
+        check_data_files(self.plan, self.files, digests=digests, reader=self.reader)
+        stamps = read_stamps(self.files)
+        finalize_folder(
+            self.plan,
+            store.folder,
+            run_identity=self.identity,
+            digests=digests,
+            sums=all_checksums(self.plan, notes),
+            progress=self.pool.progress,
+        )
+        # The stamps were read before the digest check. Equal stamps show that no file has changed since.
+        check_unchanged(stamps)
+        # Another program may have created the output meanwhile.
+        _check_replaceable(self.out)
+        store.publish(overwrite=self.request.overwrite)
+
+
+def _check_replaceable(out: Path) -> None:
+    """Raise PrepError if the path is neither free, nor an empty folder, nor an output of prep."""
+    try:
+        # This is a single call, because another process may be replacing the output.
+        names = os.listdir(out)
+    except FileNotFoundError:
+        is_replaceable = not out.is_symlink()
+    except NotADirectoryError:
+        is_replaceable = False
+    except OSError as error:
+        raise io_error(out, error) from error
+    else:
+        is_replaceable = not names or MANIFEST_FILE in names
+    if not is_replaceable:
+        raise foreign_output_error(str(out))
+
+
+def _is_complete(plan: Plan, out: Path, manifest: Manifest) -> bool:
+    """Return whether all files of an output exist, its listed files are intact, and data files have their sizes."""
+    folder = out / plan.item
+    if plan.compression:
+        sizes_by_path = manifest.packed
+    else:
+        sizes_by_path = {file.path: file.size for file in plan.files}
+    small_files = [file.path for file in plan.small_files]
+    for item in plan.items:
+        small_files.append(str(Path(item or "", plan.storage.metadata_file)))
+        if not plan.storage.has_chunk_files:
+            small_files.append(str(Path(item or "", OCDBT_MANIFEST)))
+    for path, size in sizes_by_path.items():
+        data_file = folder / path
+        if not data_file.is_file() or data_file.stat().st_size != size:
+            return False
+    for path in small_files:
+        if not (folder / path).is_file():
+            return False
+    if manifest.checksums is not None and not (out / CHECKSUMS_FILE).is_file():
+        return False
+    return are_files_intact(out, manifest)
+
+
+def _describe_origin(manifest: Manifest | None, plan: Plan) -> str:
+    if manifest is None:
+        return "it is empty"
+    if manifest.request != plan.request:
+        return f"made by `{manifest.request}`, asked for `{plan.request}`"
+    return f"made by the same `{plan.request}` from a source that has changed since"
+
+
+def open_sink(plan: Plan, folder: Path) -> Files:
+    """Create the data files of a staging folder with their sizes and headers. Raise PrepError for symbolic links."""
+    check_no_symlinks(folder)
+    paths = [data_folder(plan, folder) / file.path for file in plan.files]
+    for parent in {path.parent for path in paths}:
+        parent.mkdir(parents=True, exist_ok=True)
+    sink = Files(paths, [file.size for file in plan.files])
+    try:
+        for number, file in enumerate(plan.files):
+            for offset, data in ((0, file.header), *file.constant_ranges):
+                if data:
+                    sink.write_bytes(number, data, offset=offset)
+    except BaseException:
+        sink.close()
+        raise
+    return sink
+
+
+def check_free_space(plan: Plan, folder: Path) -> None:
+    """Raise PrepError if the disk has no room for the remaining bytes. `folder` need not exist."""
+    needed_nbytes = 0
+    for file in plan.files:
+        needed_nbytes += file.size - _allocated_nbytes(data_folder(plan, folder) / file.path)
+    # Until the end, chunks are on disk both raw and compressed.
+    needed_nbytes += output_nbytes_to_compress(plan, folder)
+    existing_folder = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    free_nbytes = shutil.disk_usage(existing_folder).free
+    if needed_nbytes > free_nbytes:
+        raise PrepError(
+            f"not enough room for {folder.name.removesuffix(PARTIAL_SUFFIX)}",
+            f"needs {format_bytes(needed_nbytes)}, its disk has {format_bytes(free_nbytes)} free",
+            text("use {} with a path on another disk", Option("out")),
+        )
+
+
+def _allocated_nbytes(path: Path) -> int:
+    """Return the size of the file on disk, or 0 if it does not exist."""
+    try:
+        # `st_blocks` counts units of 512 bytes on every file system. Holes are not counted.
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0

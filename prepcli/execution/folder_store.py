@@ -1,0 +1,394 @@
+"""An output in a folder: `NAME.partial` next to its final name, with the state of the run in `.prep/`.
+
+A process that joins the run, or that gives the output its name, holds the lock `door`. All processes of the run share
+the lock `lock`. The kernel releases the locks of a killed process.
+
+A session begins when a process joins while no other process is in the run. A note is believed only in the session in
+which it was written: after a power cut or a damage, notes may say more than the disk holds. The bytes of an older note
+are read back, and the note is renewed or its unit is written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
+from prepcli.core.json_types import JsonObject
+from prepcli.engine.files import io_error
+from prepcli.engine.no_follow import check_not_symlink, open_no_follow, read_no_follow
+from prepcli.engine.sync_files import sync_paths
+from prepcli.execution.finalize import WORK_FOLDER
+from prepcli.execution.locks import exclusive_lock, holder_of, is_locked, join_lock, try_lock
+from prepcli.execution.paths import is_same_file, remove_path
+from prepcli.execution.run_store import (
+    CLAIMS_FOLDER,
+    DONE_FOLDER,
+    PART_FOLDER,
+    RUN_FILE,
+    SOURCE_FILE,
+    Claim,
+    other_run_error,
+)
+from prepcli.execution.unit_notes import decode_record, encode_record
+from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.stores.writing import MAX_NAME_NBYTES, fsync_path
+
+LOCK_FILE = "lock"  # shared by all processes of the run
+JOIN_LOCK_FILE = "door"
+SESSION_FILE = "session"
+# Name of the replaced output, until the new one has its name.
+REPLACED_NAME = "replaced"
+# State of a run that has written nothing
+RECORDS = {LOCK_FILE, JOIN_LOCK_FILE, SESSION_FILE, RUN_FILE, SOURCE_FILE}
+RECORDS |= {DONE_FOLDER, PART_FOLDER, CLAIMS_FOLDER}
+
+PARTIAL_SUFFIX = ".partial"
+# The longest suffix of a staging folder is `.unused-XXXXXXXX.partial` of `FolderStore.discard`.
+MAX_OUT_NAME_NBYTES = MAX_NAME_NBYTES - len(".unused-01234567.partial")
+# Other processes may publish or remove the folder meanwhile.
+MAX_JOIN_TRIES = 100
+
+
+class FolderStore:
+    """A `Store` in a folder. Leaving the context leaves the run.
+
+    Attributes:
+        out: Final path of the output.
+        folder: `NAME.partial`, next to `out`.
+        work: `NAME.partial/.prep`, the folder of the run's state.
+        session: Identifies the processes that run together.
+        source_at_session: State of the source when the session began.
+        is_new: Whether this process has begun the run.
+        is_first_session: Whether no earlier processes have written to the folder.
+    """
+
+    def __init__(self, out: Path) -> None:
+        """Set the paths, without creating them. Raise UsageError if the output's name is missing or too long."""
+        if out.name in ("", ".."):
+            raise usage_error(
+                text("{} is invalid", Option("out", out)),
+                "an output is a folder with a name of its own",
+                text("{}", Option("out", "NAME")),
+            )
+        name_nbytes = len(os.fsencode(out.name))
+        if name_nbytes > MAX_OUT_NAME_NBYTES:
+            raise usage_error(
+                text("{} is too long", Option("out", out)),
+                f"its name has {name_nbytes} bytes, and the folder has a longer name until it is complete",
+                f"use a name of at most {MAX_OUT_NAME_NBYTES} bytes",
+            )
+        self.out = out
+        self.folder = out.with_name(out.name + PARTIAL_SUFFIX)
+        self.work = self.folder / WORK_FOLDER
+        self.session = ""
+        self.source_at_session: JsonObject = {}
+        self.is_new = False
+        self.is_first_session = False
+        self._lock_fd = -1
+        self._folder_stat: os.stat_result | None = None
+
+    def __enter__(self) -> FolderStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
+
+    @property
+    def name(self) -> str:
+        """Name of the staging folder."""
+        return self.folder.name
+
+    # Joining
+
+    def join(self, identity: Mapping[str, object], source: JsonObject, *, restart: bool) -> None:
+        """Create or join the folder. See `Store.join`."""
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.leave)
+            try:
+                with self._holding_door():
+                    self._lock_fd, is_first = join_lock(self.work / LOCK_FILE)
+                    self._enter(identity, source, restart=restart, is_first=is_first)
+            except OSError as error:
+                raise io_error(self.folder, error) from error
+            on_error.pop_all()
+
+    def _enter(
+        self, identity: Mapping[str, object], source: JsonObject, *, restart: bool, is_first: bool
+    ) -> None:
+        """Begin or join the run. `is_first` says that no other process is in it. The lock `door` is held."""
+        if is_first and (restart or self._is_replaceable(identity)):
+            self._delete_earlier_run()
+        earlier = self._read_record(RUN_FILE)
+        if earlier is not None and earlier != identity:
+            if not is_first:
+                why = f"another process works on it: {holder_of(self.work / LOCK_FILE)}"
+                raise PrepError(f"{self.folder} is locked", why, "wait until it ends")
+            raise other_run_error(str(self.folder), earlier, identity)
+        self.is_new = earlier is None
+        if earlier is None:
+            self.write(RUN_FILE, encode_record(identity))
+        if self._read_record(SOURCE_FILE) is None:
+            self.write(SOURCE_FILE, encode_record(source))
+        for name in (DONE_FOLDER, PART_FOLDER, CLAIMS_FOLDER):
+            check_not_symlink(self.work / name)
+            (self.work / name).mkdir(exist_ok=True)
+        if is_first:
+            is_empty = os.listdir(self.folder) == [WORK_FOLDER]
+            record = {"id": secrets.token_hex(8), "source": source, "is_first": is_empty}
+            self.write(SESSION_FILE, encode_record(record))
+        match self._read_record(SESSION_FILE):
+            case {"id": str(session), "source": dict(state), "is_first": bool(is_first_session)}:
+                self.session = session
+                self.source_at_session = state
+                self.is_first_session = is_first_session
+            case _:
+                raise _damaged_error(self.work / SESSION_FILE)
+
+    @contextlib.contextmanager
+    def _holding_door(self) -> Iterator[None]:
+        """Create the folder if necessary, and hold its lock `door` inside the context.
+
+        Another process may publish or remove the folder while this one waits for the lock. It is then created again.
+        """
+        with contextlib.ExitStack() as stack:
+            for tries_left in reversed(range(MAX_JOIN_TRIES)):
+                try:
+                    self._make_folders()
+                    lock_stat = stack.enter_context(exclusive_lock(self.work / JOIN_LOCK_FILE))
+                except FileNotFoundError:
+                    if not tries_left:
+                        raise
+                    continue
+                if is_same_file(lock_stat, self.work / JOIN_LOCK_FILE):
+                    break
+                stack.close()
+            self._folder_stat = self.folder.stat()
+            yield
+
+    def _make_folders(self) -> None:
+        for folder in (self.folder, self.work):
+            check_not_symlink(folder)
+        names: list[str] = []
+        try:
+            # This is a single call, because another process may be creating or publishing the folder.
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            pass
+        except NotADirectoryError:
+            if os.path.lexists(self.folder):
+                names = [self.folder.name]
+        if names and WORK_FOLDER not in names:
+            hint = text("{}, or move it away", Option("out", "NAME"))
+            raise PrepError(f"{self.folder} exists", "prep did not create it", hint)
+        self.work.mkdir(parents=True, exist_ok=True)
+
+    def _is_replaceable(self, identity: Mapping[str, object]) -> bool:
+        """Return whether an earlier run is another one without durable bytes.
+
+        A refused source or an early kill leaves a folder without durable bytes.
+        """
+        earlier = self._read_record(RUN_FILE)
+        if earlier is None or earlier == identity:
+            return False
+        # Other names are the state of an earlier version.
+        names = {path.name for path in self.work.iterdir() if not path.name.startswith(".")}
+        return names <= RECORDS and not any(
+            any((self.work / folder).glob("*")) for folder in (DONE_FOLDER, PART_FOLDER)
+        )
+
+    def _delete_earlier_run(self) -> None:
+        """Delete the state and the data files of an earlier run."""
+        self._restore_replaced()
+        # The notes go first, and durably: a kill while the data files are removed must not leave a note that
+        # says that their bytes are durable.
+        kept_paths = (self.work / LOCK_FILE, self.work / JOIN_LOCK_FILE)
+        for path in self.work.iterdir():
+            if path not in kept_paths:
+                remove_path(path)
+        fsync_path(self.work)
+        for path in self.folder.iterdir():
+            if path != self.work:
+                remove_path(path)
+
+    def _restore_replaced(self) -> None:
+        """Rename an output back after an interrupted replacement, if its name is free."""
+        replaced = self.work / REPLACED_NAME
+        if os.path.lexists(replaced) and not os.path.lexists(self.out):
+            replaced.rename(self.out)
+
+    def leave(self) -> None:
+        """Release the lock of the run. This process no longer writes to the folder."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def discard(self) -> None:
+        """Remove an unneeded folder that this process has created, unless another process is in it."""
+        unused_path = self.out.with_name(f"{self.out.name}.unused-{secrets.token_hex(4)}.partial")
+        with contextlib.suppress(OSError), exclusive_lock(self.work / JOIN_LOCK_FILE):
+            if self._is_same_folder():
+                self.folder.rename(unused_path)
+        shutil.rmtree(unused_path, ignore_errors=True)
+
+    # State
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file of the run, or None if it does not exist."""
+        try:
+            return read_no_follow(self.work / name)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise io_error(self.work / name, error) from error
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file of the run. A kill leaves the old or the new content."""
+        # Not synced: a note that a power cut has torn counts as none, and the others are read back.
+        path = self.work / name
+        temporary = self.work / f".{secrets.token_hex(8)}"
+        try:
+            fd = open_no_follow(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            with open(fd, "wb") as file:
+                file.write(content)
+            check_not_symlink(path)
+            temporary.rename(path)
+        except OSError as error:
+            raise io_error(path, error) from error
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files of the run."""
+        for name in names:
+            (self.work / name).unlink(missing_ok=True)
+
+    def units_with(self, folder: str) -> set[int]:
+        """Return the numbers of the units with a file in a folder of the run."""
+        try:
+            return {int(name) for name in os.listdir(self.work / folder) if name.isdecimal()}
+        except FileNotFoundError:  # published
+            return set()
+
+    def claim(self, name: str) -> Claim | None:
+        """Return the lock of a unit, or None if another process has it."""
+        try:
+            fd = try_lock(self.work / CLAIMS_FOLDER / name)
+        except FileNotFoundError:  # published
+            return None
+        except OSError as error:
+            raise io_error(self.work, error) from error
+        if fd is None:
+            return None
+        claim = contextlib.ExitStack()
+        claim.callback(os.close, fd)
+        return claim
+
+    def _read_record(self, name: str) -> JsonObject | None:
+        """Return the content of a record, or None if it does not exist. Raise PrepError if it is damaged."""
+        content = self.read(name)
+        try:
+            return None if content is None else decode_record(content)
+        except ValueError as error:
+            raise _damaged_error(self.work / name, str(error)) from error
+
+    def source_at_start(self) -> JsonObject:
+        """Return the state of the source when the run began."""
+        return self._read_record(SOURCE_FILE) or {}
+
+    # Publication
+
+    def is_published(self) -> bool:
+        """Return whether the folder has its final name."""
+        return self._folder_stat is not None and is_same_file(self._folder_stat, self.out)
+
+    def _is_same_folder(self) -> bool:
+        """Return whether the path still leads to the joined folder."""
+        return self._folder_stat is not None and is_same_file(self._folder_stat, self.folder)
+
+    def check_not_moved(self) -> None:
+        """Raise PrepError if another program has removed or replaced the folder."""
+        if not self.is_published() and not self._is_same_folder():
+            why = "it was removed or replaced"
+            raise PrepError(f"{self.folder} was changed by another program", why, RERUN_HINT)
+
+    def publish(self, *, overwrite: bool = False) -> None:
+        """Sync all files and folders bottom-up, then rename the folder to its final name.
+
+        Args:
+            overwrite: Replace an existing output.
+
+        Raises:
+            PrepError: The name is taken and `overwrite` is not set, or the system refused to write.
+        """
+        replaced = self.work / REPLACED_NAME
+        if os.path.lexists(self.out) and not overwrite:
+            raise OutputExistsError(
+                f"{self.out} already exists",
+                f"it appeared while prep wrote {self.folder}, now complete",
+                text("move it away and {}, or pass {}", RERUN_HINT, Option("overwrite", True)),
+            )
+        # A replaced output moves into the work folder, and is removed after the new one has its
+        # name. What a kill leaves:
+        #   before the first rename:  OUT (old) and OUT.partial (new, complete)
+        #   between the two renames:  OUT.partial only, the old output in OUT.partial/.prep/replaced
+        #                             the next run publishes the new one, `--restart` restores the old
+        #   after the second rename:  OUT (new) with a work folder, which `remove_leftover` removes
+        try:
+            # It is left from a run killed between the two renames.
+            remove_path(replaced)
+            # Durable before the rename: the name OUT never leads to files that a power cut could empty.
+            self._sync_files()
+            # Nobody joins during the rename.
+            with exclusive_lock(self.work / JOIN_LOCK_FILE):
+                if os.path.lexists(self.out):
+                    self.out.rename(replaced)
+                self.folder.rename(self.out)
+            fsync_path(self.out.parent)
+        except OSError as error:
+            self._restore_replaced()
+            raise io_error(self.out, error) from error
+        self.leave()
+        remove_work_folder(self.out)
+
+    def _sync_files(self) -> None:
+        """Sync the files, then the entries of each folder, of the output without its work folder."""
+        files: list[Path] = []
+        folders: list[Path] = []
+        for folder, _, names in os.walk(self.folder, topdown=False):
+            if self.work in (Path(folder), *Path(folder).parents):
+                continue
+            files += [Path(folder, name) for name in names]
+            folders.append(Path(folder))
+        sync_paths(files)
+        # A folder comes before the folder that contains it.
+        for folder in folders:
+            fsync_path(folder)
+
+
+def _damaged_error(path: Path, why: str = "it is not a file that prep wrote") -> PrepError:
+    return PrepError(f"{path} is damaged", why, text("{} deletes it", Option("restart", True)))
+
+
+def remove_work_folder(out: Path) -> None:
+    """Remove the work folder from a published output. A kill after the rename may leave it there."""
+    shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)
+
+
+def remove_leftover(out: Path) -> None:
+    """Remove the work folder of a complete output after a kill, unless a process still uses it."""
+    work = out / WORK_FOLDER
+    # NAME.partial has a manifest too, shortly before the rename. A resumed run needs its work folder.
+    is_output = (out / MANIFEST_FILE).is_file() and out.suffix != PARTIAL_SUFFIX
+    if is_output and work.is_dir() and not work.is_symlink() and not _is_in_use(work):
+        remove_work_folder(out)
+
+
+def _is_in_use(work: Path) -> bool:
+    """Return whether a process holds the lock of a work folder."""
+    try:
+        return is_locked(work / LOCK_FILE)
+    except OSError:
+        return False

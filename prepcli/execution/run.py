@@ -1,0 +1,387 @@
+"""A run writes the output of a plan, together with its workers and with any number of other processes.
+
+Each process claims units that have no note, writes them, and notes them once they are durable. It then waits for the
+units of the others, and takes over those of a process that has ended. The process that gets the claim `publish` after
+all units are noted gives the output its name. `run_store` describes the state that the processes share.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+
+from prepcli.core.counts import count_text
+from prepcli.core.formatting import format_bytes
+from prepcli.core.json_types import JsonObject
+from prepcli.engine.budget import Budget, anonymous_nbytes
+from prepcli.engine.digest import digest
+from prepcli.engine.pipeline import ConversionResult, PipelineUnit
+from prepcli.execution.finalize import check_small_files
+from prepcli.execution.request import ExecutionRequest, make_run_identity
+from prepcli.execution.resume import StreamReader, find_outdated
+from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, PUBLISH, Claim, Store
+from prepcli.execution.signals import PARENT_VARIABLE, note_durable_work
+from prepcli.execution.source_checks import (
+    IntegrityChecker,
+    SourceState,
+    read_source_state,
+    source_changed_error,
+    touched_files,
+)
+from prepcli.execution.unit_notes import UnitNote
+from prepcli.planning import coverage
+from prepcli.planning.plan import Stream
+from prepcli.planning.slabs import split_streams
+from prepcli.planning.work_units import WorkUnit, order_units
+from prepcli.restore.digest_checks import check_before_reading, find_transformed
+
+LOOK_S = 0.2
+# Thousands of processes that wait must not list the notes all the time.
+LOOK_S_PER_PROCESS = 0.005
+
+
+class Run(ABC):
+    """A run of one process. Subclasses know how units become durable.
+
+    Attributes:
+        request: The plan and its options.
+        store: The state of the run.
+        units: All units of the plan.
+        budget: How the memory is divided among buffers.
+        identity: Identity of the run, in the manifest.
+        session: Session of this process. A note of another one is checked before it is believed.
+        notes: The believed notes, by unit.
+        earlier_notes: The notes of other sessions, by unit.
+        result: The work of this process.
+    """
+
+    def __init__(
+        self,
+        request: ExecutionRequest,
+        store: Store,
+        units: Sequence[WorkUnit],
+        budget: Budget,
+    ) -> None:
+        self.request = request
+        self.plan = request.plan
+        self.source = request.source
+        self.pool = request.pool
+        self.note = request.note
+        self.store = store
+        self.units = units
+        self.budget = budget
+        self.identity = make_run_identity(self.plan, request.run_id)
+        self.session = ""
+        self.notes: dict[int, UnitNote] = {}
+        self.earlier_notes: dict[int, UnitNote] = {}
+        self.result = ConversionResult()
+        self.source_at_join: SourceState = []
+        # The reader reads the plan's streams back.
+        self.reader = StreamReader(self.plan.streams, budget, self.pool.progress)
+        self.integrity = IntegrityChecker(
+            self.plan, self.source, allow_overflow=request.allow_overflow
+        )
+        self.writer = f"{socket.gethostname()}:{os.getpid()}"
+        share = self.pool.share
+        self._order = order_units(units, count=share.count, index=share.index)
+        self._claims: dict[int, Claim] = {}
+        self._checks_units = False
+        self._shows_progress = False
+        self._has_begun = False
+        self._has_said_waiting = False
+
+    def run(self) -> ConversionResult:
+        """Write units until all are noted, and return once the output is published.
+
+        Returns:
+            The work of this process and its workers.
+
+        Raises:
+            PrepError: The source changed, the output exists and may not be replaced, or the system refused to read or
+                write.
+        """
+        if self.is_done():
+            self.remove_leftovers()
+            return ConversionResult(already_done=True)
+        start_nbytes = anonymous_nbytes()
+        self.source_at_join = read_source_state(self.plan.source_files, self.source)
+        # These checks come before the first change: a refused plan leaves no files.
+        check_small_files(self.plan)
+        self.check_room()
+        coverage.check(self.plan, lambda: split_streams(self.plan.streams, self.budget.slab_nbytes))
+        if self.pool.share.count == 1:
+            self._check_transformed(self.plan.streams)
+        else:
+            # Each process checks the units that it writes.
+            self._checks_units = bool(find_transformed(self.source, self.plan.streams))
+        with closing(self):
+            if not self.join():
+                return ConversionResult(already_done=True)
+            with note_durable_work(self._describe_durable):
+                self.pool.start()
+                while not self.store.is_published():
+                    self._write_all()
+                    self._publish()
+            peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
+        self.remove_leftovers()
+        self.result.peak_nbytes = max(0, peak_nbytes - start_nbytes)
+        self.pool.add_reports(self.result)
+        return self.result
+
+    # What depends on the kind of output
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Return whether the requested output exists.
+
+        With several processes, a late process never replaces the output of its peers. Raise PrepError if something
+        else is there.
+        """
+
+    @abstractmethod
+    def check_room(self) -> None:
+        """Raise PrepError if the output cannot be stored."""
+
+    @abstractmethod
+    def join(self) -> bool:
+        """Join the run. Return False if the output was published meanwhile."""
+
+    @abstractmethod
+    def check_earlier_notes(self) -> None:
+        """Check the notes of other sessions that no other process checks. Delete the notes of damaged units."""
+
+    @abstractmethod
+    def write_units(self, units: Iterator[PipelineUnit]) -> None:
+        """Write units, and note them by `note_units`."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Check the output, complete its files, and give it its name. This process has the claim `publish`."""
+
+    @abstractmethod
+    def remove_leftovers(self) -> None:
+        """Remove the state of a run from a published output."""
+
+    def close(self) -> None:
+        """Release all claims, and leave the run."""
+        while self._claims:
+            _, claim = self._claims.popitem()
+            claim.__exit__(None, None, None)
+        self.store.leave()
+
+    def run_record(self) -> dict[str, object]:
+        """Return the identity of the run in its state. Processes of one run agree on the units."""
+        return {**self.identity, "units": digest(repr(self.units).encode())}
+
+    def source_record(self) -> JsonObject:
+        """Return the state of the source when this process began."""
+        return {"files": [list(entry) for entry in self.source_at_join]}
+
+    # Units
+
+    def _write_all(self) -> None:
+        """Write units until all are noted, or the output is published."""
+        self.look()
+        self.check_earlier_notes()
+        self._begin_progress()
+        try:
+            while not self._is_over():
+                units = self._claim_units()
+                first = next(units, None)
+                if first is None:
+                    self._wait()
+                    self.check_earlier_notes()
+                else:
+                    self.write_units(_prepend(first, units))
+                    self.look()
+        finally:
+            self._shows_progress = False
+            self.pool.progress.end()
+        self._check_own_units()
+
+    def _begin_progress(self) -> None:
+        total_nbytes = sum(unit.nbytes for unit in self.units)
+        done_nbytes = sum(self.units[number].nbytes for number in self.notes)
+        for number in self.store.units_with(PART_FOLDER):
+            if number not in self.notes and (part := self.read_note(PART_FOLDER, number)):
+                done_nbytes += self._durable_nbytes(part)
+        if done_nbytes and not self._has_begun:
+            sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
+            self.note(f"resuming {self.store.name}: {sizes} are durable")
+        self.pool.progress.begin(self.plan.command, total_nbytes, done_nbytes)
+        self._shows_progress = True
+        self._has_begun = True
+
+    def _is_over(self) -> bool:
+        return len(self.notes) == len(self.units) or self.store.is_published()
+
+    def look(self) -> None:
+        """Read the notes of other processes."""
+        for number in self.store.units_with(DONE_FOLDER):
+            if number in self.notes or number >= len(self.units):
+                continue
+            note = self.read_note(DONE_FOLDER, number)
+            if note is None:
+                continue
+            if note.session != self.session:
+                self.earlier_notes[number] = note
+                continue
+            self.earlier_notes.pop(number, None)
+            self.notes[number] = note
+            if self._shows_progress and self._is_foreign(note):
+                self.pool.progress.advance(self.units[number].nbytes)
+
+    def _is_foreign(self, note: UnitNote) -> bool:
+        """Return whether the bytes of a note are missing in the progress of this process and its workers."""
+        # The parent of a worker reads the notes itself.
+        return PARENT_VARIABLE not in os.environ and note.writer not in {
+            self.writer,
+            *(f"{socket.gethostname()}:{pid}" for pid in self.pool.worker_pids()),
+        }
+
+    def read_note(self, folder: str, number: int) -> UnitNote | None:
+        """Return the note of a unit, or None if it is missing, damaged or of another run."""
+        return UnitNote.decode(self.store.read(f"{folder}/{number}"), self.request.run_id)
+
+    def claim(self, number: int) -> bool:
+        """Claim a unit. Return False if another process has it."""
+        claim = self.store.claim(str(number))
+        if claim is None:
+            return False
+        self._claims[number] = claim
+        return True
+
+    def release(self, number: int) -> None:
+        """Release the claim of a unit."""
+        self._claims.pop(number).__exit__(None, None, None)
+
+    def _claim_units(self) -> Iterator[PipelineUnit]:
+        """Yield the units that this process can claim, in its order."""
+        for number in self._order:
+            if number in self.notes or number in self.earlier_notes or not self.claim(number):
+                continue
+            # Another process may have noted the unit since this one has looked. The order counts: the state is
+            # removed after the publication, so that the missing note of a complete unit is never taken for an
+            # unwritten unit.
+            note = self.read_note(DONE_FOLDER, number)
+            if note is not None or self.store.is_published():
+                self.release(number)
+                continue
+            unit = self.units[number]
+            if self._checks_units:
+                # Before the buffers of the pipeline exist
+                self._check_transformed([self.plan.streams[stream] for stream in unit.streams])
+            yield self.resumed_unit(number)
+            if self._checks_units:
+                return
+
+    def resumed_unit(self, number: int) -> PipelineUnit:
+        """Return a unit with its durable part, if there is any."""
+        part = self.read_note(PART_FOLDER, number)
+        streams = self.units[number].streams
+        if part is None or part.session != self.session:
+            return PipelineUnit(number, streams)
+        return PipelineUnit(number, streams, part.digests, part.prefix)
+
+    def note_unit(self, number: int, note: UnitNote) -> None:
+        """Note that a unit is durable. Called in one of several threads."""
+        self.store.write(f"{DONE_FOLDER}/{number}", note.encode(self.request.run_id))
+        self.notes[number] = note
+
+    def add_result(self, result: ConversionResult) -> None:
+        """Add the bytes of a pipeline to the result."""
+        total = self.result
+        total.read_nbytes += result.read_nbytes
+        total.written_nbytes += result.written_nbytes
+        total.copied_nbytes += result.copied_nbytes
+        total.resumed_nbytes += result.resumed_nbytes
+        total.peak_nbytes = max(total.peak_nbytes, result.peak_nbytes)
+        for stage, seconds in result.seconds.items():
+            total.seconds[stage] += seconds
+
+    def _wait(self) -> None:
+        """Wait a moment for other processes, and read their notes."""
+        self.pool.check()
+        count = len(self.units) - len(self.notes)
+        if count and not self._has_said_waiting:
+            self.note(f"waiting for {count_text(count, 'part')} of other processes")
+            self._has_said_waiting = True
+        time.sleep(LOOK_S + LOOK_S_PER_PROCESS * self.pool.share.count)
+        self.look()
+
+    # Checks
+
+    def _check_transformed(self, streams: Sequence[Stream]) -> None:
+        """Check the tensors that streams read in another form than the one with a recorded digest."""
+        check_before_reading(self.source, streams, self.pool.memory_nbytes, self.pool.progress)
+
+    def _check_own_units(self) -> None:
+        """Raise PrepError if the source has changed while this process read it. Its notes are then deleted."""
+        own = [number for number, note in self.notes.items() if note.writer == self.writer]
+        digests: dict[int, str] = {}
+        for number in own:
+            digests |= self.notes[number].digests
+        try:
+            self.check_source(digests, self.source_at_join)
+        except BaseException:
+            self.store.delete(f"{DONE_FOLDER}/{number}" for number in own)
+            raise
+
+    def check_source(self, digests: Mapping[int, str], baseline: SourceState) -> None:
+        """Raise PrepError if the source has changed since it was read.
+
+        If the inode or change time of any file differs from `baseline`, all streams in `digests` are read again.
+        """
+        now = read_source_state(self.plan.source_files, self.source)
+        touched = touched_files(self.source.files, baseline, now=now)
+        if touched:
+            names = ", ".join(path.name for path in touched)
+            self.note(f"{names} may have changed while it was read: comparing")
+            if find_outdated(self.reader, digests, source=self.source):
+                raise source_changed_error(touched, self.source)
+
+    def _publish(self) -> None:
+        """Publish the output, or wait until another process has done so. Return early if notes are missing."""
+        while not self.store.is_published():
+            claim = self.store.claim(PUBLISH)
+            if claim is None:
+                self._wait()
+                continue
+            with claim:
+                if self.store.is_published():
+                    return
+                # A process that has found its source changed deletes its notes.
+                listed = self.store.units_with(DONE_FOLDER)
+                self.notes = {number: self.notes[number] for number in self.notes.keys() & listed}
+                if len(self.notes) < len(self.units):
+                    return
+                self.publish()
+                return
+
+    def _durable_nbytes(self, note: UnitNote) -> int:
+        nbytes = sum(self.plan.streams[number].nbytes for number in note.digests)
+        if note.prefix:
+            nbytes += note.prefix.nbytes
+        return nbytes
+
+    def _describe_durable(self) -> str:
+        """Describe the durable part of the output, for the message of a stopped run, or empty if there is none."""
+        done = self.store.units_with(DONE_FOLDER)
+        done_nbytes = sum(self.units[number].nbytes for number in done)
+        for number in self.store.units_with(PART_FOLDER):
+            if number not in done and (part := self.read_note(PART_FOLDER, number)):
+                done_nbytes += self._durable_nbytes(part)
+        if not done_nbytes:
+            return ""
+        total_nbytes = sum(unit.nbytes for unit in self.units)
+        sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
+        return f"{sizes} are kept in {self.store.name}"
+
+
+def _prepend(first: PipelineUnit, units: Iterator[PipelineUnit]) -> Iterator[PipelineUnit]:
+    yield first
+    yield from units
