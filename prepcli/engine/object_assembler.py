@@ -91,8 +91,8 @@ class ObjectAssembler:
             send: Sends a piece, in one of several threads. Pieces of one object are sent in order.
             on_complete: Called with each complete piece before it is sent, in order for each object.
         """
-        self._files = files
-        self._spans = spans
+        self._files = dict(files)
+        self._spans = dict(spans)
         self._limits = limits
         self._send = send
         self._on_complete = on_complete
@@ -114,6 +114,15 @@ class ObjectAssembler:
         for _ in range(limits.num_threads):
             WorkerThread().submit(self._send_pieces)
         self.begin_pass()
+
+    def add(self, files: Mapping[int, OutputFile], spans: Mapping[int, Spans]) -> None:
+        """Add objects to assemble. Called in the thread that writes."""
+        self._files |= files
+        self._spans |= spans
+        self._next_open |= dict.fromkeys(files, 0)
+        self._next_send |= dict.fromkeys(files, 0)
+        for file in files:
+            self._open_blank_pieces(file)
 
     def begin_pass(self) -> None:
         """Begin a pass over the streams of all incomplete pieces."""

@@ -1,402 +1,376 @@
-"""State of a conversion into an object store: objects in `URL/.prep/`. A run resumes from them on any machine.
-
-    run.json      the identity of the run, written first
-    ready.json    objects of earlier outputs are deleted: processes may write. It has the state of the source files
-    done/N        the objects, digests and checksums of the complete unit of work N
-    failed/I      the error of process I
-
-A run with another plan replaces a run without data objects and notes. Otherwise it is an error.
-No object is ever changed by two processes. They need no lock between them. A kill leaves complete objects only.
-The next run computes the bytes of a unit without `done/N` again, and compares them with the objects.
-"""
+"""A run below a URL: objects are assembled in memory, and no local file is written."""
 
 from __future__ import annotations
 
-import base64
-import secrets
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
 
 import numpy as np
 
-from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
-from prepcli.core.json_types import JsonObject
-from prepcli.engine.checksum_recorder import ChecksumArray
-from prepcli.engine.digest import CHECKSUM_DTYPE
-from prepcli.execution.run_notes import decode_record, encode_record
-from prepcli.execution.source_checks import SourceState, parse_source_state
-from prepcli.execution.staging import WORK_FOLDER, other_run_error
-from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.orbax import COMMIT_MARKER
-from prepcli.planning.shares import Share
-from prepcli.remote.conditional_objects import read_object
-from prepcli.remote.object_store import Bucket
-from prepcli.remote.object_writes import put_object
-from prepcli.remote.placeholders import SMALL_NBYTES
+from prepcli.core.errors import RERUN_HINT, Option, PrepError, text, usage_error
+from prepcli.core.progress import NullProgress
+from prepcli.engine.background_sync import SyncPoint
+from prepcli.engine.blobs import open_blobs
+from prepcli.engine.files import RunReader
+from prepcli.engine.fills import piece_nbytes
+from prepcli.engine.low_rank import matrix_nbytes
+from prepcli.engine.object_budget import make_object_budget
+from prepcli.engine.pipeline import Pipeline, PipelineUnit
+from prepcli.execution.bucket_store import NUM_THREADS, BucketStore
+from prepcli.execution.compress import CompressedChunks, locate_chunks
+from prepcli.execution.finalize import (
+    WORK_FOLDER,
+    content_record,
+    raw_chunks,
+    read_small_file,
+    write_last_files,
+)
+from prepcli.execution.object_compressor import compression_threads
+from prepcli.execution.object_writer import ObjectWriter
+from prepcli.execution.output_urls import RETRIES
+from prepcli.execution.request import ExecutionRequest
+from prepcli.execution.run import Run
+from prepcli.execution.run_store import DONE_FOLDER, RUN_FILE
+from prepcli.execution.signals import PARENT_VARIABLE
+from prepcli.execution.source_checks import parse_source_state
+from prepcli.execution.stored_outputs import check_stored_output, has_intact_files, stored_manifest
+from prepcli.execution.unit_notes import UnitNote, all_checksums, all_digests
+from prepcli.formats.codecs import codec_of
+from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error
+from prepcli.planning.manifest_fields import FileRecord, Manifest
+from prepcli.planning.object_files import OBJECT_NBYTES
+from prepcli.planning.plan import SmallFile
+from prepcli.planning.slabs import min_buffer_nbytes
+from prepcli.planning.work_units import find_work_units
+from prepcli.remote import object_store
+from prepcli.remote.bucket_lock import BucketLock, check_lock, is_locked_by
+from prepcli.remote.conditional_objects import publish_content
+from prepcli.remote.object_store import Bucket, ObjectStoreUrl, part_nbytes
+from prepcli.remote.object_writes import ObjectUploads, missing_object_error
 from prepcli.remote.remote_files import RemoteFile
-from prepcli.remote.retries import map_in_daemon_threads
+from prepcli.remote.retries import retry_policy_from_env
 
-RUN_OBJECT = "run.json"
-READY_OBJECT = "ready.json"
-DONE_FOLDER = "done"
-FAILED_FOLDER = "failed"
-MAX_RECORD_NBYTES = 1 << 20
-# Launchers do not start all processes at once.
-REJOIN_S = 20.0
-NUM_THREADS = 16  # concurrent requests for small objects
-# A store may list an object later than it has written it. Up to so many are looked up by name.
-MAX_LOOKED_UP = 32
+# Units that a process claims at once. Their requests are sent concurrently.
+MAX_CLAIMED = 16
 
 
-@dataclass(frozen=True, slots=True)
-class UnitNote:
-    """Result of a unit of work.
+class BucketRun(Run):
+    """Writes the output of a plan below a URL. The data files of the plan are from `plan_object_files`."""
 
-    Attributes:
-        objects: The written objects.
-        digests: Digests of its streams, by number.
-        blocks: Numbers of the checksum blocks in its objects.
-        sums: Checksum of each of these blocks.
-        lengths: Compressed lengths of the chunks in each data file, by file number. Empty without compression.
-    """
+    def __init__(self, request: ExecutionRequest, url: ObjectStoreUrl) -> None:
+        plan = request.plan
+        self.bucket = Bucket(url, RETRIES, retry_policy_from_env(os.environ, request.note))
+        memory_nbytes = request.pool.memory_nbytes
+        largest_nbytes = max((file.size for file in plan.files), default=0)
+        kept_nbytes = max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams))
+        self._num_compressing = 0
+        if compression := plan.compression:
+            self._num_compressing = compression_threads(compression, memory_nbytes)
+            # As many contexts again for chunks of split objects, continued by a later piece
+            encoder_nbytes = codec_of(compression).encoder_nbytes(compression.level)
+            kept_nbytes += 2 * self._num_compressing * encoder_nbytes
+        budget, self._limits = make_object_budget(
+            memory_nbytes,
+            min_buffer_nbytes=min_buffer_nbytes(plan.streams),
+            kept_nbytes=kept_nbytes,
+            object_nbytes=OBJECT_NBYTES,
+            largest_nbytes=largest_nbytes,
+            part_nbytes=part_nbytes(largest_nbytes),
+            num_compressing=self._num_compressing,
+        )
+        self.bucket_store = BucketStore(self.bucket, request.run_id, request.note)
+        super().__init__(request, self.bucket_store, find_work_units(plan), budget)
+        self._writer: ObjectWriter | None = None
 
-    objects: tuple[RemoteFile, ...]
-    digests: Mapping[int, str]
-    blocks: ChecksumArray
-    sums: ChecksumArray
-    lengths: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])
+    def read_manifest(self) -> Manifest:
+        """Return the manifest of the published output."""
+        file = self.bucket.find_file(MANIFEST_FILE)
+        manifest = stored_manifest(self.bucket, [] if file is None else [file])
+        if manifest is None:
+            raise PrepError(f"{self.bucket.name} has no {MANIFEST_FILE}", "", RERUN_HINT)
+        return manifest
 
-    def encode(self, run_id: str) -> bytes:
-        """Return the content of the note's object.
+    # Joining
 
-        Args:
-            run_id: Digest of the plan. A process that still runs may note a unit in the state of a later run.
-        """
-        known = np.stack([self.blocks.astype(CHECKSUM_DTYPE), self.sums.astype(CHECKSUM_DTYPE)])
-        objects = [[file.path, file.size, file.digest] for file in self.objects]
-        checksums = base64.b64encode(known.tobytes()).decode()
-        content: dict[str, object] = {
-            "run": run_id,
-            "objects": objects,
-            "digests": dict(self.digests),
-            "checksums": checksums,
-        }
-        if self.lengths:
-            content["lengths"] = dict(self.lengths)
-        return encode_record(content)
-
-    @classmethod
-    def decode(cls, data: bytes, run_id: str) -> UnitNote:
-        """Return the note in an object. Raise ValueError if it is damaged, or of another run."""
-        content = decode_record(data)
-        if content.get("run") != run_id:
-            raise ValueError("it is of another run")
-        match content:
-            case {"objects": list(objects), "digests": dict(digests), "checksums": str(checksums)}:
-                known = np.frombuffer(base64.b64decode(checksums), CHECKSUM_DTYPE).reshape(2, -1)
-                files = [_parse_object(entry) for entry in objects]
-                numbered = {int(number): str(digest) for number, digest in digests.items()}
-                lengths = _parse_lengths(content.get("lengths", {}))
-                return cls(tuple(files), numbered, known[0], known[1], lengths)
-        raise ValueError("it has no objects, no digests or no checksums")
-
-
-def _parse_lengths(entry: object) -> dict[int, Sequence[int]]:
-    match entry:
-        case dict(entries):
-            return {int(file): list(map(int, lengths)) for file, lengths in entries.items()}
-    raise ValueError("it has invalid lengths")
-
-
-def _parse_object(entry: object) -> RemoteFile:
-    match entry:
-        case [str(path), int(size), str(digest)]:
-            return RemoteFile(path, size, digest)
-    raise ValueError("it has an invalid object")
-
-
-class BucketRun:
-    """The state of one run, as one of its processes sees it."""
-
-    def __init__(self, bucket: Bucket, identity: Mapping[str, object], share: Share) -> None:
-        """Describe a run without any request.
-
-        Args:
-            bucket: Client of the output's URL.
-            identity: Identity of the run. Runs with equal identities write equal objects.
-            share: Share of this process.
-        """
-        self._bucket = bucket
-        # Its listings have the state alone: an output may have 100,000 objects.
-        url = replace(bucket.url, path=bucket.url.key(WORK_FOLDER))
-        self._state = Bucket(url, bucket.retries, bucket.retry_policy)
-        self._identity = dict(identity)
-        self._run_id = str(identity["plan"])
-        self._share = share
-        # State of the source when the first process of the run began
-        self.source_at_start: SourceState = []
-        # Failures of other processes before this one joined
-        self._earlier_failures: set[RemoteFile] = set()
-        self._joined_s = 0.0
-
-    def begin(
-        self, files: Collection[RemoteFile], source_state: SourceState, *, restart: bool
-    ) -> None:
-        """Begin or resume the run. Only the holder of the URL's lock calls it.
-
-        Args:
-            files: The objects below the URL. All of them belong to outputs of prep.
-            source_state: The current state of the source files.
-            restart: Delete the objects of an unfinished earlier run.
-
-        Raises:
-            PrepError: Data objects of an unfinished run with another plan are there, and `restart` is not set.
-        """
-        earlier = self._read_record(RUN_OBJECT)
-        has_manifest = any(file.path == MANIFEST_FILE for file in files)
-        is_same_run = earlier == self._identity
-        is_replaceable = has_manifest or restart or _has_records_only(files)
-        if earlier is not None and not is_same_run and not is_replaceable:
-            raise other_run_error(self._bucket.name, earlier, self._identity)
-        is_ready = is_same_run and self._read_ready()
-        if not is_ready or has_manifest or restart:
-            self._start_anew(files, source_state)
-        self._forget_failures()
-
-    def _start_anew(self, files: Collection[RemoteFile], source_state: SourceState) -> None:
-        """Delete all objects, and record this run."""
-        # The order of requests, and what a kill between two of them leaves:
-        #   1. delete ready     no process of an earlier run joins any more
-        #   2. write run        the objects are known to be of prep, even without a manifest
-        #   3. delete markers   the URL holds no complete output from here on
-        #   4. delete objects   the next `begin` deletes the rest: `ready` is missing
-        #   5. write ready      from here on, objects are of this run
-        self._state.delete(READY_OBJECT)
-        self._write_record(RUN_OBJECT, self._identity)
-        run_path = f"{WORK_FOLDER}/{RUN_OBJECT}"
-        markers = [file.path for file in files if _is_marker(file.path)]
-        # The manifest comes first: prep reads no output without it.
-        for path in sorted(markers, key=lambda path: path != MANIFEST_FILE):
-            self._bucket.delete(path)
-        others = [file.path for file in files if not _is_marker(file.path)]
-        self._bucket.delete_files([path for path in others if path != run_path])
-        self.source_at_start = source_state
-        self._write_record(READY_OBJECT, {"run": self._identity, "source_files": source_state})
-
-    def _read_ready(self) -> bool:
-        """Return whether processes of this run may write. Read the state of the source at its start."""
-        record = self._read_record(READY_OBJECT)
-        if record is None or record.get("run") != self._identity:
+    def is_done(self) -> bool:
+        """Return whether the requested output exists. See `Run.is_done`."""
+        self._check_restart()
+        self._check_object_count()
+        files = self.bucket.list_files()
+        manifest = stored_manifest(self.bucket, files)
+        if manifest is None:
+            paths = {file.path for file in files}
+            # A process that has not begun the run has written state only.
+            has_others = any(not path.startswith(f"{WORK_FOLDER}/") for path in paths)
+            if has_others and f"{WORK_FOLDER}/{RUN_FILE}" not in paths:
+                raise foreign_output_error(self.bucket.name)
             return False
-        self.source_at_start = parse_source_state(record.get("source_files"))
+        is_joint = self.pool.share.count > 1
+        is_same = manifest.plan == self.request.run_id and has_intact_files(
+            self.bucket, files, manifest
+        )
+        if is_joint and is_same:
+            return True
+        if self.request.overwrite:
+            return False
+        check_stored_output(
+            self.bucket, files, manifest, self.request.run_id, restart=self.request.restart
+        )
         return True
 
-    def is_open(self) -> bool:
-        """Return whether the run has begun, and another process may join it.
+    def _check_restart(self) -> None:
+        """Raise UsageError for a restart in several processes, except for the workers of one command."""
+        # Another process may already have joined the unfinished run.
+        is_alone = len(self.pool.indices) == self.pool.share.count
+        if self.request.restart and not is_alone and PARENT_VARIABLE not in os.environ:
+            raise usage_error(
+                text("{} is not supported with several processes", Option("restart", True)),
+                "another process may already write there",
+                text("delete the objects below {}, then {}", self.bucket.name, RERUN_HINT),
+            )
+
+    def _check_object_count(self) -> None:
+        """Raise UsageError if the output and its state would have more objects than a listing may have."""
+        count = len(self.plan.files) + len(self.plan.small_files) + 2 * len(self.units)
+        if count > object_store.MAX_OBJECTS:
+            raise usage_error(
+                f"{self.bucket.name} would have {count:,} objects",
+                f"up to {object_store.MAX_OBJECTS:,} are supported",
+                text("{}, or another mesh", Option("storage", "ocdbt")),
+            )
+
+    def check_room(self) -> None:
+        """Check that no other plan is being written there."""
+        check_lock(self.bucket, self.request.run_id)
+
+    def join(self) -> bool:
+        """Join the run. Return False if the output was published meanwhile."""
+        is_worker = PARENT_VARIABLE in os.environ
+        self.bucket_store.join(
+            self.run_record(),
+            self.source_record(),
+            # The parent of a worker has restarted the run.
+            restart=self.request.restart and not is_worker,
+            is_done=self.is_done,
+        )
+        self.session = self.bucket_store.session
+        return not self.store.is_published()
+
+    def remove_leftovers(self) -> None:
+        """Delete the state and the lock of a process killed after the publication, and late notes."""
+        has_state = bool(self.bucket_store.list_state())
+        if has_state or is_locked_by(self.bucket, self.request.run_id):
+            with BucketLock(self.bucket, self.request.run_id, note=self.note):
+                self.bucket_store.delete_state()
+
+    # Notes
+
+    def check_earlier_notes(self) -> None:
+        """Forget notes of other sessions: their objects are deleted."""
+        self.earlier_notes.clear()
+
+    def read_note(self, folder: str, number: int) -> UnitNote | None:
+        """Return the note of a unit in this session. See `Run.read_note`."""
+        note = super().read_note(folder, number)
+        return note if note is not None and note.session == self.session else None
+
+    def look(self) -> None:
+        """Read the notes of other processes, several at a time."""
+        unknown = self.bucket_store.find_done(len(self.units)) - self.notes.keys()
+        numbers = sorted(number for number in unknown if number < len(self.units))
+        contents = self.bucket_store.read_many(f"{DONE_FOLDER}/{number}" for number in numbers)
+        num_invalid = 0
+        for number, content in zip(numbers, contents):
+            note = UnitNote.decode(content, self.request.run_id)
+            if note is None or note.session != self.session:
+                num_invalid += content is not None
+            else:
+                self.add_note(number, note)
+        if num_invalid and not self.has_begun:
+            self.note(f"{num_invalid} parts written by another run or version: writing again")
+        if not self.has_begun and self.pool.share.index == 0:
+            self.result.resumed_nbytes = sum(self.units[number].nbytes for number in self.notes)
+
+    # Writing
+
+    def claim_units(self) -> Iterator[PipelineUnit]:
+        """Yield the units that this process can claim. See `Run.claim_units`."""
+        pending = [number for number in self.order if number not in self.notes]
+        for first in range(0, len(pending), MAX_CLAIMED):
+            batch = pending[first : first + MAX_CLAIMED]
+            claims = self.bucket_store.claim_many(map(str, batch))
+            claimed = [number for number, claim in zip(batch, claims) if claim is not None]
+            if not claimed:
+                continue
+            # Another process may have noted them since this one has looked.
+            contents = self.bucket_store.read_many(f"{DONE_FOLDER}/{number}" for number in claimed)
+            if self.store.is_published():
+                return
+            for number, content in zip(claimed, contents):
+                note = UnitNote.decode(content, self.request.run_id)
+                if note is not None and note.session == self.session:
+                    self.add_note(number, note)
+                    continue
+                yield self.prepare_unit(number)
+                if self.checks_units:
+                    return
+
+    def write_units(self, units: Iterator[PipelineUnit]) -> None:
+        """Assemble and send the objects of units. See `Run.write_units`."""
+        # Objects of units without a note: a kill came between them and the note. Their bytes are computed
+        # again and compared, because only the note has their digests and checksums.
+        existing = {file.path: file for file in self.bucket.list_files()}
+        uploads = ObjectUploads(
+            self.bucket, existing, self._limits.parts_in_flight, on_sent=self._count_sent
+        )
+        self._writer = ObjectWriter(
+            self.plan,
+            self.units,
+            uploads,
+            self._limits,
+            on_done=self._note_sent,
+            num_compressing=self._num_compressing,
+        )
+        assembler = self._writer.assembler
+        with (
+            closing(assembler),
+            open_blobs(self.source.byte_sources, self.budget.cache_nbytes) as reader,
+        ):
+            outcome = Pipeline(
+                self.plan.streams,
+                reader,
+                sink=assembler,
+                budget=self.budget,
+                progress=self.pool.progress,
+                units=_expected(self._writer, units),
+                observer=self,
+                on_digest=self._add_digest,
+            ).run()
+            assembler.wait()
+            self.add_result(replace(outcome, written_nbytes=0))
+            self._write_missing_pieces(self._writer, reader)
+
+    def _add_digest(self, number: int, digest: str) -> None:
+        self.integrity.on_digest(number, digest)
+        assert self._writer is not None
+        self._writer.add_digest(number, digest)
+
+    def begin(self, unit: PipelineUnit) -> None:
+        """Begin to assemble the objects of a unit. See `UnitObserver`."""
+        assert self._writer is not None
+        self._writer.begin(unit.number)
+
+    def complete(self, number: int) -> None:
+        """Do nothing: a unit is complete once its objects are sent. See `UnitObserver`."""
+
+    def record_durable(self, point: SyncPoint) -> None:
+        """Do nothing: objects need no sync. See `UnitObserver`."""
+
+    def _write_missing_pieces(self, writer: ObjectWriter, reader: RunReader) -> None:
+        """Read the streams of the missing pieces again until all pieces are sent."""
+        # Each pass assembles at least one piece, because the memory is free when it begins. The digests
+        # of a pass are ignored: its streams have a part of the rows.
+        while streams := writer.missing_streams(self.budget.slab_nbytes):
+            outcome = Pipeline(
+                streams,
+                reader,
+                sink=writer.assembler,
+                budget=self.budget,
+                progress=NullProgress(),
+            ).run()
+            writer.assembler.wait()
+            self.add_result(replace(outcome, written_nbytes=0))
+            self.pool.check()
+
+    def _note_sent(self, number: int, note: UnitNote) -> None:
+        self.note_unit(number, replace(note, session=self.session, writer=self.writer))
+
+    def _count_sent(self, nbytes: int) -> None:
+        # Several threads add to it. It is a report, so that a lost addition does no harm.
+        self.result.written_nbytes += nbytes
+
+    # Publication
+
+    def publish(self) -> None:
+        """Publish the output, and delete the state of the run. See `Run.publish`.
 
         Raises:
-            PrepError: The run there has another plan, and data objects.
+            PrepError: An object is missing or was changed, or the store does not answer.
         """
-        earlier = self._read_record(RUN_OBJECT)
-        if earlier is None:
-            return False
-        if earlier != self._identity:
-            # Process 0 replaces the record before it deletes the manifest of an older output. The record is
-            # therefore read again after a look at the manifest.
-            has_manifest = self._bucket.find_file(MANIFEST_FILE) is not None
-            is_replaceable = has_manifest or _has_records_only(self._bucket.list_files())
-            if not is_replaceable and self._read_record(RUN_OBJECT) == earlier:
-                raise other_run_error(self._bucket.name, earlier, self._identity)
-            return False
-        is_ready = self._read_ready()
-        if is_ready:
-            self._forget_failures()
-        return is_ready
-
-    def check_same_run(self) -> None:
-        """Raise PrepError unless the objects still belong to this run."""
-        if self._read_record(RUN_OBJECT) != self._identity:
-            why = "another command has deleted the objects of this one"
-            raise PrepError(f"{self._bucket.name} was taken over", why, RERUN_HINT)
-
-    # Units of work
-
-    def find_done(self, num_units: int, files: Collection[RemoteFile] | None = None) -> set[int]:
-        """Return the numbers of the complete units.
-
-        Args:
-            num_units: Number of units.
-            files: A listing of the state, or None to list it now.
-        """
-        if files is None:
-            files = self.list_state()
-        done: set[int] = set()
-        for file in files:
-            folder, _, name = file.path.partition("/")
-            if folder == DONE_FOLDER and name.isdecimal():
-                done.add(int(name))
-        missing = [number for number in range(num_units) if number not in done]
-        if 0 < len(missing) <= MAX_LOOKED_UP:
-            paths = [_done_path(number) for number in missing]
-            found = map_in_daemon_threads(self._state.find_file, paths, num_threads=NUM_THREADS)
-            done.update(number for number, file in zip(missing, found) if file is not None)
-        return done
-
-    def list_state(self) -> tuple[RemoteFile, ...]:
-        """List the objects of the state."""
-        return self._state.list_files()
-
-    def write_note(self, number: int, note: UnitNote) -> None:
-        """Record a complete unit. Another process may have recorded it already."""
-        data = note.encode(self._run_id)
-        # A note with another version of an object is of a second process with the same plan. The
-        # check before the publication compares the objects with one of the notes.
-        if self._state.find_file(_done_path(number)) is None:
-            put_object(self._state, _done_path(number), np.frombuffer(data, np.uint8))
-
-    def read_notes(self, num_units: int) -> list[UnitNote]:
-        """Read the notes of all units."""
-        return map_in_daemon_threads(self._read_note, range(num_units), num_threads=NUM_THREADS)
-
-    def _read_note(self, number: int) -> UnitNote:
         try:
-            return self._decode_note(number)
-        except ValueError as error:
-            # A resumed run deletes the note, and writes the unit again.
-            hint = text("{}, or {}", RERUN_HINT, Option("restart", True))
-            what = f"{_done_path(number)} of {self._state.name} is damaged"
-            raise PrepError(what, str(error), hint) from error
-
-    def _decode_note(self, number: int) -> UnitNote:
-        """Read the note of a unit. Raise ValueError if it is missing, damaged, or of another run."""
-        stored = read_object(self._state, _done_path(number), SMALL_NBYTES)
-        if stored is None:
-            raise ValueError("it does not exist")
-        return UnitNote.decode(stored.content, self._run_id)
-
-    def delete_invalid_notes(self, numbers: Collection[int]) -> set[int]:
-        """Delete the notes that are damaged or do not name this run, e.g. of an earlier version.
-
-        Args:
-            numbers: Numbers of units of this process.
-
-        Returns:
-            The numbers of the deleted notes.
-        """
-
-        def is_valid(number: int) -> bool:
-            try:
-                self._decode_note(number)
-            except ValueError:
-                return False
-            return True
-
-        ordered = sorted(numbers)
-        are_valid = map_in_daemon_threads(is_valid, ordered, num_threads=NUM_THREADS)
-        invalid = [number for number, valid in zip(ordered, are_valid) if not valid]
-        self.delete_notes(invalid)
-        return set(invalid)
-
-    def delete_notes(self, numbers: Sequence[int]) -> None:
-        """Delete the notes of units. The next run writes these units again."""
-        self._state.delete_files([_done_path(number) for number in numbers])
-
-    def delete_state(self, files: Collection[RemoteFile] | None = None) -> None:
-        """Delete the state of a published output.
-
-        Args:
-            files: A listing of the state, or None to list it now.
-        """
-        if files is None:
-            files = self.list_state()
-        self._state.delete_files([file.path for file in files])
-
-    # Failures
-
-    @contextmanager
-    def recording_errors(self) -> Iterator[None]:
-        """Record an error of the block for the other processes."""
-        try:
-            yield
-        except PrepError as error:
-            if self._share.count > 1:
-                fields = {**error.fields(), "attempt": secrets.token_hex(8)}
-                # The error of the block is raised, also if the store is the reason for it.
-                with suppress(PrepError):
-                    self._write_record(f"{FAILED_FOLDER}/{self._share.index}", fields)
+            self._publish_objects()
+        except PrepError:
+            # A process that this one took for dead may have published, and deleted the state.
+            with suppress(PrepError):
+                if self.store.is_published():
+                    return
             raise
 
-    def check_failures(self, files: Collection[RemoteFile]) -> None:
-        """Raise the error of another process. `files` is a listing of the state.
+    def _publish_objects(self) -> None:
+        store = self.bucket_store
+        notes = list(self.notes.values())
+        listed = {file.path: file for file in self.bucket.list_files()}
+        self._check_objects(listed)
+        digests = all_digests(self.plan, notes)
+        # Units of earlier runs, and of other processes, were read at other times.
+        self.check_source(digests, parse_source_state(store.source_at_start().get("files")))
+        # Objects of an earlier try are compared, and not sent again.
+        uploads = ObjectUploads(self.bucket, listed)
 
-        A process with an earlier failure has REJOIN_S to join again.
+        def put(path: str, content: bytes) -> None:
+            data = np.frombuffer(content, np.uint8)
+            uploads.send(path, data, start=0, size=data.size)
+
+        def copy(path: str, file: SmallFile) -> FileRecord:
+            content = read_small_file(file)
+            put(path, content)
+            return content_record(content)
+
+        manifest = write_last_files(
+            self.plan,
+            self.identity,
+            digests=digests,
+            sums=all_checksums(self.plan, notes),
+            put=put,
+            copy=copy,
+            compressed=self._compressed_chunks(notes),
+            num_threads=NUM_THREADS,
+        )
+        store.confirm()
+        publish_content(self.bucket, MANIFEST_FILE, manifest)
+        assert store.is_published()
+        store.delete_state()
+
+    def _check_objects(self, listed: Mapping[str, RemoteFile]) -> None:
+        """Raise PrepError if a data object is missing or differs from the note of its unit.
+
+        The notes of damaged units are deleted. The next run writes these units again.
         """
-        is_over = time.monotonic() - self._joined_s > REJOIN_S
-        for file in files:
-            if self._is_failure(file) and (is_over or file not in self._earlier_failures):
-                record = self._read_record(file.path)
-                if record is not None:
-                    raise _failure(file.path.rpartition("/")[2], record)
+        damaged: dict[int, str] = {}
+        for number, note in self.notes.items():
+            for file in note.objects:
+                # Stores may list objects late.
+                if listed.get(file.path) != file and self.bucket.find_file(file.path) != file:
+                    damaged[number] = file.path
+        if damaged:
+            self.store.delete(f"{DONE_FOLDER}/{number}" for number in damaged)
+            raise missing_object_error(self.bucket, next(iter(damaged.values())))
 
-    def _is_failure(self, file: RemoteFile) -> bool:
-        """Return whether an object of the state is the failure of one of the processes."""
-        folder, _, name = file.path.partition("/")
-        # A run with more processes may have left failures of others.
-        is_process = name.isdecimal() and int(name) < self._share.count
-        return folder == FAILED_FOLDER and is_process
-
-    def _forget_failures(self) -> None:
-        """Delete the failure of this process, and remember the ones of the others."""
-        # A failure of another process is ambiguous: it failed before this process joined, or all
-        # processes are started again and it has not joined yet.
-        if self._share.count == 1:
-            return
-        self._joined_s = time.monotonic()
-        own_path = f"{FAILED_FOLDER}/{self._share.index}"
-        files = self.list_state()
-        if any(file.path == own_path for file in files):
-            self._state.delete(own_path)
-        self._earlier_failures = {file for file in files if self._is_failure(file)}
-
-    # Records
-
-    def _read_record(self, path: str) -> JsonObject | None:
-        """Read a record. Return None if it does not exist."""
-        stored = read_object(self._state, path, MAX_RECORD_NBYTES)
-        if stored is None:
+    def _compressed_chunks(self, notes: Sequence[UnitNote]) -> CompressedChunks | None:
+        """Return the locations of compressed chunks, or None if the chunks are raw."""
+        if not self.plan.compression:
             return None
-        try:
-            return decode_record(stored.content)
-        except ValueError as error:
-            hint = text("{} deletes it", Option("restart", True))
-            raise PrepError(f"{path} of {self._state.name} is damaged", str(error), hint) from error
-
-    def _write_record(self, path: str, content: Mapping[str, object]) -> None:
-        data = encode_record(content)
-        self._state.write_pieces(path, [data], size=len(data))
+        lengths: dict[int, Sequence[int]] = {}
+        for note in notes:
+            lengths |= note.lengths
+        paths = [file.path for file in self.plan.files]
+        return locate_chunks(raw_chunks(self.plan.leaves), lengths, paths)
 
 
-def _done_path(number: int) -> str:
-    return f"{DONE_FOLDER}/{number}"
-
-
-def _has_records_only(files: Collection[RemoteFile]) -> bool:
-    """Return whether an unfinished run has no data objects and no notes.
-
-    A refused source or an early kill leaves such a run. Its objects are deleted without a request of the user.
-    """
-    records = {f"{WORK_FOLDER}/{name}" for name in (RUN_OBJECT, READY_OBJECT)}
-    failures = f"{WORK_FOLDER}/{FAILED_FOLDER}/"
-    return all(file.path in records or file.path.startswith(failures) for file in files)
-
-
-def _is_marker(path: str) -> bool:
-    return path.rpartition("/")[2] in (MANIFEST_FILE, COMMIT_MARKER)
-
-
-def _failure(process: str, record: JsonObject) -> PrepError:
-    """Return the error of another process."""
-    what = f"process {process}: {record.get('what', 'the work failed')}"
-    return PrepError(what, str(record.get("why", "")), str(record.get("hint", RERUN_HINT)))
+def _expected(writer: ObjectWriter, units: Iterator[PipelineUnit]) -> Iterator[PipelineUnit]:
+    """Yield units after the writer expects them."""
+    for unit in units:
+        writer.expect(unit.number)
+        yield unit

@@ -254,14 +254,14 @@ class FolderRun(Run):
     def _add_digest(self, number: int, text: str) -> None:
         self.integrity.on_digest(number, text)
 
-    def resumed_unit(self, number: int) -> PipelineUnit:
-        """Return a unit with its durable part, if there is any."""
-        unit = super().resumed_unit(number)
-        if unit.digests or unit.prefix:
-            part = self.read_note(PART_FOLDER, number)
-            if part is not None:
-                self._parts[number] = part
-        return unit
+    def prepare_unit(self, number: int) -> PipelineUnit:
+        """Return a claimed unit with its durable part, if there is any. See `Run.prepare_unit`."""
+        unit = super().prepare_unit(number)
+        part = self.read_note(PART_FOLDER, number)
+        if part is None or part.session != self.session:
+            return unit
+        self._parts[number] = part
+        return replace(unit, digests=part.digests, prefix=part.prefix)
 
     def begin(self, unit: PipelineUnit) -> None:
         """Do nothing before a unit. See `UnitObserver`."""

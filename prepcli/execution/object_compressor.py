@@ -84,14 +84,13 @@ class ObjectCompressor:
         """
         self._codec = codec_of(compression)
         self._level = compression.level
+        self._extents = extents
         self._states: dict[int, _ObjectState] = {}
-        for file, file_extents in extents.items():
-            self._states[file] = _ObjectState(sorted(_chunk_ranges(file_extents)))
         self._slots = threading.Semaphore(num_threads)
 
     def compress(self, piece: Piece) -> ByteArray:
         """Return the compressed bytes of a piece. They may be empty before the last piece of an object."""
-        state = self._states[piece.file]
+        state = self._state(piece.file)
         num_chunks = len(state.chunks) - len(state.lengths)
         compressed = _Buffer(self._codec.max_encoded_nbytes(piece.data.size, num_chunks))
         with self._slots:
@@ -113,7 +112,12 @@ class ObjectCompressor:
 
     def lengths(self, file: int) -> list[int]:
         """Return the compressed lengths of the chunks of a complete object, in the order of their offsets."""
-        return self._states[file].lengths
+        return self._state(file).lengths
+
+    def _state(self, file: int) -> _ObjectState:
+        if file not in self._states:
+            self._states[file] = _ObjectState(sorted(_chunk_ranges(self._extents.get(file, ()))))
+        return self._states[file]
 
     def _compress_run(self, state: _ObjectState, run: ByteArray, compressed: _Buffer) -> None:
         if state.stream is None:

@@ -87,11 +87,11 @@ class Run(ABC):
         )
         self.writer = f"{socket.gethostname()}:{os.getpid()}"
         share = self.pool.share
-        self._order = order_units(units, count=share.count, index=share.index)
+        self.order = order_units(units, count=share.count, index=share.index)
         self._claims: dict[int, Claim] = {}
-        self._checks_units = False
+        self.checks_units = False
+        self.has_begun = False
         self._shows_progress = False
-        self._has_begun = False
         self._has_said_waiting = False
 
     def run(self) -> ConversionResult:
@@ -117,17 +117,19 @@ class Run(ABC):
             self._check_transformed(self.plan.streams)
         else:
             # Each process checks the units that it writes.
-            self._checks_units = bool(find_transformed(self.source, self.plan.streams))
+            self.checks_units = bool(find_transformed(self.source, self.plan.streams))
         with closing(self):
-            if not self.join():
-                return ConversionResult(already_done=True)
-            with note_durable_work(self._describe_durable):
-                self.pool.start()
-                while not self.store.is_published():
-                    self._write_all()
-                    self._publish()
+            self.result.already_done = not self.join()
+            if not self.result.already_done:
+                with note_durable_work(self._describe_durable):
+                    self.pool.start()
+                    while not self.store.is_published():
+                        self._write_all()
+                        self._publish()
             peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
         self.remove_leftovers()
+        if self.result.already_done:
+            return self.result
         self.result.peak_nbytes = max(0, peak_nbytes - start_nbytes)
         self.pool.add_reports(self.result)
         return self.result
@@ -190,7 +192,7 @@ class Run(ABC):
         self._begin_progress()
         try:
             while not self._is_over():
-                units = self._claim_units()
+                units = self.claim_units()
                 first = next(units, None)
                 if first is None:
                     self._wait()
@@ -209,12 +211,12 @@ class Run(ABC):
         for number in self.store.units_with(PART_FOLDER):
             if number not in self.notes and (part := self.read_note(PART_FOLDER, number)):
                 done_nbytes += self._durable_nbytes(part)
-        if done_nbytes and not self._has_begun:
+        if done_nbytes and not self.has_begun:
             sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
             self.note(f"resuming {self.store.name}: {sizes} are durable")
         self.pool.progress.begin(self.plan.command, total_nbytes, done_nbytes)
         self._shows_progress = True
-        self._has_begun = True
+        self.has_begun = True
 
     def _is_over(self) -> bool:
         return len(self.notes) == len(self.units) or self.store.is_published()
@@ -231,9 +233,13 @@ class Run(ABC):
                 self.earlier_notes[number] = note
                 continue
             self.earlier_notes.pop(number, None)
-            self.notes[number] = note
-            if self._shows_progress and self._is_foreign(note):
-                self.pool.progress.advance(self.units[number].nbytes)
+            self.add_note(number, note)
+
+    def add_note(self, number: int, note: UnitNote) -> None:
+        """Add a believed note of another process."""
+        self.notes[number] = note
+        if self._shows_progress and self._is_foreign(note):
+            self.pool.progress.advance(self.units[number].nbytes)
 
     def _is_foreign(self, note: UnitNote) -> bool:
         """Return whether the bytes of a note are missing in the progress of this process and its workers."""
@@ -259,9 +265,9 @@ class Run(ABC):
         """Release the claim of a unit."""
         self._claims.pop(number).__exit__(None, None, None)
 
-    def _claim_units(self) -> Iterator[PipelineUnit]:
+    def claim_units(self) -> Iterator[PipelineUnit]:
         """Yield the units that this process can claim, in its order."""
-        for number in self._order:
+        for number in self.order:
             if number in self.notes or number in self.earlier_notes or not self.claim(number):
                 continue
             # Another process may have noted the unit since this one has looked. The order counts: the state is
@@ -271,21 +277,17 @@ class Run(ABC):
             if note is not None or self.store.is_published():
                 self.release(number)
                 continue
-            unit = self.units[number]
-            if self._checks_units:
-                # Before the buffers of the pipeline exist
-                self._check_transformed([self.plan.streams[stream] for stream in unit.streams])
-            yield self.resumed_unit(number)
-            if self._checks_units:
+            yield self.prepare_unit(number)
+            if self.checks_units:
+                # The next unit is checked before the buffers of its pipeline exist.
                 return
 
-    def resumed_unit(self, number: int) -> PipelineUnit:
-        """Return a unit with its durable part, if there is any."""
-        part = self.read_note(PART_FOLDER, number)
+    def prepare_unit(self, number: int) -> PipelineUnit:
+        """Return a claimed unit. Raise DamagedError if one of its tensors is damaged."""
         streams = self.units[number].streams
-        if part is None or part.session != self.session:
-            return PipelineUnit(number, streams)
-        return PipelineUnit(number, streams, part.digests, part.prefix)
+        if self.checks_units:
+            self._check_transformed([self.plan.streams[stream] for stream in streams])
+        return PipelineUnit(number, streams)
 
     def note_unit(self, number: int, note: UnitNote) -> None:
         """Note that a unit is durable. Called in one of several threads."""

@@ -45,6 +45,8 @@ RENEW_S = 30.0
 STALE_S = 300.0
 # Seconds without a successful renewal until `check` asks the store.
 UNSURE_S = 120.0
+# Seconds without a renewal until another process with the same plan renews a shared lock.
+ORPHANED_S = 90.0
 MAX_NBYTES = 4096  # size of the lock object
 # Tries to acquire a lock while other processes acquire and release it.
 MAX_TRIES = 10
@@ -120,7 +122,11 @@ def is_locked_by(bucket: Bucket, plan_digest: str) -> bool:
 
 
 class BucketLock:
-    """The lock of a URL, held from `acquire` to `release`. A thread renews it."""
+    """The lock of a URL, held from `acquire` to `release`. A thread renews it.
+
+    A shared lock is held by all processes with one plan. One of them renews it. Another one takes it over if the object
+    is gone, or is not renewed any more.
+    """
 
     def __init__(
         self,
@@ -129,6 +135,7 @@ class BucketLock:
         *,
         note: Callable[[str], object] = ignore_note,
         renew_s: float = RENEW_S,
+        is_shared: bool = False,
     ) -> None:
         """Create a free lock.
 
@@ -137,10 +144,14 @@ class BucketLock:
             plan_digest: Digest of the plan. A holder with the same plan is replaced.
             note: Receives a line if the URL cannot be locked or unlocked.
             renew_s: Seconds between two renewals.
+            is_shared: Share the lock with processes that have the same plan, instead of replacing them.
         """
         self._bucket = bucket
         self._note = note
         self._renew_s = renew_s
+        self._is_shared = is_shared
+        # Version of the lock object of another process with the same plan, and the time since when it has it
+        self._peer: tuple[ObjectVersion, float] | None = None
         self._owner = LockOwner(
             socket.gethostname(), os.getpid(), plan_digest, secrets.token_hex(8)
         )
@@ -209,6 +220,9 @@ class BucketLock:
             # An earlier request of this process arrived, and its answer was lost.
             return lock_object.version
         _check_available(self._bucket, lock_object, self._owner.plan)
+        if self._is_shared and owner.plan == self._owner.plan:
+            self._peer = (lock_object.version, time.monotonic())
+            return lock_object.version
         return replace_object(self._bucket, LOCK_FILE, self._owner.to_bytes(), lock_object.version)
 
     def check(self) -> None:
@@ -254,6 +268,8 @@ class BucketLock:
             # No write after `release`: it would create the lock object again.
             if self._version is None or self._new_owner is not None or self._released.is_set():
                 return
+            if self._peer is not None and not self._is_orphaned(self._peer):
+                return
             owner = self._owner
             self._owner = LockOwner(
                 owner.host, owner.process, owner.plan, owner.token, owner.renewals + 1
@@ -273,14 +289,40 @@ class BucketLock:
                 # The token is this owner's if an earlier request arrived and its answer was lost.
                 if holder.token == owner.token:
                     version = lock_object.version
+                elif self._is_shared and holder.plan == owner.plan:
+                    self._peer = (lock_object.version, time.monotonic())
+                    self._renewed_s = time.monotonic()
                 else:
                     self._new_owner = holder
             if version is not None:
+                self._peer = None
                 self._version = version
                 self._renewed_s = time.monotonic()
 
-    def release(self) -> None:
-        """Remove the lock object, unless another process has taken the lock over."""
+    def _is_orphaned(self, peer: tuple[ObjectVersion, float]) -> bool:
+        """Return whether this process must renew the lock, instead of the process with the same plan that had it."""
+        version, since_s = peer
+        lock_object = read_object(self._bucket, LOCK_FILE, MAX_NBYTES)
+        if lock_object is None:
+            return True
+        holder = LockOwner.from_bytes(lock_object.content)
+        if holder.plan != self._owner.plan:
+            self._new_owner = holder
+            return False
+        now_s = time.monotonic()
+        self._renewed_s = now_s
+        if lock_object.version != version:
+            self._peer = (lock_object.version, now_s)
+            return False
+        self._version = version
+        return now_s - since_s > ORPHANED_S
+
+    def release(self, *, is_over: bool = False) -> None:
+        """Remove the lock object, unless another process has taken the lock over.
+
+        Args:
+            is_over: Whether the work is complete. The lock of another process with the same plan is then removed too.
+        """
         self._released.set()
         with self._mutex:
             is_held = self._version is not None and self._new_owner is None
@@ -292,7 +334,10 @@ class BucketLock:
             owner = lock_owner(self._bucket)
             # A delete has no condition in obstore 0.12. Between this read and the delete, only
             # the same plan could take the lock, or another plan STALE_S after the last renewal.
-            if owner is not None and owner.token == self._owner.token:
+            if owner is None:
+                return
+            is_own = owner.token == self._owner.token
+            if is_own or (is_over and owner.plan == self._owner.plan):
                 self._bucket.delete(LOCK_FILE)
         except PrepError as error:
             self._note(f"{self._bucket.name}/{LOCK_FILE} was not removed: {error.why}")

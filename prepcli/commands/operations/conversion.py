@@ -33,6 +33,7 @@ from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.engine import casts
 from prepcli.engine.budget import parse_memory
 from prepcli.engine.pipeline import ConversionResult
+from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.folder_run import FolderRun
 from prepcli.execution.folder_store import remove_leftover
 from prepcli.execution.output_paths import check_output_paths
@@ -457,11 +458,8 @@ def _convert_to_bucket(
     opened = replace(opened, planned=replace(opened.planned, plan=plan))
 
     def execute(request: ExecutionRequest) -> tuple[ConversionResult, Manifest]:
-        from prepcli.execution.bucket_executor import BucketExecutor
-
-        executor = BucketExecutor(request, url)
-        result = executor.run()
-        return result, executor.read_manifest()
+        run = BucketRun(request, url)
+        return run.run(), run.read_manifest()
 
     return _convert(common, observer, opened, started_s, out=str(url), execute=execute)
 

@@ -1,44 +1,52 @@
-"""Progress of the units of work of a process: sent objects, digests, and checksums of their blocks."""
+"""Write units of work to an object store: their objects are assembled, compressed if necessary, and sent."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import ByteArray
-from prepcli.engine.object_assembler import Piece
-from prepcli.execution.bucket_run import UnitNote
+from prepcli.engine.object_assembler import ObjectAssembler, Piece, PieceLimits
 from prepcli.execution.finalize import output_path
 from prepcli.execution.object_compressor import ObjectCompressor
+from prepcli.execution.unit_notes import UnitNote
+from prepcli.planning import coverage
 from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
-from prepcli.planning.plan import Plan
+from prepcli.planning.object_passes import streams_of_spans
+from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.work_units import WorkUnit
 from prepcli.remote.object_writes import ObjectUploads
 from prepcli.remote.remote_files import RemoteFile
 
 
-class UnitProgress:
-    """Sends the pieces of objects, and notes a unit once all its objects are sent and its streams digested."""
+class ObjectWriter:
+    """Assembles and sends the objects of units, and notes a unit once all are sent and its streams are digested.
+
+    Attributes:
+        assembler: The sink of the pipeline.
+    """
 
     def __init__(
         self,
         plan: Plan,
-        units: Mapping[int, WorkUnit],
+        units: Sequence[WorkUnit],
         uploads: ObjectUploads,
+        limits: PieceLimits,
         *,
         on_done: Callable[[int, UnitNote], None],
         num_compressing: int = 0,
     ) -> None:
-        """Begin with no object sent.
+        """Begin without a unit.
 
         Args:
-            plan: The plan of the whole output.
-            units: The units to write, by number.
+            plan: The plan of the output.
+            units: All units of the plan.
             uploads: Sends the pieces.
+            limits: Limits of the memory.
             on_done: Called with the number and the note of each complete unit, in one of several threads.
             num_compressing: Number of concurrent compressions. 0 without compression.
         """
@@ -53,26 +61,55 @@ class UnitProgress:
         self._num_pending: dict[int, int] = {}
         # The pipeline digests in one thread, and pieces are sent in others.
         self._lock = threading.Lock()
-        for number, unit in units.items():
-            streams = [stream for stream in unit.streams if plan.streams[stream].nbytes]
-            self._unit_of_file.update(dict.fromkeys(unit.files, number))
-            self._unit_of_stream.update(dict.fromkeys(streams, number))
-            self._objects[number] = []
-            self._digests[number] = {}
-            self._num_pending[number] = len(streams) + len(unit.files)
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        for file, start, stop in coverage.written_spans(plan):
+            self._spans.setdefault(file, []).append((start, stop))
         extents = chunk_extents(plan.leaves)
         self._extents: dict[int, list[ChunkExtent]] = {}
         for extent in extents:
-            if extent.file in self._unit_of_file:
-                self._extents.setdefault(extent.file, []).append(extent)
-        self._recorder = ChecksumRecorder(None, extents)
+            self._extents.setdefault(extent.file, []).append(extent)
+        self._recorder = ChecksumRecorder(extents)
         self._compressor: ObjectCompressor | None = None
         if plan.compression:
             self._compressor = ObjectCompressor(self._extents, plan.compression, num_compressing)
         # Compressed bytes of each object so far, by file
         self._compressed_nbytes: dict[int, int] = {}
+        self.assembler = ObjectAssembler(
+            {}, {}, limits, send=self._send, on_complete=self._record_checksums
+        )
 
-    def record_checksums(self, piece: Piece) -> None:
+    def expect(self, number: int) -> None:
+        """Expect the digests of a unit. Called before its first byte is read."""
+        unit = self._units[number]
+        streams = [stream for stream in unit.streams if self._plan.streams[stream].nbytes]
+        self._objects[number] = []
+        self._digests[number] = {}
+        self._num_pending[number] = len(streams) + len(unit.files)
+        self._unit_of_file.update(dict.fromkeys(unit.files, number))
+        self._unit_of_stream.update(dict.fromkeys(streams, number))
+
+    def begin(self, number: int) -> None:
+        """Begin to assemble the objects of a unit, in the thread that writes."""
+        files = self._units[number].files
+        spans = {file: self._spans.get(file, []) for file in files}
+        self.assembler.add({file: self._plan.files[file] for file in files}, spans)
+
+    def missing_streams(self, slab_nbytes: int) -> list[Stream]:
+        """Begin another pass. Return the streams with bytes of incomplete pieces, or an empty list if there are none.
+
+        Args:
+            slab_nbytes: Maximum size of a slab.
+        """
+        missing = self.assembler.missing_spans()
+        if not missing:
+            return []
+        self.assembler.begin_pass()
+        streams: list[Stream] = []
+        for number in sorted({self._unit_of_file[file] for file in missing}):
+            streams += [self._plan.streams[stream] for stream in self._units[number].streams]
+        return streams_of_spans(streams, missing, slab_nbytes=slab_nbytes)
+
+    def _record_checksums(self, piece: Piece) -> None:
         """Record the checksums of a piece. The pieces of an object come in order, one call at a time."""
         piece_stop = piece.start + piece.data.size
         for extent in self._extents.get(piece.file, ()):
@@ -91,7 +128,7 @@ class UnitProgress:
                     copy = StridedCopy(0, piece.file, start, stop - start)
                     self._recorder.record((copy,), run)
 
-    def send(self, piece: Piece) -> None:
+    def _send(self, piece: Piece) -> None:
         """Send a piece, in one of several threads. Raises PrepError."""
         file = self._plan.files[piece.file]
         path = output_path(self._plan, file.path)
@@ -144,7 +181,8 @@ class UnitProgress:
         if self._compressor is not None:
             for file in self._units[number].files:
                 lengths[file] = self._compressor.lengths(file)
-        return UnitNote(tuple(objects), self._digests.pop(number), numbers, sums, lengths)
+        digests = self._digests.pop(number)
+        return UnitNote(digests, numbers, sums, objects=tuple(objects), lengths=lengths)
 
 
 def _block_numbers(extents: Sequence[ChunkExtent]) -> list[int]:

@@ -1,0 +1,359 @@
+"""State of a run below a URL of an object store, in objects `URL/.prep/...`. A run resumes from them on any machine.
+
+Beside the state that `run_store` describes:
+
+    source.json     also says that the objects of an earlier output are deleted, and names the session
+    claims/N        the process that works on unit N
+    alive/PROCESS   rewritten by a running process every RENEW_S seconds
+
+A session begins when the objects of an earlier output or run are deleted. Notes name versions of objects, which are
+compared before the publication, so that a note is believed in the whole session.
+
+Object stores have conditional writes instead of locks. A claim is created by one of several processes. It ends when its
+process has ended: it has deleted its object below `alive`, has not rewritten it for STALE_S seconds, or is a process of
+this host that no longer exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
+from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import load_json
+from prepcli.execution.finalize import WORK_FOLDER
+from prepcli.execution.run_store import (
+    CLAIMS_FOLDER,
+    DONE_FOLDER,
+    RUN_FILE,
+    SOURCE_FILE,
+    Claim,
+    other_run_error,
+)
+from prepcli.execution.stored_outputs import stored_manifest
+from prepcli.execution.unit_notes import decode_record, encode_record
+from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.orbax import COMMIT_MARKER
+from prepcli.remote.bucket_lock import BucketLock
+from prepcli.remote.conditional_objects import (
+    ConditionsNotSupportedError,
+    create_object,
+    read_object,
+    replace_object,
+)
+from prepcli.remote.object_store import Bucket
+from prepcli.remote.remote_files import RemoteFile
+from prepcli.remote.retries import map_in_daemon_threads
+
+ALIVE_FOLDER = "alive"
+BEGIN = "begin"  # the claim of the process that begins the run
+MAX_RECORD_NBYTES = 1 << 20
+MAX_NOTE_NBYTES = 64 << 20
+RENEW_S = 20.0
+STALE_S = 60.0
+LOOK_S = 0.5
+NUM_THREADS = 16  # concurrent requests for small objects
+# A store may list an object later than it has written it. Up to so many are looked up by name.
+MAX_LOOKED_UP = 32
+
+
+class BucketStore:
+    """A `Store` below a URL.
+
+    Attributes:
+        bucket: Client of the output's URL.
+        session: Identifies the run since its last beginning.
+    """
+
+    def __init__(self, bucket: Bucket, run_id: str, note: Callable[[str], object]) -> None:
+        """Describe the state without any request.
+
+        Args:
+            bucket: Client of the output's URL.
+            run_id: Digest of the plan.
+            note: Receives a line if the URL cannot be locked.
+        """
+        self.bucket = bucket
+        self.session = ""
+        # Its listings have the state alone: an output may have 100,000 objects.
+        url = replace(bucket.url, path=bucket.url.key(WORK_FOLDER))
+        self._state = Bucket(url, bucket.retries, bucket.retry_policy)
+        self._run_id = run_id
+        self._lock = BucketLock(bucket, run_id, note=note, is_shared=True)
+        self._process = f"{secrets.token_hex(8)}_{os.getpid()}_{socket.gethostname()}"
+        self._left = threading.Event()
+        self._source: JsonObject = {}
+        # Version of the object below `alive` of another process, and the time since when it has it
+        self._seen: dict[str, tuple[str, float]] = {}
+        self._is_published = False
+
+    @property
+    def name(self) -> str:
+        """The URL."""
+        return self.bucket.name
+
+    # Joining
+
+    def join(
+        self,
+        identity: Mapping[str, object],
+        source: JsonObject,
+        *,
+        restart: bool,
+        is_done: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Join the run, and begin it unless `is_done` says that the output exists. See `Store.join`."""
+        self._lock.acquire()
+        self._write_alive()
+        threading.Thread(target=self._renew_until_left, daemon=True).start()
+        while restart or not self._is_open(identity):
+            claim = self.claim(BEGIN)
+            if claim is None:
+                time.sleep(LOOK_S)
+                continue
+            with claim:
+                # Another process may have begun the run since, and may even have published the output.
+                if restart or not self._is_open(identity):
+                    if is_done():
+                        return
+                    self._begin(identity, source, restart=restart)
+                restart = False
+
+    def _is_open(self, identity: Mapping[str, object]) -> bool:
+        """Return whether processes of this run may write. Read its session."""
+        record = self._read_record(SOURCE_FILE)
+        match record:
+            case {"run": dict(run), "session": str(session), "source": dict(source)} if (
+                run == identity and self._read_record(RUN_FILE) == identity
+            ):
+                self.session = session
+                self._source = source
+                return True
+        return False
+
+    def _begin(self, identity: Mapping[str, object], source: JsonObject, *, restart: bool) -> None:
+        """Delete all objects of an earlier output or run, and record this run.
+
+        Raises:
+            PrepError: Data objects of an unfinished run with another plan are there, and `restart` is not set.
+        """
+        earlier = self._read_record(RUN_FILE)
+        files = self.bucket.list_files()
+        has_manifest = any(file.path == MANIFEST_FILE for file in files)
+        is_replaceable = has_manifest or restart or _has_records_only(files)
+        if earlier is not None and earlier != identity and not is_replaceable:
+            raise other_run_error(self.name, earlier, identity)
+        # The order of requests, and what a kill between two of them leaves:
+        #   1. delete source    no process of an earlier run joins any more
+        #   2. write run        the objects are known to be of prep, even without a manifest
+        #   3. delete markers   the URL holds no complete output from here on
+        #   4. delete objects   the next process begins again: `source` is missing
+        #   5. write source     from here on, objects are of this run
+        self._state.delete(SOURCE_FILE)
+        self._write_record(RUN_FILE, identity)
+        kept = [f"{WORK_FOLDER}/{RUN_FILE}", f"{WORK_FOLDER}/{CLAIMS_FOLDER}/{BEGIN}"]
+        kept.append(f"{WORK_FOLDER}/{ALIVE_FOLDER}/")
+        markers = [file.path for file in files if _is_marker(file.path)]
+        # The manifest comes first: prep reads no output without it.
+        for path in sorted(markers, key=lambda path: path != MANIFEST_FILE):
+            self.bucket.delete(path)
+        others = [file.path for file in files if not _is_marker(file.path)]
+        self.bucket.delete_files([path for path in others if not path.startswith(tuple(kept))])
+        self.session = secrets.token_hex(8)
+        self._source = source
+        self._write_record(
+            SOURCE_FILE, {"run": dict(identity), "session": self.session, "source": source}
+        )
+
+    def source_at_start(self) -> JsonObject:
+        """Return the state of the source when the run began."""
+        return self._source
+
+    def check_same_run(self) -> None:
+        """Raise PrepError unless the objects still belong to this run."""
+        record = self._read_record(SOURCE_FILE)
+        if record is None or record.get("session") != self.session:
+            why = "another command has deleted the objects of this one"
+            raise PrepError(f"{self.name} was taken over", why, RERUN_HINT)
+
+    def confirm(self) -> None:
+        """Raise PrepError if another plan has taken the URL over. Call it before the output becomes visible."""
+        self._lock.confirm()
+        self.check_same_run()
+
+    def leave(self) -> None:
+        """Leave the run. All claims of this process end."""
+        if not self._left.is_set():
+            self._left.set()
+            with contextlib.suppress(PrepError):
+                self._state.delete(f"{ALIVE_FOLDER}/{self._process}")
+            self._lock.release(is_over=self._is_published)
+
+    def _renew_until_left(self) -> None:
+        while not self._left.wait(RENEW_S):
+            # Without an answer of the store, the next renewal tries again.
+            with contextlib.suppress(PrepError):
+                self._write_alive()
+
+    def _write_alive(self) -> None:
+        # Each content differs, and so does the version of each renewal.
+        self.write(f"{ALIVE_FOLDER}/{self._process}", secrets.token_hex(8).encode())
+
+    # State
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of an object of the state, or None if it does not exist."""
+        stored = read_object(self._state, name, MAX_NOTE_NBYTES)
+        return None if stored is None else stored.content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object of the state."""
+        self._lock.check()
+        self._state.write_pieces(name, [content], size=len(content))
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects of the state."""
+        self._state.delete_files(list(names))
+
+    def list_state(self) -> tuple[RemoteFile, ...]:
+        """List the objects of the state."""
+        return self._state.list_files()
+
+    def units_with(self, folder: str) -> set[int]:
+        """Return the numbers of the units with an object in a folder of the state."""
+        units: set[int] = set()
+        for file in self.list_state():
+            parent, _, name = file.path.partition("/")
+            if parent == folder and name.isdecimal():
+                units.add(int(name))
+        return units
+
+    def find_done(self, num_units: int) -> set[int]:
+        """Return the numbers of the units with a note, also of those that the store lists late."""
+        done = self.units_with(DONE_FOLDER)
+        missing = [number for number in range(num_units) if number not in done]
+        if 0 < len(missing) <= MAX_LOOKED_UP:
+            paths = [f"{DONE_FOLDER}/{number}" for number in missing]
+            found = map_in_daemon_threads(self._state.find_file, paths, num_threads=NUM_THREADS)
+            done.update(number for number, file in zip(missing, found) if file is not None)
+        return done
+
+    def read_many(self, names: Iterable[str]) -> list[bytes | None]:
+        """Read objects of the state concurrently."""
+        return map_in_daemon_threads(self.read, names, num_threads=NUM_THREADS)
+
+    def claim_many(self, names: Iterable[str]) -> list[Claim | None]:
+        """Claim units concurrently. See `Store.claim`."""
+        return map_in_daemon_threads(self.claim, names, num_threads=NUM_THREADS)
+
+    def claim(self, name: str) -> Claim | None:
+        """Return a claim, also the one of a process that has ended, or None while another process has it."""
+        path = f"{CLAIMS_FOLDER}/{name}"
+        content = json.dumps({"process": self._process}).encode()
+        try:
+            version = create_object(self._state, path, content)
+            if version is None:
+                stored = read_object(self._state, path, MAX_RECORD_NBYTES)
+                if stored is None or self._is_alive(_claim_process(stored.content)):
+                    return None
+                version = replace_object(self._state, path, content, stored.version)
+        except ConditionsNotSupportedError:
+            # Processes may write the same unit twice.
+            return contextlib.ExitStack()
+        if version is None:
+            return None
+        claim = contextlib.ExitStack()
+        claim.callback(self._release, path)
+        return claim
+
+    def _release(self, path: str) -> None:
+        # The claim of a noted unit may stay: it is deleted with the state.
+        if path.rpartition("/")[2] in (BEGIN, "publish") and not self.is_published():
+            with contextlib.suppress(PrepError):
+                self._state.delete(path)
+
+    def _is_alive(self, process: str) -> bool:
+        """Return whether the process of a claim may still run."""
+        if process == self._process:
+            return True
+        _, _, place = process.partition("_")
+        pid, _, host = place.partition("_")
+        if host == socket.gethostname() and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            return False
+        file = self._state.find_file(f"{ALIVE_FOLDER}/{process}")
+        if file is None:
+            return False
+        version, since_s = self._seen.get(process, ("", 0.0))
+        now_s = time.monotonic()
+        if file.digest != version:
+            self._seen[process] = (file.digest, now_s)
+            return True
+        return now_s - since_s < STALE_S
+
+    # Publication
+
+    def is_published(self) -> bool:
+        """Return whether the output of this run is published."""
+        if not self._is_published:
+            file = self.bucket.find_file(MANIFEST_FILE)
+            if file is not None:
+                manifest = stored_manifest(self.bucket, [file])
+                self._is_published = manifest is not None and manifest.plan == self._run_id
+        return self._is_published
+
+    def delete_state(self) -> None:
+        """Delete the state of a published output, its identity last."""
+        paths = [file.path for file in self.list_state()]
+        self._state.delete_files([path for path in paths if path != RUN_FILE])
+        self._state.delete_files([path for path in paths if path == RUN_FILE])
+
+    # Records
+
+    def _read_record(self, path: str) -> JsonObject | None:
+        """Read a record. Return None if it does not exist."""
+        stored = read_object(self._state, path, MAX_RECORD_NBYTES)
+        if stored is None:
+            return None
+        try:
+            return decode_record(stored.content)
+        except ValueError as error:
+            hint = text("{} deletes it", Option("restart", True))
+            raise PrepError(f"{path} of {self._state.name} is damaged", str(error), hint) from error
+
+    def _write_record(self, path: str, content: Mapping[str, object]) -> None:
+        data = encode_record(content)
+        self._state.write_pieces(path, [data], size=len(data))
+
+
+def _claim_process(content: bytes) -> str:
+    """Return the process of a claim, or an empty text if the claim is damaged."""
+    try:
+        match load_json(content):
+            case {"process": str(process)}:
+                return process
+    except ValueError:
+        pass
+    return ""
+
+
+def _has_records_only(files: Collection[RemoteFile]) -> bool:
+    """Return whether an unfinished run has no data objects and no notes.
+
+    A refused source or an early kill leaves such a run. Its objects are deleted without a request of the user.
+    """
+    records = {f"{WORK_FOLDER}/{name}" for name in (RUN_FILE, SOURCE_FILE)}
+    folders = (f"{WORK_FOLDER}/{CLAIMS_FOLDER}/", f"{WORK_FOLDER}/{ALIVE_FOLDER}/")
+    return all(file.path in records or file.path.startswith(folders) for file in files)
+
+
+def _is_marker(path: str) -> bool:
+    return path.rpartition("/")[2] in (MANIFEST_FILE, COMMIT_MARKER)
