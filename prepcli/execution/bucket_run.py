@@ -54,6 +54,8 @@ from prepcli.remote.retries import retry_policy_from_env
 
 # Units that a process claims at once. Their requests are sent concurrently.
 MAX_CLAIMED = 16
+# A store may list an object later than it has written it. Up to so many missing notes are looked up by name.
+MAX_LOOKED_UP = 32
 
 
 class BucketRun(Run):
@@ -160,10 +162,12 @@ class BucketRun(Run):
 
     def remove_leftovers(self) -> None:
         """Delete the state and the lock of a process killed after the publication, and late notes."""
-        has_state = bool(self.bucket_store.list_state())
-        if has_state or is_locked_by(self.bucket, self.request.run_id):
-            with BucketLock(self.bucket, self.request.run_id, note=self.note):
-                self.bucket_store.delete_state()
+        # The output is complete, also if they stay.
+        with suppress(PrepError):
+            has_state = bool(self.bucket_store.list_state())
+            if has_state or is_locked_by(self.bucket, self.request.run_id):
+                with BucketLock(self.bucket, self.request.run_id, note=self.note):
+                    self.bucket_store.delete_state()
 
     # Notes
 
@@ -178,8 +182,11 @@ class BucketRun(Run):
 
     def look(self) -> None:
         """Read the notes of other processes, several at a time."""
-        unknown = self.bucket_store.find_done(len(self.units)) - self.notes.keys()
-        numbers = sorted(number for number in unknown if number < len(self.units))
+        unknown = [number for number in range(len(self.units)) if number not in self.notes]
+        found = self.bucket_store.units_with(DONE_FOLDER)
+        if len(unknown) <= MAX_LOOKED_UP:
+            found = self.bucket_store.find_notes(unknown)
+        numbers = sorted(found.intersection(unknown))
         contents = self.bucket_store.read_many(f"{DONE_FOLDER}/{number}" for number in numbers)
         num_invalid = 0
         for number, content in zip(numbers, contents):
@@ -192,6 +199,10 @@ class BucketRun(Run):
             self.note(f"{num_invalid} parts written by another run or version: writing again")
         if not self.has_begun and self.pool.share.index == 0:
             self.result.resumed_nbytes = sum(self.units[number].nbytes for number in self.notes)
+
+    def find_noted(self) -> set[int]:
+        """Return the believed notes that still exist. See `Run.find_noted`."""
+        return self.bucket_store.find_notes(self.notes.keys())
 
     # Writing
 

@@ -62,8 +62,6 @@ RENEW_S = 20.0
 STALE_S = 60.0
 LOOK_S = 0.5
 NUM_THREADS = 16  # concurrent requests for small objects
-# A store may list an object later than it has written it. Up to so many are looked up by name.
-MAX_LOOKED_UP = 32
 
 
 class BucketStore:
@@ -237,15 +235,13 @@ class BucketStore:
                 units.add(int(name))
         return units
 
-    def find_done(self, num_units: int) -> set[int]:
-        """Return the numbers of the units with a note, also of those that the store lists late."""
-        done = self.units_with(DONE_FOLDER)
-        missing = [number for number in range(num_units) if number not in done]
-        if 0 < len(missing) <= MAX_LOOKED_UP:
-            paths = [f"{DONE_FOLDER}/{number}" for number in missing]
-            found = map_in_daemon_threads(self._state.find_file, paths, num_threads=NUM_THREADS)
-            done.update(number for number, file in zip(missing, found) if file is not None)
-        return done
+    def find_notes(self, numbers: Collection[int]) -> set[int]:
+        """Return the units with a note among some units. A store may list an object later than it has written it."""
+        listed = self.units_with(DONE_FOLDER).intersection(numbers)
+        others = sorted(set(numbers) - listed)
+        paths = [f"{DONE_FOLDER}/{number}" for number in others]
+        found = map_in_daemon_threads(self._state.find_file, paths, num_threads=NUM_THREADS)
+        return listed | {number for number, file in zip(others, found) if file is not None}
 
     def read_many(self, names: Iterable[str]) -> list[bytes | None]:
         """Read objects of the state concurrently."""
@@ -263,9 +259,16 @@ class BucketStore:
             version = create_object(self._state, path, content)
             if version is None:
                 stored = read_object(self._state, path, MAX_RECORD_NBYTES)
-                if stored is None or self._is_alive(_claim_process(stored.content)):
+                if stored is None:
                     return None
-                version = replace_object(self._state, path, content, stored.version)
+                owner = _claim_process(stored.content)
+                if owner == self._process:
+                    # An earlier request arrived, and its answer was lost.
+                    version = stored.version
+                elif self._is_alive(owner):
+                    return None
+                else:
+                    version = replace_object(self._state, path, content, stored.version)
         except ConditionsNotSupportedError:
             # Processes may write the same unit twice.
             return contextlib.ExitStack()
@@ -283,8 +286,6 @@ class BucketStore:
 
     def _is_alive(self, process: str) -> bool:
         """Return whether the process of a claim may still run."""
-        if process == self._process:
-            return True
         _, _, place = process.partition("_")
         pid, _, host = place.partition("_")
         if host == socket.gethostname() and pid.isdecimal() and not Path(f"/proc/{pid}").exists():

@@ -12,6 +12,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import closing
 
 from prepcli.core.counts import count_text
@@ -249,6 +250,10 @@ class Run(ABC):
             *(f"{socket.gethostname()}:{pid}" for pid in self.pool.worker_pids()),
         }
 
+    def find_noted(self) -> AbstractSet[int]:
+        """Return the units of which the note still exists."""
+        return self.store.units_with(DONE_FOLDER)
+
     def read_note(self, folder: str, number: int) -> UnitNote | None:
         """Return the note of a unit, or None if it is missing, damaged or of another run."""
         return UnitNote.decode(self.store.read(f"{folder}/{number}"), self.request.run_id)
@@ -357,8 +362,8 @@ class Run(ABC):
                 if self.store.is_published():
                     return
                 # A process that has found its source changed deletes its notes.
-                listed = self.store.units_with(DONE_FOLDER)
-                self.notes = {number: self.notes[number] for number in self.notes.keys() & listed}
+                noted = self.find_noted()
+                self.notes = {number: self.notes[number] for number in self.notes.keys() & noted}
                 if len(self.notes) < len(self.units):
                     return
                 self.publish()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.engine.background_sync import SYNC_INTERVAL_S, BackgroundSync, SyncPoint
+from prepcli.engine.background_sync import (
+    SYNC_INTERVAL_S,
+    BackgroundSync,
+    SyncPoint,
+    UnitPart,
+)
 from prepcli.engine.files import Files
-from prepcli.engine.journal import Journal, read_journal
 from tests.helpers.waiting import MAX_S
 
 
@@ -38,52 +43,59 @@ class Clock:
         return self.now_s
 
 
-def make_sync(path: Path, sink: Any, clock: Clock) -> BackgroundSync:
-    return BackgroundSync(sink, Journal(path, "run"), max_unsynced_nbytes=1000, clock=clock)
+def ignore_point(point: SyncPoint) -> None:
+    """Record nothing."""
 
 
-def test_sync_is_due_by_time_and_by_bytes(tmp_path: Path):
+def make_sync(
+    sink: Any, clock: Clock, record: Callable[[SyncPoint], None] = ignore_point
+) -> BackgroundSync:
+    return BackgroundSync(sink, record, max_unsynced_nbytes=1000, clock=clock)
+
+
+def test_sync_is_due_by_time_and_by_bytes():
     sink, clock = Sink(), Clock()
-    sync = make_sync(tmp_path / "journal", sink, clock)
+    sync = make_sync(sink, clock)
     assert not sync.is_due(999)
     assert sync.is_due(1000)
     clock.now_s = SYNC_INTERVAL_S
     assert sync.is_due(1)
     assert not sync.is_due(0)
     sink.may_sync.clear()
-    sync.submit(SyncPoint(1))
+    sync.submit(SyncPoint((1,)))
     assert not sync.is_due(999), "the previous sync is still running"
     assert sync.is_due(1000)
     sink.may_sync.set()
-    sync.finish(SyncPoint(2))
+    sync.finish(SyncPoint((2,)))
 
 
-def test_sync_records_points_once_they_are_durable(tmp_path: Path):
+def test_sync_records_points_once_they_are_durable():
     sink = Sink()
-    sync = make_sync(tmp_path / "journal", sink, Clock())
+    points: list[SyncPoint] = []
+    sync = make_sync(sink, Clock(), points.append)
     sink.may_sync.clear()
-    sync.submit(SyncPoint(5, {0: "a"}))
-    assert read_journal(tmp_path / "journal", "run").durable_nbytes == 0
+    first = SyncPoint((5,), UnitPart(6, {0: "a"}))
+    sync.submit(first)
+    assert not points
     sink.may_sync.set()
-    sync.finish(SyncPoint(9, {1: "b"}))
-    state = read_journal(tmp_path / "journal", "run")
-    assert (state.durable_nbytes, state.digests) == (9, {0: "a", 1: "b"})
+    last = SyncPoint((6,))
+    sync.finish(last)
+    assert points == [first, last]
 
 
-def test_sync_raises_the_error_of_the_previous_sync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_sync_raises_the_error_of_the_previous_sync(monkeypatch: pytest.MonkeyPatch):
     sink = Sink()
-    sync = make_sync(tmp_path / "journal", sink, Clock())
+    points: list[SyncPoint] = []
+    sync = make_sync(sink, Clock(), points.append)
 
     def fail() -> None:
         raise PrepError("the disk is gone")
 
     monkeypatch.setattr(sink, "sync", fail)
-    sync.submit(SyncPoint(5, {0: "a"}))
+    sync.submit(SyncPoint((5,)))
     with pytest.raises(PrepError, match="the disk is gone"):
-        sync.finish(SyncPoint(9))
-    assert read_journal(tmp_path / "journal", "run").durable_nbytes == 0
+        sync.finish(SyncPoint((9,)))
+    assert not points
 
 
 def test_file_written_during_a_sync_is_part_of_the_next_one(

@@ -16,7 +16,7 @@ from prepcli.algebra.grids import ChunkGrid, StridedPlacement
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.progress import NullProgress
 from prepcli.engine import checksum_recorder
-from prepcli.engine.checksum_recorder import ChecksumRecorder, compute_unknown, load_checksums
+from prepcli.engine.checksum_recorder import ChecksumRecorder, compute_unknown
 from prepcli.engine.digest import checksum
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
@@ -65,7 +65,7 @@ def test_recorder_matches_the_files(
         patch.setattr(checksum_blocks, "BLOCK_NBYTES", block_nbytes)
         patch.setattr(checksum_recorder, "MIN_RUN_NBYTES", 0)
         extents, paths = plan_extents(save_plan), save_plan.data_files(folder)
-        recorder = ChecksumRecorder(folder / "sums", extents)
+        recorder = ChecksumRecorder(extents)
         with (
             Files([save_plan.write_source(folder)]) as reader,
             Files(paths, save_plan.layout.file_sizes) as sink,
@@ -89,12 +89,12 @@ NUMBERS = np.array([checksum(block.data) for block in DATA.reshape(3, -1)], np.u
 
 
 @pytest.fixture
-def recorder(tmp_path: Path) -> ChecksumRecorder:
+def recorder() -> ChecksumRecorder:
     """Return a recorder of a leaf of three blocks that starts at byte 4096 of its file."""
     shape = (DATA.size,)
     box = PlacedChunks((0,), (1,), StridedPlacement(0, 4096, (0,), (DATA.size,)))
     leaves = [OutputLeaf(("x",), "int8", ChunkGrid(shape, shape), (box,))]
-    return ChecksumRecorder(tmp_path / "sums", chunk_extents(leaves))
+    return ChecksumRecorder(chunk_extents(leaves))
 
 
 def record_runs(recorder: ChecksumRecorder, *edges: int) -> None:
@@ -121,12 +121,9 @@ def test_recorder_does_not_compute_checksums_of_short_runs(recorder: ChecksumRec
     assert not recorder.sums.any()
 
 
-def test_load_checksums_restores_saved_ones(recorder: ChecksumRecorder, tmp_path: Path):
-    record_runs(recorder, 0, 2 * BLOCK_NBYTES)
-    recorder.save()
-    assert load_checksums(tmp_path / "sums", 3).tolist() == [*NUMBERS[:2], 0]
-    assert not load_checksums(tmp_path / "sums", 4).any(), "sums of another plan"
-    torn = (tmp_path / "sums").read_bytes()[:-1]
-    (tmp_path / "sums").write_bytes(torn)
-    assert not load_checksums(tmp_path / "sums", 3).any()
-    assert not load_checksums(tmp_path / "none", 3).any()
+def test_recorder_names_each_recorded_block_once(recorder: ChecksumRecorder):
+    record_runs(recorder, 0, BLOCK_NBYTES, BLOCK_NBYTES + 7)
+    assert recorder.new_blocks().tolist() == [0]
+    assert recorder.take_new().tolist() == [0]
+    record_runs(recorder, BLOCK_NBYTES + 7, DATA.size)
+    assert recorder.take_new().tolist() == [1, 2]

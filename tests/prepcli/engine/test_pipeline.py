@@ -20,11 +20,11 @@ from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.io_policy import WritePolicy
-from prepcli.engine.journal import Journal, StreamPrefix
-from prepcli.engine.pipeline import Pipeline
+from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.planning import coverage
 from prepcli.planning.plan import Contiguous, Fill, Stream
 from prepcli.planning.slabs import PAGE, split_streams
+from tests.helpers.durable_units import DurableUnit
 from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.strategies import complete_tables, leaf_by_numpy
@@ -189,7 +189,7 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, count: int):
                 if self.remaining < 0:
                     raise Killed
 
-        journal = Journal(tmp / "journal", "run")
+        durable = DurableUnit(plan.streams)
         with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
             try:
                 Pipeline(
@@ -198,14 +198,10 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, count: int):
                     sink=sink,
                     budget=make_budget(8),
                     progress=Stopping(),
-                    journal=journal,
+                    observer=durable,
                 ).run()
             except Killed:
-                assert journal.done_nbytes < sum(s.nbytes for s in plan.streams)
-        journal.close()
-        with (tmp / "journal").open("ab") as torn:
-            torn.write(b'{"done": 99')
-        journal = Journal(tmp / "journal", "run")
+                assert not durable.is_complete
         with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
             result = Pipeline(
                 plan.streams,
@@ -213,9 +209,10 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, count: int):
                 sink=sink,
                 budget=make_budget(64),
                 progress=NullProgress(),
-                journal=journal,
+                units=durable.resumed(),
+                observer=durable,
             ).run()
-        journal.close()
+        assert durable.is_complete
         for number, row in enumerate(rows):
             assert np.array_equal(save_plan.read_leaf(paths, number), leaf_by_numpy(row, tensors))
         assert list(result.digests.values()) == [
@@ -223,12 +220,6 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, count: int):
         ]
 
     check()
-
-
-def test_a_journal_of_another_run_is_refused(tmp_path):
-    Journal(tmp_path / "journal", "one").close()
-    with pytest.raises(PrepError, match="belongs to another run"):
-        Journal(tmp_path / "journal", "two")
 
 
 @pytest.mark.parametrize("limit", [28, 100, 4096])
@@ -269,18 +260,17 @@ def test_empty_tensors_have_digests(tmp_path):
         for name, shape in {"first": (0, 5), "full": (5,), "last": (3, 0)}.items()
     )
     with Files([tmp_path / "source"]) as reader, Files([tmp_path / "out"], [20]) as sink:
-        for read_nbytes in (20, 0):  # the second run has nothing to read
-            journal = Journal(tmp_path / "journal", "run")
+        expected = [xxhash.xxh3_128_hexdigest(bytes(n)) for n in (0, 20, 0)]
+        # The second run has nothing to read.
+        for read_nbytes, durable in ((20, {}), (0, {1: expected[1]})):
             result = Pipeline(
                 streams,
                 reader,
                 sink=sink,
                 budget=make_budget(64),
                 progress=NullProgress(),
-                journal=journal,
+                units=[PipelineUnit(0, range(3), durable)],
             ).run()
-            journal.close()
-            expected = [xxhash.xxh3_128_hexdigest(bytes(n)) for n in (0, 20, 0)]
             assert [result.digests[number] for number in range(3)] == expected
             assert result.read_nbytes == read_nbytes
 
@@ -351,25 +341,11 @@ def test_pipeline_transposes_in_slabs_of_any_size(tmp_path, chunk: tuple[int, in
     assert copy.read_bytes() == save_plan.tensors["w"].tobytes()
 
 
-class RecordingJournal(Journal):
-    """A journal that keeps the durable bytes of each record."""
-
-    def __init__(self, folder: Path) -> None:
-        self.marks: list[int] = []
-        super().__init__(folder / "journal", "run")
-
-    def record(
-        self, done_nbytes: int, digests: dict[int, str], *, prefix: StreamPrefix | None = None
-    ) -> None:
-        self.marks.append(done_nbytes)
-        super().record(done_nbytes, digests, prefix=prefix)
-
-
 @pytest.mark.parametrize("text", ["mlp embed <- {n}: embed mlp", "embed mlp <- {n}: embed mlp"])
 def test_run_never_syncs_between_slabs_that_share_pages(tmp_path, text: str):
     row = bind_row(parse_row(text), {"mlp": 40, "embed": 60, "n": 3})
     save_plan = make_save_plan([row], [row.leaf_shape])
-    journal = RecordingJournal(tmp_path)
+    durable = DurableUnit(save_plan.plan.streams)
     small = Budget(4000, 1600, 6)  # a sync every 2000 bytes
     with (
         Files([save_plan.write_source(tmp_path)]) as reader,
@@ -381,13 +357,12 @@ def test_run_never_syncs_between_slabs_that_share_pages(tmp_path, text: str):
             sink=sink,
             budget=small,
             progress=NullProgress(),
-            journal=journal,
+            observer=durable,
         ).run()
-    journal.close()
     complete_nbytes = [n * 40 * 60 * 4 for n in range(4)]
     is_turned = text.startswith("mlp")
-    assert ({*journal.marks} <= {*complete_nbytes}) == is_turned
-    assert journal.marks[-1] == complete_nbytes[-1]
+    assert ({*durable.marks()} <= {*complete_nbytes}) == is_turned
+    assert durable.marks()[-1] == complete_nbytes[-1]
 
 
 def test_pipeline_transposes_a_leaf_in_one_slab(tmp_path):

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
-from prepcli.core.errors import FAILED, STOPPED, PrepError
 from prepcli.execution.coordination import Team
 from prepcli.execution.staging import Staging, remove_work_folder
+
+from prepcli.core.errors import FAILED, STOPPED, PrepError
 from prepcli.planning.plan import Contiguous, Plan, Stream
 from prepcli.planning.shares import Share
 from tests.helpers.interleaving import ANY, COARSE, FINE, Process, World, explore, simulated, step

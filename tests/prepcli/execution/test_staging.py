@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from prepcli.core.errors import USAGE, PrepError
 from prepcli.engine.journal import Journal
 from prepcli.execution.failure_notes import FailureNotes
 from prepcli.execution.staging import (
@@ -23,6 +21,8 @@ from prepcli.execution.staging import (
     remove_work_folder,
 )
 from prepcli.execution.staging import RUN_FILE as RUN_FILE
+
+from prepcli.core.errors import USAGE, PrepError
 from prepcli.planning.shares import Share
 
 RUN: dict[str, object] = {"request": "prep x", "source": "a", "plan": "b", "prep": "1"}

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from prepcli.execution.staging import Staging
 
 from prepcli.core.errors import PrepError
 from prepcli.execution import locks
-from prepcli.execution.staging import Staging
 from prepcli.planning.shares import Share
 from tests.prepcli.execution.test_staging import RUN, open_stage, start_stage
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.engine import files
-from prepcli.execution.staging import Staging
+from prepcli.execution.folder_store import FolderStore
 from prepcli.sources.openers import orbax_item
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import run_ok
@@ -89,7 +89,7 @@ def test_unpublished_chunk_files_resume(
     words = [*SAVE, *compress, "--storage", "files"]
     run_ok(*words, "--out", "whole")
     with monkeypatch.context() as patched:
-        patched.setattr(Staging, "publish", fail)
+        patched.setattr(FolderStore, "publish", fail)
         assert main([*words, "--out", "out", "-q"]) == 1
     run_ok(*words, "--out", "out")
     assert read_files(tmp_path / "out") == read_files(tmp_path / "whole")

@@ -14,7 +14,7 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.engine.fills import numpy_dtype
 from prepcli.execution import compress
-from prepcli.execution.staging import Staging
+from prepcli.execution.folder_store import FolderStore
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import run_ok
@@ -180,7 +180,7 @@ def test_resumed_compression_needs_no_disk_space(
 ):
     words = ["save-init", "./model", "--out", "out", "--compress", "zstd", "-q"]
     with monkeypatch.context() as patched:
-        patched.setattr(Staging, "publish", fail)
+        patched.setattr(FolderStore, "publish", fail)
         assert main(words) == 1
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))

@@ -9,7 +9,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
-from prepcli.execution import execute
+from prepcli.execution import folder_run
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import run_failing_unchanged, run_ok
 from tests.helpers.tiny_checkpoints import make_checkpoint
@@ -74,7 +74,7 @@ def test_foreign_output_is_never_replaced(capsys, tmp_path: Path, kind: str):
 def test_foreign_output_created_late_is_not_replaced(capsys, monkeypatch):
     make_checkpoint(Path("m"))
     assert main(["save-init", "./m", "--out", "whole", "-q"]) == 0
-    original = execute.finalize_output
+    original = folder_run.finalize_folder
 
     def finalize_and_create_output(*args: Any, **options: Any) -> None:
         original(*args, **options)
@@ -82,7 +82,7 @@ def test_foreign_output_created_late_is_not_replaced(capsys, monkeypatch):
         Path("out/thesis.tex").write_text("years of work")
 
     with monkeypatch.context() as patched:
-        patched.setattr(execute, "finalize_output", finalize_and_create_output)
+        patched.setattr(folder_run, "finalize_folder", finalize_and_create_output)
         assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 1
     assert "error: out exists and is something else" in capsys.readouterr().err
     assert read_files(Path("out")) == {"thesis.tex": b"years of work"}
@@ -121,7 +121,7 @@ def test_loser_of_a_race_leaves_no_unfinished_output(
 ):
     make_checkpoint(Path("m"))
     winner = ("save-init", "./m", "--mesh", "1,2,1", "--out", "out")
-    check_free_space = execute.check_free_space
+    check_free_space = folder_run.check_free_space
     commands = [winner]
 
     def publish_other(*arguments: Any) -> None:
@@ -130,7 +130,7 @@ def test_loser_of_a_race_leaves_no_unfinished_output(
         if commands:
             run_ok(*commands.pop())
 
-    monkeypatch.setattr(execute, "check_free_space", publish_other)
+    monkeypatch.setattr(folder_run, "check_free_space", publish_other)
     assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
     assert "out exists and is something else" in capsys.readouterr().err
     assert sorted(path.name for path in Path().iterdir()) == ["m", "out"]
@@ -142,11 +142,11 @@ def test_unfinished_output_stays_when_another_command_publishes(
 ):
     make_checkpoint(Path("m"))
     with monkeypatch.context() as patches:
-        patches.setattr(execute, "finalize_output", fail)
+        patches.setattr(folder_run, "finalize_folder", fail)
         assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
     kept = read_files(Path("out.partial"))
     make_checkpoint(Path("other"))
-    is_done = execute.ConversionExecutor._is_already_done  # pyright: ignore[reportPrivateUsage]
+    is_done = folder_run.FolderRun.is_done
     calls: list[object] = []
 
     def find_other(self: Any) -> bool:
@@ -156,7 +156,7 @@ def test_unfinished_output_stays_when_another_command_publishes(
             Path("elsewhere").rename("out")
         return is_done(self)
 
-    monkeypatch.setattr(execute.ConversionExecutor, "_is_already_done", find_other)
+    monkeypatch.setattr(folder_run.FolderRun, "is_done", find_other)
     assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
     assert read_files(Path("out.partial")).keys() == kept.keys()
 

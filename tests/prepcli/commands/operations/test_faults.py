@@ -346,32 +346,25 @@ def test_source_change_between_runs_is_an_error(
     check_resumes("save-init", read_files(Path("whole")), "--restart")
 
 
-# Journals that are torn
+# Notes that are torn
 
 
 @pytest.mark.parametrize("name", slow_except(COMMANDS, ["save-init"]))
-def test_torn_journal_yields_the_same_output(sources: FaultSources, monkeypatch, name: str):
+def test_torn_note_yields_the_same_output(sources: FaultSources, monkeypatch, name: str):
     expected = sources.expected(COMMANDS[name])
     run_until_killed(monkeypatch, COMMANDS[name], syncs=3)
     shutil.copytree("out.partial", "before")
-    journal = Path("before/.prep/journal.0").read_bytes()
-    ends = [position for position, byte in enumerate(journal) if byte == 10]
-    lengths = {
-        0,
-        1,
-        len(journal) - 1,
-        *range(0, len(journal), 149),
-        *(end + step for end in ends for step in (0, 1, 2)),
-    }
-    for length in sorted(lengths):
+    note = min(Path("before/.prep/done").iterdir())
+    content = note.read_bytes()
+    for length in (0, 1, *range(149, len(content), 149), len(content) - 1):
         shutil.rmtree("out.partial", ignore_errors=True)
         shutil.copytree("before", "out.partial")
-        Path("out.partial/.prep/journal.0").write_bytes(journal[:length])
+        Path("out.partial/.prep/done", note.name).write_bytes(content[:length])
         check_resumes(name, expected)
         shutil.rmtree("out")
 
 
-@pytest.mark.parametrize("torn", ["run.json", "division.json"])
+@pytest.mark.parametrize("torn", ["run.json", "source.json"])
 @pytest.mark.parametrize("text", slow_except(["", "{", "[]", "{}"], ["", "{}"]))
 def test_torn_run_files_require_restart(
     sources: FaultSources, capsys, monkeypatch, torn: str, text: str
@@ -379,7 +372,7 @@ def test_torn_run_files_require_restart(
     expected = sources.expected(COMMANDS["save-init"])
     run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=3)
     Path("out.partial/.prep", torn).write_text(text)
-    if (torn, text) != ("division.json", "{}"):  # an empty division is created again
+    if (torn, text) != ("source.json", "{}"):  # a remote source has no state
         assert "--restart" in run_failing_command(capsys, "save-init")
     check_resumes("save-init", expected, "--restart")
 

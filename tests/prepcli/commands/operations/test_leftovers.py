@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("sources")
 KILLED = """\
 import os, signal, sys
 from prepcli.commands.cli.main import main
-from prepcli.execution import staging
+from prepcli.execution import folder_run, folder_store
 {function} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(main())
 """
@@ -32,7 +32,7 @@ def export_until(function: str) -> None:
     "words", [EXPORT, ("verify", "out"), ("save-init", "out", "--out", "other")]
 )
 def test_next_command_removes_work_folder_of_killed_run(words: tuple[str, ...]):
-    export_until("staging.remove_work_folder")
+    export_until("folder_store.remove_work_folder")
     assert Path("out/.prep").is_dir()
     run_ok(*words)
     assert not Path("out/.prep").exists()
@@ -40,7 +40,7 @@ def test_next_command_removes_work_folder_of_killed_run(words: tuple[str, ...]):
 
 
 def test_work_folder_of_unpublished_output_is_kept():
-    export_until("staging.Staging.publish")
+    export_until("folder_store.FolderStore.publish")
     assert Path("out.partial/prep-manifest.json").is_file()
     run_ok("verify", "out.partial")
     assert Path("out.partial/.prep").is_dir()

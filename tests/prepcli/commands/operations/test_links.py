@@ -84,16 +84,16 @@ def test_hub_cache_converts_with_its_links():
 
 
 def test_link_created_after_planning_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys):
-    from prepcli.execution import execute
+    from prepcli.execution import folder_run
 
-    original = execute.finalize_output
+    original = folder_run.finalize_folder
 
     def replace_file_by_link(*args: Any, **options: Any) -> None:
         Path("m/tokenizer_config.json").unlink()
         Path("m/tokenizer_config.json").symlink_to("../secret")
         original(*args, **options)
 
-    monkeypatch.setattr(execute, "finalize_output", replace_file_by_link)
+    monkeypatch.setattr(folder_run, "finalize_folder", replace_file_by_link)
     err = run_failing(capsys, 1, "pad-vocab", "./m", "--multiple", "8", "--out", "out")
     assert "tokenizer_config.json" in err
     assert not Path("out").exists()

@@ -12,10 +12,11 @@ FILES = (
     ".prep/lock",
     ".prep/door",
     ".prep/run.json",
-    ".prep/run.new",
-    ".prep/division.new",
-    ".prep/source.new",
-    ".prep/journal.0",
+    ".prep/session",
+    ".prep/source.json",
+    ".prep/claims/0",
+    ".prep/done/0",
+    ".prep/part/0",
     "d/67b5a8e8f4d0ee6fb0c2e1d57e0b2b2e",
     "_METADATA",
     "manifest.ocdbt",
@@ -39,7 +40,7 @@ def test_save_init_rejects_file_links_in_partial_output(capsys, file: str):
     target, link = Path("target"), Path("out.partial", file)
     target.write_text("mine")
     Path("out.partial/.prep").mkdir(parents=True)
-    link.parent.mkdir(exist_ok=True)
+    link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(target.absolute())
     assert save_init_refuses_link(capsys)
     assert target.read_text() == "mine"
@@ -48,7 +49,14 @@ def test_save_init_rejects_file_links_in_partial_output(capsys, file: str):
 
 
 @pytest.mark.parametrize(
-    "folder", ["out.partial", "out.partial/.prep", "out.partial/d", "out.partial/hf"]
+    "folder",
+    [
+        "out.partial",
+        "out.partial/.prep",
+        "out.partial/.prep/done",
+        "out.partial/d",
+        "out.partial/hf",
+    ],
 )
 def test_save_init_rejects_folder_links_in_partial_output(capsys, folder: str):
     target = Path("elsewhere")

@@ -15,7 +15,7 @@ from prepcli.commands.cli.main import main
 from prepcli.engine import pipeline
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import ConversionResult, Pipeline
-from prepcli.execution import compress, execute, finalize
+from prepcli.execution import compress, finalize, folder_run
 from tests.helpers.faults import COMMANDS as PLAIN
 from tests.helpers.faults import (
     FaultSources,
@@ -93,7 +93,7 @@ def test_resume_rewrites_flipped_bytes(sources: FaultSources, capsys, monkeypatc
 
 
 @pytest.mark.parametrize("name", slow_except(["save-init", "cast"], ["save-init"]))
-@pytest.mark.parametrize("file", ["journal.0", "division.json", "run.json", "source.json", "lock"])
+@pytest.mark.parametrize("file", ["done/0", "session", "run.json", "source.json", "lock"])
 def test_resume_never_trusts_a_damaged_run_file(
     sources: FaultSources, capsys, monkeypatch, name: str, file: str
 ):
@@ -135,7 +135,7 @@ def test_resume_clears_gaps_between_tensors(sources: FaultSources, monkeypatch):
 def test_resume_writes_only_the_damaged_tensors(sources: FaultSources, capsys, monkeypatch):
     total = sum(map(len, sources.expected(COMMANDS["pad-vocab"]).values()))
     with monkeypatch.context() as patched:
-        patched.setattr(execute, "finalize_output", kill)
+        patched.setattr(folder_run, "finalize_folder", kill)
         with pytest.raises(Killed):
             run("pad-vocab", "-q")
     path = max(Path("out.partial").glob("*.safetensors"), key=lambda path: path.stat().st_size)
@@ -222,14 +222,14 @@ def test_output_truncated_while_written_is_an_error(
 
 
 def test_output_change_while_finalizing_is_an_error(sources: FaultSources, capsys, monkeypatch):
-    expected, real_finalize = sources.expected(COMMANDS["save-init"]), execute.finalize_output
+    expected, real_finalize = sources.expected(COMMANDS["save-init"]), folder_run.finalize_folder
 
     def change(*args, **options) -> None:
         real_finalize(*args, **options)
         flip_bit(largest_data_file(), 10)
 
     with monkeypatch.context() as patched:
-        patched.setattr(execute, "finalize_output", change)
+        patched.setattr(folder_run, "finalize_folder", change)
         assert run("save-init") == 1
     assert "was changed by" in capsys.readouterr().err
     assert run("save-init") == 0

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import prepcli as prep
 from prepcli.core.errors import PrepError
-from prepcli.execution import execute
+from prepcli.execution import folder_run
 from tests.helpers.llama_trees import read_init
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import error_lines, run_ok
@@ -399,10 +399,10 @@ def test_flax_file_with_a_scale_is_refused(capsys: pytest.CaptureFixture[str]):
 
 
 def test_killed_export_with_a_scale_resumes():
-    """The journal has the digests of values before and after the scale."""
+    """The notes have the digests of values before and after the scale."""
     tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute, "finalize_output", interrupt)
+        patch.setattr(folder_run, "finalize_folder", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prep.export("./model", "out", layout="maxtext")
     run_ok("export", "./model", "--layout", "maxtext", "--out", "out")

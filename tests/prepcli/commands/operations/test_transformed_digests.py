@@ -289,6 +289,6 @@ def test_check_stays_within_the_memory_of_a_run(monkeypatch: pytest.MonkeyPatch)
         limits.append(memory_nbytes)
         check(source, streams, memory_nbytes, progress)
 
-    monkeypatch.setattr("prepcli.execution.execute.check_before_reading", record)
+    monkeypatch.setattr("prepcli.execution.run.check_before_reading", record)
     run_ok("save-init", "made", *DEQUANTIZE, "--memory", "32MiB", "--out", "out")
     assert limits == [32 << 20]
