@@ -124,9 +124,7 @@ class Run(ABC):
             if not self.result.already_done:
                 with note_durable_work(self._describe_durable):
                     self.pool.start()
-                    while not self.store.is_published():
-                        self._write_all()
-                        self._publish()
+                    self.complete()
             peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
         self.remove_leftovers()
         if self.result.already_done:
@@ -134,6 +132,12 @@ class Run(ABC):
         self.result.peak_nbytes = max(0, peak_nbytes - start_nbytes)
         self.pool.add_reports(self.result)
         return self.result
+
+    def complete(self) -> None:
+        """Write units, and return once the output is published, by this process or another one."""
+        while not self.store.is_published():
+            self._write_all()
+            self._publish()
 
     # What depends on the kind of output
 

@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import io
 import itertools
-import json
 import os
 import shutil
 import threading
@@ -25,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.execution import coordination, failure_notes, locks
+from prepcli.execution import folder_store, locks, run
 
 Event = tuple[str, int]
 READS = ("listdir", "scandir", "stat", "lstat")
@@ -34,8 +33,8 @@ CHANGES = ("rename", "replace", "unlink", "mkdir", "rmdir", "write", "pwrite", "
 COARSE = frozenset({"wait", "replace"})
 FINE = COARSE | {"open", "flock", "close", "rename", *READS, *CHANGES}
 ANY = 1 << 30
-# Seconds that pass at each tick of the clock: more than REJOIN_S, then more than PATIENCE_S.
-STEPS_S = (25.0, 700.0, 700.0, 700.0)
+# Seconds that pass at each tick of the clock
+STEPS_S = (25.0, 700.0)
 
 
 class Killed(BaseException):
@@ -69,6 +68,7 @@ class Process:
     ended: BaseException | None = None
     fds: set[int] = field(default_factory=set)
     changes: int = 0
+    num_tokens: int = 0
 
     @property
     def is_live(self) -> bool:
@@ -175,7 +175,7 @@ class World:
             entries.append((top.removeprefix(str(self.folder)), sorted(folders), sorted(names)))
             for name in sorted(set(names) - {"lock", "door"}):
                 data = Path(top, name).read_bytes() if not name.startswith("lock.") else b""
-                entries.append(_heard_notes(top, data) if name.startswith("heard.") else data)
+                entries.append(data)
         return tuple(sorted(map(repr, entries)))
 
     # In the threads of the processes
@@ -310,18 +310,6 @@ def _observation(name: str, result: Any, args: tuple[Any, ...]) -> Any:
     return name == "flock"
 
 
-def _heard_notes(top: str, data: bytes) -> Any:
-    """Return the existing failure notes known to a process."""
-    with contextlib.suppress(ValueError):
-        heard = json.loads(data)
-        return [
-            name
-            for name in sorted(heard)
-            if (note := failure_notes._read_note(Path(top, name))) and note.stamp == heard[name]
-        ]
-    return data
-
-
 def _flock(fd: int, operation: int) -> None:
     """Wait for a lock without blocking the thread that runs the world."""
     world = World.current
@@ -342,6 +330,16 @@ def _flock(fd: int, operation: int) -> None:
                 process.fds.add(fd)
                 process.changes += 1
             return None
+
+
+def _token(nbytes: int) -> str:
+    """Return a text that no other process draws, equal in equal schedules."""
+    world = World.current
+    process = world.threads.get(threading.get_ident()) if world else None
+    if world is None or process is None:
+        return "outside"
+    process.num_tokens += 1
+    return f"{world.processes.index(process)}-{process.num_tokens}"
 
 
 def _close(fd: int) -> None:
@@ -380,6 +378,7 @@ def simulated() -> Iterator[None]:
         patch.setattr(os, "close", _close)
         for name in ("fsync", "fdatasync"):
             patch.setattr(os, name, lambda fd: None)
-        for module in (coordination, failure_notes, locks):
+        for module in (locks, run):
             patch.setattr(module, "time", clock)
+        patch.setattr(folder_store, "secrets", types.SimpleNamespace(token_hex=_token))
         yield

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from prepcli.execution.coordination import Team
-from prepcli.execution.staging import Staging, remove_work_folder
 
-from prepcli.core.errors import FAILED, STOPPED, PrepError
+from prepcli.core.errors import FAILED, PrepError
+from prepcli.core.progress import NullProgress
+from prepcli.engine.budget import make_budget
+from prepcli.engine.pipeline import PipelineUnit
+from prepcli.execution.folder_store import FolderStore, remove_work_folder
+from prepcli.execution.run import Run
+from prepcli.execution.run_store import DONE_FOLDER
+from prepcli.execution.unit_notes import UnitNote
 from prepcli.planning.plan import Contiguous, Plan, Stream
 from prepcli.planning.shares import Share
+from prepcli.planning.work_units import WorkUnit
 from tests.helpers.interleaving import ANY, COARSE, FINE, Process, World, explore, simulated, step
 from tests.helpers.slow_cases import slow_except
 
@@ -23,7 +31,86 @@ PLAN = Plan(
     "save-init", "prep save-init m", "m", (),
     tuple(Stream(f"t{i}", "float32", (4,), (0, 4), LOCATION, LOCATION) for i in range(STREAMS)), (),
 )  # fmt: skip
-RUN: dict[str, object] = {"request": "prep x", "source": "a", "plan": "b", "prep": "1"}
+UNITS = [WorkUnit((number,), (), 16) for number in range(STREAMS)]
+SOURCE = SimpleNamespace(files=(), remote_files=None, manifest=None, all_tensors=())
+
+
+class FileRun(Run):
+    """A run in a folder with a file for each unit. It reads a file back before it believes an older note."""
+
+    def __init__(self, out: Path, share: Share, *, restart: bool, fails: bool) -> None:
+        pool = SimpleNamespace(
+            share=share,
+            progress=NullProgress(),
+            memory_nbytes=1 << 25,
+            check=lambda: None,
+            worker_pids=list,
+        )
+        request = SimpleNamespace(
+            plan=PLAN, source=SOURCE, pool=pool, note=lambda text: None, run_id="b",
+            overwrite=False, restart=restart, allow_overflow=False,
+        )  # fmt: skip
+        self.folder_store = FolderStore(out)
+        super().__init__(cast(Any, request), self.folder_store, UNITS, make_budget(1 << 25))
+        self.out = out
+        self.fails = fails
+        self.has_published = False
+
+    def is_done(self) -> bool:
+        """Return whether the output exists."""
+        return (self.out / "whole").exists()
+
+    def check_room(self) -> None:
+        """Do nothing."""
+
+    def join(self) -> bool:
+        """Join the run. Return False if the output was published meanwhile."""
+        self.folder_store.join(self.run_record(), {"files": []}, restart=self.request.restart)
+        self.session = self.folder_store.session
+        if self.is_done():
+            self.folder_store.discard()
+            return False
+        return True
+
+    def check_earlier_notes(self) -> None:
+        """Compare the files of older notes."""
+        for number in [*self.earlier_notes]:
+            if not self.claim(number):
+                continue
+            note = self.read_note(DONE_FOLDER, number)
+            self.earlier_notes.pop(number)
+            if note is not None and note.session != self.session:
+                if (self.folder_store.folder / f"t{number}").read_text() == f"t{number}":
+                    self.note_unit(number, replace(note, session=self.session))
+                else:
+                    self.store.delete([f"{DONE_FOLDER}/{number}"])
+            self.release(number)
+
+    def write_units(self, units: Iterator[PipelineUnit]) -> None:
+        """Write a file for each unit."""
+        for unit in units:
+            step("write", unit.number, sorted(self.notes), self.session)
+            if self.fails:
+                raise PrepError("t1 is damaged")
+            (self.folder_store.folder / f"t{unit.number}").write_text(f"t{unit.number}")
+            note = UnitNote({unit.number: "x"}, session=self.session, writer=self.writer)
+            self.note_unit(unit.number, note)
+            self.release(unit.number)
+
+    def publish(self) -> None:
+        """Check the files, and publish the folder."""
+        store = self.folder_store
+        store.check_not_moved()
+        for stream in PLAN.streams:
+            assert (store.folder / stream.name).read_text() == stream.name
+        assert not self.out.exists(), "published twice"
+        (store.folder / "whole").touch()
+        store.publish()
+        self.has_published = True
+
+    def remove_leftovers(self) -> None:
+        """Remove the work folder."""
+        remove_work_folder(self.out)
 
 
 @dataclass
@@ -34,59 +121,21 @@ class Life:
     fails: bool = False
     restart: bool = False
     attempt: int = 0
-    published: bool = False
 
     def is_before(self, later: Life) -> bool:
         """Return whether this is an earlier start of the same process."""
         return self.attempt < later.attempt and self.share == later.share
 
     def run(self, out: Path) -> None:
-        """Run the steps of `ConversionExecutor.run`, with one file per stream as the share."""
-        if not (out / "whole").exists():
-            with Staging(out) as stage:
-                stage.open(RUN, self.restart, share=self.share)
-                if (out / "whole").exists():
-                    stage.discard()
-                    return
-                index = self.share.index
-                team = Team(PLAN, stage, str(RUN["plan"]), own_indices=range(index, index + 1))
-                with stage.failures.recording_errors():
-                    self._move(team)
-                stage.mark_moved()
-                with team.publishing() as is_needed:
-                    if is_needed:
-                        self._finish(team)
-        remove_work_folder(out)
-
-    def _move(self, team: Team) -> None:
-        stage = team.stage
-        notes, heard = stage.failures._stamps_at_join, stage.failures._heard_stamps
-        state = (
-            (stage.share.count, dict(stage.durable_digests)),
-            sorted(notes),
-            sorted(name for name in notes if notes[name] == heard.get(name)),
-        )
-        step("move", *state)
-        if self.fails:
-            raise PrepError("t1 is damaged")
-        with team.open_journal(self.share.index) as journal:
-            streams = team.share_plan(self.share.index).streams
-            for stream in streams:
-                (stage.folder / stream.name).write_text(stream.name)
-            journal.record(
-                sum(s.nbytes for s in streams),
-                {index: f"of {s.name}" for index, s in enumerate(streams)},
-            )
-        step("moved", *state)
-
-    def _finish(self, team: Team) -> None:
-        assert team.all_digests() == {number: f"of t{number}" for number in range(STREAMS)}
-        for stream in PLAN.streams:
-            assert (team.stage.folder / stream.name).read_text() == stream.name
-        assert not team.stage.out.exists(), "published twice"
-        (team.stage.folder / "whole").touch()
-        team.stage.publish()
-        self.published = True
+        """Run the steps of `Run.run` without the checks of the plan."""
+        run = FileRun(out, self.share, restart=self.restart, fails=self.fails)
+        if not run.is_done():
+            try:
+                if run.join():
+                    run.complete()
+            finally:
+                run.close()
+        run.remove_leftovers()
 
 
 def processes(out: Path, lives: list[Life], *, eager: bool = False) -> list[Process]:
@@ -119,7 +168,12 @@ def processes(out: Path, lives: list[Life], *, eager: bool = False) -> list[Proc
 def check_complete(world: World) -> None:
     """Check that the output is published and complete, and that no other files are left."""
     out = world.folder / "out"
-    assert sorted(path.name for path in world.folder.iterdir()) == ["out"]
+    names = {path.name for path in world.folder.iterdir()}
+    if any(process.is_killed for process in world.processes):
+        # A process killed while it joins may leave a new folder without work. The next run uses it.
+        assert not [*world.folder.glob("*.partial/t*"), *world.folder.glob("*/.prep/done/*")]
+        names = {name for name in names if not name.endswith(".partial")}
+    assert names == {"out"}
     assert sorted(path.name for path in out.iterdir()) == [
         *(f"t{n}" for n in range(STREAMS)),
         "whole",
@@ -171,96 +225,66 @@ def check_all_end_well(world: World) -> None:
     check_complete(world)
 
 
-def check_failure_reaches_all(world: World) -> None:
-    """Check that each process reports the failure, long before it would report a missing process."""
-    for process in world.processes:
-        assert exit_code(process) == FAILED
-        assert "t1 is damaged" in str(process.ended)
-    assert world.ticks < 2
-    assert not (world.folder / "out").exists()
+def check_survivors_end_well(world: World) -> None:
+    """Check that all processes end well that are not killed, and that the output is complete if there is one."""
+    survivors = [process for process in world.processes if not process.is_killed]
+    assert [exit_code(process) for process in survivors] == [0] * len(survivors)
+    if survivors:
+        check_complete(world)
+
+
+def check_one_fails(world: World) -> None:
+    """Check that one process reports its failure at most, and that the other ones complete the output."""
+    codes = [exit_code(process) for process in world.processes]
+    assert set(codes) <= {0, FAILED}
+    assert codes.count(FAILED) <= 1
+    check_complete(world)
 
 
 def check_last_attempt_ends_well(world: World) -> None:
     """Check that all processes of the last attempt end well."""
-    last_processes = [
-        p for p in world.processes if p.attempt == max(p.attempt for p in world.processes)
-    ]
-    assert [exit_code(process) for process in last_processes] == [0] * len(last_processes)
-    check_complete(world)
-
-
-def check_killed(world: World) -> None:
-    """Check that the survivors end with 0 if the output is complete, else report the missing process."""
-    for process in world.processes:
-        if not process.is_killed:
-            assert exit_code(process) == (0 if (world.folder / "out").exists() else STOPPED)
-
-
-def check_failed_one_ends_well(world: World) -> None:
-    """Check that the restarted process ends well, whether or not the other process waits for it."""
-    assert exit_code(world.processes[-1]) == 0
-    check_complete(world)
-
-
-FAILS = [(fails, restart) for fails in range(2) for restart in (False, True)]
+    last = max(process.attempt for process in world.processes)
+    ends = [exit_code(p) for p in world.processes if p.attempt == last and not p.is_killed]
+    assert ends == [0] * len(ends)
+    if ends:
+        check_complete(world)
 
 
 def test_processes_started_together_all_succeed(tmp_path: Path):
-    assert check_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth()) > 100
+    assert check_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth()) > 50
 
 
-@pytest.mark.parametrize(("fails", "restart"), slow_except(FAILS, ((0, False), (1, True))))
-def test_failure_reaches_every_process(tmp_path: Path, fails: int, restart: bool):
-    check_lives(
-        tmp_path,
-        lambda: attempt(2, fails=fails, restart=restart),
-        check_failure_reaches_all,
-        Depth(),
-    )
+@pytest.mark.parametrize("restart", [False, True])
+def test_failed_process_does_not_stop_the_other(tmp_path: Path, restart: bool):
+    lives = partial(attempt, 2, fails=0, restart=restart)
+    check_lives(tmp_path, lives, check_one_fails, Depth())
 
 
 @pytest.mark.parametrize("switches", slow_except((1, ANY), (1,)))
-def test_killed_process_is_reported_as_missing(tmp_path: Path, switches: int):
-    check_lives(tmp_path, lambda: attempt(2), check_killed, Depth(kills=1, switches=switches))
+def test_work_of_a_killed_process_is_taken_over(tmp_path: Path, switches: int):
+    depth = Depth(kills=1, switches=switches)
+    check_lives(tmp_path, lambda: attempt(2), check_survivors_end_well, depth)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fails", [0, 1])
-@pytest.mark.parametrize("restart", [False, True])
-def test_failure_does_not_end_the_next_attempt(tmp_path: Path, fails: int, restart: bool):
-    def lives() -> list[Life]:
-        return [*attempt(2, fails=fails), *attempt(2, 1, restart=restart)]
-
-    check_lives(tmp_path, lives, check_last_attempt_ends_well, Depth())
-
-
-@pytest.mark.slow
-def test_failed_process_may_return_at_any_moment(tmp_path: Path):
-    lives = [*attempt(2, fails=1), Life(Share(2, 1), attempt=1)]
-    check_lives(
-        tmp_path,
-        lambda: [replace(life) for life in lives],
-        check_failed_one_ends_well,
-        Depth(eager=True),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", slow_except([1, 2, 3], [1]))
 def test_any_number_of_processes_completes_a_killed_run(tmp_path: Path, count: int):
     check_lives(
         tmp_path,
         lambda: [*attempt(2), *attempt(count, 1)],
         check_last_attempt_ends_well,
-        Depth(kills=1, switches=2),
+        Depth(kills=1, switches=1),
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", [0, 2])
-def test_failure_reaches_all_three_processes(tmp_path: Path, fails: int):
+@pytest.mark.parametrize("restart", [False, True])
+def test_failed_process_may_return_at_any_moment(tmp_path: Path, restart: bool):
+    lives = [*attempt(2, fails=1), Life(Share(2, 1), attempt=1, restart=restart)]
     check_lives(
-        tmp_path, lambda: attempt(3, fails=fails), check_failure_reaches_all, Depth(switches=3)
+        tmp_path,
+        lambda: [replace(life) for life in lives],
+        check_last_attempt_ends_well,
+        Depth(eager=True),
     )
 
 
@@ -275,12 +299,6 @@ def test_two_processes_succeed_with_a_switch_at_any_operation(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fails", "restart"), FAILS)
-def test_failure_reaches_all_at_any_operation(tmp_path: Path, fails: int, restart: bool):
-    lives = partial(attempt, 2, fails=fails, restart=restart)
-    check_lives(tmp_path, lives, check_failure_reaches_all, Depth(FINE, switches=1))
-
-
-@pytest.mark.slow
-def test_killed_process_is_reported_at_any_operation(tmp_path: Path):
-    check_lives(tmp_path, lambda: attempt(2), check_killed, Depth(FINE, kills=1, switches=0))
+def test_killed_process_is_replaced_at_any_operation(tmp_path: Path):
+    depth = Depth(FINE, kills=1, switches=1)
+    check_lives(tmp_path, lambda: attempt(2), check_survivors_end_well, depth)

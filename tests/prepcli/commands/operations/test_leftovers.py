@@ -16,7 +16,7 @@ KILLED = """\
 import os, signal, sys
 from prepcli.commands.cli.main import main
 from prepcli.execution import folder_run, folder_store
-{function} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+{function} = lambda *_, **options: os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(main())
 """
 EXPORT = ("export", "init", "--out", "out")

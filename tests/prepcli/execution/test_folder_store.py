@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from prepcli.engine.journal import Journal
-from prepcli.execution.failure_notes import FailureNotes
-from prepcli.execution.staging import (
-    DIVISION_FILE,
-    JOIN_LOCK_FILE,
-    LOCK_FILE,
-    WORK_FOLDER,
-    Staging,
-    division_label,
-    remove_work_folder,
-)
-from prepcli.execution.staging import RUN_FILE as RUN_FILE
 
 from prepcli.core.errors import USAGE, PrepError
-from prepcli.planning.shares import Share
+from prepcli.execution.finalize import WORK_FOLDER
+from prepcli.execution.folder_store import (
+    JOIN_LOCK_FILE,
+    LOCK_FILE,
+    SESSION_FILE,
+    FolderStore,
+    remove_work_folder,
+)
+from prepcli.execution.run_store import RUN_FILE, SOURCE_FILE
 
 RUN: dict[str, object] = {"request": "prep x", "source": "a", "plan": "b", "prep": "1"}
 
@@ -33,19 +27,19 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def open_stage(out: Path, run: dict[str, object] = RUN, restart: bool = False) -> Staging:
-    stage = Staging(out)
-    stage.open(run, restart)
-    return stage
+def join_run(out: Path, run: dict[str, object] = RUN, restart: bool = False) -> FolderStore:
+    store = FolderStore(out)
+    store.join(run, {"files": []}, restart=restart)
+    return store
 
 
-def start_stage(out: Path, text: str = "new") -> Staging:
-    """Return a stage with files in it."""
-    stage = open_stage(out)
-    (stage.folder / "d").mkdir(exist_ok=True)
-    (stage.folder / "d" / "data").write_text(text)
-    stage.journal_path(0).write_text("journal")
-    return stage
+def start_run(out: Path, text: str = "new") -> FolderStore:
+    """Return a store of a run with files and a note."""
+    store = join_run(out)
+    (store.folder / "d").mkdir(exist_ok=True)
+    (store.folder / "d" / "data").write_text(text)
+    store.write("done/0", b"note")
+    return store
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -55,41 +49,64 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def test_publish_moves_all_staged_files(out: Path):
-    start_stage(out).publish()
+    start_run(out).publish()
     assert contents(out) == {"d/data": "new"}
     assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
 
 
 def test_output_name_is_free_before_publishing(out: Path):
-    stage = start_stage(out)
-    stage.close()
+    store = start_run(out)
+    store.leave()
     assert not out.exists()
-    assert stage.folder.name == "out.partial"
+    assert store.folder.name == "out.partial"
 
 
-def test_open_resumes_a_run(out: Path):
-    start_stage(out).close()
-    stage = open_stage(out)
-    assert (stage.folder / "d" / "data").read_text() == "new"
-    assert stage.journal_path(0).read_text() == "journal"
+def test_join_resumes_a_run(out: Path):
+    start_run(out).leave()
+    store = join_run(out)
+    assert (store.folder / "d" / "data").read_text() == "new"
+    assert store.read("done/0") == b"note"
+    assert store.units_with("done") == {0}
 
 
-def test_leave_releases_the_locks_on_a_full_disk(out: Path, monkeypatch: pytest.MonkeyPatch):
-    def record_heard(notes: FailureNotes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_session_lasts_while_a_process_is_in_the_run(out: Path):
+    first = join_run(out)
+    second = join_run(out)
+    assert second.session == first.session
+    first.leave()
+    third = join_run(out)
+    assert third.session == first.session
+    second.leave()
+    third.leave()
+    assert join_run(out).session != first.session
 
-    stage = start_stage(out)
-    monkeypatch.setattr(FailureNotes, "record_heard", record_heard)
-    with pytest.raises(OSError, match="No space"):
-        stage.leave()
-    open_stage(out).close()
+
+def test_claims_belong_to_one_process_until_it_ends(out: Path):
+    first, second = join_run(out), join_run(out)
+    claim = first.claim("0")
+    assert claim is not None
+    assert second.claim("0") is None
+    assert second.claim("1") is not None
+    with claim:
+        pass
+    assert second.claim("0") is not None
+
+
+def test_state_is_absent_after_the_publication(out: Path):
+    store, other = start_run(out), join_run(out)
+    store.publish()
+    assert other.is_published()
+    assert other.read("done/0") is None
+    assert other.units_with("done") == set()
+    assert other.claim("1") is None
 
 
 def test_restart_deletes_the_earlier_run(out: Path):
-    start_stage(out).close()
-    stage = open_stage(out, restart=True)
-    assert contents(stage.folder).keys() == {
-        f"{WORK_FOLDER}/{name}" for name in (LOCK_FILE, JOIN_LOCK_FILE, RUN_FILE, DIVISION_FILE)
+    start_run(out).leave()
+    store = join_run(out, restart=True)
+    assert contents(store.folder).keys() == {
+        f"{WORK_FOLDER}/{name}"
+        for name in (LOCK_FILE, JOIN_LOCK_FILE, RUN_FILE, SOURCE_FILE, SESSION_FILE)
     }
 
 
@@ -101,152 +118,111 @@ def test_restart_deletes_the_earlier_run(out: Path):
         ({"prep": "2"}, "another version of prep"),
     ],
 )
-def test_open_rejects_another_run_without_restart(
+def test_join_rejects_another_run_without_restart(
     out: Path, change: dict[str, object], reason: str
 ):
-    start_stage(out).close()
+    start_run(out).leave()
     with (
-        Staging(out) as stage,
         pytest.raises(PrepError, match="belongs to another run") as caught,
     ):
-        stage.open(RUN | change, restart=False)
+        join_run(out, RUN | change)
     assert reason in caught.value.why
     assert "--restart" in caught.value.hint
     assert (out.parent / "out.partial" / "d" / "data").exists()
-    stage = open_stage(out, RUN | change, restart=True)
-    assert not (stage.folder / "d").exists()
+    store = join_run(out, RUN | change, restart=True)
+    assert not (store.folder / "d").exists()
 
 
-@pytest.mark.parametrize("done_nbytes", [0, 4])
-def test_open_replaces_only_a_run_without_durable_bytes(out: Path, done_nbytes: int):
-    stage = open_stage(out)
-    (stage.folder / "data").write_text("lost")
-    journal = Journal(
-        stage.journal_path(0), "b", division=stage.division_label, session=stage.session
-    )
-    journal.record(done_nbytes, {})
-    journal.close()
-    stage.close()
-    second = Staging(out)
-    if done_nbytes:
+@pytest.mark.parametrize("note", ["", "done/0", "part/0", "journal.0"])
+def test_join_replaces_only_a_run_without_notes(out: Path, note: str):
+    """Earlier versions noted durable bytes in `journal.0`."""
+    store = join_run(out)
+    (store.folder / "data").write_text("lost")
+    if note:
+        store.write(note, b"text")
+    store.leave()
+    if note:
         with pytest.raises(PrepError, match="belongs to another run"):
-            second.open(RUN | {"plan": "c"}, restart=False)
+            join_run(out, RUN | {"plan": "c"})
     else:
-        second.open(RUN | {"plan": "c"}, restart=False)
-    assert (stage.folder / "data").exists() == bool(done_nbytes)
+        join_run(out, RUN | {"plan": "c"})
+    assert (store.folder / "data").exists() == bool(note)
 
 
-def test_open_rejects_another_run_that_is_running(out: Path):
-    running = Staging(out)
-    running.open(RUN, restart=False, share=Share(2, 0))
-    second = Staging(out)
-    with pytest.raises(PrepError, match="belongs to another run"):
-        second.open(RUN | {"plan": "c"}, restart=False, share=Share(2, 1))
+@pytest.mark.parametrize("restart", [False, True])
+def test_join_rejects_another_run_that_is_running(out: Path, restart: bool):
+    running = join_run(out)
+    with pytest.raises(PrepError, match=r"out\.partial is locked") as caught:
+        join_run(out, RUN | {"plan": "c"}, restart=restart)
+    assert f"process {os.getpid()} on " in caught.value.why
+    running.leave()
+    join_run(out, RUN | {"plan": "c"})
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\0\0"])
 def test_restart_deletes_a_damaged_run_file(out: Path, data: bytes):
-    stage = start_stage(out)
-    stage.close()
-    (stage.work / "run.json").write_bytes(data)
-    with Staging(out) as second, pytest.raises(PrepError, match="is damaged") as caught:
-        second.open(RUN, restart=False)
+    store = start_run(out)
+    store.leave()
+    (store.work / "run.json").write_bytes(data)
+    with pytest.raises(PrepError, match="is damaged") as caught:
+        join_run(out)
     assert "--restart" in caught.value.hint
-    open_stage(out, restart=True)
-    assert not (stage.folder / "d").exists()
+    join_run(out, restart=True)
+    assert not (store.folder / "d").exists()
 
 
-def test_restart_deletes_a_journal_of_an_unknown_run(out: Path):
-    stage = start_stage(out)
-    stage.close()
-    (stage.work / "run.json").unlink()
-    open_stage(out, restart=True)
-    assert not stage.journal_path(0).exists()
+def test_restart_deletes_notes_of_an_unknown_run(out: Path):
+    store = start_run(out)
+    store.leave()
+    (store.work / "run.json").unlink()
+    assert join_run(out, restart=True).units_with("done") == set()
 
 
 # Obstacles
 
 
-def test_open_keeps_a_folder_of_the_user(out: Path):
+def test_join_keeps_a_folder_of_the_user(out: Path):
     user_folder = out.with_name("out.partial")
     user_folder.mkdir()
     (user_folder / "thesis.txt").write_text("mine")
     for restart in (False, True):
-        with Staging(out) as stage, pytest.raises(PrepError, match=r"out\.partial exists"):
-            stage.open(RUN, restart)
+        with pytest.raises(PrepError, match=r"out\.partial exists"):
+            join_run(out, restart=restart)
     assert contents(user_folder) == {"thesis.txt": "mine"}
 
 
-def test_open_stage_reuses_an_existing_empty_folder(out: Path):
+def test_join_run_reuses_an_existing_empty_folder(out: Path):
     out.with_name("out.partial").mkdir()  # left by a killed run
-    assert open_stage(out).work.is_dir()
+    assert join_run(out).work.is_dir()
 
 
-def test_open_rejects_a_file_at_the_staging_path(out: Path):
+def test_join_rejects_a_file_at_the_staging_path(out: Path):
     out.with_name("out.partial").write_text("mine")
     with pytest.raises(PrepError, match="exists"):
-        open_stage(out)
+        join_run(out)
 
 
-def test_open_names_an_unwritable_path(out: Path):
+def test_join_names_an_unwritable_path(out: Path):
     out.parent.joinpath("file").write_text("")
     with pytest.raises(PrepError, match=r"cannot read or write .*out\.partial") as caught:
-        open_stage(out.parent / "file" / "out")
+        join_run(out.parent / "file" / "out")
     assert caught.value.why == "Not a directory"
 
 
 @pytest.mark.parametrize("name", [".", "..", "/", "folder/.."])
-def test_staging_rejects_an_output_without_a_name(name: str):
+def test_store_rejects_an_output_without_a_name(name: str):
     with pytest.raises(PrepError, match="is invalid") as caught:
-        Staging(Path(name))
+        FolderStore(Path(name))
     assert caught.value.code == USAGE
 
 
-HOLDER = """
-import fcntl, sys
-lock = open(sys.argv[1], "r+")
-fcntl.flock(lock, fcntl.LOCK_EX)
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_open_rejects_a_locked_folder(out: Path):
-    start_stage(out).close()
-    lock = out.with_name("out.partial") / WORK_FOLDER / LOCK_FILE
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(lock)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        for restart in (False, True):
-            with pytest.raises(PrepError, match=r"out\.partial is locked") as caught:
-                open_stage(out, restart=restart)
-            # The lock file names the last holder that wrote its id.
-            assert f"process {os.getpid()} on " in caught.value.why
-        assert (out.with_name("out.partial") / "d" / "data").exists()
-        holder.kill()
-    open_stage(out)  # a lock dies with its process
-
-
-def test_open_rejects_a_folder_locked_by_this_process(out: Path):
-    stage = open_stage(out)
-    with pytest.raises(PrepError, match="is locked"):
-        open_stage(out)
-    stage.close()
-    open_stage(out)
-
-
-def test_open_reports_a_file_system_without_locks(out: Path, monkeypatch):
+def test_join_reports_a_file_system_without_locks(out: Path, monkeypatch):
     def refuse(fd: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(PrepError, match="cannot read or write") as caught:
-        open_stage(out)
+        join_run(out)
     assert caught.value.why == "No locks available"
 
 
@@ -265,7 +241,7 @@ def test_publish_replaces_an_existing_output(out: Path, kind: str):
         if kind == "link":
             link_target.mkdir()
             (link_target / "kept").write_text("kept")
-    start_stage(out).publish(overwrite=True)
+    start_run(out).publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
     assert sorted(p.name for p in out.parent.iterdir()) == (
         ["other", "out"] if kind == "link" else ["out"]
@@ -278,7 +254,7 @@ def test_publish_keeps_folders_with_similar_names(out: Path):
     for name in ("out.replaced", "out.old", "replaced"):
         out.with_name(name).mkdir()
     (out / "old").mkdir(parents=True)
-    start_stage(out).publish(overwrite=True)
+    start_run(out).publish(overwrite=True)
     assert sorted(p.name for p in out.parent.iterdir()) == [
         "out",
         "out.old",
@@ -289,17 +265,17 @@ def test_publish_keeps_folders_with_similar_names(out: Path):
 
 @pytest.mark.parametrize("kind", ["folder", "dangling link"])
 def test_publish_keeps_an_output_created_meanwhile(out: Path, kind: str):
-    stage = start_stage(out)
+    store = start_run(out)
     if kind == "folder":
         (out / "theirs").mkdir(parents=True)
     else:
         out.symlink_to("nowhere")
     with pytest.raises(PrepError, match="out already exists") as caught:
-        stage.publish()
+        store.publish()
     assert "--overwrite" in caught.value.hint
-    stage.close()
+    store.leave()
     assert out.is_symlink() == (kind != "folder")
-    again = open_stage(out)
+    again = join_run(out)
     again.publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
 
@@ -308,12 +284,12 @@ class Killed(BaseException):
     """Simulated signal."""
 
 
-def publish_until(stage: Staging, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def publish_until(store: FolderStore, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """Publish, and stop before the old output is moved, the folder is renamed, or the work folder is removed."""
     real_rename = Path.rename
 
     def rename(path: Path, target: Path) -> Path:
-        if path == {"moved": stage.out, "named": stage.folder}.get(moment):
+        if path == {"moved": store.out, "named": store.folder}.get(moment):
             raise Killed
         return real_rename(path, target)
 
@@ -325,19 +301,19 @@ def publish_until(stage: Staging, monkeypatch: pytest.MonkeyPatch, moment: str) 
         if moment == "cleaned":
             patched.setattr("shutil.rmtree", rmtree)
         with pytest.raises(Killed):
-            stage.publish(overwrite=True)
-    stage.close()
+            store.publish(overwrite=True)
+    store.leave()
 
 
 @pytest.mark.parametrize("moment", ["moved", "named", "cleaned"])
 def test_publish_recovers_from_a_kill_while_replacing(out: Path, monkeypatch, moment: str):
     (out / "old").mkdir(parents=True)
-    publish_until(start_stage(out), monkeypatch, moment)
+    publish_until(start_run(out), monkeypatch, moment)
     assert out.exists() == (moment != "named")
     if moment == "cleaned":
         remove_work_folder(out)
     else:
-        again = open_stage(out)
+        again = join_run(out)
         again.publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
     assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
@@ -345,18 +321,18 @@ def test_publish_recovers_from_a_kill_while_replacing(out: Path, monkeypatch, mo
 
 def test_publish_recovers_with_another_output_in_place(out: Path, monkeypatch):
     (out / "old").mkdir(parents=True)
-    publish_until(start_stage(out), monkeypatch, "named")
+    publish_until(start_run(out), monkeypatch, "named")
     (out / "another").mkdir(parents=True)
-    again = open_stage(out)
+    again = join_run(out)
     again.publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
 
 
 def test_publish_replaces_an_output_after_a_kill_in_cleanup(out: Path, monkeypatch):
-    publish_until(start_stage(out), monkeypatch, "cleaned")
-    stage = open_stage(out, RUN | {"request": "prep y"})
-    (stage.folder / "later").write_text("later")
-    stage.publish(overwrite=True)
+    publish_until(start_run(out), monkeypatch, "cleaned")
+    store = join_run(out, RUN | {"request": "prep y"})
+    (store.folder / "later").write_text("later")
+    store.publish(overwrite=True)
     assert contents(out) == {"later": "later"}
 
 
@@ -372,10 +348,10 @@ def test_publish_syncs_all_files_before_the_rename(out: Path, monkeypatch):
         synced.append(f"{path.name} -> {target.name}")
         return real_rename(path, target)
 
-    stage = start_stage(out)
+    store = start_run(out)
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
-    stage.publish(overwrite=True)
+    store.publish(overwrite=True)
     named = synced.index("out.partial -> out")
     inside = ["out.partial/d/data", "out.partial/d", "out.partial"]
     assert [synced.index(name) for name in inside] == sorted(synced.index(name) for name in inside)
@@ -384,7 +360,7 @@ def test_publish_syncs_all_files_before_the_rename(out: Path, monkeypatch):
 
 
 def test_publish_can_be_repeated_after_an_error(out: Path, monkeypatch):
-    stage = start_stage(out)
+    store = start_run(out)
 
     def fail(fd: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -392,38 +368,29 @@ def test_publish_can_be_repeated_after_an_error(out: Path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", fail)
         with pytest.raises(PrepError, match=r"cannot read or write .*out"):
-            stage.publish(overwrite=True)
-    stage.close()
+            store.publish(overwrite=True)
+    store.leave()
     assert not out.exists()
-    again = open_stage(out)
+    again = join_run(out)
     again.publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
 
 
 def test_publish_restores_the_old_output_after_an_error(out: Path, monkeypatch):
     (out / "old").mkdir(parents=True)
-    stage, real_rename = start_stage(out), Path.rename
+    store, real_rename = start_run(out), Path.rename
 
     def rename(path: Path, target: Path) -> Path:
-        if path == stage.folder:
+        if path == store.folder:
             raise OSError(errno.EIO, "Input/output error")
         return real_rename(path, target)
 
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(PrepError, match="cannot read or write"):
-        stage.publish(overwrite=True)
+        store.publish(overwrite=True)
     assert [p.name for p in out.iterdir()] == ["old"]
 
 
 def test_remove_work_folder_accepts_a_missing_output(out: Path):
     remove_work_folder(out)
     assert not out.exists()
-
-
-def test_division_labels_are_unique():
-    names = {
-        division_label(count, durable)
-        for count in (1, 2, 12)
-        for durable in ({}, {1: "a"}, {2: "a"}, {1: "a", 2: "b"})
-    }
-    assert len(names) == 12

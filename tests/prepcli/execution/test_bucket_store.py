@@ -1,0 +1,144 @@
+"""The state of a conversion in an object store, and the processes that share it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from prepcli.core.errors import PrepError
+from prepcli.execution import bucket_store
+from prepcli.execution.bucket_store import BucketStore
+from prepcli.remote.object_store import Bucket, parse_url
+from tests.helpers.object_server import FakeObjectStore, use_objects
+
+IDENTITY: dict[str, object] = {"request": "prep save-init m", "source": "s", "prep": "1"}
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
+    with use_objects(monkeypatch) as served:
+        yield served
+
+
+def join_run(plan: str = "a", *, restart: bool = False) -> BucketStore:
+    run = BucketStore(Bucket(parse_url("gs://bucket/out")), plan, lambda text: None)
+    try:
+        run.join({**IDENTITY, "plan": plan}, {"files": []}, restart=restart)
+    except BaseException:
+        run.leave()
+        raise
+    return run
+
+
+def test_state_is_deleted_as_a_whole(store: FakeObjectStore):
+    run = join_run()
+    run.write("done/1", b"note")
+    assert run.read("done/1") == b"note"
+    assert run.read("done/0") is None
+    assert (run.units_with("done"), run.find_notes({0, 1})) == ({1}, {1})
+    run.delete_state()
+    run.leave()
+    assert store.objects == {}
+
+
+@pytest.mark.parametrize("failing", ["", "DELETE bucket/out/d/", "PUT bucket/out/.prep/source"])
+def test_objects_of_an_older_output_are_deleted_first(store: FakeObjectStore, failing: str):
+    """An interruption leaves objects that the next start deletes: they might have the names of new ones."""
+    for name in ("prep-manifest.json", "commit_success.txt", "d/1", "d/2"):
+        store.store(f"bucket/out/{name}", b"old")
+    if failing:
+        store.failing_requests = failing
+        with pytest.raises(PrepError):
+            join_run()
+        assert "bucket/out/prep-manifest.json" not in store.objects
+        store.failing_requests = "\0"
+    run = join_run()
+    assert not [key for key in store.objects if "/.prep" not in key]
+    store.store("bucket/out/d/1", b"new")
+    assert join_run().session == run.session
+    assert store.objects["bucket/out/d/1"] == b"new"
+
+
+def test_a_run_with_another_plan_is_refused_without_restart(store: FakeObjectStore):
+    run = join_run()
+    store.store("bucket/out/d/1", b"kept")
+    with pytest.raises(PrepError, match="gs://bucket/out is locked"):
+        join_run("b", restart=True)
+    run.leave()
+    with pytest.raises(PrepError, match="gs://bucket/out belongs to another run"):
+        join_run("b")
+    assert store.objects["bucket/out/d/1"] == b"kept"
+    join_run("b", restart=True)
+    assert "bucket/out/d/1" not in store.objects
+    with pytest.raises(PrepError, match="was taken over"):
+        run.check_same_run()
+
+
+@pytest.mark.parametrize("written", ["", "d/1", ".prep/done/0"])
+def test_a_run_without_data_is_replaced(store: FakeObjectStore, written: str):
+    join_run().leave()
+    if not written:
+        join_run("b")
+        return
+    store.store(f"bucket/out/{written}", b"kept")
+    with pytest.raises(PrepError, match="belongs to another run"):
+        join_run("b")
+
+
+def test_a_lock_lasts_as_long_as_one_of_its_processes(store: FakeObjectStore):
+    first, second = join_run(), join_run()
+    assert json.loads(store.objects["bucket/out/.prep-lock"])["process"] == os.getpid()
+    second.leave()
+    second.confirm()
+    assert "bucket/out/.prep-lock" in store.objects
+    first.leave()
+    assert "bucket/out/.prep-lock" not in store.objects
+
+
+# Claims
+
+
+def test_a_claim_ends_with_its_process(store: FakeObjectStore):
+    first, second = join_run(), join_run()
+    assert first.claim("0") is not None
+    assert second.claim("0") is None
+    assert second.claim("1") is not None
+    # The answer to a request may be lost.
+    assert first.claim("0") is not None
+    first.leave()
+    assert second.claim("0") is not None
+
+
+def other_host_claims(store: FakeObjectStore) -> None:
+    store.store("bucket/out/.prep/claims/0", b'{"process": "aa_1_elsewhere"}')
+    store.store("bucket/out/.prep/alive/aa_1_elsewhere", b"1")
+
+
+def test_a_claim_ends_when_it_is_not_renewed(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    run = join_run()
+    other_host_claims(store)
+    assert run.claim("0") is None
+    monkeypatch.setattr(bucket_store, "STALE_S", 0.0)
+    store.store("bucket/out/.prep/alive/aa_1_elsewhere", b"2")
+    assert run.claim("0") is None
+    assert run.claim("0") is not None
+
+
+@pytest.mark.parametrize("content", [b"{", b"{}", b'{"process": "aa_0_gone"}'])
+def test_a_damaged_claim_is_taken_over(store: FakeObjectStore, content: bytes):
+    run = join_run()
+    store.store("bucket/out/.prep/claims/0", content)
+    assert run.claim("0") is not None
+
+
+def test_a_claim_of_a_killed_process_is_taken_over(store: FakeObjectStore):
+    run = join_run()
+    process = run._process.replace(f"_{os.getpid()}_", "_4999999_")  # pyright: ignore[reportPrivateUsage]
+    store.store("bucket/out/.prep/claims/0", json.dumps({"process": process}).encode())
+    store.store(f"bucket/out/.prep/alive/{process}", b"1")
+    assert run.claim("0") is not None
