@@ -85,11 +85,11 @@ class PipelineUnit:
 class UnitObserver(Protocol):
     """Follows the units of a pipeline. Each method may raise to stop the run."""
 
-    def begin(self, unit: PipelineUnit) -> None:
+    def begin_unit(self, unit: PipelineUnit) -> None:
         """Prepare the sink for a unit, in the thread that writes, before its first byte."""
         ...
 
-    def complete(self, number: int) -> None:
+    def complete_unit(self, number: int) -> None:
         """Handle a unit of which all bytes are passed to the sink, in the thread that writes."""
         ...
 
@@ -285,12 +285,12 @@ class Pipeline:
         self.written_digests = dict(unit.digests)
         self.prefix = unit.prefix
         if self.observer:
-            self.observer.begin(unit)
+            self.observer.begin_unit(unit)
 
     def _end_unit(self, number: int) -> None:
         self.written_unit = -1
         if self.observer:
-            self.observer.complete(number)
+            self.observer.complete_unit(number)
         self.unsynced_units.append(number)
 
     def _set_error(self, error: BaseException) -> None:

@@ -268,12 +268,12 @@ class BucketRun(Run):
         assert self._writer is not None
         self._writer.add_digest(number, digest)
 
-    def begin(self, unit: PipelineUnit) -> None:
+    def begin_unit(self, unit: PipelineUnit) -> None:
         """Begin to assemble the objects of a unit. See `UnitObserver`."""
         assert self._writer is not None
         self._writer.begin(unit.number)
 
-    def complete(self, number: int) -> None:
+    def complete_unit(self, number: int) -> None:
         """Do nothing: a unit is complete once its objects are sent. See `UnitObserver`."""
 
     def record_durable(self, point: SyncPoint) -> None:

@@ -263,10 +263,10 @@ class FolderRun(Run):
         self._parts[number] = part
         return replace(unit, digests=part.digests, prefix=part.prefix)
 
-    def begin(self, unit: PipelineUnit) -> None:
+    def begin_unit(self, unit: PipelineUnit) -> None:
         """Do nothing before a unit. See `UnitObserver`."""
 
-    def complete(self, number: int) -> None:
+    def complete_unit(self, number: int) -> None:
         """Make the note of a unit, to be written after the next sync."""
         self._unsynced[number] = self._make_note(number, self._recorder.take_new())
 

@@ -124,7 +124,7 @@ class Run(ABC):
             if not self.result.already_done:
                 with note_durable_work(self._describe_durable):
                     self.pool.start()
-                    self.complete()
+                    self.write_and_publish()
             peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
         self.remove_leftovers()
         if self.result.already_done:
@@ -133,7 +133,7 @@ class Run(ABC):
         self.pool.add_reports(self.result)
         return self.result
 
-    def complete(self) -> None:
+    def write_and_publish(self) -> None:
         """Write units, and return once the output is published, by this process or another one."""
         while not self.store.is_published():
             self._write_all()

@@ -22,10 +22,10 @@ class DurableUnit:
     streams: Sequence[Stream]
     points: list[SyncPoint] = field(default_factory=list)
 
-    def begin(self, unit: PipelineUnit) -> None:
+    def begin_unit(self, unit: PipelineUnit) -> None:
         """Do nothing."""
 
-    def complete(self, number: int) -> None:
+    def complete_unit(self, number: int) -> None:
         """Do nothing."""
 
     def record_durable(self, point: SyncPoint) -> None:

@@ -132,7 +132,7 @@ class Life:
         if not run.is_done():
             try:
                 if run.join():
-                    run.complete()
+                    run.write_and_publish()
             finally:
                 run.close()
         run.remove_leftovers()
