@@ -1,12 +1,11 @@
-"""Measure what a conversion into a bucket costs each of thousands of processes: plan, division, notes and manifest.
+"""Measure what the publication of a conversion into a bucket costs: plan, notes and manifest.
 
-    python -m bench.conversion_processes --work FOLDER [--models llama-7b,llama-3.1-405b] [--processes 1,200,4096]
+    python -m bench.conversion_processes --work FOLDER [--models llama-7b,llama-3.1-405b]
 
-The model has real headers over sparse zeros. The processes are simulated: every unit of work has the note that its
-process would write, with digests and checksums of arbitrary values. The process with the last note decodes all of them
-and writes index, checksums and manifest, here into memory. Each row is measured in a process of its own. Times are CPU
-seconds. `memory` is the peak of its anonymous memory beyond the imports. `busy` processes have at least one unit. The
-waiting ones together list the notes `lists/s` times per second.
+The model has real headers over sparse zeros. Every unit of work has the note that its process would write, with
+digests and checksums of arbitrary values. The process that publishes decodes all of them and writes index, checksums
+and manifest, here into memory. Each row is measured in a process of its own. Times are CPU seconds. `memory` is the
+peak of its anonymous memory beyond the imports.
 """
 
 from __future__ import annotations
@@ -28,31 +27,19 @@ from bench.models import write_model
 from bench.published import published_config
 from prepcli.core.tables import format_table
 from prepcli.engine.budget import anonymous_nbytes
-from prepcli.execution.bucket_executor import FIRST_LOOK_S, LOOK_S_PER_PROCESS, MAX_LOOK_S
-from prepcli.execution.bucket_publication import write_last_objects
-from prepcli.execution.bucket_run import UnitNote
-from prepcli.execution.execute import make_run_identity
-from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents, count_blocks
-from prepcli.planning.plan import Plan
-from prepcli.planning.work_units import WorkUnit, divide_units, find_work_units
+from prepcli.execution.finalize import content_record, read_small_file, write_last_files
+from prepcli.execution.request import make_run_identity
+from prepcli.execution.unit_notes import UnitNote, all_checksums, all_digests
+from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
+from prepcli.planning.manifest_fields import FileRecord
+from prepcli.planning.plan import Plan, SmallFile
+from prepcli.planning.work_units import WorkUnit, find_work_units
 from prepcli.remote.remote_files import RemoteFile
 
 MIB = 1 << 20
-PAGE_OBJECTS = 1000  # objects of one page of a listing
 # Digest of the plan, which notes repeat.
 RUN_ID = "0" * 32
-COLUMNS = (
-    "model",
-    "processes",
-    "units",
-    "busy",
-    "plan s",
-    "divide s",
-    "notes s",
-    "manifest s",
-    "memory",
-    "lists/s",
-)
+COLUMNS = ("model", "units", "plan s", "notes s", "manifest s", "memory")
 
 
 def main() -> None:
@@ -63,26 +50,24 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the sparse models")
     parser.add_argument("--models", default="llama-7b,llama-3.1-405b")
     parser.add_argument("--mesh", default="1,64,4")
-    parser.add_argument("--processes", default="1,200,4096")
-    parser.add_argument("--measure", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(measure(options.work, options.mesh, options.measure)))
+        print(json.dumps(measure(options.work, options.mesh)))
         return
     rows: list[Sequence[str | int]] = []
     for name in options.models.split(","):
         model = options.work / f"{name}-sparse"
         if not model.exists():
             write_model(model, published_config(name), sparse=True)
-        for count in options.processes.split(","):
-            words = ["--work", str(model), "--mesh", options.mesh, "--measure", count]
-            command = [sys.executable, "-m", "bench.conversion_processes", *words]
-            answer = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-            rows.append([name, int(count), *json.loads(answer.stdout)])
-    print(format_table(rows, COLUMNS, right_aligned=COLUMNS[4:]))
+        words = ["--work", str(model), "--mesh", options.mesh, "--measure"]
+        command = [sys.executable, "-m", "bench.conversion_processes", *words]
+        answer = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+        rows.append([name, *json.loads(answer.stdout)])
+    print(format_table(rows, COLUMNS, right_aligned=COLUMNS[1:]))
 
 
-def measure(model: Path, mesh: str, num_processes: int) -> list[str | int]:
+def measure(model: Path, mesh: str) -> list[str | int]:
     """Return the cells of a row, from the number of units on."""
     before_nbytes = anonymous_nbytes()
     watch = MemoryWatch([threading.get_native_id()])
@@ -91,25 +76,22 @@ def measure(model: Path, mesh: str, num_processes: int) -> list[str | int]:
     assert plan is not None
     units = find_work_units(plan)
     planned_s = time.process_time()
-    shares = divide_units(units, num_processes)
-    divided_s = time.process_time()
-    notes = [UnitNote.decode(data, RUN_ID) for data in encode_notes(plan, units)]
+    notes: list[UnitNote] = []
+    for data in encode_notes(plan, units):
+        note = UnitNote.decode(data, RUN_ID)
+        assert note is not None
+        notes.append(note)
     noted_s = time.process_time()
     objects = publish(plan, notes)
     published_s = time.process_time()
     peak_nbytes = watch.stop()
-    num_pages = -(-len(units) // PAGE_OBJECTS)
-    look_s = min(MAX_LOOK_S, FIRST_LOOK_S + LOOK_S_PER_PROCESS * num_processes)
     assert objects["index"]
     return [
         len(units),
-        sum(map(bool, shares)),
         f"{planned_s - started_s:.1f}",
-        f"{divided_s - planned_s:.3f}",
-        f"{noted_s - divided_s:.2f}",
+        f"{noted_s - planned_s:.2f}",
         f"{published_s - noted_s:.1f}",
         f"{(peak_nbytes - before_nbytes) / MIB:.0f}",
-        f"{num_processes * num_pages / look_s:.0f}",
     ]
 
 
@@ -130,23 +112,29 @@ def encode_notes(plan: Plan, units: Sequence[WorkUnit]) -> Iterator[bytes]:
                     blocks += range(first, first + extent.blocks.per_chunk.block_count)
         numbers = np.array(blocks, np.uint64)
         digests = dict.fromkeys(unit.streams, "0" * 32)
-        yield UnitNote(tuple(objects), digests, numbers, np.ones_like(numbers)).encode(RUN_ID)
+        note = UnitNote(digests, numbers, np.ones_like(numbers), objects=tuple(objects))
+        yield note.encode(RUN_ID)
 
 
 def publish(plan: Plan, notes: Sequence[UnitNote]) -> dict[str, int]:
     """Write the last objects of an output into memory. Return the size of each."""
-    digests: dict[int, str] = {}
-    sums = np.zeros(count_blocks(chunk_extents(plan.leaves)), np.uint64)
-    for note in notes:
-        digests |= note.digests
-        sums[note.blocks.astype(np.int64)] = note.sums
     sizes: dict[str, int] = {}
 
     def put(path: str, content: bytes) -> None:
         sizes[path] = len(content)
 
-    manifest = write_last_objects(
-        plan, make_run_identity(plan, "0" * 32), digests=digests, sums=sums, put=put
+    def copy(path: str, file: SmallFile) -> FileRecord:
+        content = read_small_file(file)
+        put(path, content)
+        return content_record(content)
+
+    manifest = write_last_files(
+        plan,
+        make_run_identity(plan, RUN_ID),
+        digests=all_digests(plan, notes),
+        sums=all_checksums(plan, notes),
+        put=put,
+        copy=copy,
     )
     return sizes | {"index": len(manifest)}
 

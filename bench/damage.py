@@ -27,7 +27,7 @@ from tests.helpers.training_folder import make_training_folder
 
 REFUSED, HARMLESS, WRONG = "refused", "harmless", "wrong"
 
-# Shares of the cases with damaged data files and with damaged journals. All other cases damage some other file.
+# Shares of the cases with damaged data files and with damaged notes. All other cases damage some other file.
 DATA_SHARE, JOURNAL_SHARE = 0.5, 0.25
 MAX_ADDED_NBYTES = 100_000
 
@@ -44,15 +44,17 @@ def damage_file(folder: Path, rng: random.Random) -> str:
 
 
 def _candidates(files: list[Path], rng: random.Random) -> list[Path]:
-    """Return the files of one kind: data, journals or others, by the shares above."""
+    """Return the files of one kind: data, notes or others, by the shares above."""
     kind = rng.random()
     if kind < DATA_SHARE:
         return [path for path in files if path.suffix == ".safetensors" or path.parent.name == "d"]
-    journals = [path for path in files if path.name.startswith(("journal", "packed"))]
+    notes = [
+        path for path in files if path.parent.name in ("done", "part") or path.name == "packed"
+    ]
     return (
-        journals
+        notes
         if kind < DATA_SHARE + JOURNAL_SHARE
-        else [path for path in files if path not in journals]
+        else [path for path in files if path not in notes]
     )
 
 

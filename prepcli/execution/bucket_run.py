@@ -54,6 +54,10 @@ from prepcli.remote.retries import retry_policy_from_env
 
 # Units that a process claims at once. Their requests are sent concurrently.
 MAX_CLAIMED = 16
+# Thousands of processes that wait must not list the store every second.
+LOOK_S = 0.5
+LOOK_S_PER_PROCESS = 0.01
+MAX_LOOK_S = 30.0
 # A store may list an object later than it has written it. Up to so many missing notes are looked up by name.
 MAX_LOOKED_UP = 32
 
@@ -199,6 +203,10 @@ class BucketRun(Run):
             self.note(f"{num_invalid} parts written by another run or version: writing again")
         if not self.has_begun and self.pool.share.index == 0:
             self.result.resumed_nbytes = sum(self.units[number].nbytes for number in self.notes)
+
+    def look_s(self) -> float:
+        """Return the seconds between two listings of the state. See `Run.look_s`."""
+        return min(MAX_LOOK_S, LOOK_S + LOOK_S_PER_PROCESS * self.pool.share.count)
 
     def find_noted(self) -> set[int]:
         """Return the believed notes that still exist. See `Run.find_noted`."""

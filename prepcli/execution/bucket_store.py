@@ -92,6 +92,8 @@ class BucketStore:
         self._source: JsonObject = {}
         # Version of the object below `alive` of another process, and the time since when it has it
         self._seen: dict[str, tuple[str, float]] = {}
+        # Owners of claims
+        self._owners: dict[str, str] = {}
         self._is_published = False
 
     @property
@@ -224,7 +226,21 @@ class BucketStore:
 
     def list_state(self) -> tuple[RemoteFile, ...]:
         """List the objects of the state."""
-        return self._state.list_files()
+        files = self._state.list_files()
+        alive = [file for file in files if file.path.startswith(f"{ALIVE_FOLDER}/")]
+        seen: dict[str, tuple[str, float]] = {}
+        for file in alive:
+            process = file.path.rpartition("/")[2]
+            seen[process] = self._see(process, file)
+        self._seen = seen
+        return files
+
+    def _see(self, process: str, file: RemoteFile) -> tuple[str, float]:
+        """Return the version of the object of a process, and the time since when it has it."""
+        version, since_s = self._seen.get(process, ("", 0.0))
+        if file.digest == version:
+            return version, since_s
+        return file.digest, time.monotonic()
 
     def units_with(self, folder: str) -> set[int]:
         """Return the numbers of the units with an object in a folder of the state."""
@@ -254,6 +270,9 @@ class BucketStore:
     def claim(self, name: str) -> Claim | None:
         """Return a claim, also the one of a process that has ended, or None while another process has it."""
         path = f"{CLAIMS_FOLDER}/{name}"
+        # Without a request as long as the last listing shows that the owner is alive
+        if self._is_recent(self._owners.get(name, "")):
+            return None
         content = json.dumps({"process": self._process}).encode()
         try:
             version = create_object(self._state, path, content)
@@ -266,6 +285,7 @@ class BucketStore:
                     # An earlier request arrived, and its answer was lost.
                     version = stored.version
                 elif self._is_alive(owner):
+                    self._owners[name] = owner
                     return None
                 else:
                     version = replace_object(self._state, path, content, stored.version)
@@ -286,19 +306,17 @@ class BucketStore:
 
     def _is_alive(self, process: str) -> bool:
         """Return whether the process of a claim may still run."""
-        _, _, place = process.partition("_")
-        pid, _, host = place.partition("_")
-        if host == socket.gethostname() and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
-            return False
         file = self._state.find_file(f"{ALIVE_FOLDER}/{process}")
         if file is None:
             return False
-        version, since_s = self._seen.get(process, ("", 0.0))
-        now_s = time.monotonic()
-        if file.digest != version:
-            self._seen[process] = (file.digest, now_s)
-            return True
-        return now_s - since_s < STALE_S
+        self._seen[process] = self._see(process, file)
+        return self._is_recent(process)
+
+    def _is_recent(self, process: str) -> bool:
+        """Return whether a process may still run, by what this one has seen of it."""
+        if process not in self._seen or _has_ended(process):
+            return False
+        return time.monotonic() - self._seen[process][1] < STALE_S
 
     # Publication
 
@@ -333,6 +351,14 @@ class BucketStore:
     def _write_record(self, path: str, content: Mapping[str, object]) -> None:
         data = encode_record(content)
         self._state.write_pieces(path, [data], size=len(data))
+
+
+def _has_ended(process: str) -> bool:
+    """Return whether a process, named by a token, its number and its host, was on this host and has ended."""
+    _, _, place = process.partition("_")
+    pid, _, host = place.partition("_")
+    is_here = host == socket.gethostname() and pid.isdecimal()
+    return is_here and not Path(f"/proc/{pid}").exists()
 
 
 def _claim_process(content: bytes) -> str:

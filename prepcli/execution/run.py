@@ -321,8 +321,12 @@ class Run(ABC):
         if count and not self._has_said_waiting:
             self.note(f"waiting for {count_text(count, 'part')} of other processes")
             self._has_said_waiting = True
-        time.sleep(LOOK_S + LOOK_S_PER_PROCESS * self.pool.share.count)
+        time.sleep(self.look_s())
         self.look()
+
+    def look_s(self) -> float:
+        """Return the seconds between two looks at the notes of other processes."""
+        return LOOK_S + LOOK_S_PER_PROCESS * self.pool.share.count
 
     # Checks
 

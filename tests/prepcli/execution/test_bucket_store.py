@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -109,6 +110,7 @@ def test_a_claim_ends_with_its_process(store: FakeObjectStore):
     # The answer to a request may be lost.
     assert first.claim("0") is not None
     first.leave()
+    second.list_state()
     assert second.claim("0") is not None
 
 
@@ -123,9 +125,11 @@ def test_a_claim_ends_when_it_is_not_renewed(
     run = join_run()
     other_host_claims(store)
     assert run.claim("0") is None
-    monkeypatch.setattr(bucket_store, "STALE_S", 0.0)
+    monkeypatch.setattr(bucket_store, "STALE_S", 0.2)
     store.store("bucket/out/.prep/alive/aa_1_elsewhere", b"2")
+    run.list_state()
     assert run.claim("0") is None
+    time.sleep(0.3)
     assert run.claim("0") is not None
 
 
