@@ -341,8 +341,10 @@ class FolderStore:
             remove_path(replaced)
             # Durable before the rename: the name OUT never leads to files that a power cut could empty.
             self._sync_files()
-            # Nobody joins during the rename.
-            with exclusive_lock(self.work / JOIN_LOCK_FILE):
+            with contextlib.ExitStack() as stack:
+                # Nobody joins during the rename. A step of a training run is not joined: its run is locked.
+                if self._lock_fd >= 0:
+                    stack.enter_context(exclusive_lock(self.work / JOIN_LOCK_FILE))
                 if os.path.lexists(self.out):
                     self.out.rename(replaced)
                 self.folder.rename(self.out)

@@ -198,13 +198,13 @@ def test_a_take_over_during_a_save_leaves_no_damaged_step(
     place, new = make_run(), make_run()
     old = CheckpointManager(place, init, name="tuned", keep=1)
     old.save(1, host_leaves(state), {})
-    write = bucket_step.write_last_objects
+    write = bucket_step.write_last_files
 
     def take_over(*args: Any, **options: Any) -> bytes:
         new.acquire(lambda text: None)
         return write(*args, **options)
 
-    monkeypatch.setattr(bucket_step, "write_last_objects", take_over)
+    monkeypatch.setattr(bucket_step, "write_last_files", take_over)
     with pytest.raises(PrepError, match="was taken over"):
         old.save(2, host_leaves(state), {})
     old.close()

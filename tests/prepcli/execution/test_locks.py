@@ -7,20 +7,13 @@ import fcntl
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.execution import locks
-from prepcli.execution.locks import (
-    acquire_lock,
-    acquire_lock_with_retries,
-    acquire_shared_lock,
-    acquire_team_lock,
-)
+from prepcli.execution.locks import acquire_lock, holder_of, is_locked, join_lock, try_lock
 
 TAKE = """
 import sys
@@ -59,48 +52,35 @@ def test_lock_ends_with_its_process(tmp_path: Path):
     os.close(fd)
 
 
-class Clock:
-    """A clock that only sleeping moves, and a probe that ends at a given time."""
-
-    def __init__(self, probe: int, ends_at_s: float) -> None:
-        self.now_s, self._probe, self._ends_at_s = 0.0, probe, ends_at_s
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-        if self._probe >= 0 and self.now_s >= self._ends_at_s:
-            os.close(self._probe)
-            self._probe = -1
-
-    strftime = staticmethod(time.strftime)
-
-
-def test_lock_waits_for_a_probe_on_a_slow_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_joined_lock_has_one_first_holder(tmp_path: Path):
     path = tmp_path / "lock"
-    probe = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(probe, fcntl.LOCK_SH)
-    monkeypatch.setattr(locks, "time", Clock(probe, ends_at_s=600.0))
-    fd = locks.acquire_lock_with_retries(path, "share 0")
-    assert locks.is_locked(path)
-    os.close(fd)
+    first, is_first = join_lock(path)
+    second, is_second_first = join_lock(path)
+    assert (is_first, is_second_first) == (True, False)
+    assert holder_of(path).startswith(f"process {os.getpid()} on ")
+    os.close(first)
+    assert is_locked(path)
+    os.close(second)
+    assert not is_locked(path)
+    third, is_third_first = join_lock(path)
+    assert is_third_first
+    os.close(third)
 
 
-def test_lock_of_another_process_is_refused(tmp_path: Path):
-    path = tmp_path / "lock"
-    fd = locks.acquire_lock_with_retries(path, "share 0")
-    with pytest.raises(PrepError, match="share 0 is locked"):
-        locks.acquire_lock_with_retries(path, "share 0")
+def test_tried_lock_is_refused_while_it_is_held(tmp_path: Path):
+    fd = try_lock(tmp_path / "lock")
+    assert fd is not None
+    assert try_lock(tmp_path / "lock") is None
     os.close(fd)
-    os.close(locks.acquire_lock_with_retries(path, "share 0"))
+    fd = try_lock(tmp_path / "lock")
+    assert fd is not None
+    os.close(fd)
 
 
 ACQUIRE: dict[str, Callable[[Path], object]] = {
     "lock": lambda path: acquire_lock(path, path),
-    "team lock": lambda path: acquire_team_lock(path, path, count=2),
-    "retried lock": lambda path: acquire_lock_with_retries(path, "share"),
-    "shared lock": acquire_shared_lock,
+    "joined lock": join_lock,
+    "tried lock": try_lock,
 }
 
 

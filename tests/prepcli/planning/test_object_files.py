@@ -18,7 +18,12 @@ from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.object_passes import streams_of_spans
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Plan, Stream
 from prepcli.planning.slabs import split_streams
-from prepcli.planning.work_units import WorkUnit, divide_units, find_work_units
+from prepcli.planning.work_units import (
+    WorkUnit,
+    find_stream_units,
+    find_work_units,
+    order_units,
+)
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 LIMIT_NBYTES = 64 << 10
@@ -138,13 +143,33 @@ def test_new_rows_follow_the_rows_that_they_average(folder: Path):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4096])
-def test_units_are_divided_evenly(count: int):
-    units = [WorkUnit((number,), (number,), nbytes) for number, nbytes in enumerate((5, 4, 3, 2))]
-    shares = divide_units(units, count)
-    assert len(shares) == count
-    assert sorted(number for share in shares for number in share) == [0, 1, 2, 3]
-    if count == 2:
-        assert shares == ((0, 3), (1, 2))
+def test_processes_begin_with_different_units(count: int):
+    units = [WorkUnit((number,), (number,), 2) for number in range(64)]
+    firsts: list[int] = []
+    for index in range(min(count, 64)):
+        order = order_units(units, count=count, index=index * count // min(count, 64))
+        assert sorted(order) == list(range(64))
+        firsts.append(order[0])
+    assert len(set(firsts)) == min(count, 64)
+
+
+def test_large_units_come_first_with_several_processes():
+    units = [
+        WorkUnit((number,), (number,), nbytes) for number, nbytes in enumerate((1, 1, 9, 1, 20))
+    ]
+    assert order_units(units, count=1, index=0) == [0, 1, 2, 3, 4]
+    assert order_units(units, count=2, index=0)[:2] == [4, 2]
+    assert order_units(units, count=2, index=1)[:2] == [4, 2]
+
+
+def test_units_of_a_folder_hold_all_streams_of_a_tensor(folder: Path):
+    plan = plan_of(folder, "pad_vocab", multiple=8, init="mean")
+    units = find_stream_units(plan)
+    numbers = [number for unit in units for number in unit.streams]
+    assert sorted(numbers) == list(range(len(plan.streams)))
+    names = [{plan.streams[number].name for number in unit.streams} for unit in units]
+    assert sum(map(len, names)) == len(set().union(*names))
+    assert sum(unit.nbytes for unit in units) == sum(stream.nbytes for stream in plan.streams)
 
 
 def test_a_further_pass_reads_only_the_rows_of_missing_bytes(folder: Path):
