@@ -76,8 +76,8 @@ def is_locked(path: Path) -> bool:
     """
     fd = open_no_follow(path, os.O_RDWR)
     try:
-        # The lock is shared, so that two processes can call this at the same time. `close` releases it.
-        return not _try_flock(fd, fcntl.LOCK_SH)
+        # An exclusive lock also finds the holders of a shared one. `close` releases it.
+        return not _try_flock(fd, fcntl.LOCK_EX)
     finally:
         os.close(fd)
 

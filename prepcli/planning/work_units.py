@@ -115,7 +115,8 @@ def order_units(units: Sequence[WorkUnit], *, count: int, index: int) -> list[in
         if nbytes * count <= total_nbytes * index:
             begin = len(others)
     large.sort(key=lambda number: -units[number].nbytes)
-    return [*large, *others[begin:], *others[:begin]]
+    large_begin = index * len(large) // count
+    return [*large[large_begin:], *large[:large_begin], *others[begin:], *others[:begin]]
 
 
 def _positions(location: Location) -> Iterator[FilePosition]:
