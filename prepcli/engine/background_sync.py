@@ -49,7 +49,7 @@ class SyncPoint:
 
     Attributes:
         complete: Numbers of the units completed since the last point.
-        part: Progress of the unit that is being written.
+        part: Progress of the unit in the writer.
     """
 
     complete: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class BackgroundSync:
 
         Args:
             sink: The files to sync.
-            record: Records a point that is durable.
+            record: Records a durable point.
             max_unsynced_nbytes: The writer waits for a sync once it has written this many bytes since the last point.
             clock: Returns the current time in seconds.
         """

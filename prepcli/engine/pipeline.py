@@ -67,7 +67,7 @@ class ConversionResult:
 
 @dataclass(frozen=True, slots=True)
 class PipelineUnit:
-    """Streams that a pipeline moves together.
+    """Streams moved together.
 
     Attributes:
         number: Number of the unit.

@@ -282,10 +282,10 @@ class BucketRun(Run):
         self._writer.begin(unit.number)
 
     def complete_unit(self, number: int) -> None:
-        """Do nothing: a unit is complete once its objects are sent. See `UnitObserver`."""
+        """Wait for the objects of the unit, which complete it. See `UnitObserver`."""
 
     def record_durable(self, point: SyncPoint) -> None:
-        """Do nothing: objects need no sync. See `UnitObserver`."""
+        """Ignore a sync: objects need none. See `UnitObserver`."""
 
     def _write_missing_pieces(self, writer: ObjectWriter, reader: RunReader) -> None:
         """Read the streams of the missing pieces again until all pieces are sent."""

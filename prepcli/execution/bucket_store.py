@@ -1,13 +1,13 @@
 """State of a run below a URL of an object store, in objects `URL/.prep/...`. A run resumes from them on any machine.
 
-Beside the state that `run_store` describes:
+In addition to the state in `run_store`:
 
-    source.json     also says that the objects of an earlier output are deleted, and names the session
+    source.json     is written after the objects of an earlier output are deleted, and names the session
     claims/N        the process that works on unit N
     alive/PROCESS   rewritten by a running process every RENEW_S seconds
 
-A session begins when the objects of an earlier output or run are deleted. Notes name versions of objects, which are
-compared before the publication, so that a note is believed in the whole session.
+A session begins when the objects of an earlier output or run are deleted. Notes name versions of objects, compared before
+the publication. A note is therefore believed in the whole session.
 
 Object stores have conditional writes instead of locks. A claim is created by one of several processes. It ends when its
 process has ended: it has deleted its object below `alive`, has not rewritten it for STALE_S seconds, or is a process of
@@ -111,7 +111,7 @@ class BucketStore:
         restart: bool,
         is_done: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Join the run, and begin it unless `is_done` says that the output exists. See `Store.join`."""
+        """Join the run, and begin it unless `is_done` finds the output. See `Store.join`."""
         self._lock.acquire()
         self._write_alive()
         threading.Thread(target=self._renew_until_left, daemon=True).start()
@@ -268,7 +268,7 @@ class BucketStore:
         return map_in_daemon_threads(self.claim, names, num_threads=NUM_THREADS)
 
     def claim(self, name: str) -> Claim | None:
-        """Return a claim, also the one of a process that has ended, or None while another process has it."""
+        """Return a claim, also the claim of an ended process, or None while another process has it."""
         path = f"{CLAIMS_FOLDER}/{name}"
         # Without a request as long as the last listing shows that the owner is alive
         if self._is_recent(self._owners.get(name, "")):

@@ -206,7 +206,7 @@ class FolderRun(Run):
         return bool(num_damaged)
 
     def _renew(self, folder: str, number: int, note: UnitNote) -> None:
-        """Write a checked note of this session. A unit with damaged streams keeps the others as its part."""
+        """Write a checked note of this session. The intact streams of a damaged unit become its part."""
         num_streams = sum(
             self.plan.streams[stream].nbytes > 0 for stream in self.units[number].streams
         )

@@ -43,13 +43,13 @@ JOIN_LOCK_FILE = "door"
 SESSION_FILE = "session"
 # Name of the replaced output, until the new one has its name.
 REPLACED_NAME = "replaced"
-# State of a run that has written nothing
+# State of a run without written bytes
 RECORDS = {LOCK_FILE, JOIN_LOCK_FILE, SESSION_FILE, RUN_FILE, SOURCE_FILE}
 RECORDS |= {DONE_FOLDER, PART_FOLDER, CLAIMS_FOLDER, RAW_FOLDER}
 
 PARTIAL_SUFFIX = ".partial"
-# The longest suffix of a staging folder is `.unused-XXXXXXXX.partial` of `FolderStore.discard`.
-MAX_OUT_NAME_NBYTES = MAX_NAME_NBYTES - len(".unused-01234567.partial")
+# The longest suffix of a staging folder is `.unused-XXXX.partial` of `FolderStore.discard`.
+MAX_OUT_NAME_NBYTES = MAX_NAME_NBYTES - len(".unused-0123.partial")
 # Other processes may publish or remove the folder meanwhile.
 MAX_JOIN_TRIES = 100
 
@@ -229,7 +229,7 @@ class FolderStore:
 
     def discard(self) -> None:
         """Remove an unneeded folder that this process has created, unless another process is in it."""
-        unused_path = self.out.with_name(f"{self.out.name}.unused-{secrets.token_hex(4)}.partial")
+        unused_path = self.out.with_name(f"{self.out.name}.unused-{secrets.token_hex(2)}.partial")
         with contextlib.suppress(OSError), exclusive_lock(self.work / JOIN_LOCK_FILE):
             if self._is_same_folder():
                 self.folder.rename(unused_path)

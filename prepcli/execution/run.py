@@ -1,8 +1,8 @@
 """A run writes the output of a plan, together with its workers and with any number of other processes.
 
-Each process claims units that have no note, writes them, and notes them once they are durable. It then waits for the
-units of the others, and takes over those of a process that has ended. The process that gets the claim `publish` after
-all units are noted gives the output its name. `run_store` describes the state that the processes share.
+Each process claims units without a note, writes them, and notes them once they are durable. It then waits for the units
+of other processes, and takes over the units of an ended process. After all units are noted, one process gets the claim
+`publish` and gives the output its name. `run_store` describes the shared state.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class Run(ABC):
         }
 
     def find_noted(self) -> AbstractSet[int]:
-        """Return the units of which the note still exists."""
+        """Return the units with an existing note."""
         return self.store.units_with(DONE_FOLDER)
 
     def read_note(self, folder: str, number: int) -> UnitNote | None:
@@ -299,7 +299,7 @@ class Run(ABC):
         return PipelineUnit(number, streams)
 
     def note_unit(self, number: int, note: UnitNote) -> None:
-        """Note that a unit is durable. Called in one of several threads."""
+        """Write the note of a durable unit. Called in one of several threads."""
         self.store.write(f"{DONE_FOLDER}/{number}", note.encode(self.request.run_id))
         self.notes[number] = note
 

@@ -12,7 +12,7 @@ the run below `.prep/`:
 
 1. The bytes and the places of a unit are a function of the plan. Units may be written twice: a claim only avoids double
    work.
-2. A note says that a unit is durable. It is written after the bytes of the unit are. It is whole or absent, and has
+2. A note marks a unit as durable. It is written after the bytes of the unit are. It is whole or absent, and has
    a checksum of itself.
 3. The output gets its name in one step, once all units have notes and all other files are durable.
 """

@@ -32,7 +32,7 @@ class UnitNote:
 
     Attributes:
         digests: Digests of its durable streams, by number.
-        blocks: Numbers of the checksum blocks that are recorded while its bytes are written.
+        blocks: Numbers of the checksum blocks recorded while its bytes are written.
         sums: Checksum of each of these blocks.
         session: Session of the processes in a folder. See `FolderStore`.
         writer: Host and number of the process.

@@ -73,7 +73,7 @@ def find_work_units(plan: Plan) -> tuple[WorkUnit, ...]:
 
 
 def find_stream_units(plan: Plan) -> tuple[WorkUnit, ...]:
-    """Return units without data files of their own: each writes at offsets of files that it shares with others.
+    """Return the units of a plan with shared data files: each writes at offsets of them.
 
     All streams of a tensor are in one unit, together with the tensors to compare with it. Consecutive small tensors are
     joined.
@@ -99,7 +99,7 @@ def order_units(units: Sequence[WorkUnit], *, count: int, index: int) -> list[in
     """Return the order in which process `index` of about `count` processes tries to get units.
 
     Each process begins at another place, so that they write different files. Units of a quarter of a process's work
-    come first, the largest before the others: one that begins last would keep the other processes waiting.
+    come first, in descending size: a large unit that begins last would keep all processes waiting.
     """
     total_nbytes = sum(unit.nbytes for unit in units)
     large: list[int] = []

@@ -144,7 +144,7 @@ class BucketLock:
             plan_digest: Digest of the plan. A holder with the same plan is replaced.
             note: Receives a line if the URL cannot be locked or unlocked.
             renew_s: Seconds between two renewals.
-            is_shared: Share the lock with processes that have the same plan, instead of replacing them.
+            is_shared: Share the lock with processes of the same plan, instead of replacing them.
         """
         self._bucket = bucket
         self._note = note

@@ -226,7 +226,7 @@ def check_all_end_well(world: World) -> None:
 
 
 def check_survivors_end_well(world: World) -> None:
-    """Check that all processes end well that are not killed, and that the output is complete if there is one."""
+    """Check the ends of all surviving processes, and the output if there is one."""
     survivors = [process for process in world.processes if not process.is_killed]
     assert [exit_code(process) for process in survivors] == [0] * len(survivors)
     if survivors:
@@ -234,7 +234,7 @@ def check_survivors_end_well(world: World) -> None:
 
 
 def check_one_fails(world: World) -> None:
-    """Check that one process reports its failure at most, and that the other ones complete the output."""
+    """Check the failure of at most one process, and the complete output of the other ones."""
     codes = [exit_code(process) for process in world.processes]
     assert set(codes) <= {0, FAILED}
     assert codes.count(FAILED) <= 1
