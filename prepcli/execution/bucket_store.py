@@ -6,8 +6,8 @@ In addition to the state in `run_store`:
     claims/N        the process that works on unit N
     alive/PROCESS   rewritten by a running process every RENEW_S seconds
 
-A session begins when the objects of an earlier output or run are deleted. Notes name versions of objects, compared before
-the publication. A note is therefore believed in the whole session.
+A session begins when the objects of an earlier output or run are deleted. Notes name versions of objects, compared
+before the publication. A note is therefore believed in the whole session.
 
 Object stores have conditional writes instead of locks. A claim is created by one of several processes. It ends when its
 process has ended: it has deleted its object below `alive`, has not rewritten it for STALE_S seconds, or is a process of

@@ -264,7 +264,7 @@ class FolderRun(Run):
         return replace(unit, digests=part.digests, prefix=part.prefix)
 
     def begin_unit(self, unit: PipelineUnit) -> None:
-        """Do nothing before a unit. See `UnitObserver`."""
+        """Ignore the begin of a unit. See `UnitObserver`."""
 
     def complete_unit(self, number: int) -> None:
         """Make the note of a unit, to be written after the next sync."""

@@ -23,10 +23,10 @@ class DurableUnit:
     points: list[SyncPoint] = field(default_factory=list)
 
     def begin_unit(self, unit: PipelineUnit) -> None:
-        """Do nothing."""
+        """Ignore the unit."""
 
     def complete_unit(self, number: int) -> None:
-        """Do nothing."""
+        """Ignore the unit."""
 
     def record_durable(self, point: SyncPoint) -> None:
         """Remember a point."""

@@ -44,7 +44,7 @@ class Clock:
 
 
 def ignore_point(point: SyncPoint) -> None:
-    """Record nothing."""
+    """Ignore a point."""
 
 
 def make_sync(

@@ -61,7 +61,7 @@ class FileRun(Run):
         return (self.out / "whole").exists()
 
     def check_room(self) -> None:
-        """Do nothing."""
+        """Accept any disk."""
 
     def join(self) -> bool:
         """Join the run. Return False if the output was published meanwhile."""
