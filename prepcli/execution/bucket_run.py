@@ -160,6 +160,7 @@ class BucketRun(Run):
             # The parent of a worker has restarted the run.
             restart=self.request.restart and not is_worker,
             is_done=self.is_done,
+            may_begin=self.pool.share.index == 0,
         )
         self.session = self.bucket_store.session
         return not self.store.is_published()

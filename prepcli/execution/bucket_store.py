@@ -110,6 +110,7 @@ class BucketStore:
         *,
         restart: bool,
         is_done: Callable[[], bool] = lambda: False,
+        may_begin: bool = True,
     ) -> None:
         """Join the run, and begin it unless `is_done` finds the output. See `Store.join`."""
         self._lock.acquire()
@@ -117,7 +118,8 @@ class BucketStore:
         threading.Thread(target=self._renew_until_left, daemon=True).start()
         while restart or not self._is_open(identity):
             claim = self.claim(BEGIN)
-            if claim is None:
+            # Without conditional writes, every process gets the claim.
+            if claim is None or not (may_begin or self._state.has_conditions):
                 time.sleep(LOOK_S)
                 continue
             with claim:

@@ -136,9 +136,9 @@ class FolderRun(Run):
         store = self.folder_store
         store.check_not_moved()
         parts: dict[int, UnitNote] = {}
-        for number in store.units_with(PART_FOLDER):
+        for number in store.units_with(PART_FOLDER) - self.notes.keys() - self.earlier_notes.keys():
             part = self.read_note(PART_FOLDER, number)
-            if part and part.session != self.session and number not in self.notes:
+            if part and part.session != self.session:
                 parts[number] = part
         is_damaged = False
         for folder, notes in ((DONE_FOLDER, self.earlier_notes), (PART_FOLDER, parts)):

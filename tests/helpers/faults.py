@@ -14,7 +14,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.engine import pipeline
 from prepcli.engine.files import Files
-from tests.helpers.killing import num_durable, read_files
+from tests.helpers.killing import read_files
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 COMMANDS = {
@@ -66,9 +66,9 @@ def kill(*args: object, **more: object) -> None:
 
 
 def run_until_killed(
-    monkeypatch: pytest.MonkeyPatch, command: Sequence[str], *, syncs: int
+    monkeypatch: pytest.MonkeyPatch, command: Sequence[str], *, syncs: int, folder: str = "done"
 ) -> Path:
-    """Kill a run after a number of syncs, and return its staging folder."""
+    """Kill a run after a number of syncs, and return its staging folder, with notes in a folder of the run."""
     real_sync, remaining = Files.sync, iter(range(syncs))
 
     def sync(files: Files) -> None:
@@ -81,7 +81,7 @@ def run_until_killed(
         patched.setattr(pipeline, "MOST_UNSYNCED_NBYTES", 10_000)
         with pytest.raises(Killed):
             main([*command, "--out", "out", "-q"])
-    assert num_durable(Path("out.partial"))
+    assert list(Path("out.partial/.prep", folder).iterdir())
     return Path("out.partial")
 
 

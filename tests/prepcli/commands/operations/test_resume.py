@@ -16,6 +16,7 @@ from prepcli.engine import pipeline
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import ConversionResult, Pipeline
 from prepcli.execution import compress, finalize, folder_run
+from prepcli.planning import work_units
 from tests.helpers.faults import COMMANDS as PLAIN
 from tests.helpers.faults import (
     FaultSources,
@@ -143,6 +144,29 @@ def test_resume_writes_only_the_damaged_tensors(sources: FaultSources, capsys, m
     capsys.readouterr()
     assert run("pad-vocab", "--json") == 0
     assert 0 < json.loads(capsys.readouterr().out)["bytes"]["written"] < total // 4
+
+
+@pytest.mark.parametrize("damage", [None, flip_all_bytes], ids=["intact", "damaged"])
+def test_part_of_a_large_unit_is_continued(
+    sources: FaultSources, capsys, monkeypatch, damage: Callable[[Path], None] | None
+):
+    """The note of a part names the complete tensors of a unit, and the first bytes of the next one."""
+    expected = sources.expected(COMMANDS["save-init"])
+    monkeypatch.setattr(work_units, "MIN_JOINED_NBYTES", 1 << 30)
+    monkeypatch.setattr(folder_run, "LARGE_UNIT_NBYTES", 1)
+    partial = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5, folder="part")
+    assert not list((partial / ".prep/done").iterdir())
+    if damage:
+        damage(partial)
+    capsys.readouterr()
+    assert run("save-init", "--json") == 0
+    out, err = capsys.readouterr()
+    nbytes = json.loads(out)["bytes"]
+    assert ("are damaged: writing them again" in err) == bool(damage)
+    # Tensors of zeros are not damaged.
+    assert (nbytes["resumed"] > nbytes["written"] // 10) == (damage is None)
+    assert "resuming out.partial" in err or damage
+    assert read_files(Path("out")) == expected
 
 
 def shard() -> Path:
