@@ -84,7 +84,7 @@ class StreamDigest:
         return self.unscaled or self.written
 
     def __str__(self) -> str:
-        """Return the digests as one word, as journals store them. `parse_stream_digest` parses it."""
+        """Return the digests as one word, as notes store them. `parse_stream_digest` parses it."""
         if self.counts is None:
             return self.read
         # The hexadecimal form of a float is exact, so that a resumed run reports the same error.

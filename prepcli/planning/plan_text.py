@@ -1,6 +1,6 @@
 """Encode a plan as text for its digest.
 
-Manifests, journals and uploads record the digest of this text. Its class and field names are therefore part of the
+Manifests, notes and uploads record the digest of this text. Its class and field names are therefore part of the
 formats on disk: they are fixed here and may differ from the names in code.
 """
 

@@ -1,4 +1,4 @@
-"""Staging: an output gets its name when it is complete, and every obstacle is named."""
+"""The folder of a run: an output gets its name when it is complete, and every obstacle is named."""
 
 from __future__ import annotations
 
