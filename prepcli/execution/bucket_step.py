@@ -6,7 +6,7 @@ digested on the way. The remaining tensors are divided among the processes, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,6 @@ import numpy as np
 
 from prepcli.algebra.boxes import Box, intersect, slices, volume
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.core.errors import RESUME_HINT, DamagedError
 from prepcli.core.progress import NullProgress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
@@ -30,18 +29,13 @@ from prepcli.execution.finalize import (
     read_small_file,
     write_last_files,
 )
-from prepcli.execution.joint_work import joint_work
-from prepcli.execution.request import make_run_identity, plan_digest
 from prepcli.execution.resume import readback_stream
 from prepcli.execution.run_storage import StepSave
 from prepcli.execution.step_writer import MEMORY_NBYTES, NOTE_STEM
-from prepcli.execution.unit_notes import UnitNote
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.planning.chunk_extents import chunk_extents
 from prepcli.planning.manifest_fields import FileRecord
-from prepcli.planning.plan import OutputLeaf, SmallFile, Stream
+from prepcli.planning.plan import OutputLeaf, Plan, SmallFile, Stream
 from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
-from prepcli.planning.shares import divide_streams, subplan
 from prepcli.remote.conditional_objects import publish_content
 from prepcli.remote.object_store import Bucket, part_nbytes
 from prepcli.remote.placeholders import read_all
@@ -74,49 +68,27 @@ class BucketStep:
     store_run_files: Callable[[], None]
     check_lock: Callable[[], None]
 
-    def write(self) -> None:
-        """Write the step. Its manifest is the last object, and makes it visible.
+    @property
+    def plan(self) -> Plan:
+        """The plan of the step, with a data file for each process."""
+        return self.files.plan
 
-        Raises:
-            PrepError: One of the processes cannot write its part.
-        """
-        group = self.save.group
-        name = self.save.name
-        # Objects are visible at once, but no reader opens a step without its manifest. A kill at any
-        # time before `_publish` uploads it leaves objects that the next start deletes.
-        checksums = ChecksumRecorder(chunk_extents(self.files.plan.leaves))
+    def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, str]:
+        """Upload the chunks of this process. See `StepOutput.write_own`."""
+        # Objects are visible at once, but no reader opens a step without its manifest.
+        file = self.plan.files[self.save.group.index]
         digests: dict[int, str] = {}
-        with joint_work(group, f"{name}-written"):
-            self._upload_data_file(checksums, digests)
-            self.store_run_files()
-        with joint_work(group, f"{name}-digested"):
-            self._read_back_shared_tensors(digests)
-            if group.index:
-                self._upload_note(digests, checksums.sums)
-        with joint_work(group, f"{name}-published"):
-            if group.index == 0:
-                self._collect_notes(digests, checksums.sums)
-                # Another start of the recipe may have taken the lock over. It deletes the objects of
-                # invisible steps, such as this one.
-                self.check_lock()
-                self._publish(digests, checksums.sums)
-
-    def _upload_data_file(self, checksums: ChecksumRecorder, digests: dict[int, str]) -> None:
-        """Upload the chunks of this process.
-
-        Add the digests of its whole tensors.
-        """
-        plan = self.files.plan
-        file = plan.files[self.save.group.index]
         pieces = self._data_file_pieces(checksums, digests)
         if file.size:
             num_parts = min(MAX_PARTS_IN_FLIGHT, PARTS_NBYTES // part_nbytes(file.size))
             self.bucket.write_pieces(
-                f"{plan.item}/{file.path}",
+                f"{self.plan.item}/{file.path}",
                 pieces,
                 size=file.size,
                 parts_in_flight=max(2, num_parts),
             )
+        self.store_run_files()
+        return digests
 
     def _data_file_pieces(
         self, checksums: ChecksumRecorder, digests: dict[int, str]
@@ -153,18 +125,17 @@ class BucketStep:
         streams = {number: self.files.plan.streams[number] for number in group.streams}
         return _digest_streams(streams, HostLeafReader(leaves))
 
-    def _read_back_shared_tensors(self, digests: dict[int, str]) -> None:
-        """Read this process's part of the shared tensors, and add their digests."""
-        plan = self.files.plan
-        process_group = self.save.group
+    def shared_streams(self) -> Sequence[int]:
+        """Return the streams of tensors with shards of several processes."""
         numbers: list[int] = []
         for group in self.files.groups:
             if group.owner is None:
                 numbers += group.streams
-        if not numbers:
-            return
-        numbers.sort()
-        share = divide_streams(subplan(plan, numbers), process_group.count)[process_group.index]
+        return sorted(numbers)
+
+    def digest_written(self, numbers: Sequence[int]) -> Mapping[int, str]:
+        """Read streams back from the store. Return their digests."""
+        plan = self.plan
         uploaded = {file.path: file for file in self.bucket.list_files()}
         cache = ReadAheadCache(self.bucket)
         blobs: list[RemoteBlob] = []
@@ -173,49 +144,36 @@ class BucketStep:
             # A process without chunks has uploaded no file.
             file = uploaded.get(path, RemoteFile(path, 0, ""))
             blobs.append(RemoteBlob(file, cache))
-        streams: dict[int, Stream] = {}
-        for position in share:  # position in `numbers`, not in the plan
-            number = numbers[position]
-            streams[number] = readback_stream(plan.streams[number])
+        streams = {number: readback_stream(plan.streams[number]) for number in numbers}
         with open_blobs(blobs) as reader:
-            digests |= _digest_streams(streams, reader)
+            return _digest_streams(streams, reader)
 
-    def _upload_note(self, digests: Mapping[int, str], sums: ChecksumArray) -> None:
-        """Upload the digests and checksums of this process for process 0."""
-        # `sums` has an entry for every block of all files, 0 where this process wrote no bytes.
-        # A note of the known blocks alone is as small as this process's part of the files.
-        blocks = np.flatnonzero(sums).astype(np.uint64)
-        data = UnitNote(digests, blocks, sums[blocks.astype(np.int64)]).encode(self.save.name)
-        self.bucket.write_pieces(_note_path(self.save.group.index), [data], size=len(data))
+    def write_note(self, index: int, content: bytes) -> None:
+        """Upload the note of a process."""
+        self._put(_note_path(index), content)
 
-    def _collect_notes(self, digests: dict[int, str], sums: ChecksumArray) -> None:
-        """Add the digests and checksums of the other processes, and delete their notes."""
-        if self.save.group.count == 1:
-            return
+    def take_notes(self, indices: Sequence[int]) -> Sequence[bytes | None]:
+        """Return the notes of processes, and delete them."""
+        if not indices:
+            return []
         listed = {file.path: file for file in self.bucket.list_files()}
-        files = [listed[_note_path(index)] for index in range(1, self.save.group.count)]
+        files = [listed[_note_path(index)] for index in indices]
         contents = map_in_daemon_threads(
             partial(read_all, self.bucket), files, num_threads=NUM_THREADS
         )
-        for file, content in zip(files, contents):
-            note = UnitNote.decode(content, self.save.name)
-            if note is None:
-                what = f"{file.path} of {self.bucket.name} is damaged"
-                raise DamagedError(what, "it is not a file that prep wrote", RESUME_HINT)
-            digests |= note.digests
-            sums[note.blocks.astype(np.int64)] = note.sums
         self.bucket.delete_files([file.path for file in files])
+        return contents
 
-    def _publish(self, digests: Mapping[int, str], sums: ChecksumArray) -> None:
+    def publish(
+        self, identity: dict[str, object], digests: Mapping[int, str], sums: ChecksumArray
+    ) -> None:
         """Upload the index, the settings and the checksums, then the manifest."""
-        plan = self.files.plan
-        # The identity leaves out the small files, because their paths may differ.
-        run_identity = make_run_identity(plan, plan_digest(replace(plan, small_files=())))
-        # A kill before the manifest leaves a step that prep does not list, and that the next start
-        # deletes.
+        # Another start of the recipe may have taken the lock over. It deletes the objects of
+        # invisible steps, such as this one.
+        self.check_lock()
         manifest = write_last_files(
-            plan,
-            run_identity,
+            self.plan,
+            identity,
             digests=digests,
             sums=sums,
             put=self._put,

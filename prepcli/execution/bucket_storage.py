@@ -19,6 +19,7 @@ from prepcli.execution.bucket_step import BucketStep
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.output_urls import RETRIES
 from prepcli.execution.run_storage import StepSave
+from prepcli.execution.step_writer import write_step
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
@@ -162,7 +163,7 @@ class BucketStorage:
         """
         files = self._plan_files(save)
         bucket = self._open_bucket(self._step_url(save.step))
-        BucketStep(save, files, bucket, self._store_files, self._check_lock).write()
+        write_step(save, BucketStep(save, files, bucket, self._store_files, self._check_lock))
         self._known_steps = [*self.steps(refresh=False), save.step]
 
     def _plan_files(self, save: StepSave) -> ProcessFiles:

@@ -20,7 +20,7 @@ from prepcli.execution.folder_store import remove_work_folder
 from prepcli.execution.locks import acquire_lock
 from prepcli.execution.paths import is_same_file, remove_path
 from prepcli.execution.run_storage import StepSave
-from prepcli.execution.step_writer import StepWriter
+from prepcli.execution.step_writer import FolderStep, write_step
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader
@@ -198,13 +198,9 @@ class FolderStorage:
             PrepError: One of the processes cannot write its part.
         """
         out = step_folder(self.local_folder, save.step)
-        writer = StepWriter(save.plan, out, save.leaves)
         self._is_writing = True
         try:
-            if save.group.count > 1:
-                writer.write_together(save.group, save.name)
-            else:
-                writer.write()
+            write_step(save, FolderStep(save, out))
         except BaseException:
             if save.group.index == 0:
                 shutil.rmtree(out.with_name(f"{out.name}.partial"), ignore_errors=True)

@@ -1,23 +1,22 @@
 """Write a training step, alone or together with the other processes of the run.
 
-Each process writes the shards that it owns into the data files that process 0 has created, at the offsets of the plan.
-The files therefore do not depend on the number of processes. Several processes may have shards of one tensor. After all
-bytes are durable, the tensors are divided among the processes, which read them back for their digests.
+Each process writes its own shards, and several processes may have shards of one tensor. After all bytes are durable,
+the tensors without a digest are divided among the processes, which read them back. Each process notes its digests and
+checksums, and process 0 publishes the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.core.process_group import ProcessGroup
 from prepcli.core.progress import NullProgress
 from prepcli.engine.budget import make_budget
-from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import io_error
 from prepcli.engine.host_leaves import HostLeafReader
@@ -30,114 +29,182 @@ from prepcli.execution.joint_work import joint_work
 from prepcli.execution.paths import remove_path
 from prepcli.execution.request import make_run_identity, plan_digest
 from prepcli.execution.resume import StreamReader
-from prepcli.execution.unit_notes import UnitNote, all_checksums, all_digests
+from prepcli.execution.run_storage import StepSave
+from prepcli.execution.unit_notes import UnitNote
 from prepcli.planning.chunk_extents import chunk_extents
 from prepcli.planning.plan import Plan
-from prepcli.planning.shares import divide_streams
+from prepcli.planning.shares import divide_streams, subplan
 
 MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf or shard that is fetched
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step is the note of process I
 
 
+class StepOutput(Protocol):
+    """Where a step is written."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the step, with its data files."""
+        ...
+
+    def shared_streams(self) -> Sequence[int]:
+        """Return the streams without a digest after `write_own`, equal in all processes."""
+        ...
+
+    def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, str]:
+        """Write the shards of this process durably. Return the digests of its whole tensors."""
+        ...
+
+    def digest_written(self, numbers: Sequence[int]) -> Mapping[int, str]:
+        """Return the digests of written streams."""
+        ...
+
+    def write_note(self, index: int, content: bytes) -> None:
+        """Write the note of a process."""
+        ...
+
+    def take_notes(self, indices: Sequence[int]) -> Sequence[bytes | None]:
+        """Return the notes of processes. They are no longer needed."""
+        ...
+
+    def publish(
+        self, identity: dict[str, object], digests: Mapping[int, str], sums: ChecksumArray
+    ) -> None:
+        """Write all other files, and make the step visible."""
+        ...
+
+
+def write_step(save: StepSave, output: StepOutput) -> None:
+    """Write a step together with the other processes. All of them call this.
+
+    Args:
+        save: The step, with the shards of this process.
+        output: The step's folder or URL.
+
+    Raises:
+        PrepError: One of the processes cannot write its part.
+    """
+    # Each part begins when all processes have ended the one before: all bytes are durable before they are
+    # read back, and process 0 has all notes before it publishes. A kill leaves an invisible step, which
+    # the next start removes.
+    group = save.group
+    plan = output.plan
+    checksums = ChecksumRecorder(chunk_extents(plan.leaves))
+    with joint_work(group, f"{save.name}-written"):
+        digests = dict(output.write_own(checksums))
+    with joint_work(group, f"{save.name}-digested"):
+        if shared := output.shared_streams():
+            positions = divide_streams(subplan(plan, shared), group.count)[group.index]
+            digests |= output.digest_written([shared[position] for position in positions])
+        if group.index:
+            # `sums` has an entry for every block of all files. A note of the known blocks alone is as small
+            # as this process's part of the files.
+            blocks = np.flatnonzero(checksums.sums).astype(np.uint64)
+            note = UnitNote(digests, blocks, checksums.sums[blocks.astype(np.int64)])
+            output.write_note(group.index, note.encode(save.name))
+    with joint_work(group, f"{save.name}-published"):
+        if group.index == 0:
+            _add_notes(save, output, digests, checksums.sums)
+            # The small files are copied from the step before, so that their paths differ after each save.
+            run_id = plan_digest(replace(plan, small_files=()))
+            output.publish(make_run_identity(plan, run_id), digests, checksums.sums)
+
+
+def _add_notes(
+    save: StepSave, output: StepOutput, digests: dict[int, str], sums: ChecksumArray
+) -> None:
+    """Add the digests and checksums of the other processes."""
+    indices = range(1, save.group.count)
+    for index, content in zip(indices, output.take_notes(indices)):
+        note = UnitNote.decode(content, save.name)
+        if note is None:
+            raise PrepError(
+                f"the note of process {index} is missing or damaged",
+                "the process may have written it to a folder of the same name on another disk",
+                text("set {} to a folder on a file system that all hosts share", Option("out")),
+            )
+        digests |= note.digests
+        sums[note.blocks.astype(np.int64)] = note.sums
+
+
 @dataclass(frozen=True)
-class StepWriter:
-    """Writes a step. The caller holds the lock of the run.
+class FolderStep:
+    """A step in a folder shared by all processes. The caller holds the lock of the run.
+
+    Process 0 creates the data files, and each process writes at the offsets of the plan. The files therefore do not
+    depend on the number of processes.
 
     Attributes:
-        plan: The plan of the step.
+        save: The step, with the shards of this process.
         out: Folder of the step.
-        leaves: The leaves, with the shards of this process.
     """
 
-    plan: Plan
+    save: StepSave
     out: Path
-    leaves: Mapping[str, HostLeaf]
 
-    def write(self) -> None:
-        """Write the step from the leaves of this process alone. Raise PrepError if this fails."""
-        store = self._create_staging()
-        checksums = ChecksumRecorder(chunk_extents(self.plan.leaves))
-        with open_sink(self.plan, store.folder) as sink:
+    @property
+    def plan(self) -> Plan:
+        """The plan of the step."""
+        return self.save.plan
+
+    def shared_streams(self) -> Sequence[int]:
+        """Return all streams, or none if one process writes the step."""
+        return range(len(self.plan.streams)) if self.save.group.count > 1 else ()
+
+    def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, str]:
+        """Write the shards of this process. See `StepOutput.write_own`."""
+        group = self.save.group
+        with joint_work(group, f"{self.save.name}-created"):
+            if group.index == 0:
+                open_sink(self.plan, self._create_staging()).close()
+        with open_sink(self.plan, self._store().folder) as sink:
+            if group.count > 1:
+                leaves = [(leaf, self.save.leaves[leaf.name]) for leaf in self.plan.leaves]
+                write_shards(leaves, sink, checksums=checksums)
+                return {}
             outcome = Pipeline(
                 self.plan.streams,
-                HostLeafReader(list(self.leaves.values())),
+                HostLeafReader(list(self.save.leaves.values())),
                 sink=sink,
                 budget=make_budget(MEMORY_NBYTES),
                 progress=NullProgress(),
                 checksums=checksums,
             ).run()
-        self._publish(store, outcome.digests, checksums.sums)
+            return outcome.digests
 
-    def write_together(self, group: ProcessGroup, name: str) -> None:
-        """Write the step together with the other processes. All of them call this.
+    def _store(self) -> FolderStore:
+        return FolderStore(self.out)
 
-        Args:
-            group: The processes of the run.
-            name: Name of the save, for the exchanges of the processes.
-
-        Raises:
-            PrepError: One of the processes cannot write its part.
-        """
-        # Each of the four parts begins when all processes have ended the one before: files exist before
-        # shards are written, all bytes are durable before they are read back, and process 0 has all notes
-        # before it publishes. A kill leaves a staging folder, which the next start removes.
-        store = FolderStore(self.out)
-        checksums = ChecksumRecorder(chunk_extents(self.plan.leaves))
-        with joint_work(group, f"{name}-created"):
-            if group.index == 0:
-                open_sink(self.plan, self._create_staging().folder).close()
-        with joint_work(group, f"{name}-written"):
-            leaves = [(leaf, self.leaves[leaf.name]) for leaf in self.plan.leaves]
-            with open_sink(self.plan, store.folder) as sink:
-                write_shards(leaves, sink, checksums=checksums)
-        with joint_work(group, f"{name}-digested"):
-            self._note_own_part(store, group, checksums)
-        with joint_work(group, f"{name}-published"):
-            if group.index == 0:
-                notes = [self._read_note(store, index) for index in range(group.count)]
-                digests = all_digests(self.plan, notes)
-                self._publish(store, digests, all_checksums(self.plan, notes))
-
-    def _create_staging(self) -> FolderStore:
+    def _create_staging(self) -> Path:
         """Create the staging folder. Remove an older one first."""
-        store = FolderStore(self.out)
+        store = self._store()
         try:
             remove_path(store.folder)
             store.work.mkdir(parents=True)
         except OSError as error:
             raise io_error(store.folder, error) from error
         check_free_space(self.plan, store.folder)
-        return store
+        return store.folder
 
-    def _note_own_part(
-        self, store: FolderStore, group: ProcessGroup, checksums: ChecksumRecorder
-    ) -> None:
-        """Read this process's part of the tensors back, and note their digests and the checksums of its shards."""
-        numbers = divide_streams(self.plan, group.count)[group.index]
-        files = [data_folder(self.plan, store.folder) / file.path for file in self.plan.files]
+    def digest_written(self, numbers: Sequence[int]) -> Mapping[int, str]:
+        """Read streams back from the data files. Return their digests."""
+        folder = data_folder(self.plan, self._store().folder)
+        files = [folder / file.path for file in self.plan.files]
         reader = StreamReader(self.plan.streams, make_budget(MEMORY_NBYTES), NullProgress())
-        digests = reader.digest_written_streams(numbers, files)
-        blocks = checksums.take_new()
-        note = UnitNote(digests, blocks, checksums.sums[blocks.astype(np.int64)])
-        store.write(f"{NOTE_STEM}-{group.index}", note.encode(self.plan.request))
+        return reader.digest_written_streams(numbers, files)
 
-    def _publish(self, store: FolderStore, digests: Mapping[int, str], sums: ChecksumArray) -> None:
-        # The small files are copied from the step before, so that their paths differ after each save.
-        run_id = plan_digest(replace(self.plan, small_files=()))
-        run_identity = make_run_identity(self.plan, run_id)
-        finalize_folder(
-            self.plan, store.folder, run_identity=run_identity, digests=digests, sums=sums
-        )
+    def write_note(self, index: int, content: bytes) -> None:
+        """Write the note of a process."""
+        self._store().write(f"{NOTE_STEM}-{index}", content)
+
+    def take_notes(self, indices: Sequence[int]) -> Sequence[bytes | None]:
+        """Return the notes of processes. They are deleted with the state."""
+        return [self._store().read(f"{NOTE_STEM}-{index}") for index in indices]
+
+    def publish(
+        self, identity: dict[str, object], digests: Mapping[int, str], sums: ChecksumArray
+    ) -> None:
+        """Write all other files, and rename the folder."""
+        store = self._store()
+        finalize_folder(self.plan, store.folder, run_identity=identity, digests=digests, sums=sums)
         store.publish()
-
-    def _read_note(self, store: FolderStore, index: int) -> UnitNote:
-        """Return the note of a process."""
-        name = f"{NOTE_STEM}-{index}"
-        note = UnitNote.decode(store.read(name), self.plan.request)
-        if note is None:
-            raise PrepError(
-                f"{store.work / name} does not exist",
-                f"process {index} wrote it to a folder of the same name on another disk",
-                text("set {} to a folder on a file system that all hosts share", Option("out")),
-            )
-        return note

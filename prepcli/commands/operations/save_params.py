@@ -21,9 +21,11 @@ from prepcli.core.errors import Option, OutputExistsError, PrepError, text, usag
 from prepcli.core.json_types import HFConfig
 from prepcli.core.observer import SilentObserver
 from prepcli.core.option_spec import PathLike
+from prepcli.core.process_group import SingleProcess
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import LeafSpec
-from prepcli.execution.step_writer import MEMORY_NBYTES, StepWriter
+from prepcli.execution.run_storage import StepSave
+from prepcli.execution.step_writer import MEMORY_NBYTES, FolderStep, write_step
 from prepcli.models.param_tree import param_leaves
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan, SmallFile
@@ -84,7 +86,8 @@ def save_params(
     leaves = host_leaves({"params": arrays})
     shapes = {name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
     plan = _plan_item(shapes, source, located, like=str(like))
-    StepWriter(plan, folder, leaves).write()
+    save = StepSave(0, plan, leaves, SingleProcess())
+    write_step(save, FolderStep(save, folder))
     return folder
 
 
