@@ -20,7 +20,7 @@ from prepcli.algebra.boxes import Box, strides
 from prepcli.algebra.grids import ChunkGrid, StridedPlacement
 from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.engine.budget import anonymous_nbytes
-from prepcli.execution.box_exchange import decode_boxes, encode_boxes
+from prepcli.execution.joint_work import decode_boxes, encode_boxes
 from prepcli.formats.orbax import encode_item_metadata
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream

@@ -14,9 +14,8 @@ from typing import BinaryIO
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.engine.files import io_error
-from prepcli.execution.box_exchange import exchange_boxes
 from prepcli.execution.bucket_step import BucketStep
-from prepcli.execution.joint_work import joint_work
+from prepcli.execution.joint_work import exchange_boxes, joint_work
 from prepcli.execution.output_urls import RETRIES
 from prepcli.execution.run_storage import StepSave
 from prepcli.execution.step_writer import write_step

@@ -24,13 +24,19 @@ from prepcli.engine.no_follow import check_no_symlinks
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.finalize import data_folder, finalize_folder, output_nbytes_to_compress
 from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_work_folder
-from prepcli.execution.output_checks import check_data_files, check_unchanged, read_stamps
 from prepcli.execution.request import ExecutionRequest
-from prepcli.execution.resume import find_damaged, find_outdated, zero_gaps
 from prepcli.execution.run import Run
 from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER
 from prepcli.execution.source_checks import parse_source_state, touched_files
 from prepcli.execution.unit_notes import UnitNote, all_checksums, all_digests
+from prepcli.execution.written_data import (
+    check_data_files,
+    check_unchanged,
+    find_damaged,
+    find_outdated,
+    read_stamps,
+    zero_gaps,
+)
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.file_records import are_files_intact
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, foreign_output_error, read_manifest

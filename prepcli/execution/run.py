@@ -23,7 +23,6 @@ from prepcli.engine.digest import digest
 from prepcli.engine.pipeline import ConversionResult, PipelineUnit
 from prepcli.execution.finalize import check_small_files
 from prepcli.execution.request import ExecutionRequest, make_run_identity
-from prepcli.execution.resume import StreamReader, find_outdated
 from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, PUBLISH, Claim, Store
 from prepcli.execution.signals import PARENT_VARIABLE, note_durable_work
 from prepcli.execution.source_checks import (
@@ -34,6 +33,7 @@ from prepcli.execution.source_checks import (
     touched_files,
 )
 from prepcli.execution.unit_notes import UnitNote
+from prepcli.execution.written_data import StreamReader, find_outdated
 from prepcli.planning import coverage
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import split_streams

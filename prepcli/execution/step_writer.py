@@ -28,9 +28,9 @@ from prepcli.execution.folder_store import FolderStore
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.paths import remove_path
 from prepcli.execution.request import make_run_identity, plan_digest
-from prepcli.execution.resume import StreamReader
 from prepcli.execution.run_storage import StepSave
 from prepcli.execution.unit_notes import UnitNote
+from prepcli.execution.written_data import StreamReader
 from prepcli.planning.chunk_extents import chunk_extents
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import divide_streams, subplan

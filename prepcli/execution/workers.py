@@ -27,8 +27,8 @@ from prepcli.core.json_types import JsonObject
 from prepcli.core.progress import Progress
 from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES, anonymous_nbytes
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.execution.resume import CHECK_TASK
 from prepcli.execution.signals import PARENT_VARIABLE, Stopped, block_signals
+from prepcli.execution.written_data import CHECK_TASK
 from prepcli.planning.shares import Share
 
 # Above the memory of a Python process that has only imported prep.
