@@ -221,7 +221,7 @@ class FolderRun(Run):
             self.result.resumed_nbytes += self.units[number].nbytes
             return
         # The part comes before the deletion: a kill between the two leaves the note of an older session.
-        self.store.write(f"{PART_FOLDER}/{number}", note.encode(self.request.run_id))
+        self.write_note(PART_FOLDER, number, note)
         self.store.delete([f"{DONE_FOLDER}/{number}"])
 
     # Writing
@@ -286,7 +286,7 @@ class FolderRun(Run):
         if part and self.units[part.unit].nbytes >= LARGE_UNIT_NBYTES:
             note = self._make_note(part.unit, self._recorder.new_blocks())
             note = replace(note, digests=part.digests, prefix=part.prefix)
-            self.store.write(f"{PART_FOLDER}/{part.unit}", note.encode(self.request.run_id))
+            self.write_note(PART_FOLDER, part.unit, note)
 
     def _make_note(self, number: int, blocks: np.ndarray) -> UnitNote:
         sums = self._recorder.sums[blocks.astype(np.int64)]

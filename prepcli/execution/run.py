@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing
+from dataclasses import replace
 
 from prepcli.core.counts import count_text
 from prepcli.core.formatting import format_bytes
@@ -215,7 +216,7 @@ class Run(ABC):
         done_nbytes = sum(self.units[number].nbytes for number in self.notes)
         for number in self.store.units_with(PART_FOLDER):
             if number not in self.notes and (part := self.read_note(PART_FOLDER, number)):
-                done_nbytes += self._durable_nbytes(part)
+                done_nbytes += part.nbytes
         if done_nbytes and not self.has_begun:
             sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
             self.note(f"resuming {self.store.name}: {sizes} are durable")
@@ -300,8 +301,16 @@ class Run(ABC):
 
     def note_unit(self, number: int, note: UnitNote) -> None:
         """Write the note of a durable unit. Called in one of several threads."""
-        self.store.write(f"{DONE_FOLDER}/{number}", note.encode(self.request.run_id))
+        self.write_note(DONE_FOLDER, number, note)
         self.notes[number] = note
+
+    def write_note(self, folder: str, number: int, note: UnitNote) -> None:
+        """Write the note of a unit, or of its durable part."""
+        nbytes = sum(self.plan.streams[stream].nbytes for stream in note.digests)
+        if note.prefix:
+            nbytes += note.prefix.nbytes
+        content = replace(note, nbytes=nbytes).encode(self.request.run_id)
+        self.store.write(f"{folder}/{number}", content)
 
     def add_result(self, result: ConversionResult) -> None:
         """Add the bytes of a pipeline to the result."""
@@ -377,19 +386,13 @@ class Run(ABC):
                 self.publish()
                 return
 
-    def _durable_nbytes(self, note: UnitNote) -> int:
-        nbytes = sum(self.plan.streams[number].nbytes for number in note.digests)
-        if note.prefix:
-            nbytes += note.prefix.nbytes
-        return nbytes
-
     def _describe_durable(self) -> str:
         """Describe the durable part of the output, for the message of a stopped run, or empty if there is none."""
         done = self.store.units_with(DONE_FOLDER)
         done_nbytes = sum(self.units[number].nbytes for number in done)
         for number in self.store.units_with(PART_FOLDER):
             if number not in done and (part := self.read_note(PART_FOLDER, number)):
-                done_nbytes += self._durable_nbytes(part)
+                done_nbytes += part.nbytes
         if not done_nbytes:
             return ""
         total_nbytes = sum(unit.nbytes for unit in self.units)

@@ -39,6 +39,7 @@ class UnitNote:
         objects: The written objects, in a bucket.
         lengths: Compressed lengths of the chunks in each object, by file number. Empty without compression.
         prefix: The partly durable stream. None in the note of a complete unit.
+        nbytes: Number of durable bytes, as they are read.
     """
 
     digests: Mapping[int, str]
@@ -49,6 +50,7 @@ class UnitNote:
     objects: tuple[RemoteFile, ...] = ()
     lengths: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])
     prefix: StreamPrefix | None = None
+    nbytes: int = 0
 
     def encode(self, run_id: str) -> bytes:
         """Return the content of the note.
@@ -65,6 +67,7 @@ class UnitNote:
             "digests": dict(self.digests),
             "checksums": base64.b64encode(known.tobytes()).decode(),
             "lengths": dict(self.lengths),
+            "nbytes": self.nbytes,
         }
         if self.prefix:
             prefix = self.prefix
@@ -92,6 +95,7 @@ def _parse_note(content: JsonObject) -> UnitNote | None:
             "digests": dict(digests),
             "checksums": str(checksums),
             "lengths": dict(lengths),
+            "nbytes": int(nbytes),
         }:
             known = np.frombuffer(base64.b64decode(checksums), CHECKSUM_DTYPE).reshape(2, -1)
             return UnitNote(
@@ -103,6 +107,7 @@ def _parse_note(content: JsonObject) -> UnitNote | None:
                 tuple(map(_parse_object, objects)),
                 {int(file): _parse_lengths(entry) for file, entry in lengths.items()},
                 _parse_prefix(content.get("prefix")),
+                nbytes,
             )
     return None
 

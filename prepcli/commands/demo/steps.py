@@ -28,7 +28,6 @@ from prepcli.commands.demo.tiny_model import (
     learnable_text,
     write_tiny_model,
 )
-from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import format_bytes
 from prepcli.execution.finalize import WORK_FOLDER
@@ -249,14 +248,16 @@ def _kill_conversion(folder: Path, step: DemoStep) -> StepOutcome:
 
     def should_kill(is_last_try: bool) -> bool:
         # The last try only needs bytes in data files.
-        is_durable = _num_durable(partial_output) > 0
+        is_durable = _durable_nbytes(partial_output) > 0
         return is_durable or (is_last_try and _data_nbytes(partial_output) > 0)
 
     def describe() -> StepOutcome | None:
         if not partial_output.exists():
             return None
-        parts = count_text(_num_durable(partial_output), "part")
-        return StepOutcome(f"killed with {parts} durable; no {INIT}", _data_nbytes(partial_output))
+        durable = _durable_nbytes(partial_output)
+        share = durable / _data_nbytes(partial_output)
+        result = f"killed at {share:.0%}, {format_bytes(durable)} durable; no {INIT}"
+        return StepOutcome(result, durable)
 
     return _kill(folder, step, INIT, should_kill, describe)
 
@@ -269,19 +270,17 @@ def _data_nbytes(partial_output: Path) -> int:
         return 0
 
 
-def _num_durable(partial_output: Path) -> int:
-    """Return the number of durable parts."""
-    return len([*(partial_output / WORK_FOLDER / DONE_FOLDER).glob("*")])
+def _durable_nbytes(partial_output: Path) -> int:
+    """Return the number of durable bytes in the notes of the run."""
+    notes = (partial_output / WORK_FOLDER / DONE_FOLDER).glob("*")
+    return sum(json.loads(note.read_bytes())["nbytes"] for note in notes)
 
 
 def _resume_conversion(folder: Path, step: DemoStep) -> StepOutcome:
-    num_durable = _num_durable(_partial(folder / INIT))
+    durable = _durable_nbytes(_partial(folder / INIT))
     report = run_prep(folder, step)
     resumed = report["bytes"]["resumed"]
-    check(
-        bool(resumed) == bool(num_durable),
-        f"{num_durable} parts were durable, {resumed:,} bytes kept",
-    )
+    check(resumed == durable, f"{durable:,} bytes were durable, but it resumed from {resumed:,}")
     total = format_bytes(resumed + report["bytes"]["written"])
     return _conversion_outcome(report, f"resumed from {format_bytes(resumed)} of {total}")
 
