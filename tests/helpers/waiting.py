@@ -14,6 +14,9 @@ MAX_S = 1800.0
 POLL_EVERY_S = 0.005
 # A main thread that is not scheduled for so long, although it is asleep, waits for an event.
 ASLEEP_S = 0.2
+# A process is idle that uses so many ticks of 10 ms in so many seconds at most.
+IDLE_S = 0.5
+IDLE_TICKS = 5
 
 
 class Running(Protocol):
@@ -49,11 +52,24 @@ def wait_until(condition: Callable[[], object], *processes: Running) -> None:
         time.sleep(POLL_EVERY_S)
 
 
-def wait_until_quiet(process: Running) -> None:
-    """Wait until a process has ended, or waits for an event."""
-    # It may end during the look.
+def wait_until_idle(process: Running) -> None:
+    """Wait until a process has ended, or uses hardly any CPU time, because it looks for other processes only."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        wait_until_asleep(process.pid)
+        used = _cpu_ticks(process.pid)
+        deadline_s = time.monotonic() + MAX_S
+        while True:
+            time.sleep(IDLE_S)
+            before = used
+            used = _cpu_ticks(process.pid)
+            if used - before <= IDLE_TICKS:
+                return
+            assert time.monotonic() < deadline_s, "the process is never idle"
+
+
+def _cpu_ticks(pid: int) -> int:
+    """Return the CPU time of a process in ticks of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 def wait_until_asleep(pid: int) -> None:

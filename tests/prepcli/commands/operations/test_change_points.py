@@ -27,7 +27,7 @@ from tests.helpers.fork_server import PREP, ForkedProcess, run_prep, start_prep,
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import make_checkpoint
-from tests.helpers.waiting import MAX_S, wait_until, wait_until_quiet
+from tests.helpers.waiting import MAX_S, wait_until, wait_until_idle
 
 COMMANDS = {
     "pad-vocab": ("pad-vocab", "./model", "--multiple", "8", "--init", "mean"),
@@ -141,7 +141,7 @@ def check_second_runs(site: Site, name: str, points: Iterable[int]) -> None:
         is_stopped = wait_until_stopped(first)
         second = start_prep(*words(name, "out"), cwd=site.folder)
         # It ends, or waits for the first one.
-        wait_until_quiet(second)
+        wait_until_idle(second)
         if is_stopped:
             go_on(first)
         errors: list[str] = []
