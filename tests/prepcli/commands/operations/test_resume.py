@@ -13,6 +13,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.engine import pipeline
+from prepcli.engine.budget import Budget
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import ConversionResult, Pipeline
 from prepcli.execution import compress, finalize, folder_run
@@ -151,15 +152,19 @@ def test_part_of_a_large_unit_is_continued(
     sources: FaultSources, capsys, monkeypatch, damage: Callable[[Path], None] | None
 ):
     """The note of a part names the complete tensors of a unit, and the first bytes of the next one."""
-    expected = sources.expected(COMMANDS["save-init"])
+    expected = sources.expected(COMMANDS["pad-vocab"])
     monkeypatch.setattr(work_units, "MIN_JOINED_NBYTES", 1 << 30)
     monkeypatch.setattr(folder_run, "LARGE_UNIT_NBYTES", 1)
-    partial = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5, folder="part")
+    # A tensor passes in several slabs.
+    monkeypatch.setattr(folder_run, "make_budget", lambda *_, **__: Budget(1 << 20, 4096, 4))
+    partial = run_until_killed(monkeypatch, COMMANDS["pad-vocab"], syncs=5, folder="part")
     assert not list((partial / ".prep/done").iterdir())
+    (note,) = (partial / ".prep/part").iterdir()
+    assert json.loads(note.read_bytes())["prefix"]
     if damage:
         damage(partial)
     capsys.readouterr()
-    assert run("save-init", "--json") == 0
+    assert run("pad-vocab", "--json") == 0
     out, err = capsys.readouterr()
     nbytes = json.loads(out)["bytes"]
     assert ("are damaged: writing them again" in err) == bool(damage)
