@@ -270,7 +270,11 @@ def remove_run(note: dict[str, Any]) -> None:
     del note["run"]
 
 
-@pytest.mark.parametrize("change", [remove_run, name_another_run])
+def name_another_session(note: dict[str, Any]) -> None:
+    note["session"] = "another session"
+
+
+@pytest.mark.parametrize("change", [remove_run, name_another_run, name_another_session])
 def test_units_of_an_earlier_version_are_written_again(
     site: StoreSite, home: Path, change: Callable[[dict[str, Any]], None]
 ):
