@@ -310,7 +310,7 @@ def raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
     for number, leaf in enumerate(leaves):
         for box in leaf.placed_chunks:
             for index in box.indices():
-                yield WrittenChunk(number, index, *box.placement.find(index), leaf.chunk_nbytes)
+                yield WrittenChunk(number, index, *box.chunks.find(index), leaf.chunk_nbytes)
 
 
 def build_manifest(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.core.errors import PrepError
-from prepcli.formats.msgpack import SUFFIX, MsgpackArray, MsgpackHeader, MsgpackKind
+from prepcli.formats.msgpack import SUFFIX, MsgpackHeader, MsgpackKind
 from prepcli.formats.shard_index import (
     UnindexedTensor,
     find_unindexed,
@@ -16,6 +16,7 @@ from prepcli.formats.shard_index import (
     read_weight_map,
 )
 from prepcli.formats.untrusted import list_folder
+from prepcli.planning.arrays import Array
 
 STEM = "flax_model"
 SINGLE_FILE = f"{STEM}.{SUFFIX}"
@@ -104,20 +105,20 @@ def select_indexed(
     indexed: list[MsgpackHeader] = []
     unindexed: list[UnindexedTensor] = []
     for header in headers:
-        kept: list[MsgpackArray] = []
+        kept: list[Array] = []
         for array in header.arrays:
             if (_index_name(array), header.path.name) in ignored:
-                nbytes = sum(nbytes for _, nbytes in array.runs)
-                unindexed.append(UnindexedTensor(_index_name(array), header.path.name, nbytes))
+                name = _index_name(array)
+                unindexed.append(UnindexedTensor(name, header.path.name, array.nbytes))
             else:
                 kept.append(array)
         indexed.append(replace(header, arrays=tuple(kept)))
     return indexed, unindexed
 
 
-def _index_name(array: MsgpackArray) -> str:
+def _index_name(array: Array) -> str:
     """Return the name of an array in an index."""
-    return "/".join(array.path)
+    return "/".join(map(str, array.path))
 
 
 def _only_file(folder: Path, names: Sequence[str]) -> str:

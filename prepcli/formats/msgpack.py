@@ -12,19 +12,21 @@ import itertools
 import math
 import os
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import xxhash
 
+from prepcli.algebra.chunks import run_parts
 from prepcli.core.counts import count_text
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.formats.shard_index import damage_hint
 from prepcli.formats.untrusted import CutShortError, stat_file, unreadable_error
-from prepcli.planning.tensors import ITEM_BITS
+from prepcli.planning.arrays import Array, parted_array, whole_array
+from prepcli.planning.tensors import ITEM_BITS, itemsize
 from prepcli.stores.reading import open_regular_file
 
 # Extension codes of flax.serialization: array and NumPy scalar.
@@ -46,16 +48,6 @@ KeyPath = tuple[str, ...]  # keys from the root of a tree to a leaf
 
 
 @dataclass(frozen=True, slots=True)
-class MsgpackArray:
-    """An array in C order, little endian, stored in runs (offset, nbytes) of its file."""
-
-    path: KeyPath
-    dtype: str
-    shape: tuple[int, ...]
-    runs: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class MsgpackNonArray:
     """A leaf other than an array."""
 
@@ -72,7 +64,7 @@ class MsgpackHeader:
     """Leaves of a file, in file order, without payloads. `digest` is the XXH3-128 of the bytes outside of payloads."""
 
     path: Path
-    arrays: tuple[MsgpackArray, ...]
+    arrays: tuple[Array, ...]
     non_arrays: tuple[MsgpackNonArray, ...]
     size: int
     mtime_ns: int
@@ -256,7 +248,7 @@ class _ParseState:
     """State of parsing a tree: the leaves read so far and counters for the limits."""
 
     cursor: _Cursor
-    arrays: list[MsgpackArray] = field(default_factory=list)
+    arrays: list[Array] = field(default_factory=list)
     non_arrays: list[MsgpackNonArray] = field(default_factory=list)
     entries: int = 0
     paths_nbytes: int = 0
@@ -380,9 +372,7 @@ def _parse_map(state: _ParseState, path: KeyPath, count: int) -> None:
         state.arrays.append(joined)
 
 
-def _join_pieces(
-    path: KeyPath, pieces: list[MsgpackArray], non_arrays: list[MsgpackNonArray]
-) -> MsgpackArray:
+def _join_pieces(path: KeyPath, pieces: list[Array], non_arrays: list[MsgpackNonArray]) -> Array:
     """Join the pieces of a chunked array: 1-d arrays under `chunks`, extents under `shape`."""
     depth = len(path)
     chunks = {
@@ -416,19 +406,24 @@ def _join_pieces(
         raise ValueError(
             f"the pieces of {_quote_path(path)} do not form an array of shape {str(shape)[:100]}"
         )
-    return MsgpackArray(
-        path,
-        flat_pieces[0].dtype,
-        counts,
-        tuple(itertools.chain.from_iterable(piece.runs for piece in flat_pieces)),
-    )
+    dtype = flat_pieces[0].dtype
+    runs = [(piece.offset, piece.nbytes) for piece in flat_pieces]
+    if len(runs) == 1:
+        return _array_at(path, dtype, counts, runs[0][0])
+    parts = run_parts(counts, itemsize(dtype), runs, file=0)
+    return replace(parted_array(".".join(path), dtype, counts, parts), path=path)
 
 
-def _is_child_of(path: KeyPath, depth: int, key: str) -> bool:
+def _array_at(path: KeyPath, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
+    """Return an array in C order at an offset of the file."""
+    return replace(whole_array(".".join(path), dtype, shape, (0, offset)), path=path)
+
+
+def _is_child_of(path: Sequence[str | int], depth: int, key: str) -> bool:
     return len(path) == depth + 2 and path[depth] == key
 
 
-def _read_array(cursor: _Cursor, path: KeyPath, nbytes: int) -> MsgpackArray:
+def _read_array(cursor: _Cursor, path: KeyPath, nbytes: int) -> Array:
     """Read an array [shape, dtype, bytes] that takes `nbytes` bytes."""
     end = cursor.offset + nbytes
     if (header := _read_token(cursor)).kind != "array" or header.count != 3:
@@ -446,7 +441,7 @@ def _read_array(cursor: _Cursor, path: KeyPath, nbytes: int) -> MsgpackArray:
         raise ValueError(
             f"{array} takes {count_text(payload_nbytes, 'byte')}, its payload has another size"
         )
-    return MsgpackArray(path, dtype, shape, ((cursor.skip(payload_nbytes), payload_nbytes),))
+    return _array_at(path, dtype, shape, cursor.skip(payload_nbytes))
 
 
 def _iter_shape(cursor: _Cursor, path: KeyPath) -> Iterator[int]:

@@ -38,8 +38,8 @@ from prepcli.formats.ocdbt import (
 from prepcli.formats.orbax_chunks import (
     BUG_HINT,
     ArrayMeta,
-    ChunkTable,
     ItemValues,
+    StoredChunks,
     TreePath,
     WrittenChunk,
     build_chunk_table,
@@ -123,7 +123,7 @@ class OrbaxItem:
 
     folder: Path
     arrays: tuple[ArrayMeta, ...]
-    chunks: tuple[ChunkTable, ...]
+    chunks: tuple[StoredChunks, ...]
     codec_names: tuple[tuple[str, ...], ...]
     files: tuple[Path, ...]
     value_types: tuple[str, ...]
@@ -267,7 +267,7 @@ def read_item(
     names = [storage.name_separator.join(map(str, leaf.path)) for leaf in leaves]
     documents = [values.pop_document(name) for name in names]
     arrays: list[ArrayMeta] = []
-    tables: list[ChunkTable] = []
+    tables: list[StoredChunks] = []
     codec_names: list[tuple[str, ...]] = []
     zarrs = [
         parse_zarr_document(quote_name(name), storage.zarr, document)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from prepcli.algebra.chunks import ChunkIndex
 from prepcli.algebra.grids import ChunkGrid
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
@@ -36,7 +37,7 @@ from prepcli.formats.zarr import (
     broken_document_error,
     encode_zarr_document,
 )
-from prepcli.planning.item_storage import ZARR2, ZARR3, ChunkIndex, Compression, ItemStorage
+from prepcli.planning.item_storage import ZARR2, ZARR3, Compression, ItemStorage
 from prepcli.planning.tensors import itemsize
 from prepcli.stores.reading import resolve_named_path
 
@@ -92,7 +93,7 @@ class StoredRange:
 
 
 StoredValue = StoredRange | bytes  # a location, or the bytes themselves
-ChunkTable = dict[ChunkIndex, StoredValue]  # by index in the array's grid
+StoredChunks = dict[ChunkIndex, StoredValue]  # by index in the array's grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ def build_chunk_table(
     chunks_by_key: Mapping[str, StoredValue],
     values: ItemValues,
     is_complete: bool,
-) -> ChunkTable:
+) -> StoredChunks:
     """Return the stored chunks of an array by index. Shards are split into their chunks.
 
     Raise PrepError if a chunk is missing that must be stored, or if a key is not a chunk of the array.
@@ -256,7 +257,7 @@ def build_chunk_table(
     # are stored values; otherwise the indices are parsed from the keys.
     missing = math.prod(zarr.stored_grid) - len(chunks_by_key)
     if missing > 0 and not is_complete and zarr.missing_is_zero:
-        chunks: ChunkTable = {}
+        chunks: StoredChunks = {}
         for key, value in chunks_by_key.items():
             index = _index_of_key(zarr, key)
             if index is not None:
@@ -274,8 +275,8 @@ def build_chunk_table(
 
 def _require_every_chunk(
     name: str, zarr: ZarrArray, chunks_by_key: Mapping[str, StoredValue], is_complete: bool
-) -> ChunkTable:
-    chunks: ChunkTable = {}
+) -> StoredChunks:
+    chunks: StoredChunks = {}
     # The grid of a malicious document may be huge: at most one index more than values is visited.
     for index in itertools.islice(_iter_indices(zarr.stored_grid), len(chunks_by_key) + 1):
         key = zarr.chunk_keys.key(index)
@@ -328,7 +329,7 @@ def _iter_shard_chunks(
     name: str,
     zarr: ZarrArray,
     sharding: ZarrSharding,
-    shards: ChunkTable,
+    shards: StoredChunks,
     values: ItemValues,
     is_complete: bool,
 ) -> Iterator[tuple[ChunkIndex, StoredValue]]:
@@ -387,7 +388,7 @@ def check_chunk_tables(
     folder: Path,
     arrays: Sequence[ArrayMeta],
     codec_names: Sequence[Sequence[str]],
-    tables: Sequence[ChunkTable],
+    tables: Sequence[StoredChunks],
     files: Sequence[Path],
 ) -> None:
     """Raise PrepError if chunks have wrong sizes, overlap, leave their files, or if too many are missing."""
@@ -401,7 +402,7 @@ def check_chunk_tables(
     _check_chunk_ranges(arrays, tables, files)
 
 
-def _check_chunk_sizes(meta: ArrayMeta, codec_names: Sequence[str], chunks: ChunkTable) -> None:
+def _check_chunk_sizes(meta: ArrayMeta, codec_names: Sequence[str], chunks: StoredChunks) -> None:
     """Raise PrepError if a chunk without compression does not have the size of its elements."""
     expected_nbytes = meta.chunk_nbytes
     for name in codec_names:
@@ -417,7 +418,7 @@ def _check_chunk_sizes(meta: ArrayMeta, codec_names: Sequence[str], chunks: Chun
 
 
 def _check_chunk_ranges(
-    arrays: Sequence[ArrayMeta], chunks: Sequence[ChunkTable], files: Sequence[Path]
+    arrays: Sequence[ArrayMeta], chunks: Sequence[StoredChunks], files: Sequence[Path]
 ) -> None:
     """Raise PrepError if a chunk exceeds its file or overlaps another chunk."""
     sizes = [stat_indexed_file(file).st_size for file in files]

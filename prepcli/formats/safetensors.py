@@ -30,7 +30,8 @@ from prepcli.formats.shard_index import (
     read_weight_map,
 )
 from prepcli.formats.untrusted import list_folder, parse_json, stat_file, unreadable_error
-from prepcli.planning.tensors import FileTensor, array_bits
+from prepcli.planning.arrays import Array, whole_array
+from prepcli.planning.tensors import array_bits
 from prepcli.stores.reading import open_regular_file
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -122,7 +123,7 @@ class SafetensorsHeader:
     file_name: str
     size: int  # size of the whole file in bytes
     data_start: int
-    tensors: tuple[FileTensor, ...]
+    tensors: tuple[Array, ...]
     metadata: tuple[tuple[str, str], ...]
     # Hexadecimal XXH3-128 of the first data_start bytes.
     digest: str
@@ -138,7 +139,7 @@ class SafetensorsFolder:
 
     path: Path
     headers: tuple[SafetensorsHeader, ...]
-    tensors: tuple[FileTensor, ...]
+    tensors: tuple[Array, ...]
     has_index: bool
     unindexed: tuple[UnindexedTensor, ...] = ()
 
@@ -198,7 +199,7 @@ def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
     stored = list(itertools.chain.from_iterable(header.tensors for header in headers))
     pairs = ((tensor.name, names[tensor.file]) for tensor in stored)
     ignored = find_unindexed(folder, pairs, weight_map)
-    tensors: list[FileTensor] = []
+    tensors: list[Array] = []
     unindexed: list[UnindexedTensor] = []
     for tensor in stored:
         file_name = names[tensor.file]
@@ -210,7 +211,7 @@ def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
     return SafetensorsFolder(folder, headers, tuple(tensors), has_index, tuple(unindexed))
 
 
-def iter_folder_tensors(folder: Path) -> Iterator[FileTensor]:
+def iter_folder_tensors(folder: Path) -> Iterator[Array]:
     """Yield the tensors of a model's files, of the index if there is one. A file is read when its first one is needed.
 
     Raises:
@@ -269,12 +270,10 @@ def _wrong_format_error(path: Path, first_bytes: bytes, nbytes: int) -> PrepErro
     return DamagedError(f"{path.name} is not a safetensors file", why, GET_AGAIN_HINT)
 
 
-def _parse_header(
-    raw: bytes, file_number: int
-) -> tuple[tuple[tuple[str, str], ...], list[FileTensor]]:
+def _parse_header(raw: bytes, file_number: int) -> tuple[tuple[tuple[str, str], ...], list[Array]]:
     """Return metadata and tensors in the order of the header. Raise ValueError if it is invalid."""
     metadata: tuple[tuple[str, str], ...] = ()
-    tensors: list[FileTensor] = []
+    tensors: list[Array] = []
     names: set[str] = set()
     for name, entry in _iter_entries(raw):
         if name in names:
@@ -348,7 +347,7 @@ def _parse_metadata(entry: JsonObject) -> tuple[tuple[str, str], ...]:
     return tuple(metadata)
 
 
-def _parse_tensor(name: str, entry: JsonObject, file_number: int, data_start: int) -> FileTensor:
+def _parse_tensor(name: str, entry: JsonObject, file_number: int, data_start: int) -> Array:
     """Check a tensor's entry in a header, and return the tensor. Raise ValueError if the entry is invalid."""
     if entry.keys() != _ENTRY_FIELDS:
         raise ValueError(
@@ -373,9 +372,7 @@ def _parse_tensor(name: str, entry: JsonObject, file_number: int, data_start: in
         raise ValueError(
             f"{quote_name(name)} {code} {shape} takes {bits:,} bits, its data_offsets {8 * (stop - start):,}"
         )
-    return FileTensor(
-        name, DTYPES[code], tuple(shape), file_number, data_start + start, stop - start
-    )
+    return whole_array(name, DTYPES[code], tuple(shape), (file_number, data_start + start))
 
 
 def _are_counts(values: object) -> TypeGuard[list[int]]:
@@ -385,7 +382,7 @@ def _are_counts(values: object) -> TypeGuard[list[int]]:
     return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
-def _check_contiguous(tensors: Sequence[FileTensor], data_start: int) -> int:
+def _check_contiguous(tensors: Sequence[Array], data_start: int) -> int:
     """Return the end offset of tensors in layout order. Raise ValueError for holes and overlaps."""
     end = data_start
     for tensor in tensors:

@@ -11,12 +11,14 @@ import io
 import itertools
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from prepcli.algebra.boxes import strides
+from prepcli.algebra.chunks import ArrayPart, ArrayParts
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.engine.digest import digest
@@ -39,6 +41,8 @@ from prepcli.formats.torch_pickle import (
 )
 from prepcli.formats.torch_tensors import DTYPES, SIZE_TYPE, TorchArchive, parse_counts
 from prepcli.formats.untrusted import CutShortError, read_small_file, stat_file, unreadable_error
+from prepcli.planning.arrays import Array, parted_array, whole_array
+from prepcli.planning.tensors import itemsize
 from prepcli.stores.reading import open_regular_file
 
 METADATA_FILE = ".metadata"
@@ -73,47 +77,18 @@ _Ranges = Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class DcpBox:
-    """A box of a tensor and its elements in a file.
-
-    Attributes:
-        start: First index of the box along each dim.
-        shape: Shape of the box.
-        file: Number of the file.
-        offset: Offset of the first element in the file.
-        byte_strides: Bytes between elements along each dim, or None for C order.
-    """
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: int
-    offset: int
-    byte_strides: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class DcpTensor:
-    """A tensor. Its boxes cover every element once."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: tuple[DcpBox, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class DcpFolder:
     """A checkpoint.
 
     Attributes:
-        tensors: Its tensors.
+        tensors: Its tensors, each in one piece or in boxes.
         files: Files of the tensors, by number.
         non_tensors: Names of its other values.
         digest: Digest of `.metadata`.
         archives: File, first byte and length of the archive of each other value, by name.
     """
 
-    tensors: tuple[DcpTensor, ...]
+    tensors: tuple[Array, ...]
     files: tuple[Path, ...]
     non_tensors: tuple[str, ...]
     digest: str
@@ -130,7 +105,7 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
     entries, ranges, metadata_digest = _read_metadata(path)
     # Name of a file -> number.
     numbers: dict[str, int] = {}
-    tensors: list[DcpTensor] = []
+    tensors: list[Array] = []
     archives: dict[str, tuple[Path, int, int]] = {}
     non_tensors: list[str] = []
     for name, entry in entries.items():
@@ -296,7 +271,7 @@ def _iter_ranges(
 
 def _read_tensor(
     folder: Path, name: str, entry: PickledCall, ranges: _Ranges, numbers: dict[str, int]
-) -> DcpTensor:
+) -> Array:
     """Read the boxes of a tensor, and number their files."""
     if entry.callee.qualified_name != _TENSOR:
         raise ValueError(f"it is a {entry.callee.qualified_name}")
@@ -306,7 +281,7 @@ def _read_tensor(
     chunks = attributes.get("chunks")
     if not isinstance(chunks, list):
         raise ValueError("it has no boxes")
-    boxes: list[DcpBox] = []
+    parts: list[ArrayPart] = []
     for chunk in chunks:
         chunk_attributes = _attributes(chunk)
         start = parse_counts(chunk_attributes.get("offsets"))
@@ -317,11 +292,20 @@ def _read_tensor(
             continue
         file, *byte_range = ranges[name, start]
         with _damage_of(folder / file, name):
-            offset, strides = _read_box(folder / file, byte_range, dtype, box_shape)
+            stored = _read_box(folder / file, byte_range, dtype, box_shape)
         number = numbers.setdefault(file, len(numbers))
-        boxes.append(DcpBox(start, box_shape, number, offset, strides))
-    _check_tiling(shape, boxes)
-    return DcpTensor(name, dtype, shape, tuple(boxes))
+        offset = byte_range[0] + stored.offset
+        box = tuple((first, first + extent) for first, extent in zip(start, box_shape))
+        parts.append(ArrayPart(box, number, offset, stored.element_strides))
+    _check_tiling(shape, parts)
+    if not parts:
+        return whole_array(name, dtype, shape, (0, 0))
+    if len(parts) == 1:
+        _, file_number, offset, byte_strides = parts[0]
+        is_view = byte_strides != strides(shape, itemsize(dtype))
+        position = (file_number, offset)
+        return whole_array(name, dtype, shape, position, byte_strides if is_view else None)
+    return parted_array(name, dtype, shape, ArrayParts(tuple(parts)))
 
 
 def _read_dtype(properties: object) -> str:
@@ -338,10 +322,8 @@ def _read_dtype(properties: object) -> str:
     raise ValueError("it has no dtype that prep supports")
 
 
-def _read_box(
-    path: Path, byte_range: list[int], dtype: str, shape: tuple[int, ...]
-) -> tuple[int, tuple[int, ...] | None]:
-    """Return the offset of a box's first element in its file, and its strides."""
+def _read_box(path: Path, byte_range: list[int], dtype: str, shape: tuple[int, ...]) -> Array:
+    """Return the elements of a box. Their offset counts from the start of the byte range."""
     start, length = byte_range
     if start + length > stat_file(path).st_size:
         raise CutShortError(f"it is cut short: it ends before byte {start + length:,}")
@@ -351,10 +333,10 @@ def _read_box(
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         stored = f"{tensor.dtype} {list(tensor.shape)}"
         raise ValueError(f"it has {stored} where {dtype} {list(shape)} should be")
-    return start + tensor.offset, tensor.byte_strides
+    return tensor
 
 
-def _check_tiling(shape: tuple[int, ...], boxes: list[DcpBox]) -> None:
+def _check_tiling(shape: tuple[int, ...], parts: Sequence[ArrayPart]) -> None:
     """Raise ValueError unless boxes cover every element of a tensor once."""
     # The edges of all boxes cut each dim into intervals, e.g. the boxes [0, 4) and [4, 7) of 7 rows. Each cell of
     # this grid must be in one box.
@@ -363,8 +345,8 @@ def _check_tiling(shape: tuple[int, ...], boxes: list[DcpBox]) -> None:
     edges: list[list[int]] = []
     for dim, extent in enumerate(shape):
         ends = {0, extent}
-        for box in boxes:
-            ends |= {box.start[dim], box.start[dim] + box.shape[dim]}
+        for part in parts:
+            ends |= {*part.box[dim]}
         if max(ends) > extent:
             raise ValueError("a box of it ends outside of the tensor")
         edges.append(sorted(ends))
@@ -372,10 +354,10 @@ def _check_tiling(shape: tuple[int, ...], boxes: list[DcpBox]) -> None:
     if num_cells > MAX_CELLS:
         raise ValueError(f"its boxes make a grid of {num_cells:,} cells")
     covered: set[tuple[int, ...]] = set()
-    for box in boxes:
+    for part in parts:
         ranges: list[range] = []
-        for line, start, extent in zip(edges, box.start, box.shape):
-            ranges.append(range(line.index(start), line.index(start + extent)))
+        for line, (start, stop) in zip(edges, part.box):
+            ranges.append(range(line.index(start), line.index(stop)))
         for cell in itertools.product(*ranges):
             if cell in covered:
                 raise ValueError("two boxes of it overlap")

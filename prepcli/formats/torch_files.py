@@ -37,8 +37,8 @@ from prepcli.formats.torch_pickle import (
 from prepcli.formats.torch_tensors import (
     INT64_LIMIT,
     UNSUPPORTED_NAMES,
+    Array,
     TorchArchive,
-    TorchTensor,
     is_tensor,
 )
 from prepcli.formats.torch_zip import ZIP_MAGIC
@@ -87,7 +87,7 @@ class TorchHeader:
     size: int
     mtime_ns: int
     digest: str  # XXH3-128 of the metadata
-    tensors: tuple[TorchTensor, ...]
+    tensors: tuple[Array, ...]
     non_tensors: tuple[str, ...]
     # Key of the state dict, and the other keys beside it. Empty if the file has nothing else.
     key: str = ""
@@ -132,7 +132,7 @@ class TorchFolder:
     unindexed: tuple[UnindexedTensor, ...] = ()
 
     @property
-    def tensors(self) -> tuple[TorchTensor, ...]:
+    def tensors(self) -> tuple[Array, ...]:
         """Return the tensors of all files."""
         return tuple(itertools.chain.from_iterable(header.tensors for header in self.headers))
 
@@ -197,7 +197,7 @@ def read_torch_object(path: Path, file: BinaryIO) -> TorchObject:
 
 
 def to_python(archive: TorchArchive) -> object:
-    """Return the object of an archive, of dicts, lists, tuples, plain values and `TorchTensor`. Others are None."""
+    """Return the object of an archive, of dicts, lists, tuples, plain values and `Array`. Others are None."""
     # A pickle may repeat one large container again and again. It is converted once.
     converted: dict[int, object] = {}
 
@@ -306,7 +306,7 @@ def read_torch_folder(folder: Path) -> TorchFolder:
     indexed: list[TorchHeader] = []
     unindexed: list[UnindexedTensor] = []
     for header in headers:
-        kept: list[TorchTensor] = []
+        kept: list[Array] = []
         for tensor in header.tensors:
             if (tensor.name, header.file_name) in ignored:
                 unindexed.append(UnindexedTensor(tensor.name, header.file_name, tensor.nbytes))
@@ -453,9 +453,9 @@ def _has_tensors(mapping: PickledMapping) -> bool:
 
 def _read_state_dict(
     archive: TorchArchive, state_dict: PickledMapping, file_number: int
-) -> tuple[list[TorchTensor], list[_Item]]:
+) -> tuple[list[Array], list[_Item]]:
     """Return the tensors and the other values of a state dict."""
-    tensors: dict[str, TorchTensor] = {}
+    tensors: dict[str, Array] = {}
     non_tensors: list[_Item] = []
     for key, value in state_dict.items:
         if not is_tensor(value):

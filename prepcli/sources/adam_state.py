@@ -20,9 +20,10 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.decayed_leaves import DecayRule
+from prepcli.planning.arrays import whole_array
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.libraries import AdamNumbers, AdamSettings
-from prepcli.planning.plan import Contiguous, SourceFile, Stream
+from prepcli.planning.plan import SourceFile, Stream
 from prepcli.planning.state_names import (
     COUNTERS,
     FIRST_MOMENT,
@@ -288,9 +289,9 @@ def add_training_state(
     blobs = (*source.byte_sources, *files)
     tensors: list[SourceTensor] = []
     for number, name in enumerate(counters):
-        placement = Contiguous(len(blobs), number * values.itemsize)
+        counter = whole_array(name, "int32", (), (len(blobs), number * values.itemsize))
         whole = ((0, 1, digest(values[number].tobytes())),)
-        tensors.append(SourceTensor(qualify("", name), "int32", (), (placement,), whole))
+        tensors.append(SourceTensor(qualify("", name), "int32", (), (counter,), whole))
     return replace(
         source,
         state_tensors=(*source.state_tensors, *moments, *tensors),

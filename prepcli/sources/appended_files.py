@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from prepcli.algebra.gapped_regions import GappedRegion
-from prepcli.algebra.grids import StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.engine.blobs import Blob
-from prepcli.planning.plan import Contiguous, Location, Strided
 from prepcli.sources.source import Source, SourceTensor
 
 
@@ -35,24 +31,6 @@ def shift_file_numbers(tensor: SourceTensor, count: int) -> SourceTensor:
 
     Placements name files by number. After the files 0 to 2 of one source, file 0 of an appended source is file 3.
     """
-    placement = tuple(_shift_location(location, count) for location in tensor.placement)
+    placement = tuple(location.moved(count) for location in tensor.placement)
     made_from = tuple(shift_file_numbers(stored, count) for stored in tensor.made_from)
     return replace(tensor, placement=placement, made_from=made_from)
-
-
-def _shift_location(location: Location, count: int) -> Location:
-    if isinstance(location, Contiguous | Strided):
-        return replace(location, file=location.file + count)
-    if isinstance(location, GappedRegion):
-        return replace(location, region=_shift_region(location.region, count))
-    return _shift_region(location, count)
-
-
-def _shift_region(region: ChunkedLocation, count: int) -> ChunkedLocation:
-    placement = region.placement
-    if isinstance(placement, StridedPlacement):
-        return replace(region, placement=replace(placement, file=placement.file + count))
-    chunks: dict[tuple[int, ...], tuple[int, int]] = {}
-    for index, (file, offset) in placement.chunks.items():
-        chunks[index] = (file + count, offset)
-    return replace(region, placement=replace(placement, chunks=chunks))

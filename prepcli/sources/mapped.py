@@ -23,6 +23,7 @@ from prepcli.models.parameters import (
 from prepcli.models.prediction import prediction_names
 from prepcli.models.registry import FAMILIES, family_of
 from prepcli.models.verbatim import verbatim_family
+from prepcli.planning.arrays import Location
 from prepcli.planning.composed_locations import compose_location
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.map_file import (
@@ -34,10 +35,10 @@ from prepcli.planning.map_file import (
     parse_map,
 )
 from prepcli.planning.map_rows import MapCoverage, MapRow, bind_map
-from prepcli.planning.plan import DroppedTensor, Location
+from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, detect_names
-from prepcli.planning.tensors import FLOAT_DTYPES, itemsize
+from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.quantized.find_weights import quantization_settings
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
 
@@ -373,7 +374,7 @@ def _composed(row: MapRow, indices: Mapping[str, int], stored: SourceTensor) -> 
     """
     location = None
     if len(stored.placement) == 1:
-        location = compose_location(row, indices, stored.placement[0], itemsize(stored.dtype))
+        location = compose_location(row, indices, stored.placement[0])
     if location is None:
         what = f"{stored.name} cannot be transposed or taken apart"
         why = f"it is stored in parts, and line {row.line} of the map changes its order"

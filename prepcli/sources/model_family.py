@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prepcli.algebra.axis_map import INPUT_LAYERS
-from prepcli.algebra.boxes import strides
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.json_types import HFConfig
 from prepcli.models.parameters import VERBATIM, Family
@@ -23,10 +22,9 @@ from prepcli.models.truncation import (
 )
 from prepcli.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, verbatim_family
 from prepcli.planning.manifest_fields import Manifest, QuantizedRecord
-from prepcli.planning.plan import Contiguous, DroppedTensor, Strided
+from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import TensorNames, detect_names
-from prepcli.planning.tensors import itemsize
 from prepcli.sources.multimodal import multimodal_wrapper_prefix
 from prepcli.sources.side_files import SideFiles, find_side_files
 from prepcli.sources.source import Source, SourceTensor, read_config
@@ -268,16 +266,13 @@ def _truncate_table(
     Raises:
         PrepError: The tensor is not stored in one piece.
     """
-    location = tensor.placement[0]
-    if axis and isinstance(location, Contiguous):
-        byte_strides = strides(tensor.shape, itemsize(tensor.dtype))
-        location = Strided(location.file, location.offset, byte_strides)
-    if len(tensor.placement) > 1 or not isinstance(location, Contiguous | Strided):
+    extent = tensor.shape[axis]
+    length = extent // source.family.sizes(source.config)[INPUT_LAYERS] * layers
+    location = tensor.placement[0].cut(axis, length)
+    if len(tensor.placement) > 1 or location is None:
         what = text("{} is not supported for {}", Option("layers"), source.display_name)
         why = f"{tensor.name} has the values of all layers, and is stored in parts"
         raise PrepError(what, why, text("convert it without {}", Option("layers")))
-    extent = tensor.shape[axis]
-    length = extent // source.family.sizes(source.config)[INPUT_LAYERS] * layers
     shape = (*tensor.shape[:axis], length, *tensor.shape[axis + 1 :])
     part = replace(tensor, shape=shape, placement=(location,), digests=(), made_from=tensor.stored)
     removed = (length, extent)

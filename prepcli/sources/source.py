@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prepcli.algebra.axis_map import ParsedAxisMap
-from prepcli.algebra.gapped_regions import GappedRegion
-from prepcli.algebra.grids import StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.counts import count_text
 from prepcli.core.errors import (
     BROKEN_CONFIG_HINT,
@@ -30,6 +27,7 @@ from prepcli.formats.file_records import check_header
 from prepcli.formats.manifest import NO_MANIFEST, STATE_ITEM
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
 from prepcli.models.parameters import Family, parameter_rows
+from prepcli.planning.arrays import Array, Locations
 from prepcli.planning.manifest_fields import (
     Manifest,
     QuantizedRecord,
@@ -37,7 +35,7 @@ from prepcli.planning.manifest_fields import (
     TrainingStateRecord,
 )
 from prepcli.planning.map_file import TensorMap
-from prepcli.planning.plan import DroppedTensor, Locations, SmallFile, SourceFile
+from prepcli.planning.plan import DroppedTensor, SmallFile, SourceFile
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
 from prepcli.planning.state_names import TOWERS, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
@@ -102,17 +100,14 @@ class SourceTensor:
         return replace(self, dtype=cast_dtype(self.dtype, dtype or self.default_dtype or None))
 
 
+def stored_tensor(array: Array) -> SourceTensor:
+    """Return an array as a tensor of its own name."""
+    return SourceTensor(array.name, array.dtype, array.shape, (array,))
+
+
 def file_position(tensor: SourceTensor) -> tuple[int, int]:
     """Return file number and offset of the first chunk of a tensor."""
-    region = tensor.placement[0]
-    if isinstance(region, GappedRegion):
-        region = region.region
-    if not isinstance(region, ChunkedLocation):
-        return region.file, region.offset
-    placement = region.placement
-    if isinstance(placement, StridedPlacement):
-        return placement.file, placement.offset
-    return min(placement.chunks.values(), default=(0, 0))
+    return tensor.placement[0].position
 
 
 @dataclass(frozen=True, slots=True)

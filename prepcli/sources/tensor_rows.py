@@ -16,7 +16,7 @@ from prepcli.engine.blobs import Blob, open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray, RunReader, allocate_buffer
 from prepcli.engine.permute import needs_permute, scatter
-from prepcli.planning.plan import location_copies
+from prepcli.planning.arrays import location_copies
 from prepcli.planning.slabs import Slab
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import SourceTensor
@@ -139,10 +139,7 @@ def _read_box(
     files: RunReader, tensor: SourceTensor, box: Box, start: int, into: ByteArray
 ) -> None:
     """Fill `into` with a box. It begins at byte `start` of the tensor in C order."""
-    item_nbytes = itemsize(tensor.dtype)
-    copies = tuple(
-        location_copies(tensor.placement, tensor.shape, item_nbytes=item_nbytes, box=box)
-    )
+    copies = tuple(location_copies(tensor.placement, box))
     runs = files.read_runs(copies, allocate_buffer(into.size))
     if needs_permute(copies):
         scatter(Slab(0, start, into.size, copies, ()), runs, out=into)

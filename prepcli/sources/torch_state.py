@@ -17,15 +17,15 @@ from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError,
 from prepcli.engine.digest import digest_pieces
 from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.torch_dcp import DcpFolder, DcpTensor, read_dcp_folder, read_dcp_value
+from prepcli.formats.torch_dcp import DcpFolder, read_dcp_folder, read_dcp_value
 from prepcli.formats.torch_files import TorchObject, read_torch_object
-from prepcli.formats.torch_tensors import TorchTensor
 from prepcli.formats.untrusted import unreadable_error
 from prepcli.models.decayed_leaves import DecayRule
 from prepcli.models.module_order import module_order, optimizer_groups
 from prepcli.models.param_tree import param_leaves
+from prepcli.planning.arrays import Array
 from prepcli.planning.libraries import AdamNumbers, AdamSettings, find_marked_library
-from prepcli.planning.plan import Contiguous, DroppedTensor, SourceFile, Strided
+from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import MOMENTS, OPT_STATE_RULE, qualify
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.remote.placeholders import RemoteCheckpoint
@@ -39,7 +39,7 @@ from prepcli.sources.adam_state import (
     read_scalars,
     trained_tensors,
 )
-from prepcli.sources.openers.dcp_folder import STATE_PREFIX, box_locations
+from prepcli.sources.openers.dcp_folder import STATE_PREFIX
 from prepcli.sources.side_files import TRAINER_STATE_FILE
 from prepcli.sources.source import (
     SCHEDULER_FILE,
@@ -372,7 +372,7 @@ def _parameter_keys(source: Source, path: Path, groups: Sequence[Group]) -> Mapp
 
 def _named_entries(
     path: Path, entries: Group, keys: Mapping[int | str, str]
-) -> Iterator[tuple[str, Mapping[str, TorchTensor]]]:
+) -> Iterator[tuple[str, Mapping[str, Array]]]:
     """Yield the name of each parameter and its entries.
 
     Raises:
@@ -383,7 +383,7 @@ def _named_entries(
         if not isinstance(entry, dict):
             why = "the parameter was frozen, or the optimizer has taken no step"
             raise PrepError(f"{path} has no moments of {name}", why, WITHOUT_STATE_HINT)
-        tensors = {key: value for key, value in entry.items() if isinstance(value, TorchTensor)}
+        tensors = {key: value for key, value in entry.items() if isinstance(value, Array)}
         if tensors.keys() != {*ENTRIES, STEP_ENTRY}:
             why = f"the state of {name} is {', '.join(map(str, entry))}"
             what = f"{path} is no state of AdamW"
@@ -396,16 +396,14 @@ def _named_entries(
 
 
 def _archived_entries(
-    tensors: Mapping[str, Mapping[str, TorchTensor]], entry: str, label: str, file_number: int
+    tensors: Mapping[str, Mapping[str, Array]], entry: str, label: str, file_number: int
 ) -> dict[str, SourceTensor]:
     """Return one entry of all parameters as tensors in a file, by the name of the parameter."""
     entries: dict[str, SourceTensor] = {}
     for name, values in tensors.items():
         value = values[entry]
-        placement: Contiguous | Strided = Contiguous(file_number, value.offset)
-        if value.byte_strides is not None:
-            placement = Strided(file_number, value.offset, value.byte_strides)
-        entries[name] = SourceTensor(f"{label} of {name}", value.dtype, value.shape, (placement,))
+        location = value.in_file(file_number)
+        entries[name] = SourceTensor(f"{label} of {name}", value.dtype, value.shape, (location,))
     return entries
 
 
@@ -414,7 +412,7 @@ def _stamp(
     blob: Path | RemoteBlob,
     name: str,
     optimizer: TorchObject,
-    tensors: Mapping[str, Mapping[str, TorchTensor]],
+    tensors: Mapping[str, Mapping[str, Array]],
 ) -> SourceFile:
     """Return the stamp of the file. Of an output of prep, it has the digest of the bytes outside of moments."""
     metadata_digest = optimizer.digest
@@ -448,7 +446,7 @@ def _part(name: str) -> str:
 
 
 def _other_parameters(
-    source: Source, parameters: Collection[str], tensors: Mapping[str, DcpTensor]
+    source: Source, parameters: Collection[str], tensors: Mapping[str, Array]
 ) -> Iterator[str]:
     """Yield the optimizer states of parameters outside of the model, e.g. `optimizer.state.value_head.weight`.
 
@@ -467,7 +465,7 @@ def _other_parameters(
 
 
 def _dcp_entries(
-    source: Source, parameters: Collection[str], tensors: Mapping[str, DcpTensor], entry: str
+    source: Source, parameters: Collection[str], tensors: Mapping[str, Array], entry: str
 ) -> dict[str, SourceTensor]:
     """Return one entry of all parameters, by the name of the parameter."""
     entries: dict[str, SourceTensor] = {}
@@ -477,7 +475,7 @@ def _dcp_entries(
             why = "the parameter was frozen, or the optimizer is not AdamW"
             raise PrepError(f"{source.display_name} has no {name}", why, WITHOUT_STATE_HINT)
         tensor = tensors[name]
-        location = box_locations(tensor)
+        location = (tensor,)
         entries[parameter] = SourceTensor(name, tensor.dtype, tensor.shape, location)
     return entries
 

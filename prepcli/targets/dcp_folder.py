@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from prepcli.algebra.axis_map import LAYERS
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
 from prepcli.formats.torch_dcp import (
@@ -20,7 +19,8 @@ from prepcli.formats.torch_dcp import (
 )
 from prepcli.formats.torch_pickle import MAX_NBYTES, SUPPORTED_DTYPES, PickledValue, StoredTensor
 from prepcli.formats.torch_zip import encode_object
-from prepcli.planning.plan import Contiguous, Locations, OutputFile, SmallFile
+from prepcli.planning.arrays import Array, Locations, MappedArray, whole_array
+from prepcli.planning.plan import OutputFile, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.layout_leaves import find_layout_leaves, whole_leaf_location
@@ -35,7 +35,7 @@ class DcpLayout:
     """Layout of a checkpoint: its data files, the location of each tensor by its full name, and its metadata."""
 
     files: tuple[OutputFile, ...]
-    locations: Mapping[str, Contiguous]
+    locations: Mapping[str, Array]
     metadata: SmallFile
 
 
@@ -76,7 +76,7 @@ def lay_out_dcp_folder(
         PrepError: DCP does not support a dtype, or there are too many tensors for one `.metadata`.
     """
     files: list[OutputFile] = []
-    locations: dict[str, Contiguous] = {}
+    locations: dict[str, Array] = {}
     dcp_entries: list[DcpEntry] = []
     for number, (_, group) in enumerate(split_into_shards(entries, shard_nbytes)):
         file_name = DATA_FILE.format(number)
@@ -86,7 +86,8 @@ def lay_out_dcp_folder(
             _check_dtype(name, dtype)
             archive = encode_object(StoredTensor("0", dtype, shape))
             ranges += [(offset + start, data) for start, data in archive.constant_ranges]
-            locations[name] = Contiguous(number, offset + archive.offsets["0"])
+            position = (number, offset + archive.offsets["0"])
+            locations[name] = whole_array(name, dtype, shape, position)
             path = paths.get(name, ())
             dcp_entries.append(
                 DcpEntry(name, dtype, shape, file_name, offset, archive.nbytes, path)
@@ -153,7 +154,7 @@ def lay_out_dcp_tree(
     dcp = lay_out_dcp_folder([*entries.values()], shard_nbytes, constants=constants)
     locations: dict[str, Locations] = {}
     for name, uses in leaves.items():
-        regions: list[ChunkedLocation] = []
+        regions: list[MappedArray] = []
         for use in uses:
             place = dcp.locations[use[0]]
             dtype = by_name[name].dtype

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prepcli.algebra.gapped_regions import GappedRegion, gaps_between
-from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.algebra.chunks import run_parts
 from prepcli.engine.blobs import Blob
 from prepcli.formats.flax_folder import INDEX_FILE, STEM, STREAM_FILE
 from prepcli.formats.msgpack import SUFFIX
@@ -20,11 +19,13 @@ from prepcli.formats.msgpack_layout import (
     sort_paths,
 )
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
+from prepcli.planning.arrays import Locations, MappedArray, parted_array, whole_array
 from prepcli.planning.libraries import STREAM_FORMAT
-from prepcli.planning.plan import Locations, OutputFile, SmallFile
+from prepcli.planning.plan import OutputFile, SmallFile
+from prepcli.planning.tensors import itemsize
 from prepcli.sources.appended_files import shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor
-from prepcli.targets.layout_leaves import LayoutLeaf, find_layout_leaves, whole_leaf_location
+from prepcli.targets.layout_leaves import LayoutLeaf, find_layout_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +135,19 @@ def _leaf_location(
     tensor: SourceTensor,
     file_numbers: Mapping[tuple[str, ...], int],
     layouts: Sequence[MsgpackLayout],
-) -> ChunkedLocation | GappedRegion:
-    """Return the location of a leaf in its file, with the gaps between its parts."""
-    path, _, _ = use
+) -> MappedArray:
+    """Return the location of a tensor in a leaf of a file."""
+    path, axis_map, indices = use
     keys = tuple(path.split("."))
     file = file_numbers[keys]
     runs = layouts[file].runs[keys]
-    # A leaf is one chunk. Flax stores a large array as several runs, separated by msgpack headers.
-    region = whole_leaf_location(use, file=file, offset=runs[0][0], dtype=tensor.dtype)
-    if len(runs) == 1:
-        return region
-    return GappedRegion(region, gaps_between(runs))
+    # Flax stores a large array as several runs, separated by msgpack headers.
+    shape = axis_map.leaf_shape
+    leaf = whole_array(path, tensor.dtype, shape, (file, runs[0][0]))
+    if len(runs) > 1:
+        parts = run_parts(shape, itemsize(tensor.dtype), runs, file)
+        leaf = parted_array(path, tensor.dtype, shape, parts)
+    return MappedArray(axis_map, indices, leaf)
 
 
 # A head tied to the embedding

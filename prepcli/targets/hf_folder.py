@@ -18,8 +18,9 @@ from prepcli.formats.safetensors_layout import (
     lay_out_files,
 )
 from prepcli.models.text_part import with_text_config
+from prepcli.planning.arrays import Array
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
+from prepcli.planning.plan import OutputFile, SmallFile
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.sources.side_files import SideFile
 from prepcli.sources.source import CONFIG, Source, SourceTensor
@@ -52,7 +53,7 @@ def header_entries(
 
 def lay_out_weight_files(
     groups: Sequence[FileGroup],
-) -> tuple[tuple[OutputFile, ...], dict[str, Contiguous], tuple[SafetensorsLayout, ...]]:
+) -> tuple[tuple[OutputFile, ...], dict[str, Array], tuple[SafetensorsLayout, ...]]:
     """Lay out tensors in safetensors files.
 
     Args:
@@ -63,10 +64,9 @@ def lay_out_weight_files(
     """
     layouts = lay_out_files(groups)
     files = tuple(OutputFile(layout.name, layout.size, layout.header) for layout in layouts)
-    places: dict[str, Contiguous] = {}
+    places: dict[str, Array] = {}
     for layout in layouts:
-        for tensor in layout.tensors:
-            places[tensor.name] = Contiguous(tensor.file, tensor.offset)
+        places |= {tensor.name: tensor for tensor in layout.tensors}
     return files, places, layouts
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, bind_row
-from prepcli.algebra.grids import ChunkGrid, StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import PrepError
 from prepcli.models.parameters import layout_rows
+from prepcli.planning.arrays import MappedArray, whole_array
 from prepcli.planning.layout_scales import LayoutScale, bind_scale
-from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source, SourceTensor
 
 MAX_NAMES = 4
@@ -51,7 +49,7 @@ def find_layout_leaves(
     return leaves
 
 
-def whole_leaf_location(leaf: LayoutLeaf, *, file: int, offset: int, dtype: str) -> ChunkedLocation:
+def whole_leaf_location(leaf: LayoutLeaf, *, file: int, offset: int, dtype: str) -> MappedArray:
     """Return the location of a tensor in a leaf with contiguous elements.
 
     Args:
@@ -60,12 +58,9 @@ def whole_leaf_location(leaf: LayoutLeaf, *, file: int, offset: int, dtype: str)
         offset: Offset of the first element of the leaf.
         dtype: Dtype of the leaf.
     """
-    _, axis_map, stacked_indices = leaf
-    shape = axis_map.leaf_shape
-    zeros = (0,) * len(shape)
-    placement = StridedPlacement(file, offset, zeros, zeros)
-    grid = ChunkGrid(shape, shape)
-    return ChunkedLocation(axis_map, stacked_indices, grid, placement, itemsize(dtype))
+    path, axis_map, stacked_indices = leaf
+    array = whole_array(path, dtype, axis_map.leaf_shape, (file, offset))
+    return MappedArray(axis_map, stacked_indices, array)
 
 
 def find_layout_scales(

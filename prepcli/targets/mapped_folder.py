@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
+from prepcli.planning.arrays import Array, Location, Locations
 from prepcli.planning.composed_locations import compose_location
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.map_rows import MapCoverage, MapRow
-from prepcli.planning.plan import Contiguous, Location, Locations, OutputFile, SmallFile
+from prepcli.planning.plan import OutputFile, SmallFile
 from prepcli.planning.tensor_match import TensorInfo
-from prepcli.planning.tensors import array_bits, itemsize
+from prepcli.planning.tensors import array_bits
 from prepcli.sources.mapped import bind_model_map, misfit_error
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.hf_folder import index_files, lay_out_weight_files
@@ -121,7 +122,7 @@ def _written_tensors(
 
 
 def _locations(
-    rows: Sequence[MapRow], infos: Mapping[str, TensorInfo], places: Mapping[str, Contiguous]
+    rows: Sequence[MapRow], infos: Mapping[str, TensorInfo], places: Mapping[str, Array]
 ) -> dict[str, Locations]:
     """Return where each tensor of the model is written, by its full name."""
     locations: dict[str, Locations] = {}
@@ -129,9 +130,7 @@ def _locations(
         for target, name, indices in row.pairs():
             location: Location | None = places[name]
             if not row.is_copy:
-                location = compose_location(
-                    row, indices, places[name], itemsize(infos[target].dtype)
-                )
+                location = compose_location(row, indices, places[name])
             assert location is not None, "a tensor of safetensors is stored in one part"
             locations[target] = (*locations.get(target, ()), location)
     return locations

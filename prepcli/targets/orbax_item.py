@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, bind_row
 from prepcli.algebra.grids import ChunkGrid
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
 from prepcli.formats.ocdbt import MAX_ENTRIES
 from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape, join_experts
@@ -19,6 +18,7 @@ from prepcli.models.leaf_matrices import reduced_axes
 from prepcli.models.mesh import Mesh
 from prepcli.models.partition import Spec, leaf_spec, partition_spec
 from prepcli.models.rules import LeafDims, Rules
+from prepcli.planning.arrays import MappedArray, identity_axis_map
 from prepcli.planning.chunk_placement import (
     ChunkLayout,
     LeafPiece,
@@ -26,7 +26,7 @@ from prepcli.planning.chunk_placement import (
     place_chunks,
 )
 from prepcli.planning.item_storage import OCDBT, ItemStorage
-from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
+from prepcli.planning.plan import OutputFile, OutputLeaf, Stream
 from prepcli.planning.quantization_leaves import (
     QUANTIZATION,
     is_quantization_leaf,
@@ -36,7 +36,6 @@ from prepcli.planning.quantization_leaves import (
 from prepcli.planning.state_names import (
     PARAMS,
     TOWERS,
-    identity_axis_map,
     split_name,
 )
 from prepcli.planning.state_rows import (
@@ -67,7 +66,7 @@ class OrbaxItemLayout:
 
     leaves: tuple[OutputLeaf, ...]
     files: tuple[OutputFile, ...]
-    regions: Mapping[str, tuple[ChunkedLocation, ...]]
+    regions: Mapping[str, tuple[MappedArray, ...]]
     specs: Mapping[str, Spec]
     dtypes: Mapping[str, str]
 
@@ -210,16 +209,14 @@ def lay_out_uses(
         if leaf.dtype != tensor.dtype:
             raise _mixed_dtypes_error(source, name, first_uses[name].tensor, tensor)
         # Only a contiguous tensor is copied in whole pages, for which source and output need equal page offsets.
-        first_placement = tensor.placement[0]
-        source_offset = 0
-        if isinstance(first_placement, Contiguous):
-            source_offset = first_placement.offset
+        location = tensor.placement[0]
+        source_offset = location.array.offset if location.is_contiguous else 0
         piece = LeafPiece(
             name,
             use.axis_map,
             use.stacked_indices,
             leaf.grid,
-            itemsize(leaf.dtype),
+            leaf.dtype,
             source_offset,
         )
         pieces.append((tensor.name, piece))
@@ -230,7 +227,7 @@ def lay_out_uses(
             GET_AGAIN_HINT,
         )
     layout, files = _place_in_files([piece for _, piece in pieces], storage)
-    regions: dict[str, tuple[ChunkedLocation, ...]] = {}
+    regions: dict[str, tuple[MappedArray, ...]] = {}
     # `place_chunks` returns one region per piece in the same order. A tensor has one per leaf that uses it.
     for (name, _), region in zip(pieces, layout.regions):
         regions[name] = (*regions.get(name, ()), region)
@@ -519,7 +516,7 @@ def _chunk_files(layout: ChunkLayout, storage: ItemStorage) -> tuple[OutputFile,
     paths: dict[int, str] = {}
     for leaf, boxes in layout.placed_chunks.items():
         for box in boxes:
-            paths[box.placement.file] = storage.chunk_path(leaf, box.first)
+            paths[box.chunks.file] = storage.chunk_path(leaf, box.first)
     files: list[OutputFile] = []
     for number, size in enumerate(layout.file_sizes):
         files.append(OutputFile(paths[number], size))

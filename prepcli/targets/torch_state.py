@@ -18,8 +18,9 @@ from prepcli.formats.safetensors_layout import LayoutEntry
 from prepcli.formats.torch_pickle import SUPPORTED_DTYPES, PickledValue, StoredTensor
 from prepcli.formats.torch_zip import encode_object
 from prepcli.models.module_order import OptimizerGroups, optimizer_groups
+from prepcli.planning.arrays import Array, Locations, whole_array
 from prepcli.planning.libraries import AdamSettings
-from prepcli.planning.plan import Contiguous, Locations, OutputFile, SmallFile
+from prepcli.planning.plan import OutputFile, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.adam_state import AdamState, moment_names, require_settings
 from prepcli.sources.side_files import TRAINER_STATE_FILE
@@ -114,7 +115,7 @@ def prepare_torch_adam(
 
 def lay_out_trainer_state(
     adam: TorchAdam, file_number: int
-) -> tuple[OutputFile, dict[str, Contiguous], tuple[SmallFile, ...]]:
+) -> tuple[OutputFile, dict[str, Array], tuple[SmallFile, ...]]:
     """Lay out the files of Trainer with a training state.
 
     Args:
@@ -129,7 +130,7 @@ def lay_out_trainer_state(
     """
     groups = adam.groups
     entries: dict[int, PickledValue] = {}
-    keys: dict[str, str] = {}
+    stored: dict[str, StoredTensor] = {}
     for number, name in enumerate(groups.numbered):
         step = StoredTensor(f"{number}.0", "float32", (), adam.step_content)
         entry: dict[str, PickledValue] = {STEP_ENTRY: step}
@@ -138,17 +139,18 @@ def lay_out_trainer_state(
                 hint = text("export it without {}", Option("training_state", True))
                 why = "a PyTorch file of prep has no such dtype"
                 raise PrepError(f"moments are {dtype}", why, hint)
-            keys[moment] = f"{number}.{len(entry)}"
-            entry[key] = StoredTensor(keys[moment], dtype, shape)
+            stored[moment] = StoredTensor(f"{number}.{len(entry)}", dtype, shape)
+            entry[key] = stored[moment]
         entries[number] = entry
     numbers = list(range(len(groups.numbered)))
     num_decayed = len(groups.decayed)
     param_groups = _parameter_groups(adam, numbers[:num_decayed], numbers[num_decayed:])
     archive = encode_object({"state": entries, "param_groups": param_groups})
     file = OutputFile(OPTIMIZER_FILES[0], archive.nbytes, constant_ranges=archive.constant_ranges)
-    locations: dict[str, Contiguous] = {}
-    for moment, key in keys.items():
-        locations[moment] = Contiguous(file_number, archive.offsets[key])
+    locations: dict[str, Array] = {}
+    for moment, tensor in stored.items():
+        position = (file_number, archive.offsets[tensor.key])
+        locations[moment] = whole_array(moment, tensor.dtype, tensor.shape, position)
     return file, locations, (_scheduler_file(adam), _trainer_state_file(adam.state))
 
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from prepcli.engine.blobs import MemoryBlob
 from prepcli.models.rules import DEFAULT_RULES
+from prepcli.planning.arrays import identity_axis_map, whole_array
 from prepcli.planning.item_storage import ItemStorage
 from prepcli.planning.libraries import ItemPlace, OptaxState, find_library
-from prepcli.planning.plan import Contiguous
-from prepcli.planning.state_names import OPT_STATE, identity_axis_map, qualify, split_name
+from prepcli.planning.state_names import OPT_STATE, qualify, split_name
 from prepcli.sources.adam_state import AdamState
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.joined_items import join_items
@@ -144,9 +144,10 @@ def _constant_tensors(
     tensors: list[SourceTensor] = []
     for leaf, (dtype, number) in optax.constants.items():
         value = np.array(number, dtype)
-        placement = Contiguous(len(source.byte_sources), len(content))
         name = qualify("", f"{leaf}{place.suffix}")
-        tensors.append(SourceTensor(name, dtype, value.shape, (placement,)))
+        position = (len(source.byte_sources), len(content))
+        array = whole_array(leaf, dtype, value.shape, position)
+        tensors.append(SourceTensor(name, dtype, value.shape, (array,)))
         content += value.tobytes()
     return tuple(tensors), MemoryBlob("constants", bytes(content))
 

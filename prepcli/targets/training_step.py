@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from prepcli.algebra.grids import Placement, StridedPlacement
 from prepcli.core.json_types import HFConfig
 from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.formats.manifest import STATE_ITEM
@@ -16,7 +14,7 @@ from prepcli.models.manifest_family import manifest_family
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.rule_text import merge_rules
 from prepcli.planning import coverage
-from prepcli.planning.chunk_placement import LeafPiece
+from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.item_storage import OCDBT_ZARR3, recorded_storage
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Fill, Plan, SmallFile
@@ -24,7 +22,7 @@ from prepcli.planning.slabs import split_streams
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorNames
 from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
-from prepcli.sources.tree_tensors import StoredLeaf, tensors_from_manifest
+from prepcli.sources.tree_tensors import tensors_from_manifest
 from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.targets.orbax_item import Partitioning, item_streams, make_item
 from prepcli.targets.streams import VocabResize
@@ -143,11 +141,9 @@ def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Manifest) 
     # Names of adapters always have a prefix: PEFT's.
     is_prefixed = start_manifest.prefixed or start_manifest.is_adapter
     names = TensorNames(manifest_family(start_manifest | Manifest(config=config)), is_prefixed)
-    stored_leaves: dict[str, StoredLeaf] = {}
+    stored_leaves: dict[str, Array] = {}
     for number, (name, leaf) in enumerate(leaves.items()):
-        chunk_shape = tuple(max(1, extent) for extent in leaf.shape)
-        placement = partial(_single_chunk, number)
-        stored_leaves[name] = StoredLeaf(leaf.shape, leaf.dtype, chunk_shape, placement)
+        stored_leaves[name] = whole_array(name, leaf.dtype, leaf.shape, (number, 0))
     # Training has changed the values: the digests that the start's manifest records no longer apply.
     manifest = start_manifest | Manifest(config=config, tensors={}, slots={}, others={})
     tensors, state = tensors_from_manifest(stored_leaves, names, manifest, "the training state")
@@ -164,12 +160,6 @@ def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Manifest) 
         None,
         state_tensors=state,
     )
-
-
-def _single_chunk(number: int, piece: LeafPiece) -> Placement:
-    """Return the location of a leaf in memory, as a single chunk."""
-    zeros = (0,) * len(piece.grid.shape)
-    return StridedPlacement(number, 0, zeros, zeros)
 
 
 def _config_of_leaves(leaves: Mapping[str, LeafSpec], config: HFConfig) -> HFConfig:

@@ -13,6 +13,7 @@ from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.core.json_types import HFConfig
 from prepcli.formats.manifest import EXPORTED_STEP
 from prepcli.formats.safetensors_layout import split_into_shards
+from prepcli.planning.arrays import Locations
 from prepcli.planning.item_storage import LEVANTER, OCDBT, ORBAX_STORAGES, ItemStorage
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.libraries import (
@@ -24,7 +25,7 @@ from prepcli.planning.libraries import (
     find_library,
 )
 from prepcli.planning.map_file import TensorMap
-from prepcli.planning.plan import Locations, OutputFile, OutputLeaf, SmallFile
+from prepcli.planning.plan import OutputFile, OutputLeaf, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
 from prepcli.targets.dcp_folder import lay_out_dcp_folder, lay_out_dcp_tree

@@ -8,7 +8,7 @@ from prepcli.core.json_types import HFConfig
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.safetensors_layout import SafetensorsLayout
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Contiguous, Plan, SmallFile
+from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
@@ -125,6 +125,6 @@ def _file_groups(
         file_tensors = [t for name, t in tensors if name == file]
         first = file_tensors[0].placement[0]
         # With equal offsets within a page of 4096 bytes, direct I/O writes whole pages as they were read.
-        page_offset = first.offset % PAGE if isinstance(first, Contiguous) else None
+        page_offset = first.array.offset % PAGE if first.is_contiguous else None
         groups.append((file, header_entries(source, file_tensors, rows=row_counts), page_offset))
     return groups

@@ -9,7 +9,7 @@ from prepcli.core.observer import Observer
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import MIN_MEMORY_NBYTES
 from prepcli.formats.again_hint import again_hint
-from prepcli.inspection.checkpoint_contents import CheckpointContents, TensorEntry
+from prepcli.inspection.checkpoint_contents import CheckpointContents
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteBlob, without_read_ahead
@@ -77,7 +77,7 @@ def _named_tensors(source: Source, names: Collection[str]) -> Sequence[SourceTen
 
 
 def compute_statistics(
-    contents: CheckpointContents, entries: Sequence[TensorEntry], observer: Observer
+    contents: CheckpointContents, entries: Sequence[SourceTensor], observer: Observer
 ) -> list[TensorStats | None]:
     """Read the data of tensors, and compute the statistics of each."""
     progress = observer.progress()
@@ -93,7 +93,7 @@ def compute_statistics(
     try:
         with open_blobs(without_read_ahead(contents.byte_sources)) as files:
 
-            def compute(entry: TensorEntry) -> TensorStats | None:
+            def compute(entry: SourceTensor) -> TensorStats | None:
                 return compute_stats(entry, files, advance, is_remote=is_remote)
 
             if not is_remote:

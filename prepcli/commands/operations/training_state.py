@@ -29,6 +29,7 @@ from prepcli.core.errors import (
 )
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.decayed_leaves import DecayRule
+from prepcli.planning.arrays import Locations
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.libraries import (
     DCP_FORMAT,
@@ -40,7 +41,6 @@ from prepcli.planning.libraries import (
     find_library,
 )
 from prepcli.planning.manifest_fields import Manifest, TrainingStateRecord
-from prepcli.planning.plan import Locations
 from prepcli.planning.state_names import MOMENTS, qualify, split_name
 from prepcli.sources.adam_state import (
     AdamState,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from prepcli.algebra.boxes import strides
-from prepcli.algebra.grids import ExplicitPlacement, Placement, StridedPlacement
+from prepcli.algebra.chunks import ChunkIndex, Chunks, ChunkTable, FilePosition, StridedChunks
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import HFConfig
@@ -25,7 +24,7 @@ from prepcli.formats.orbax_chunks import StoredRange, dotted_name
 from prepcli.formats.untrusted import read_small_file
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family
-from prepcli.planning.chunk_placement import LeafPiece, chunk_group
+from prepcli.planning.arrays import Array
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.layout_scales import LayoutScale, recorded_scale, scaled_digests
 from prepcli.planning.manifest_fields import Manifest, ScaleRecord
@@ -54,7 +53,6 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.tree_tensors import (
-    StoredLeaf,
     split_tower_leaves,
     tensors_from_manifest,
     tower_tensors,
@@ -261,7 +259,7 @@ def _match_trees(
     display_name: str,
     hints: SourceHints,
     manifest: Manifest | None,
-    leaves: Mapping[str, StoredLeaf],
+    leaves: Mapping[str, Array],
 ) -> tuple[ForeignTree, MomentTrees | None]:
     """Match the leaves of an item with a layout. Return its parameters, and its moments if they are read."""
     records = manifest or NO_MANIFEST
@@ -409,7 +407,7 @@ def _watched_files(item: OrbaxItem) -> tuple[Path, ...]:
 
 def stored_leaves(
     item: OrbaxItem, scales: Mapping[str, LayoutScale] = NO_SCALES
-) -> tuple[tuple[Path | Blob, ...], dict[str, StoredLeaf]]:
+) -> tuple[tuple[Path | Blob, ...], dict[str, Array]]:
     """Return what the bytes of an item are read from, and its leaves.
 
     Args:
@@ -429,24 +427,34 @@ def stored_leaves(
     blobs: list[Path | Blob] = []
     if any(direct):
         blobs.extend(item.files)
-    leaves: dict[str, StoredLeaf] = {}
+    leaves: dict[str, Array] = {}
     for number, meta in enumerate(item.arrays):
-        locate_chunks: Callable[[LeafPiece], Placement] = partial(_chunk_places, item, number)
-        if not direct[number]:
-            zeros = (0,) * len(meta.shape)
-            placement = StridedPlacement(
-                len(blobs), 0, zeros, strides(meta.grid, meta.chunk_nbytes)
-            )
-            locate_chunks = partial(_placement_of_piece, placement)
+        zeros = (0,) * len(meta.shape)
+        if direct[number]:
+            chunks: Chunks = _chunk_table(item, number)
+        else:
+            chunks = StridedChunks(len(blobs), 0, zeros, strides(meta.grid, meta.chunk_nbytes))
             array = DecodedArray(item, number)
             if meta.name in scales:
                 blobs.append(UnscaledArray(array, scales[meta.name]))
             else:
                 blobs.append(array)
-        leaves[meta.name] = StoredLeaf(meta.shape, meta.dtype, meta.chunk_shape, locate_chunks)
+        leaves[meta.name] = Array(
+            meta.name, meta.dtype, meta.shape, meta.chunk_shape, chunks, path=meta.path
+        )
     if all(direct):
         return (), leaves
     return tuple(blobs), leaves
+
+
+def _chunk_table(item: OrbaxItem, array_number: int) -> ChunkTable:
+    """Return the places of an array's chunks, all of them in data files."""
+    meta = item.arrays[array_number]
+    places: dict[ChunkIndex, FilePosition] = {}
+    for index, stored in item.chunks[array_number].items():
+        assert isinstance(stored, StoredRange)  # checked by is_read_directly
+        places[index] = stored.file, stored.offset
+    return ChunkTable.from_places((0,) * len(meta.shape), meta.grid, places)
 
 
 def is_read_directly(item: OrbaxItem, array_number: int) -> bool:
@@ -458,44 +466,3 @@ def is_read_directly(item: OrbaxItem, array_number: int) -> bool:
         and len(chunks) == math.prod(item.arrays[array_number].grid)
         and all(isinstance(stored, StoredRange) for stored in chunks.values())
     )
-
-
-def _placement_of_piece(placement: StridedPlacement, piece: LeafPiece) -> StridedPlacement:
-    """Return where the chunks in a piece of a leaf are stored."""
-    first, _ = chunk_group(piece)
-    file, offset = placement.find(first)
-    return StridedPlacement(file, offset, first, placement.strides)
-
-
-def _chunk_places(item: OrbaxItem, array_number: int, piece: LeafPiece) -> Placement:
-    """Return the placement of a piece's chunks: strided if they are regular, as prep writes them, else explicit."""
-    first, stop = chunk_group(piece)
-    locations: dict[tuple[int, ...], tuple[int, int]] = {}
-    for index in itertools.product(*(range(low, high) for low, high in zip(first, stop))):
-        stored = item.chunks[array_number][index]
-        assert isinstance(stored, StoredRange)  # checked by is_read_directly
-        locations[index] = stored.file, stored.offset
-    counts = [high - low for low, high in zip(first, stop)]
-    return _as_strided(locations, first, counts) or ExplicitPlacement(locations)
-
-
-def _as_strided(
-    locations: Mapping[tuple[int, ...], tuple[int, int]], first: tuple[int, ...], counts: list[int]
-) -> StridedPlacement | None:
-    """Return the chunks' locations as a strided placement, or None if they are irregular."""
-    # A strided placement is a few numbers in the plan, an explicit one an entry per chunk. A 7B model
-    # in chunks of 4 MiB has 3,000 of them.
-    places = list(locations.values())
-    if not places:
-        return None
-    if len(places) > 1:
-        step = places[1][1] - places[0][1]
-    else:
-        step = 0
-    # Readers expect ascending offsets. TensorStore may write the chunks of an array in descending order.
-    if step < 0:
-        return None
-    for i, place in enumerate(places):
-        if place != (places[0][0], places[0][1] + i * step):
-            return None
-    return StridedPlacement(*places[0], first, strides(counts, step))

@@ -17,9 +17,9 @@ from prepcli.formats.safetensors import (
     read_safetensors_header,
 )
 from prepcli.models.parameters import Family, WeightTying
+from prepcli.planning.arrays import Array
 from prepcli.planning.manifest_fields import Manifest, TensorRecord, TensorRecords
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.planning.tensors import FileTensor
 from prepcli.sources.openers.safetensors_folder import file_tensors
 from prepcli.sources.source import Source, file_stamps
 from prepcli.sources.source_hints import SourceHints
@@ -127,7 +127,7 @@ def _check_records(path: Path, header: SafetensorsHeader, records: TensorRecords
         )
 
 
-def _tensor_text(tensor: FileTensor) -> str:
+def _tensor_text(tensor: Array) -> str:
     return f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}"
 
 

@@ -37,7 +37,7 @@ from prepcli.models.parameters import Family
 from prepcli.models.peft_names import split_wrappers
 from prepcli.models.rows import split_row
 from prepcli.models.text_part import with_prefixes
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array
 from prepcli.sources.openers.peft_fields import MERGE_HINT, check_unread_fields, value_text
 from prepcli.sources.openers.peft_folder import is_adapter, read_checked_header
 from prepcli.sources.source import read_config
@@ -208,7 +208,7 @@ def read_adapter_family(path: Path, family: Family, config: HFConfig) -> tuple[F
     return lora_family(class_family, config, lora), lora
 
 
-def _head_prefix(tensors: Iterable[FileTensor], family: Family) -> str:
+def _head_prefix(tensors: Iterable[Array], family: Family) -> str:
     """Return the modules around the head in the class that was trained."""
     for tensor in tensors:
         name = tensor.name.removeprefix(PEFT_PREFIX)
@@ -221,7 +221,7 @@ def _head_prefix(tensors: Iterable[FileTensor], family: Family) -> str:
 def _saved_modules(
     path: Path,
     settings: PeftSettings,
-    tensors: Iterable[FileTensor],
+    tensors: Iterable[Array],
     family: Family,
     config: HFConfig,
 ) -> tuple[str, ...]:
@@ -260,7 +260,7 @@ def check_tying(path: Path, settings: PeftSettings) -> None:
         raise PrepError(what, why, "PEFT's `merge_and_unload()` writes a model with both")
 
 
-def check_settings(folder: Path, settings: PeftSettings, tensors: Iterable[FileTensor]) -> None:
+def check_settings(folder: Path, settings: PeftSettings, tensors: Iterable[Array]) -> None:
     """Compare the settings of an adapter with its tensors, as PEFT does when it loads them.
 
     Args:

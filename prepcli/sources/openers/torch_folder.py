@@ -8,8 +8,7 @@ from pathlib import Path
 
 from prepcli.core.errors import PrepError
 from prepcli.formats.torch_files import read_torch_folder
-from prepcli.formats.torch_tensors import TorchTensor
-from prepcli.planning.plan import Contiguous, Strided
+from prepcli.planning.arrays import Array
 from prepcli.sources.model_family import find_config_path, read_folder_model
 from prepcli.sources.source import Source, SourceTensor, file_stamps
 from prepcli.sources.source_hints import SourceHints
@@ -41,7 +40,7 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
             model.names.bare_name(tensor.name),
             tensor.dtype,
             tensor.shape,
-            (placement_of(tensor, blob),),
+            (tensor.in_file(blob),),
         )
         for tensor, blob in zip(folder.tensors, blob_numbers)
     )
@@ -69,15 +68,8 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
     )
 
 
-def placement_of(tensor: TorchTensor, blob: int) -> Contiguous | Strided:
-    """Return where a tensor is stored in blob number `blob`."""
-    if tensor.byte_strides is None:
-        return Contiguous(blob, tensor.offset)
-    return Strided(blob, tensor.offset, tensor.byte_strides)
-
-
 def assign_blobs(
-    tensors: Sequence[TorchTensor], files: Sequence[Path]
+    tensors: Sequence[Array], files: Sequence[Path]
 ) -> tuple[list[int], tuple[Path, ...]]:
     """Assign each tensor a blob, i.e. a file that is opened on its own, in which no two tensors overlap.
 

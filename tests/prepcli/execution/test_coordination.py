@@ -17,12 +17,14 @@ from prepcli.execution.failure_notes import FailureAge, FailureNotes
 from prepcli.execution.locks import acquire_lock
 from prepcli.execution.signals import Stopped
 from prepcli.execution.staging import Staging
-from prepcli.planning.plan import Contiguous, Plan, Stream
+from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.shares import Share, divide_streams
+from tests.helpers.plans import flat
 
+LOCATION = (flat("float32", (4,)),)
 PLAN = Plan(
     "save-init", "prep save-init m", "m", (),
-    tuple(Stream(f"t{i}", "float32", (4,), (0, 4), (Contiguous(0, 0),), (Contiguous(0, 0),)) for i in range(4)), (),
+    tuple(Stream(f"t{i}", "float32", (4,), (0, 4), LOCATION, LOCATION) for i in range(4)), (),
 )  # fmt: skip
 RUN: dict[str, object] = {"request": "prep x", "source": "a", "plan": "b", "prep": "1"}
 
@@ -403,8 +405,8 @@ def test_empty_share_is_complete_from_the_start(tmp_path: Path):
         dtype="float32",
         shape=(0,),
         rows=(0, 0),
-        reads=(Contiguous(0, 0),),
-        writes=(Contiguous(0, 0),),
+        reads=(flat("float32", (0,)),),
+        writes=(flat("float32", (0,)),),
     )
     alone = team_of(dataclasses.replace(PLAN, streams=(empty,)), team.stage)
     assert alone.is_complete(0, alone.read_journal_state(0))

@@ -12,13 +12,14 @@ import pytest
 from prepcli.core.errors import FAILED, STOPPED, PrepError
 from prepcli.execution.coordination import Team
 from prepcli.execution.staging import Staging, remove_work_folder
-from prepcli.planning.plan import Contiguous, Plan, Stream
+from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.shares import Share
 from tests.helpers.interleaving import ANY, COARSE, FINE, Process, World, explore, simulated, step
+from tests.helpers.plans import flat
 from tests.helpers.slow_cases import slow_except
 
 STREAMS = 3
-LOCATION = (Contiguous(0, 0),)
+LOCATION = (flat("float32", (4,)),)
 PLAN = Plan(
     "save-init", "prep save-init m", "m", (),
     tuple(Stream(f"t{i}", "float32", (4,), (0, 4), LOCATION, LOCATION) for i in range(STREAMS)), (),

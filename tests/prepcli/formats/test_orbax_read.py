@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation, read_ocdbt_index
 from prepcli.formats.orbax import OrbaxItem, read_item
-from prepcli.formats.orbax_chunks import ArrayMeta, ChunkTable, StoredRange
+from prepcli.formats.orbax_chunks import ArrayMeta, StoredChunks, StoredRange
 from prepcli.formats.zarr import ZARR_TYPESTRS
 from tests.helpers.orbax_items import (
     NOW_NS,
@@ -361,7 +361,7 @@ def check_chunks_lie_in_the_item(actual: OrbaxItem, item: Path) -> None:
                 assert 0 <= stored.offset <= stored.offset + stored.nbytes <= file.stat().st_size
 
 
-def named_chunks(item: OrbaxItem, table: ChunkTable) -> Iterator[tuple[Any, str, Any]]:
+def named_chunks(item: OrbaxItem, table: StoredChunks) -> Iterator[tuple[Any, str, Any]]:
     """Yield index, file name and location of the stored chunks of an array."""
     for index, stored in table.items():
         name = item.files[stored.file].name if isinstance(stored, StoredRange) else ""

@@ -11,8 +11,8 @@ from typing import Any
 import msgpack
 import pytest
 
+from prepcli.algebra.chunks import ArrayParts
 from prepcli.core.errors import PrepError
-from prepcli.engine.blobs import ConcatenatedBlob
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
@@ -73,14 +73,11 @@ def test_truncated_stream_is_rejected(tmp_path: Path):
             match_file(tmp_path)
 
 
-def test_arrays_in_pieces_are_concatenated():
+def test_arrays_in_pieces_are_read_from_their_file():
     source = open_source(locate(str(LLAMA / "pieces.msgpack")), LLAMA / "hf")
-    file, pieces = source.byte_sources
-    assert source.files == (file,)
-    assert isinstance(pieces, ConcatenatedBlob)
-    assert sum(part.nbytes for part in pieces.ranges) == sum(
-        t.nbytes for t in source.tensors if t.nbytes > 600
-    )
+    assert source.byte_sources == source.files
+    in_parts = [t for t in source.tensors if isinstance(t.placement[0].array.chunks, ArrayParts)]
+    assert {t.name for t in in_parts} == {t.name for t in source.tensors if t.nbytes > 600}
 
 
 @pytest.mark.parametrize(

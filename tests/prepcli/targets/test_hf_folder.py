@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from prepcli.models.families.gpt_neo import FAMILY
-from prepcli.planning.plan import Contiguous
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.side_files import SideFile
 from prepcli.sources.source import Source, SourceTensor
@@ -21,10 +20,11 @@ from prepcli.targets.hf_folder import (
     settings_files,
 )
 from prepcli.targets.streams import output_rows
+from tests.helpers.plans import flat
 
 
 def tensor(name: str, *shape: int, dtype: str = "float32") -> SourceTensor:
-    return SourceTensor(name, dtype, shape, (Contiguous(0, 8),))
+    return SourceTensor(name, dtype, shape, (flat(dtype, shape, 8),))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_files_have_the_requested_page_offset():
     files, places, layouts = lay_out_weight_files(groups)
     assert [file.path for file in files] == ["a.safetensors", "b.safetensors"]
     assert places["x"].offset % 4096 == 96
-    assert places["y"] == Contiguous(0, places["x"].offset + 12)
+    assert places["y"].position == (0, places["x"].offset + 12)
     assert files[0].size == places["y"].offset + 2
     assert files[0].header == layouts[0].header
 

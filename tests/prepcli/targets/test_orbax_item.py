@@ -14,10 +14,10 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.registry import family_of
 from prepcli.models.rules import DEFAULT_RULES
-from prepcli.planning.plan import Contiguous
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, detect_names, match_tensors
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, make_item
+from tests.helpers.plans import flat
 from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, checkpoint_tensors
 
 
@@ -30,7 +30,9 @@ def source_of(config: dict[str, Any], dtypes: dict[str, str] | None = None) -> S
     for name, array in arrays.items():
         dtype = (dtypes or {}).get(name, "float32")
         tensors.append(
-            SourceTensor(names.bare_name(name), dtype, array.shape, (Contiguous(0, offset),))
+            SourceTensor(
+                names.bare_name(name), dtype, array.shape, (flat(dtype, array.shape, offset),)
+            )
         )
         offset += tensors[-1].nbytes
     return Source("m", Path("m"), family, config, names, tuple(tensors), (), (), (), None)
@@ -172,9 +174,8 @@ def test_chunks_have_the_page_offset_of_their_tensor():
     plain = next(t for t in source.tensors if t.name == "layers.1.self_attn.q_proj.weight")
     (region,) = item.regions[plain.name]
     (flat,) = plain.placement
-    assert isinstance(flat, Contiguous)
-    _, offset = region.placement.find((1, 0, 0, 0))
-    assert (offset - flat.offset) % 4096 == 0
+    assert flat.is_contiguous
+    assert (region.array.offset - flat.array.offset) % 4096 == 0
 
 
 def test_chunks_copied_from_an_item_begin_at_pages():
@@ -184,6 +185,4 @@ def test_chunks_copied_from_an_item_begin_at_pages():
         source, tensors=tuple(replace(t, placement=item.regions[t.name]) for t in source.tensors)
     )
     again = item_of(stored)
-    assert all(
-        box.placement.offset % 4096 == 0 for leaf in again.leaves for box in leaf.placed_chunks
-    )
+    assert all(box.chunks.offset % 4096 == 0 for leaf in again.leaves for box in leaf.placed_chunks)
