@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -15,7 +16,10 @@ from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.pipeline import Pipeline
 from prepcli.formats.again_hint import RECREATE_HINT, again_hint
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.planning.layout_scales import LayoutScale, recorded_scale
 from prepcli.planning.plan import Stream, read_copies
+from prepcli.planning.state_names import qualify, split_name
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.source import (
     Source,
@@ -319,3 +323,39 @@ def _digest_streams(
             .run()
             .digests
         )
+
+
+# Tensors with a scale in the layout of another trainer, such as MaxText's queries
+
+
+def stored_scale(output: Source, name: str) -> LayoutScale | None:
+    """Return the scale of the stored values of a tensor. See `SourceHints.kept_scales`.
+
+    Args:
+        output: The output, opened with its stored values.
+        name: Name of the tensor in `output.all_tensors`, e.g. of a moment.
+    """
+    manifest = output.manifest or NO_MANIFEST
+    slot, tensor = split_name(name)
+    record = manifest.scales.get(qualify(slot, output.names.full_name(tensor)))
+    # The opener of Orbax items compares the records with the layout. Other formats have no scale.
+    if record is None or not manifest.lost_values or output.tensor_file_names:
+        return None
+    return recorded_scale(record, record["significant"])
+
+
+def written_stream(
+    tensor: SourceTensor, rows: Range, dtype: str, scale: LayoutScale | None
+) -> Stream:
+    """Return a stream of the rows of an output: scaled, and cast to its dtype.
+
+    Args:
+        tensor: The tensor of the source.
+        rows: The rows.
+        dtype: Dtype in the output.
+        scale: Scale of the values in the output, or None.
+    """
+    stream = row_stream(tensor, rows)
+    if dtype != stream.dtype:
+        stream = replace(stream, cast_to=dtype)
+    return replace(stream, scale=scale)

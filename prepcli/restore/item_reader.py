@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import threading
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -20,7 +17,6 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, DamagedError, PrepError, text
 from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import Blob, open_blobs
-from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import PAGE, ByteArray
 from prepcli.engine.fills import numpy_dtype
@@ -32,9 +28,11 @@ from prepcli.formats.orbax import OrbaxItem, find_item, read_item
 from prepcli.formats.orbax_chunks import ArrayMeta, StoredRange, chunk_label
 from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensors import itemsize
 from prepcli.remote.remote_files import MAX_READ_THREADS
-from prepcli.restore.job_queue import run_jobs
+from prepcli.restore.leaf_reader import BoxArrays, LeafReader
+from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
 
@@ -45,8 +43,6 @@ MIN_RUN_NBYTES = 32 << 10
 MAX_THREADS = 8
 # Upper limit per thread. Chunks that Orbax writes need about 2 MiB.
 DECODE_MEMORY_NBYTES = 32 << 20
-
-BoxArrays = Mapping[Box, np.ndarray]
 
 
 class DamagedLeafError(DamagedError):
@@ -94,15 +90,14 @@ def open_reader(
     return ItemReader(item, manifest, checksums, hint, remote_files=remote_files)
 
 
-class ItemReader:
-    """CheckpointReader of an Orbax item. Several threads may call `read`.
+class ItemReader(LeafReader):
+    """CheckpointReader of an Orbax item.
 
     Attributes:
         manifest: Manifest of the checkpoint.
         folder: Folder of the item.
         leaves: Shape, dtype and read unit of each leaf, by dotted name.
         is_remote: Whether the data files are on a server.
-        read_nbytes: Bytes read so far.
     """
 
     def __init__(
@@ -125,7 +120,6 @@ class ItemReader:
         """
         self.manifest = manifest
         self.folder = item.folder
-        self.read_nbytes = 0
         self._checksums = checksums
         self._hint = hint
         self._item = item
@@ -136,37 +130,18 @@ class ItemReader:
             self._array_numbers[meta.name] = number
             self.leaves[meta.name] = checkpoint_store.LeafSpec(meta.shape, meta.dtype, read_unit)
         self.is_remote = bool(remote_files)
-        self._num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
+        num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
         if self.is_remote:
-            self._num_threads = MAX_READ_THREADS
-        self._buffers = BufferPool(
-            Budget(self._num_threads * PIECE_NBYTES, PIECE_NBYTES, self._num_threads)
-        )
+            num_threads = MAX_READ_THREADS
         # An item with more files than a process may hold open has no chunks that are read directly.
         self._remote_files = tuple(remote_files)
         blobs: Sequence[Path | Blob] = self._remote_files
         if not blobs and len(item.files) <= MAX_OPEN_FILES:
             blobs = item.files
-        self._files = open_blobs(blobs)
-        self._count_lock = threading.Lock()
-        self._is_stopped = False
-        # Closes the files also if a caller drops the reader without `close`.
-        self._finalizer = weakref.finalize(self, self._files.close)
+        super().__init__(open_blobs(blobs), num_threads=num_threads, buffer_nbytes=PIECE_NBYTES)
 
     def __enter__(self) -> ItemReader:
         return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files."""
-        self._finalizer()
 
     @property
     def is_checked(self) -> bool:
@@ -193,13 +168,7 @@ class ItemReader:
         blob = DecodedArray(self._item, self._array_numbers[name], self._remote_files)
         _check_arrays(blob.meta, parts)
         jobs = _split_into_jobs(blob, parts, self.is_checked)
-        errors = run_jobs(
-            jobs,
-            self._run_job,
-            self._buffers,
-            self._num_threads,
-            is_stopped=lambda: self._is_stopped,
-        )
+        errors = self.run_reads(jobs, self._run_job)
         if not errors:
             return
         error = errors[0]
@@ -211,19 +180,25 @@ class ItemReader:
             raise error_type(f"cannot read {name} of {self.folder}", why, error.hint) from error
         raise error
 
-    def stop_reads(self) -> None:
-        """Drop the remaining requests of all reads. They raise StoppedReadsError, and so do later reads."""
-        self._is_stopped = True
+    def use_averages(self) -> None:
+        """Read the moving averages (EMA) of all parameters under the names of the parameters from now on."""
+        numbers: dict[str, int] = {}
+        leaves: dict[str, checkpoint_store.LeafSpec] = {}
+        for name, leaf in self.leaves.items():
+            if name.startswith(f"{AVERAGE_SLOT}."):
+                parameter = f"{PARAMS}.{name.removeprefix(f'{AVERAGE_SLOT}.')}"
+                numbers[parameter] = self._array_numbers[name]
+                leaves[parameter] = leaf
+        self._array_numbers = numbers
+        self.leaves = leaves
 
-    def _run_job(self, job: _PieceJob | _ChunkJob, buffer: ByteArray) -> None:
-        """Read a piece or decode a chunk, and count its bytes."""
+    def _run_job(self, job: _PieceJob | _ChunkJob, buffer: ByteArray) -> int:
+        """Read a piece or decode a chunk. Return the number of bytes."""
         if isinstance(job, _ChunkJob):
             self._decode_chunk(job, buffer)
         else:
             self._read_piece(job, buffer)
-        # `+=` of an attribute is not atomic between threads
-        with self._count_lock:
-            self.read_nbytes += job.nbytes
+        return job.nbytes
 
     def _read_piece(self, piece: _PieceJob, scratch: ByteArray) -> None:
         """Read a piece (a byte range of a chunk) into its array, or through `scratch` into all of its arrays."""

@@ -15,7 +15,6 @@ from prepcli.models.rule_text import merge_rules
 from prepcli.models.rules import Rules
 from prepcli.remote.placeholders import rename_in_errors
 from prepcli.remote.remote_files import without_read_ahead
-from prepcli.restore.average_reader import AverageReader
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import Source, source_axis_maps
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 class OpenedModel:
     """A checkpoint open for reading, its model and its mesh."""
 
-    reader: ItemReader | WeightsReader | AverageReader
+    reader: ItemReader | WeightsReader
     model: ModelSpec
     sharding: ShardingContext
 
@@ -110,7 +109,7 @@ def open_model(
 
 def open_checked_reader(
     source: Source, path: Path, mesh: str | None, verify: bool, on_unchecked: Callable[[], None]
-) -> ItemReader | WeightsReader | AverageReader:
+) -> ItemReader | WeightsReader:
     """Open the fastest reader of a source. See `open_model` for the arguments."""
     check_lock_verified(source, verify)
     manifest = source.tree_manifest
@@ -119,7 +118,9 @@ def open_checked_reader(
         if reader.is_checked or not (verify and reader.is_remote):
             if verify and not reader.is_checked:
                 on_unchecked()
-            return AverageReader(reader) if source.has_averages else reader
+            if source.has_averages:
+                reader.use_averages()
+            return reader
         reader.close()
     sharding = make_sharding(mesh, manifest.rules)
     return open_weights(source, sharding.mesh, sharding.rules, verify=verify)

@@ -22,8 +22,7 @@ from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import split_name
-from prepcli.restore.digest_checks import num_rows, row_stream, tensor_digests
-from prepcli.restore.scaled_digests import stored_scale
+from prepcli.restore.digest_checks import num_rows, row_stream, stored_scale, tensor_digests
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.multimodal import PROCESSOR_FILES

@@ -58,8 +58,13 @@ from prepcli.formats.again_hint import again_hint
 from prepcli.formats.manifest import NO_MANIFEST, unwritten_manifest
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream
-from prepcli.restore.digest_checks import check_after_reading, stream_digests, tensor_digests
-from prepcli.restore.scaled_digests import stored_scale, written_stream
+from prepcli.restore.digest_checks import (
+    check_after_reading,
+    stored_scale,
+    stream_digests,
+    tensor_digests,
+    written_stream,
+)
 from prepcli.sources.dropped_tensors import with_recorded_text_part, without_recorded_drops
 from prepcli.sources.locate import check_stream
 from prepcli.sources.references import default_checkpoint

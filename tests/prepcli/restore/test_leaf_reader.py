@@ -6,7 +6,7 @@ import threading
 
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.files import PAGE, ByteArray
-from prepcli.restore.job_queue import StoppedReadsError, run_jobs
+from prepcli.restore.leaf_reader import StoppedReadsError, run_jobs
 
 
 def test_call_without_jobs_waits_for_no_buffer():
