@@ -6,15 +6,32 @@ import itertools
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import add, mul, sub
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from prepcli.algebra.boxes import Box, split_merged_range, strides
 
 # File number and offset.
 FilePosition = tuple[int, int]
 ChunkIndex = tuple[int, ...]
+
+
+# In place of a file number: a chunk of zeros without stored bytes, and a chunk kept in the index of a checkpoint.
+ABSENT = -1
+INLINE = -2
+
+
+class StoredRange(NamedTuple):
+    """A byte range of file number `file`."""
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+# The place of a stored value, or the value itself if the index of a checkpoint has it
+StoredValue = StoredRange | bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +49,7 @@ class StridedChunks:
     offset: int
     first: ChunkIndex
     strides: tuple[int, ...]
+    is_direct: ClassVar[bool] = True
 
     @classmethod
     def single(cls, file: int, offset: int, num_dims: int) -> StridedChunks:
@@ -62,19 +80,45 @@ class StridedChunks:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """Chunks of a box of the grid with a place each. A chunk takes 12 bytes of memory.
+    """Chunks of a box of the grid with a place each. A chunk takes 12 or 20 bytes of memory.
 
     Attributes:
         first: Index of the first chunk in the grid of the array.
         counts: Number of chunks in the table along each dim.
-        files: File number of each chunk, in C order.
+        files: File number of each chunk, in C order, or ABSENT or INLINE.
         offsets: Offset of each chunk, in C order.
+        nbytes: Stored size of each chunk, in C order. Empty for chunks of equal size.
+        inline: Bytes of the chunks in the index of a checkpoint.
     """
 
     first: ChunkIndex
     counts: tuple[int, ...]
     files: Sequence[int]
     offsets: Sequence[int]
+    nbytes: Sequence[int] = ()
+    inline: Mapping[ChunkIndex, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def from_stored(
+        cls, counts: tuple[int, ...], values: Mapping[ChunkIndex, StoredValue]
+    ) -> ChunkTable:
+        """Return the table of all chunks of a grid. Chunks without a value are zeros."""
+        files = array("i")
+        offsets = array("q")
+        nbytes = array("q")
+        inline: dict[ChunkIndex, bytes] = {}
+        for index in itertools.product(*map(range, counts)):
+            value = values.get(index)
+            place = StoredRange(ABSENT, 0, 0)
+            if isinstance(value, StoredRange):
+                place = value
+            elif value is not None:
+                inline[index] = value
+                place = StoredRange(INLINE, 0, len(value))
+            files.append(place.file)
+            offsets.append(place.offset)
+            nbytes.append(place.nbytes)
+        return cls((0,) * len(counts), counts, files, offsets, nbytes, inline)
 
     @classmethod
     def from_places(
@@ -89,10 +133,28 @@ class ChunkTable:
             offsets.append(offset)
         return cls(first, tuple(map(sub, stop, first)), files, offsets)
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether every chunk is a byte range of a file."""
+        return min(self.files, default=0) >= 0
+
     def find(self, index: Sequence[int]) -> FilePosition:
         """Return the file number and offset of the chunk with this index in the grid."""
-        number = sum(map(mul, map(sub, index, self.first), strides(self.counts)))
+        number = self._number(index)
         return self.files[number], self.offsets[number]
+
+    def stored(self, index: ChunkIndex) -> StoredValue | None:
+        """Return the place or the bytes of a chunk of a table with sizes. None for a chunk of zeros."""
+        number = self._number(index)
+        file = self.files[number]
+        if file == INLINE:
+            return self.inline[index]
+        if file == ABSENT:
+            return None
+        return StoredRange(file, self.offsets[number], self.nbytes[number])
+
+    def _number(self, index: Sequence[int]) -> int:
+        return sum(map(mul, map(sub, index, self.first), strides(self.counts)))
 
     def indices(self) -> Iterable[ChunkIndex]:
         """Return the index of every chunk, in C order."""
@@ -100,12 +162,13 @@ class ChunkTable:
         return itertools.product(*map(range, self.first, stop))
 
     def positions(self) -> Iterable[FilePosition]:
-        """Return the position of every chunk, in C order."""
-        return zip(self.files, self.offsets)
+        """Return the position of every chunk in a file, in C order."""
+        return [place for place in zip(self.files, self.offsets) if place[0] >= 0]
 
     def moved(self, first_file: int) -> ChunkTable:
         """Return the same chunks after `first_file` files were put before their files."""
-        return replace(self, files=array("i", [file + first_file for file in self.files]))
+        files = [file + first_file if file >= 0 else file for file in self.files]
+        return replace(self, files=array("i", files))
 
     def within(self, first: ChunkIndex, stop: ChunkIndex) -> StridedChunks | ChunkTable:
         """Return the chunks in a box of the grid, without a table if their offsets are regular and ascending."""
@@ -150,7 +213,7 @@ class ChunkTable:
         if len(self.offsets) > 1:
             step = self.offsets[1] - offset
         # Readers expect ascending offsets. TensorStore may write the chunks of an array in descending order.
-        if step < 0 or any(other != file for other in self.files):
+        if file < 0 or step < 0 or any(other != file for other in self.files):
             return None
         if any(place != offset + i * step for i, place in enumerate(self.offsets)):
             return None
@@ -178,6 +241,7 @@ class ArrayParts:
     """Boxes of an array, each with a place and strides of its own. They cover the array."""
 
     parts: tuple[ArrayPart, ...]
+    is_direct: ClassVar[bool] = True
 
     def positions(self) -> Iterable[FilePosition]:
         """Return the position of every part."""

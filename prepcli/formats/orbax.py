@@ -18,11 +18,12 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from prepcli.algebra.chunks import ChunkTable
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import JsonObject
 from prepcli.core.json_values import quote_name
@@ -51,6 +52,7 @@ from prepcli.formats.orbax_chunks import (
 )
 from prepcli.formats.untrusted import list_folder, parse_json, read_small_file
 from prepcli.formats.zarr import ZARR_TYPESTRS, parse_zarr_document
+from prepcli.planning.arrays import Array
 from prepcli.planning.item_storage import (
     LEVANTER,
     LEVANTER_METADATA_FILE,
@@ -104,16 +106,12 @@ class OrbaxNonArray:
 
 @dataclass(frozen=True, slots=True)
 class OrbaxItem:
-    """Arrays of an item and the locations of their chunks.
-
-    `chunks`, `codec_names` and `value_types` are parallel to `arrays`.
+    """Arrays of an item. `value_types` is parallel to `arrays`.
 
     Attributes:
         folder: Folder of the item.
-        arrays: Arrays in the order of the tree.
-        chunks: Stored chunks of each array. Missing chunks read as zeros.
-        codec_names: Codecs of each array's chunks, in encoding order.
-        files: Files that the locations of chunks refer to by number.
+        arrays: Arrays in the order of the tree, with their chunks as stored. Missing chunks read as zeros.
+        files: Files, by the file number of chunks.
         value_types: Orbax's type of each leaf: `jax.Array`, `np.ndarray` or `scalar`.
         non_arrays: Leaves other than arrays.
         unlisted_names: Names in the index without a leaf in the tree. Orbax ignores them too.
@@ -122,9 +120,7 @@ class OrbaxItem:
     """
 
     folder: Path
-    arrays: tuple[ArrayMeta, ...]
-    chunks: tuple[StoredChunks, ...]
-    codec_names: tuple[tuple[str, ...], ...]
+    arrays: tuple[Array, ...]
     files: tuple[Path, ...]
     value_types: tuple[str, ...]
     non_arrays: tuple[OrbaxNonArray, ...]
@@ -266,7 +262,7 @@ def read_item(
     storage = values.storage
     names = [storage.name_separator.join(map(str, leaf.path)) for leaf in leaves]
     documents = [values.pop_document(name) for name in names]
-    arrays: list[ArrayMeta] = []
+    metas: list[ArrayMeta] = []
     tables: list[StoredChunks] = []
     codec_names: list[tuple[str, ...]] = []
     zarrs = [
@@ -276,18 +272,20 @@ def read_item(
     for leaf, name, zarr in zip(leaves, names, zarrs):
         chunks_by_key = values.by_name.pop(name)
         tables.append(build_chunk_table(quote_name(name), zarr, chunks_by_key, values, is_complete))
-        is_scalar = leaf.value_type == "scalar" and not zarr.shape
-        arrays.append(ArrayMeta(leaf.path, zarr.shape, zarr.dtype, zarr.chunk_shape, is_scalar))
+        metas.append(ArrayMeta(leaf.path, zarr.shape, zarr.dtype, zarr.chunk_shape))
         codec_names.append(zarr.codec_names)
-    check_chunk_tables(folder, arrays, codec_names, tables, values.files)
+    check_chunk_tables(folder, metas, codec_names, tables, values.files)
+    arrays: list[Array] = []
+    for meta, chunks, codecs in zip(metas, tables, codec_names):
+        table = ChunkTable.from_stored(meta.grid, chunks)
+        array = Array(meta.name, meta.dtype, meta.shape, meta.chunk_shape, table)
+        arrays.append(replace(array, path=meta.path, codecs=codecs))
     metadata = [read_small_file(folder / metadata_file)]
     if (folder / OCDBT_MANIFEST).exists():
         metadata.append(read_small_file(folder / OCDBT_MANIFEST))
     return OrbaxItem(
         folder=folder,
         arrays=tuple(arrays),
-        chunks=tuple(tables),
-        codec_names=tuple(codec_names),
         files=values.files,
         value_types=tuple(leaf.value_type for leaf in leaves),
         non_arrays=_read_non_arrays(folder, all_leaves),

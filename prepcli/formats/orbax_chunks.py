@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from prepcli.algebra.chunks import ChunkIndex
+from prepcli.algebra.chunks import ChunkIndex, StoredRange, StoredValue
 from prepcli.algebra.grids import ChunkGrid
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
@@ -58,7 +58,7 @@ TreePath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ArrayMeta:
-    """An array of the tree. `is_scalar` marks a Python number, stored as a 0-d array."""
+    """Metadata of an array to write. `is_scalar` marks a Python number, stored as a 0-d array."""
 
     path: TreePath
     shape: tuple[int, ...]
@@ -83,16 +83,6 @@ class ArrayMeta:
         return math.prod(self.chunk_shape) * itemsize(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRange:
-    """Byte range of a value in file number `file` of the item."""
-
-    file: int
-    offset: int
-    nbytes: int
-
-
-StoredValue = StoredRange | bytes  # a location, or the bytes themselves
 StoredChunks = dict[ChunkIndex, StoredValue]  # by index in the array's grid
 
 

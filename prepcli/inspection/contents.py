@@ -8,14 +8,14 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from prepcli.algebra.chunks import FilePosition
+from prepcli.algebra.chunks import FilePosition, StoredRange
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.core.json_types import HFConfig
 from prepcli.formats import msgpack
 from prepcli.formats.codecs import CODECS
 from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest
 from prepcli.formats.orbax import OrbaxNonArray, find_item, read_item
-from prepcli.formats.orbax_chunks import StoredRange, dotted_name
+from prepcli.formats.orbax_chunks import dotted_name
 from prepcli.formats.safetensors import read_safetensors_folder
 from prepcli.formats.torch_dcp import read_dcp_folder
 from prepcli.formats.torch_files import read_torch_folder
@@ -336,10 +336,10 @@ def _read_orbax(path: Path, display_name: str, *, is_remote: bool) -> Checkpoint
     places: dict[str, FilePosition | None] = {}
     for blob in blobs:
         if isinstance(blob, DecodedArray):
-            first = next(iter(item.chunks[blob.array_number].values()), b"")
+            _, first = next(blob.meta.stored_chunks(), (None, b""))
             is_in_file = isinstance(first, StoredRange)
             places[blob.meta.name] = (first.file, first.offset) if is_in_file else None
-    names = dict.fromkeys(chain.from_iterable(item.codec_names))
+    names = dict.fromkeys(chain.from_iterable(array.codecs for array in item.arrays))
     # A checksum compresses nothing.
     codecs = [name for name in names if not CODECS[name].is_checksum]
     unlisted = (f"{name} is in the index, but not in the tree" for name in item.unlisted_names)

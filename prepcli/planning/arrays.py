@@ -7,6 +7,7 @@ leaf. Both have the same methods: a user of a tensor does not distinguish how it
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,10 @@ from prepcli.algebra.chunks import (
     ArrayParts,
     ChunkIndex,
     Chunks,
+    ChunkTable,
     FilePosition,
+    StoredRange,
+    StoredValue,
     StridedChunks,
 )
 from prepcli.algebra.grids import ChunkGrid
@@ -41,6 +45,7 @@ class Array:
         chunks: Where the chunks or parts are stored.
         strides: Bytes between neighbouring elements of a chunk along each dim. None for C order.
         path: Keys from the root of a tree to the array. Empty for a format without trees.
+        codecs: Names of the codecs of each chunk in encoding order, e.g. ("zstd", "crc32c").
     """
 
     name: str
@@ -50,6 +55,7 @@ class Array:
     chunks: Chunks
     strides: Shape | None = None
     path: tuple[str | int, ...] = ()
+    codecs: tuple[str, ...] = ()
     # A tensor that is an array of its own needs no axis map.
     axis_map: ClassVar[None] = None
 
@@ -110,6 +116,25 @@ class Array:
         if not isinstance(self.chunks, StridedChunks):
             return False
         return all(n <= length for n, length in zip(self.shape, self.chunk_shape))
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether every element is in a byte range of a file, without codecs."""
+        return not self.codecs and self.chunks.is_direct
+
+    def stored_chunk(self, index: ChunkIndex) -> StoredValue | None:
+        """Return the place of a chunk as stored, or its bytes if an index has them. None for a chunk of zeros."""
+        if isinstance(self.chunks, ChunkTable) and self.chunks.nbytes:
+            return self.chunks.stored(index)
+        assert not isinstance(self.chunks, ArrayParts)
+        return StoredRange(*self.chunks.find(index), self.chunk_nbytes)
+
+    def stored_chunks(self) -> Iterator[tuple[ChunkIndex, StoredValue]]:
+        """Yield index and value of each stored chunk, in C order."""
+        for index in itertools.product(*map(range, self.grid.chunk_counts)):
+            value = self.stored_chunk(index)
+            if value is not None:
+                yield index, value
 
     @property
     def element_strides(self) -> Shape:

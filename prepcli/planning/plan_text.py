@@ -154,7 +154,7 @@ def _mapped_array_text(tensor: MappedArray, axis_map_texts: dict[int, str]) -> s
         grid = ChunkGrid(array.shape, (1,) * len(array.shape))
         chunks = StridedChunks(chunks.file, chunks.offset, chunks.first, array.strides)
     if isinstance(chunks, ChunkTable):
-        positions = dict(zip(chunks.indices(), chunks.positions()))
+        positions = {index: chunks.find(index) for index in chunks.indices()}
         places = f"Scatter(chunks={positions})"
     elif isinstance(chunks, ArrayParts):
         places = _parts_text(chunks)

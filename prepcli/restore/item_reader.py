@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from prepcli.algebra.boxes import Box, full_box, intersection, slices, strides, volume
+from prepcli.algebra.chunks import StoredRange
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, DamagedError, PrepError, text
@@ -25,7 +26,8 @@ from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import OrbaxItem, find_item, read_item
-from prepcli.formats.orbax_chunks import ArrayMeta, StoredRange, chunk_label
+from prepcli.formats.orbax_chunks import chunk_label
+from prepcli.planning.arrays import Array
 from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.state_names import PARAMS
@@ -224,7 +226,7 @@ class ItemReader(LeafReader):
         damaged = self._checksums.first_damaged_block(piece.name, piece.index, piece.start, data)
         if damaged is None:
             return
-        value = self._item.chunks[self._array_numbers[piece.name]].get(piece.index)
+        value = self._item.arrays[self._array_numbers[piece.name]].stored_chunk(piece.index)
         path = self._item.files[value.file] if isinstance(value, StoredRange) else self.folder
         chunk_offset = piece.stored.offset if piece.stored else 0
         start = chunk_offset + damaged[0]
@@ -308,7 +310,7 @@ class _ChunkJob:
         return sum(piece.nbytes for piece in self.pieces)
 
 
-def _check_arrays(meta: ArrayMeta, arrays: BoxArrays) -> None:
+def _check_arrays(meta: Array, arrays: BoxArrays) -> None:
     """Raise ValueError unless each box is inside the leaf and each array is contiguous and of its box's shape."""
     for box, array in arrays.items():
         is_inside = len(box) == len(meta.shape)
@@ -363,7 +365,7 @@ def _touched_chunks(
 
 
 def _piece_jobs(
-    meta: ArrayMeta,
+    meta: Array,
     stored: StoredRange | None,
     *,
     index: tuple[int, ...],
@@ -463,7 +465,7 @@ def _single_index_box(index: Sequence[int]) -> Box:
     return tuple((i, i + 1) for i in index)
 
 
-def _block_pieces(boxes: Sequence[Box], meta: ArrayMeta) -> Iterator[Box]:
+def _block_pieces(boxes: Sequence[Box], meta: Array) -> Iterator[Box]:
     """Cover boxes of a chunk with boxes of whole checksum blocks.
 
     Blocks outside of them are omitted. Each yielded box is contiguous in the chunk. It has at most

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from prepcli.algebra.chunks import StoredRange, StoredValue
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
@@ -30,13 +31,8 @@ from prepcli.formats.codecs import (
     open_decoder,
 )
 from prepcli.formats.orbax import OrbaxItem
-from prepcli.formats.orbax_chunks import (
-    ArrayMeta,
-    StoredRange,
-    StoredValue,
-    chunk_label,
-    unravel_chunk_index,
-)
+from prepcli.formats.orbax_chunks import chunk_label, unravel_chunk_index
+from prepcli.planning.arrays import Array
 
 # A chunk of at most 1/8 of the cache size is decoded at once and kept.
 WHOLE_CHUNK_DIVISOR = 8
@@ -59,8 +55,8 @@ class DecodedArray:
     remote_files: tuple[Blob, ...] = ()
 
     @property
-    def meta(self) -> ArrayMeta:
-        """Metadata of the array."""
+    def meta(self) -> Array:
+        """The array as stored."""
         return self.item.arrays[self.array_number]
 
     @property
@@ -70,7 +66,7 @@ class DecodedArray:
 
     def stored_value(self, index: tuple[int, ...]) -> StoredValue | None:
         """Return the stored value of a chunk. None for a chunk of zeros without stored bytes."""
-        return self.item.chunks[self.array_number].get(index)
+        return self.meta.stored_chunk(index)
 
     def chunk_path(self, index: tuple[int, ...]) -> Path:
         """Return the file of a chunk. The item's folder if the chunk is inline in the index or not stored."""
@@ -129,7 +125,7 @@ class DecodedArrayReader:
         self._cache.put(key, reader).read(start, into)
 
     def _index(self, number: int) -> tuple[int, ...]:
-        return unravel_chunk_index(self._blob.meta.grid, number)
+        return unravel_chunk_index(self._blob.meta.grid.chunk_counts, number)
 
     def close(self) -> None:
         """Close all readers in the cache, including the readers of other arrays."""
@@ -153,7 +149,7 @@ def open_chunk(
     """
     value = blob.stored_value(index)
     nbytes = blob.meta.chunk_nbytes
-    codec_names = blob.item.codec_names[blob.array_number]
+    codec_names = blob.meta.codecs
     if value is None:
         return _ZeroChunk()
     stored = _open_value(blob, value)

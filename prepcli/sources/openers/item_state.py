@@ -21,7 +21,6 @@ from prepcli.formats.orbax import (
     item_metadata_file,
     read_item,
 )
-from prepcli.formats.orbax_chunks import StoredChunks, StoredRange
 from prepcli.models.parameters import Family
 from prepcli.planning.arrays import Array
 from prepcli.planning.layout_scales import LayoutScale, scaled_digests
@@ -325,26 +324,13 @@ def with_state_item(item: OrbaxItem) -> OrbaxItem:
     if clash is not None:
         what = f"{item.folder.parent} has {quote_name(clash[0])} twice"
         raise DamagedError(what, f"it is in {item.folder.name} and in {name}", GET_AGAIN_HINT)
-    chunks = tuple(_move_files(table, len(item.files)) for table in state.chunks)
+    arrays = [array.moved(len(item.files)) for array in state.arrays]
     return replace(
         item,
-        arrays=(*item.arrays, *state.arrays),
-        chunks=(*item.chunks, *chunks),
-        codec_names=(*item.codec_names, *state.codec_names),
+        arrays=(*item.arrays, *arrays),
         files=(*item.files, *state.files),
         value_types=(*item.value_types, *state.value_types),
         non_arrays=(*item.non_arrays, *state.non_arrays),
         unlisted_names=(*item.unlisted_names, *state.unlisted_names),
         metadata_digest=digest((item.metadata_digest + state.metadata_digest).encode()),
     )
-
-
-def _move_files(table: StoredChunks, first_file: int) -> StoredChunks:
-    """Return the chunks of an array in files with numbers from `first_file` on."""
-    moved: StoredChunks = {}
-    for index, value in table.items():
-        if isinstance(value, StoredRange):
-            moved[index] = replace(value, file=value.file + first_file)
-        else:
-            moved[index] = value
-    return moved

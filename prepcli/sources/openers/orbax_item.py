@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from prepcli.algebra.boxes import strides
-from prepcli.algebra.chunks import ChunkIndex, Chunks, ChunkTable, FilePosition, StridedChunks
+from prepcli.algebra.chunks import (
+    StridedChunks,
+)
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import HFConfig
@@ -20,7 +21,7 @@ from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder
 from prepcli.formats.orbax import OrbaxItem, find_item, item_metadata_file, read_item
-from prepcli.formats.orbax_chunks import StoredRange, dotted_name
+from prepcli.formats.orbax_chunks import dotted_name
 from prepcli.formats.untrusted import read_small_file
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family
@@ -428,41 +429,25 @@ def stored_leaves(
     if any(direct):
         blobs.extend(item.files)
     leaves: dict[str, Array] = {}
-    for number, meta in enumerate(item.arrays):
-        zeros = (0,) * len(meta.shape)
+    for number, array in enumerate(item.arrays):
+        leaves[array.name] = array
         if direct[number]:
-            chunks: Chunks = _chunk_table(item, number)
+            continue
+        zeros = (0,) * len(array.shape)
+        chunk_strides = strides(array.grid.chunk_counts, array.chunk_nbytes)
+        decoded_chunks = StridedChunks(len(blobs), 0, zeros, chunk_strides)
+        leaves[array.name] = replace(array, chunks=decoded_chunks, codecs=())
+        blob = DecodedArray(item, number)
+        if array.name in scales:
+            blobs.append(UnscaledArray(blob, scales[array.name]))
         else:
-            chunks = StridedChunks(len(blobs), 0, zeros, strides(meta.grid, meta.chunk_nbytes))
-            array = DecodedArray(item, number)
-            if meta.name in scales:
-                blobs.append(UnscaledArray(array, scales[meta.name]))
-            else:
-                blobs.append(array)
-        leaves[meta.name] = Array(
-            meta.name, meta.dtype, meta.shape, meta.chunk_shape, chunks, path=meta.path
-        )
+            blobs.append(blob)
     if all(direct):
         return (), leaves
     return tuple(blobs), leaves
 
 
-def _chunk_table(item: OrbaxItem, array_number: int) -> ChunkTable:
-    """Return the places of an array's chunks, all of them in data files."""
-    meta = item.arrays[array_number]
-    places: dict[ChunkIndex, FilePosition] = {}
-    for index, stored in item.chunks[array_number].items():
-        assert isinstance(stored, StoredRange)  # checked by is_read_directly
-        places[index] = stored.file, stored.offset
-    return ChunkTable.from_places((0,) * len(meta.shape), meta.grid, places)
-
-
 def is_read_directly(item: OrbaxItem, array_number: int) -> bool:
     """Return whether all chunks of an array are uncompressed in a few data files. All of these can be open."""
-    chunks = item.chunks[array_number]
-    return (
-        (item.is_remote or len(item.files) <= MAX_OPEN_FILES)
-        and not item.codec_names[array_number]
-        and len(chunks) == math.prod(item.arrays[array_number].grid)
-        and all(isinstance(stored, StoredRange) for stored in chunks.values())
-    )
+    has_few_files = item.is_remote or len(item.files) <= MAX_OPEN_FILES
+    return has_few_files and item.arrays[array_number].is_direct
