@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -290,7 +290,7 @@ def _read_meta_llama(path: Path, display_name: str) -> CheckpointContents:
         display_name=display_name,
         kind="meta",
         folder=path,
-        entries=_named_tensors(source),
+        entries=_renamed(source, _display_names(source)),
         files=source.files,
         config=source.config,
         manifest=NO_MANIFEST,
@@ -298,12 +298,16 @@ def _read_meta_llama(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _named_tensors(source: Source) -> tuple[SourceTensor, ...]:
-    """Return the parameters of a source by their names in files."""
+def _renamed(source: Source, names: Iterable[str]) -> tuple[SourceTensor, ...]:
+    """Return the parameters of a source under other names."""
     tensors: list[SourceTensor] = []
-    for tensor in source.tensors:
-        tensors.append(replace(tensor, name=source.file_name(tensor), digests=()))
+    for tensor, name in zip(source.tensors, names, strict=True):
+        tensors.append(replace(tensor, name=name, digests=()))
     return tuple(tensors)
+
+
+def _display_names(source: Source) -> Iterator[str]:
+    return (source.names.display_name(tensor.name) for tensor in source.tensors)
 
 
 def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> CheckpointContents:
@@ -389,7 +393,7 @@ def read_mapped_contents(
         # The names and shapes are those of a Hugging Face folder, in whatever format they are stored.
         kind="safetensors",
         folder=source.root,
-        entries=_named_tensors(source),
+        entries=_renamed(source, map(source.file_name, source.tensors)),
         files=source.files,
         config=source.config,
         manifest=NO_MANIFEST,
@@ -411,7 +415,7 @@ def read_gguf_contents(
         PrepError: The file is broken, or its architecture or one of its types is not supported.
     """
     source = cast_decoded(open_gguf(path, display_name, SourceHints(config_path)), DECODED_DTYPE)
-    entries = _named_tensors(source)
+    entries = _renamed(source, _display_names(source))
     decoders: dict[str, GgufDecoder] = {}
     places: dict[str, FilePosition | None] = {}
     for tensor, entry in zip(source.tensors, entries):
