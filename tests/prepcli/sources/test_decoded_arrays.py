@@ -19,6 +19,7 @@ from prepcli.formats.ocdbt import ValueLocation, read_ocdbt_index
 from prepcli.formats.orbax import read_item
 from prepcli.formats.orbax_chunks import ArrayMeta, unravel_chunk_index
 from prepcli.formats.zarr import ZARR_TYPESTRS
+from prepcli.planning.arrays import Array
 from prepcli.planning.tensors import itemsize
 from prepcli.sources import decoded_arrays as decoded_module
 from prepcli.sources.decoded_arrays import DecodedArray, DecodedArrayReader
@@ -55,9 +56,7 @@ def inside_mask(meta: ArrayMeta) -> np.ndarray:
     return np.frombuffer(b"".join(chunks), np.uint8).repeat(itemsize(meta.dtype)) == 1
 
 
-def open_array(
-    folder: Path, name: str, memory: int = 1 << 20
-) -> tuple[DecodedArrayReader, ArrayMeta]:
+def open_array(folder: Path, name: str, memory: int = 1 << 20) -> tuple[DecodedArrayReader, Array]:
     item = read_item(folder)
     number = next(n for n, meta in enumerate(item.arrays) if meta.name == name)
     return DecodedArray(item, number).open_with_cache(ChunkCache(memory)), item.arrays[number]
