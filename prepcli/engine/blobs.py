@@ -15,32 +15,8 @@ import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.chunk_cache import DEFAULT_CACHE_NBYTES, ChunkCache
-from prepcli.engine.files import PAGE, ByteArray, Files
-
-
-class BlobReader(Protocol):
-    """An open blob. It is used by one thread at a time."""
-
-    def read_at(self, offset: int, into: ByteArray) -> None:
-        """Fill `into` with the bytes from `offset` on. Raises PrepError if they cannot be read."""
-        ...
-
-    def close(self) -> None:
-        """Release the reader's resources."""
-        ...
-
-
-class Blob(Protocol):
-    """A byte sequence with reads at any offset."""
-
-    @property
-    def name(self) -> str:
-        """Name in messages."""
-        ...
-
-    def open(self) -> BlobReader:
-        """Return a reader of the bytes."""
-        ...
+from prepcli.engine.files import PAGE, Files
+from prepcli.stores.buffers import Blob, BlobReader, ByteArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ import xxhash
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.digest import CHECKSUM_DTYPE, checksum
-from prepcli.engine.files import PAGE, ByteArray, Files, allocate_buffer, io_error
+from prepcli.engine.files import PAGE, Files, io_error
 from prepcli.engine.no_follow import read_no_follow, write_no_follow
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, ChecksumBlock
 from prepcli.planning.chunk_extents import ChunkExtent, count_blocks
+from prepcli.stores.buffers import ByteArray, allocate_buffer
 
 UNKNOWN = 0
 # Hashing shorter runs takes longer than reading the block back.

@@ -5,9 +5,7 @@ Whole pages are transferred by direct I/O where the file system supports it and 
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import mmap
 import os
 import resource
 import threading
@@ -17,7 +15,6 @@ from types import TracebackType
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.counts import count_text
@@ -35,9 +32,9 @@ from prepcli.engine.linux import allocate
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.engine.sync_files import sync_many
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
+from prepcli.stores.buffers import ByteArray
 from prepcli.stores.reading import ACCESS_HINT
 
-ByteArray = npt.NDArray[np.uint8]
 # File descriptors left for other uses.
 RESERVED_DESCRIPTORS = 32
 # More files are opened for each access instead of kept open: an item with one file per chunk may have 10^5.
@@ -45,15 +42,6 @@ MAX_KEPT_FILES = 1000
 # Bytes written to the page cache before their writeback starts.
 BLOCK_NBYTES = 4 << 20
 _Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
-
-
-def allocate_buffer(nbytes: int) -> ByteArray:
-    """Allocate a page-aligned buffer, in huge pages if the system supports them. Untouched pages take no memory."""
-    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel without huge pages raises an OSError.
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
 
 
 class RunReader(Protocol):

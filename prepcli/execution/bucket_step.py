@@ -23,7 +23,7 @@ from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf, HostShard
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.digest import CHECKSUM_DTYPE
-from prepcli.engine.files import ByteArray, RunReader
+from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import Pipeline
@@ -45,6 +45,7 @@ from prepcli.remote.object_store import Bucket, part_nbytes
 from prepcli.remote.placeholders import read_all
 from prepcli.remote.remote_files import ReadAheadCache, RemoteBlob, RemoteFile
 from prepcli.remote.retries import map_in_daemon_threads
+from prepcli.stores.buffers import ByteArray
 
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step holds the digests and checksums of process I
 NUM_THREADS = 32  # concurrent requests for small objects

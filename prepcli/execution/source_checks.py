@@ -9,7 +9,6 @@ from pathlib import Path
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import JsonValue
-from prepcli.engine.blobs import Blob
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
 from prepcli.engine.files import io_error
 from prepcli.formats.again_hint import again_hint
@@ -20,6 +19,7 @@ from prepcli.planning.tensor_match import not_equal_error
 from prepcli.restore.digest_checks import RecordedDigests, checkpoint_of
 from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
+from prepcli.stores.buffers import Blob
 
 # File in the work folder, with the state of the source when the run began.
 SOURCE_STATE_FILE = "source.json"

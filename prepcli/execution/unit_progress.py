@@ -9,7 +9,6 @@ import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.checksum_recorder import ChecksumRecorder
-from prepcli.engine.files import ByteArray
 from prepcli.engine.object_assembler import Piece
 from prepcli.execution.bucket_run import UnitNote
 from prepcli.execution.finalize import output_path
@@ -19,6 +18,7 @@ from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import WorkUnit
 from prepcli.remote.object_writes import ObjectUploads
 from prepcli.remote.remote_files import RemoteFile
+from prepcli.stores.buffers import ByteArray
 
 
 class UnitProgress:

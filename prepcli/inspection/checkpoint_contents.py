@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypedDict
 
 from prepcli.core.json_types import HFConfig
-from prepcli.engine.blobs import Blob
 from prepcli.formats.orbax_chunks import StoredRange, StoredValue
 from prepcli.models.parameters import VERBATIM, Family
 from prepcli.models.registry import FAMILIES
@@ -19,6 +18,7 @@ from prepcli.planning.plan import Locations
 from prepcli.planning.tensors import array_bits
 from prepcli.quantized.decoder import Decoder
 from prepcli.sources.folders import Kind
+from prepcli.stores.buffers import Blob
 
 MAX_PATH_PARTS = 32  # a hostile name may have millions of dots
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from prepcli.algebra.boxes import strides
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.engine.files import ByteArray, RunReader, allocate_buffer
+from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.inspection.checkpoint_contents import TensorEntry
@@ -18,6 +18,7 @@ from prepcli.planning.plan import Contiguous, Locations, Stream
 from prepcli.planning.slabs import Slab, split_stream_evenly
 from prepcli.planning.tensors import ITEM_BITS, itemsize
 from prepcli.remote.remote_files import PART_NBYTES
+from prepcli.stores.buffers import ByteArray, allocate_buffer
 
 # Bytes per read. The values fit into a CPU cache, even after the conversion to float32 and with the 8-byte indices
 # that select the elements without padding.

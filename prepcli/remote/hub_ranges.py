@@ -16,7 +16,6 @@ from urllib.parse import urljoin, urlsplit
 import numpy as np
 
 from prepcli.core.errors import PrepError
-from prepcli.engine.files import ByteArray
 from prepcli.remote.hub_client import NO_RETRY_EXTENSION, RETRYABLE_STATUSES, retry_after_s
 from prepcli.remote.remote_files import RemoteFile, RetryableError, file_changed_error
 from prepcli.remote.retries import (
@@ -25,6 +24,7 @@ from prepcli.remote.retries import (
     call_with_timeout,
     enforce_throughput,
 )
+from prepcli.stores.buffers import ByteArray
 
 HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 MAX_REDIRECTS = 5

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from prepcli.core.errors import RESUME_HINT, PrepError, usage_error
-from prepcli.engine.files import ByteArray
 from prepcli.remote.remote_files import (
     MAX_IN_FLIGHT,
     RemoteFile,
@@ -37,6 +36,7 @@ from prepcli.remote.retries import (
     call_with_timeout,
     map_in_daemon_threads,
 )
+from prepcli.stores.buffers import ByteArray
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, WritableFile

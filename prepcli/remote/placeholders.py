@@ -24,8 +24,8 @@ import xxhash
 
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import format_bytes
-from prepcli.engine.blobs import Blob, MemoryBlob, StoredBlob
-from prepcli.engine.files import allocate_buffer, io_error
+from prepcli.engine.blobs import MemoryBlob, StoredBlob
+from prepcli.engine.files import io_error
 from prepcli.formats.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES
 from prepcli.remote.remote_files import (
     MAX_IN_FLIGHT,
@@ -37,6 +37,7 @@ from prepcli.remote.remote_files import (
     read_range,
 )
 from prepcli.remote.retries import map_in_daemon_threads
+from prepcli.stores.buffers import Blob, allocate_buffer
 from prepcli.stores.reading import resolve_named_path
 from prepcli.stores.writing import replacing_file
 

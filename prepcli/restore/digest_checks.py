@@ -10,7 +10,7 @@ import xxhash
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.core.progress import NullProgress, Progress
-from prepcli.engine.blobs import Blob, open_blobs
+from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.pipeline import Pipeline
@@ -25,6 +25,7 @@ from prepcli.sources.source import (
     stored_axis_maps,
 )
 from prepcli.sources.tensor_labels import label_tensor
+from prepcli.stores.buffers import Blob
 
 # Default memory budget of `check_tensors`.
 CHECK_MEMORY_NBYTES = 256 << 20

@@ -19,10 +19,10 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, DamagedError, PrepError, text
 from prepcli.engine import checkpoint_store
-from prepcli.engine.blobs import Blob, open_blobs
+from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.engine.files import PAGE, ByteArray
+from prepcli.engine.files import PAGE
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.checksums import BlockChecksums, read_checksums
@@ -37,6 +37,7 @@ from prepcli.remote.remote_files import MAX_READ_THREADS
 from prepcli.restore.job_queue import run_jobs
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
+from prepcli.stores.buffers import Blob, ByteArray
 
 # Upper limit of one read of a thread.
 PIECE_NBYTES = 4 << 20

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from prepcli.core.worker_thread import run_in_threads
 from prepcli.engine.budget import BufferPool
-from prepcli.engine.files import ByteArray
+from prepcli.stores.buffers import ByteArray
 
 Job = TypeVar("Job")
 

@@ -18,7 +18,6 @@ from prepcli.core.progress import NullProgress
 from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import CachedBlob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
-from prepcli.engine.files import ByteArray
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import EqualityCheck
@@ -54,6 +53,7 @@ from prepcli.restore.tensor_jobs import (
     tensor_jobs,
 )
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
+from prepcli.stores.buffers import ByteArray
 
 BoxArrays = Mapping[Box, np.ndarray]
 # Each thread has a buffer of 8 MiB.

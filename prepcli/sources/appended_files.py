@@ -8,9 +8,9 @@ from pathlib import Path
 from prepcli.algebra.gapped_regions import GappedRegion
 from prepcli.algebra.grids import StridedPlacement
 from prepcli.algebra.strided_copies import ChunkedLocation
-from prepcli.engine.blobs import Blob
 from prepcli.planning.plan import Contiguous, Location, Strided
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.stores.buffers import Blob
 
 
 def append_files(source: Source, other: Source) -> Source:

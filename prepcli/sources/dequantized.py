@@ -22,9 +22,9 @@ from prepcli.algebra.grids import StridedPlacement
 from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.json_types import HFConfig
-from prepcli.engine.blobs import Blob, FilesAndBlobs, open_blobs
+from prepcli.engine.blobs import FilesAndBlobs, open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.engine.files import ByteArray, Files
+from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.manifest_fields import Manifest, QuantizedRecord
@@ -51,6 +51,7 @@ from prepcli.sources.unused_quantization import (
     has_quantized_tensors,
     unused_quantization_note,
 )
+from prepcli.stores.buffers import Blob, ByteArray
 
 DECODED_DTYPE = "bfloat16"
 # Memory per decoded value: codes, scales and zero points in float32, and the value itself.

@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from prepcli.algebra.boxes import Box, Range
-from prepcli.engine.blobs import Blob, open_blobs
+from prepcli.engine.blobs import open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.engine.files import ByteArray, RunReader, allocate_buffer
+from prepcli.engine.files import RunReader
 from prepcli.engine.permute import needs_permute, scatter
 from prepcli.planning.plan import location_copies
 from prepcli.planning.slabs import Slab
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import SourceTensor
+from prepcli.stores.buffers import Blob, ByteArray, allocate_buffer
 
 # Bytes of `TensorBytes` to read at a time. A read takes about twice its size.
 STEP_NBYTES = 1 << 20

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from prepcli.engine.blobs import Blob
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.scales import unscale_values
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.sources.decoded_arrays import DecodedArray, DecodedArrayReader
+from prepcli.stores.buffers import Blob, ByteArray
 
 # Bytes per step. The temporary arrays of a step fit a core's cache.
 BLOCK_NBYTES = 1 << 17

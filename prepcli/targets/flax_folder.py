@@ -9,7 +9,6 @@ from pathlib import Path
 
 from prepcli.algebra.gapped_regions import GappedRegion, gaps_between
 from prepcli.algebra.strided_copies import ChunkedLocation
-from prepcli.engine.blobs import Blob
 from prepcli.formats.flax_folder import INDEX_FILE, STEM, STREAM_FILE
 from prepcli.formats.msgpack import SUFFIX
 from prepcli.formats.msgpack_layout import (
@@ -24,6 +23,7 @@ from prepcli.planning.libraries import STREAM_FORMAT
 from prepcli.planning.plan import Locations, OutputFile, SmallFile
 from prepcli.sources.appended_files import shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.stores.buffers import Blob
 from prepcli.targets.layout_leaves import LayoutLeaf, find_layout_leaves, whole_leaf_location
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from prepcli.algebra.grids import StridedPlacement
 from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import GET_AGAIN_HINT, PrepError
-from prepcli.engine.blobs import Blob, ConcatenatedBlob, FileRange
+from prepcli.engine.blobs import ConcatenatedBlob, FileRange
 from prepcli.formats import safetensors
 from prepcli.formats.flax_folder import find_weight_files, select_indexed
 from prepcli.formats.manifest import NO_MANIFEST
@@ -37,6 +37,7 @@ from prepcli.sources.tree_tensors import (
     verbatim_tensors,
 )
 from prepcli.sources.unindexed import unindexed_entries
+from prepcli.stores.buffers import Blob
 
 # Suffixes of a model's small files. The folder may have files of any name.
 SETTINGS_SUFFIXES = {

@@ -17,7 +17,6 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import HFConfig
 from prepcli.core.json_values import quote_name
-from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder
 from prepcli.formats.orbax import OrbaxItem, find_item, item_metadata_file, read_item
@@ -61,6 +60,7 @@ from prepcli.sources.tree_tensors import (
     verbatim_tensors,
 )
 from prepcli.sources.unscaled_arrays import UnscaledArray
+from prepcli.stores.buffers import Blob
 
 # The default limit of open files of a process is 1,024 on Linux and 256 on macOS.
 # An item with more files opens each file when it is read.

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
 from prepcli.engine.blobs import ConcatenatedBlob, FileRange, open_blobs
-from prepcli.engine.files import Files, allocate_buffer
+from prepcli.engine.files import Files
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.planning.plan import Contiguous, Stream, Strided, read_copies
+from prepcli.stores.buffers import allocate_buffer
 
 # (offset, length) in the second file.
 PIECES = (

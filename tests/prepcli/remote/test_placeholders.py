@@ -20,7 +20,6 @@ from obstore.store import MemoryStore
 from safetensors.numpy import save
 
 from prepcli.core.errors import PrepError
-from prepcli.engine.files import ByteArray
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.ocdbt import ValueLocation, read_ocdbt_index
 from prepcli.formats.safetensors import read_safetensors_header
@@ -43,6 +42,7 @@ from prepcli.sources.bucket_folders import BucketFolder
 from prepcli.sources.detect import detect
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.opening import open_source
+from prepcli.stores.buffers import ByteArray
 from tests.helpers.orbax_items import write_ocdbt_index
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import make_checkpoint, read_tensors

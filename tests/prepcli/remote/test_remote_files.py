@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.engine.files import ByteArray
 from prepcli.remote import remote_files
 from prepcli.remote.remote_files import (
     READ_AHEAD_CACHE_NBYTES,
@@ -24,6 +23,7 @@ from prepcli.remote.remote_files import (
     read_range_in_parallel,
 )
 from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy
+from prepcli.stores.buffers import ByteArray
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 9 << 20, np.uint8)
 
