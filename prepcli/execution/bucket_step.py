@@ -40,12 +40,12 @@ from prepcli.planning.chunk_extents import chunk_extents
 from prepcli.planning.plan import OutputLeaf, Stream
 from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.planning.shares import divide_streams, subplan
-from prepcli.remote.conditional_objects import publish_content
-from prepcli.remote.object_store import Bucket, part_nbytes
-from prepcli.remote.placeholders import read_all
-from prepcli.remote.remote_files import ReadAheadCache, RemoteBlob, RemoteFile
-from prepcli.remote.retries import map_in_daemon_threads
 from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import ReadAheadCache, RemoteBlob, RemoteFile
+from prepcli.stores.conditional_objects import publish_content
+from prepcli.stores.object_store import Bucket, part_nbytes
+from prepcli.stores.placeholders import read_all
+from prepcli.stores.retries import map_in_daemon_threads
 
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step holds the digests and checksums of process I
 NUM_THREADS = 32  # concurrent requests for small objects

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.engine.files import io_error
 from prepcli.execution.box_exchange import exchange_boxes
 from prepcli.execution.bucket_step import BucketStep
 from prepcli.execution.joint_work import joint_work
@@ -27,16 +26,16 @@ from prepcli.planning.process_files import (
     ProcessFiles,
     plan_process_files,
 )
-from prepcli.remote.bucket_lock import BucketLock
-from prepcli.remote.object_store import Bucket, ObjectStoreUrl
-from prepcli.remote.placeholders import download_file
-from prepcli.remote.remote_files import RemoteFile, without_read_ahead
-from prepcli.remote.retries import RetryPolicy
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.bucket_lock import BucketLock
+from prepcli.stores.byte_ranges import RemoteFile, without_read_ahead
+from prepcli.stores.object_store import Bucket, ObjectStoreUrl
+from prepcli.stores.placeholders import download_file
+from prepcli.stores.reading import io_error, open_regular_file
+from prepcli.stores.retries import RetryPolicy
 
 STORED_PIECE_NBYTES = 8 << 20  # bytes of a file read at a time for its upload
 

@@ -13,7 +13,6 @@ from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.progress import NullProgress, Progress
 from prepcli.engine.casts import parse_stream_digest, report_casts
 from prepcli.engine.digest import digest
-from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import check_no_symlinks, open_no_follow, write_no_follow
 from prepcli.execution.block_checksums import collect_checksums
 from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
@@ -40,7 +39,7 @@ from prepcli.planning.manifest_fields import (
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile, Stream
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.state_names import PARAMS, qualify, split_name
-from prepcli.stores.reading import check_not_lfs_pointer, not_regular_error
+from prepcli.stores.reading import check_not_lfs_pointer, io_error, not_regular_error
 
 # Small files are written from their first byte again, also after an interruption.
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC

@@ -10,7 +10,6 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import JsonValue
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
-from prepcli.engine.files import io_error
 from prepcli.formats.again_hint import again_hint
 from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream, read_copies
 from prepcli.planning.quantization_leaves import is_decoded_tensor
@@ -20,6 +19,7 @@ from prepcli.restore.digest_checks import RecordedDigests, checkpoint_of
 from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
 from prepcli.stores.buffers import Blob
+from prepcli.stores.reading import io_error
 
 # File in the work folder, with the state of the source when the run began.
 SOURCE_STATE_FILE = "source.json"

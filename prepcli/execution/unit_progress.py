@@ -16,9 +16,9 @@ from prepcli.execution.object_compressor import ObjectCompressor
 from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
 from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import WorkUnit
-from prepcli.remote.object_writes import ObjectUploads
-from prepcli.remote.remote_files import RemoteFile
 from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.object_writes import ObjectUploads
 
 
 class UnitProgress:

@@ -18,9 +18,9 @@ from prepcli.core.json_types import JsonObject
 from prepcli.engine.digest import CHECKSUM_DTYPE, checksum, digest
 from prepcli.engine.no_follow import write_no_follow
 from prepcli.formats.orbax_chunks import ArrayMeta
-from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, assign_block_numbers
 from prepcli.planning.manifest_fields import Manifest
+from prepcli.stores.reading import read_small_file
 
 CHECKSUMS_FILE = "prep-checksums.bin"
 CHECKSUM_METHOD = "xxh3_64"

@@ -18,10 +18,9 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.manifest import MANIFEST_FILE, accept_hint, read_manifest
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
-from prepcli.formats.untrusted import unreadable_error
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE, METADATA_FILE, ZARR2, ZARR3
 from prepcli.planning.manifest_fields import FileRecord, Manifest
-from prepcli.stores.reading import open_regular_file, resolve_named_path
+from prepcli.stores.reading import open_regular_file, resolve_named_path, unreadable_error
 
 READ_NBYTES = 1 << 20
 # Files that Orbax or Levanter, not prep, names in an item.

@@ -15,7 +15,7 @@ from prepcli.formats.shard_index import (
     list_indexed_files,
     read_weight_map,
 )
-from prepcli.formats.untrusted import list_folder
+from prepcli.stores.reading import list_folder
 
 STEM = "flax_model"
 SINGLE_FILE = f"{STEM}.{SUFFIX}"

@@ -27,8 +27,7 @@ import xxhash
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.formats.shard_index import damage_hint, download_again_hint
-from prepcli.formats.untrusted import CutShortError, stat_file, unreadable_error
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.reading import CutShortError, open_regular_file, stat_file, unreadable_error
 
 SUFFIX = "gguf"
 MAGIC = b"GGUF"

@@ -17,7 +17,6 @@ from prepcli.core.json_schema import find_type_fault
 from prepcli.core.json_values import load_json, quote_name
 from prepcli.engine.digest import digest
 from prepcli.formats.orbax import MODEL_ITEMS, find_item
-from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.layout_scales import is_scale_record
 from prepcli.planning.manifest_fields import (
     KEYS_BY_KIND,
@@ -28,6 +27,7 @@ from prepcli.planning.manifest_fields import (
     TensorRecord,
 )
 from prepcli.planning.tensors import ITEM_BITS
+from prepcli.stores.reading import read_small_file
 
 MANIFEST_FILE = "prep-manifest.json"
 # Item of a training step. The step's manifest is in the parent folder.

@@ -23,9 +23,8 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.formats.shard_index import damage_hint
-from prepcli.formats.untrusted import CutShortError, stat_file, unreadable_error
 from prepcli.planning.tensors import ITEM_BITS
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.reading import CutShortError, open_regular_file, stat_file, unreadable_error
 
 # Extension codes of flax.serialization: array and NumPy scalar.
 EXT_ARRAY = 1

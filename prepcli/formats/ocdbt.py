@@ -31,8 +31,13 @@ from prepcli.formats.ocdbt_frames import (
     encode_varints,
     iter_ints,
 )
-from prepcli.formats.untrusted import list_folder, read_bytes, stat_file, stat_indexed_file
-from prepcli.stores.reading import resolve_named_path
+from prepcli.stores.reading import (
+    list_folder,
+    read_bytes,
+    resolve_named_path,
+    stat_file,
+    stat_indexed_file,
+)
 
 OCDBT_MANIFEST = "manifest.ocdbt"
 NODE_MAGIC = 0x0CDB20DE

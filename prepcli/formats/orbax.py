@@ -25,7 +25,7 @@ from typing import Any
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import JsonObject
-from prepcli.core.json_values import quote_name
+from prepcli.core.json_values import parse_json, quote_name
 from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import write_no_follow
 from prepcli.formats.ocdbt import (
@@ -49,7 +49,6 @@ from prepcli.formats.orbax_chunks import (
     encode_documents,
     iter_index_entries,
 )
-from prepcli.formats.untrusted import list_folder, parse_json, read_small_file
 from prepcli.formats.zarr import ZARR_TYPESTRS, parse_zarr_document
 from prepcli.planning.item_storage import (
     LEVANTER,
@@ -63,6 +62,7 @@ from prepcli.planning.item_storage import (
     ItemStorage,
 )
 from prepcli.planning.libraries import LIBRARIES
+from prepcli.stores.reading import list_folder, read_small_file
 
 STRINGS_FILE = "_strings.json"
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"

@@ -28,7 +28,6 @@ from prepcli.formats.ocdbt import (
     ignore_read,
     read_ocdbt_index,
 )
-from prepcli.formats.untrusted import list_folder, read_bytes, stat_file, stat_indexed_file
 from prepcli.formats.zarr import (
     MAX_SHARD_INDEX_NBYTES,
     ZarrArray,
@@ -38,7 +37,13 @@ from prepcli.formats.zarr import (
 )
 from prepcli.planning.item_storage import ZARR2, ZARR3, ChunkIndex, Compression, ItemStorage
 from prepcli.planning.tensors import itemsize
-from prepcli.stores.reading import resolve_named_path
+from prepcli.stores.reading import (
+    list_folder,
+    read_bytes,
+    resolve_named_path,
+    stat_file,
+    stat_indexed_file,
+)
 
 # Values of an item: far above any model. A small malicious index may claim more.
 MAX_VALUES = 1 << 21

@@ -19,7 +19,7 @@ import xxhash
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
 from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import quote_name
+from prepcli.core.json_values import parse_json, quote_name
 from prepcli.formats.shard_index import (
     UnindexedTensor,
     check_numbered_files,
@@ -29,9 +29,8 @@ from prepcli.formats.shard_index import (
     list_indexed_files,
     read_weight_map,
 )
-from prepcli.formats.untrusted import list_folder, parse_json, stat_file, unreadable_error
 from prepcli.planning.tensors import FileTensor, array_bits
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.reading import list_folder, open_regular_file, stat_file, unreadable_error
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.core.json_values import quote_name
+from prepcli.core.json_values import parse_json, quote_name
 from prepcli.core.lists import join_names
-from prepcli.formats.untrusted import CutShortError, parse_json, read_bytes, stat_file
-from prepcli.stores.reading import resolve_named_path
+from prepcli.stores.reading import CutShortError, read_bytes, resolve_named_path, stat_file
 
 MAX_INDEX_NBYTES = 100_000_000
 _NUMBERED_FILE = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.([^.]+)", re.ASCII)

@@ -38,8 +38,13 @@ from prepcli.formats.torch_pickle import (
     pickle_value,
 )
 from prepcli.formats.torch_tensors import DTYPES, SIZE_TYPE, TorchArchive, parse_counts
-from prepcli.formats.untrusted import CutShortError, read_small_file, stat_file, unreadable_error
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.reading import (
+    CutShortError,
+    open_regular_file,
+    read_small_file,
+    stat_file,
+    unreadable_error,
+)
 
 METADATA_FILE = ".metadata"
 SUFFIX = ".distcp"

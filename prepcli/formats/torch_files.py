@@ -42,8 +42,7 @@ from prepcli.formats.torch_tensors import (
     is_tensor,
 )
 from prepcli.formats.torch_zip import ZIP_MAGIC
-from prepcli.formats.untrusted import list_folder, stat_file, unreadable_error
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.reading import list_folder, open_regular_file, stat_file, unreadable_error
 
 INDEX_FILE = "pytorch_model.bin.index.json"
 INDEXED_SUFFIX = "bin"

@@ -17,8 +17,8 @@ from prepcli.inspection.checkpoint_contents import TensorEntry
 from prepcli.planning.plan import Contiguous, Locations, Stream
 from prepcli.planning.slabs import Slab, split_stream_evenly
 from prepcli.planning.tensors import ITEM_BITS, itemsize
-from prepcli.remote.remote_files import PART_NBYTES
 from prepcli.stores.buffers import ByteArray, allocate_buffer
+from prepcli.stores.byte_ranges import PART_NBYTES
 
 # Bytes per read. The values fit into a CPU cache, even after the conversion to float32 and with the 8-byte indices
 # that select the elements without padding.

@@ -33,11 +33,11 @@ from prepcli.formats.orbax_chunks import ArrayMeta, StoredRange, chunk_label
 from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.tensors import itemsize
-from prepcli.remote.remote_files import MAX_READ_THREADS
 from prepcli.restore.job_queue import run_jobs
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
 from prepcli.stores.buffers import Blob, ByteArray
+from prepcli.stores.byte_ranges import MAX_READ_THREADS
 
 # Upper limit of one read of a thread.
 PIECE_NBYTES = 4 << 20

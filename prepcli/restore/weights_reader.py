@@ -29,11 +29,6 @@ from prepcli.planning.tensor_match import (
     TensorUse,
 )
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
-from prepcli.remote.remote_files import (
-    MAX_READ_THREADS,
-    MIN_READ_AHEAD_NBYTES,
-    without_read_ahead,
-)
 from prepcli.restore.digest_checks import (
     CHECK_MEMORY_NBYTES,
     check_before_reading,
@@ -54,6 +49,11 @@ from prepcli.restore.tensor_jobs import (
 )
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
 from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import (
+    MAX_READ_THREADS,
+    MIN_READ_AHEAD_NBYTES,
+    without_read_ahead,
+)
 
 BoxArrays = Mapping[Box, np.ndarray]
 # Each thread has a buffer of 8 MiB.

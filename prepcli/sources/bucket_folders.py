@@ -15,8 +15,13 @@ from prepcli.formats.safetensors import select_safetensors_files
 from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
 from prepcli.formats.torch_dcp import read_dcp_ranges
 from prepcli.planning.item_storage import ZARR2, ZARR3
-from prepcli.remote.object_store import Bucket
-from prepcli.remote.placeholders import (
+from prepcli.sources.folders import Access, Kind, LocalFiles
+from prepcli.sources.references import BucketUrl
+from prepcli.sources.side_files import ListedFile, is_weight_file, select_side_files
+from prepcli.sources.source import SCHEDULER_FILE
+from prepcli.stores.byte_ranges import MAX_IN_FLIGHT, RemoteFile
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.placeholders import (
     SMALL_NBYTES,
     RemoteCheckpoint,
     create_placeholder_folder,
@@ -27,12 +32,7 @@ from prepcli.remote.placeholders import (
     write_small_file,
     write_sparse_file,
 )
-from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteFile
-from prepcli.remote.retries import map_in_daemon_threads
-from prepcli.sources.folders import Access, Kind, LocalFiles
-from prepcli.sources.references import BucketUrl
-from prepcli.sources.side_files import ListedFile, is_weight_file, select_side_files
-from prepcli.sources.source import SCHEDULER_FILE
+from prepcli.stores.retries import map_in_daemon_threads
 
 # A listing and an index are untrusted. These limits bound what they make this machine fetch.
 MAX_INDEX_NBYTES = 1 << 30  # total size of the nodes of an OCDBT index

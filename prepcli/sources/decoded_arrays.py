@@ -19,7 +19,6 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.engine.chunk_cache import ChunkCache, ChunkReader
-from prepcli.engine.files import io_error
 from prepcli.formats.codecs import (
     CHUNK_HEADER_NBYTES,
     READ_BLOCK_NBYTES,
@@ -37,6 +36,7 @@ from prepcli.formats.orbax_chunks import (
     unravel_chunk_index,
 )
 from prepcli.stores.buffers import Blob, ByteArray
+from prepcli.stores.reading import io_error
 
 # A chunk of at most 1/8 of the cache size is decoded at once and kept.
 WHOLE_CHUNK_DIVISOR = 8

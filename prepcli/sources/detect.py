@@ -18,7 +18,7 @@ from prepcli.core.errors import (
     Text,
     text,
 )
-from prepcli.core.json_values import load_json
+from prepcli.core.json_values import load_json, parse_json
 from prepcli.core.lists import join_names
 from prepcli.formats.flax_folder import detect_msgpack_kind, select_other_flax_files
 from prepcli.formats.meta_llama_config import is_dense_mistral
@@ -35,11 +35,11 @@ from prepcli.formats.torch_files import (
     detect_torch_kind,
     select_model_files,
 )
-from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, parse_json, read_bytes
 from prepcli.quantized.find_weights import QUANTIZATION_KEYS
 from prepcli.sources.folders import Folder, Kind, LocalFolder
 from prepcli.sources.source_hints import CONFIG
 from prepcli.sources.unused_quantization import has_quantized_tensors
+from prepcli.stores.reading import MAX_CONFIG_NBYTES, read_bytes
 
 MAX_LISTED = 6
 # Folders above the metadata file of an Orbax item: its step and the item itself.

@@ -12,10 +12,10 @@ from typing import Literal, Protocol
 from prepcli.core.observer import Observer
 from prepcli.core.progress import NullProgress, Progress
 from prepcli.formats.orbax import ITEM_MARKERS, find_item, item_metadata_file
-from prepcli.formats.untrusted import list_folder, read_bytes
 from prepcli.planning.item_storage import METADATA_FILE
-from prepcli.remote.placeholders import RemoteCheckpoint, rename_in_errors
-from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy, retry_policy_from_env
+from prepcli.stores.placeholders import RemoteCheckpoint, rename_in_errors
+from prepcli.stores.reading import list_folder, read_bytes
+from prepcli.stores.retries import DEFAULT_RETRY_POLICY, RetryPolicy, retry_policy_from_env
 
 Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm", "adapter", "gguf"]
 

@@ -19,8 +19,6 @@ from prepcli.formats.shard_index import read_weight_map
 from prepcli.formats.torch_files import select_torch_files
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.quantized.find_weights import QUANTIZATION_FILES
-from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
-from prepcli.remote.hub_errors import is_hub_down, translate_errors
 from prepcli.sources.detect import Refusal, apply_rules, no_checkpoint_error
 from prepcli.sources.folders import Access, Folder, Kind, LocalFiles, LocalFolder
 from prepcli.sources.references import HubRepo
@@ -32,6 +30,8 @@ from prepcli.sources.side_files import (
     unread_weights,
 )
 from prepcli.sources.source_hints import CONFIG
+from prepcli.stores.hub import HubListing, cached_snapshot, list_repository, prepare_hub
+from prepcli.stores.hub_errors import is_hub_down, translate_errors
 
 SMALL_FILE_PATTERNS = (
     CONFIG,

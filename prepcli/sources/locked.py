@@ -16,10 +16,10 @@ from prepcli.core.lists import join_names
 from prepcli.core.progress import Progress
 from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.untrusted import stat_file
-from prepcli.remote.published_digests import SHA256, sha256_of_file
 from prepcli.sources.references import HubRepo, parse_reference
 from prepcli.sources.source import CONFIG, Source, SourceTensor
+from prepcli.stores.published_digests import SHA256, sha256_of_file
+from prepcli.stores.reading import stat_file
 
 RowDigests = tuple[tuple[int, int, str], ...]
 

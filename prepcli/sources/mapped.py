@@ -13,7 +13,6 @@ from prepcli.core.json_types import HFConfig
 from prepcli.core.suggest import did_you_mean
 from prepcli.engine.digest import digest
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.untrusted import read_small_file
 from prepcli.models.parameters import (
     Family,
     StoredShapes,
@@ -40,6 +39,7 @@ from prepcli.planning.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, d
 from prepcli.planning.tensors import FLOAT_DTYPES, itemsize
 from prepcli.quantized.find_weights import quantization_settings
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
+from prepcli.stores.reading import read_small_file
 
 # Rule of the tensors that a map drops, as plans and JSON objects name it.
 DROP_RULE = "drop line of --map"

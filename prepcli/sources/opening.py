@@ -14,14 +14,12 @@ from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder
 from prepcli.formats.torch_files import MISTRAL_FILE
-from prepcli.formats.untrusted import list_folder
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import OPT_STATE_RULE
-from prepcli.remote.placeholders import SMALL_NBYTES
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.dropped_tensors import matching_drops
 from prepcli.sources.folders import LocalFiles
@@ -35,6 +33,8 @@ from prepcli.sources.side_files import check_patterns, unread_weights
 from prepcli.sources.source import Source, check_headers
 from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
 from prepcli.sources.unindexed import UNINDEXED_RULE, unindexed_names
+from prepcli.stores.placeholders import SMALL_NBYTES
+from prepcli.stores.reading import list_folder
 
 # A note names at most this many tensors that the index does not name.
 MAX_UNINDEXED_NAMES = 5

@@ -11,7 +11,7 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder, read_manifest
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.planning.manifest_fields import Manifest, OriginRecord
-from prepcli.remote.object_store import is_url
+from prepcli.stores.object_store import is_url
 
 TRAIN = "train"
 MERGE = "merge"

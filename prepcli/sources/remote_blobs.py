@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from prepcli.planning.plan import SourceFile
-from prepcli.remote.placeholders import RemoteCheckpoint
 from prepcli.sources.source import Source
+from prepcli.stores.placeholders import RemoteCheckpoint
 
 
 def with_remote_blobs(source: Source, remote: RemoteCheckpoint) -> Source:

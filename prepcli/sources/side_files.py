@@ -19,9 +19,9 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import ITEM_MARKERS, READABLE_SUFFIXES
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
 from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
-from prepcli.formats.untrusted import list_folder
 from prepcli.planning.item_storage import ZARR2, ZARR3
 from prepcli.sources.source_hints import CONFIG
+from prepcli.stores.reading import list_folder
 
 INDEX_FILES = (safetensors.INDEX_FILE, torch_files.INDEX_FILE, flax_folder.INDEX_FILE)
 # A file of transformers' Trainer. A copy of it in another step would have the wrong step number.

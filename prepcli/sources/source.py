@@ -27,7 +27,6 @@ from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.core.json_values import load_json, quote_name
 from prepcli.formats.file_records import check_header
 from prepcli.formats.manifest import NO_MANIFEST, STATE_ITEM
-from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
 from prepcli.models.parameters import Family, parameter_rows
 from prepcli.planning.manifest_fields import (
     Manifest,
@@ -49,9 +48,10 @@ from prepcli.planning.tensor_match import (
 )
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
 from prepcli.planning.vocabulary import NO_VOCABULARY, Vocabulary, read_vocabulary
-from prepcli.remote.remote_files import RemoteBlob
 from prepcli.sources.side_files import SideFile
 from prepcli.stores.buffers import Blob
+from prepcli.stores.byte_ranges import RemoteBlob
+from prepcli.stores.reading import MAX_CONFIG_NBYTES, read_small_file
 
 CONFIG = "config.json"
 # In an init checkpoint: config, tokenizer and the other files of the model.

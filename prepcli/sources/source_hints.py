@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from prepcli.core.errors import Command, Key, Option, PrepError, text
 
 if TYPE_CHECKING:
-    from prepcli.remote.placeholders import RemoteCheckpoint
+    from prepcli.stores.placeholders import RemoteCheckpoint
 
 CONFIG = "config.json"
 PART_SEPARATOR = "::"

@@ -20,7 +20,6 @@ from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_dcp import DcpFolder, DcpTensor, read_dcp_folder, read_dcp_value
 from prepcli.formats.torch_files import TorchObject, read_torch_object
 from prepcli.formats.torch_tensors import TorchTensor
-from prepcli.formats.untrusted import unreadable_error
 from prepcli.models.decayed_leaves import DecayRule
 from prepcli.models.module_order import module_order, optimizer_groups
 from prepcli.models.param_tree import param_leaves
@@ -28,9 +27,6 @@ from prepcli.planning.libraries import AdamNumbers, AdamSettings, find_marked_li
 from prepcli.planning.plan import Contiguous, DroppedTensor, SourceFile, Strided
 from prepcli.planning.state_names import MOMENTS, OPT_STATE_RULE, qualify
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
-from prepcli.remote.placeholders import RemoteCheckpoint
-from prepcli.remote.remote_files import RemoteBlob
-from prepcli.remote.remote_stream import RemoteStream
 from prepcli.sources.adam_state import (
     MAX_COUNT,
     WITHOUT_STATE_HINT,
@@ -50,6 +46,10 @@ from prepcli.sources.source import (
     recorded_digests,
     stored_axis_maps,
 )
+from prepcli.stores.byte_ranges import RemoteBlob
+from prepcli.stores.placeholders import RemoteCheckpoint
+from prepcli.stores.reading import unreadable_error
+from prepcli.stores.remote_stream import RemoteStream
 
 OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
 # trainer_state.json has a line of about 200 bytes for each logged step.

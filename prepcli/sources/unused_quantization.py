@@ -8,11 +8,11 @@ from pathlib import Path
 from prepcli.core.errors import PrepError
 from prepcli.formats.safetensors import iter_folder_tensors, select_safetensors_files
 from prepcli.formats.torch_files import detect_torch_kind, read_torch_folder
-from prepcli.formats.untrusted import list_folder
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.quantized.find_weights import QUANTIZATION_FILES, quantization_settings
 from prepcli.quantized.stored_weights import SCALE_SUFFIXES
 from prepcli.sources.source import CONFIG, read_json_object
+from prepcli.stores.reading import list_folder
 
 # Integer tensors of models without quantised weights: masks of GPT-2, positions, and counters of batch norm.
 BUFFER_SUFFIXES = (

@@ -6,17 +6,19 @@ from a JSON file, leaves the user's folder.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from prepcli.core.errors import DamagedError, PrepError
+from prepcli.core.errors import GET_AGAIN_HINT, RESUME_HINT, DamagedError, PrepError
 
 # Hint for an error of the operating system about a file.
 ACCESS_HINT = "check its permissions, and the free space of its disk"
 MAX_SMALL_FILE_NBYTES = 100_000_000
+MAX_CONFIG_NBYTES = 16 << 20
 MAX_LINE_NBYTES = 1 << 20
 # Bytes read at once of a line that is too long, and skipped.
 SKIPPED_PIECE_NBYTES = 1 << 20
@@ -24,6 +26,10 @@ SKIPPED_PIECE_NBYTES = 1 << 20
 # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 LFS_PREFIX = b"version https://git-lfs"
 MAX_LFS_POINTER_NBYTES = 1024
+
+
+class CutShortError(ValueError):
+    """A file ends before its content does, e.g. after a download that was interrupted."""
 
 
 def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
@@ -154,6 +160,108 @@ def resolve_named_path(folder: Path, name: object, named_by: Path | str) -> Path
     if relative.is_absolute() or ".." in relative.parts or not relative.parts:
         raise _unsafe_name_error(named_by, name, f"is not inside {folder}")
     return folder / relative
+
+
+def stat_file(path: Path) -> os.stat_result:
+    """Return the stat of a regular file, links followed. Raise PrepError for other kinds: a pipe would block."""
+    try:
+        file_stat = path.stat()
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+    if not stat.S_ISREG(file_stat.st_mode):
+        raise not_regular_error(path)
+    return file_stat
+
+
+def stat_indexed_file(path: Path) -> os.stat_result:
+    """Return the stat of a file named by an index. Raise DamagedError if it does not exist."""
+    if not os.path.lexists(path):
+        why = "the index of the checkpoint names it"
+        raise DamagedError(f"{path} does not exist", why, GET_AGAIN_HINT)
+    return stat_file(path)
+
+
+def read_bytes(path: Path, offset: int = 0, nbytes: int = -1) -> bytes:
+    """Return bytes of a regular file. Raise PrepError if it cannot be read."""
+    try:
+        with open_regular_file(path) as file:
+            file.seek(offset)
+            return file.read(nbytes)
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+
+
+def read_small_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
+    """Return the content of a small file. Raise PrepError if it is too large or not a regular file."""
+    try:
+        return read_regular_file(path, max_nbytes)
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+
+
+def list_folder(folder: Path) -> list[str]:
+    """Return the sorted names in a folder."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise unreadable_error(folder, error) from error
+
+
+def unreadable_error(path: Path, error: OSError) -> PrepError:
+    """Return the error for an unreadable file or folder."""
+    hint = "check the name" if isinstance(error, FileNotFoundError) else ACCESS_HINT
+    return PrepError(f"cannot read {path}", error.strerror or str(error), hint)
+
+
+def io_error(path: Path, error: OSError) -> PrepError:
+    """Return an operating system error as a PrepError with the name of the file.
+
+    Args:
+        path: The file.
+        error: The error.
+
+    Returns:
+        An error with a hint for its cause, e.g. a full disk, too many open files or a missing folder.
+    """
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return PrepError(
+            f"the disk that holds {path.name} is full", why, f"free some space, then {RESUME_HINT}"
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return PrepError(
+            f"cannot read or write {path}", why, "raise the limit of open files (`ulimit -n`)"
+        )
+    if error.errno == errno.ENOENT:
+        return PrepError(f"cannot read or write {path}", why, _missing_hint(path))
+    if error.errno == errno.ENOTDIR:
+        hint = f"use another folder than {_first_file(path)}, which is a file"
+        return PrepError(f"cannot read or write {path}", why, hint)
+    return PrepError(f"cannot read or write {path}", why, ACCESS_HINT)
+
+
+def check_parent_folder(path: Path) -> None:
+    """Raise PrepError if the folder of an output does not exist."""
+    try:
+        # With the slash, a file in place of the folder is an error too.
+        os.stat(f"{path.parent}/")
+    except OSError as error:
+        raise io_error(path, error) from error
+
+
+def _missing_hint(path: Path) -> str:
+    """Return the hint for a missing path."""
+    if path.parent.is_dir():
+        return "check the name"
+    return f"create the folder {path.parent}, or use another one"
+
+
+def _first_file(path: Path) -> Path:
+    """Return the file in the middle of a path, e.g. `a.txt` of `a.txt/b`."""
+    for folder in reversed(path.parents):
+        if folder.exists() and not folder.is_dir():
+            return folder
+    return path
 
 
 def not_regular_error(path: Path) -> PrepError:

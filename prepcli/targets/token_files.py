@@ -8,8 +8,8 @@ from typing import cast
 
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
 from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import parse_json
 from prepcli.engine.digest import digest
-from prepcli.engine.files import io_error
 from prepcli.formats.added_tokens import Addition, FileEdit
 from prepcli.formats.again_hint import again_hint
 from prepcli.formats.file_records import recorded_xxh3
@@ -23,10 +23,9 @@ from prepcli.formats.tokenizer_names import (
     SETTINGS_FILE,
     TOKENIZER_FILE,
 )
-from prepcli.formats.untrusted import parse_json
 from prepcli.sources.source import Source
 from prepcli.sources.symlinks import resolve_small_file
-from prepcli.stores.reading import read_regular_file
+from prepcli.stores.reading import io_error, read_regular_file
 
 SPECIAL_TOKENS = "special_tokens_map.json"
 TOKEN_IDS = "added_tokens.json"

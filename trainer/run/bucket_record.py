@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
-from prepcli.remote.object_store import Bucket
-from prepcli.remote.placeholders import create_placeholder_folder, download_file, rename_in_errors
-from prepcli.remote.remote_files import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.placeholders import create_placeholder_folder, download_file, rename_in_errors
 from trainer.run.run_record import (
     RECORD_FILES,
     RunRecord,

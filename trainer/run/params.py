@@ -13,12 +13,12 @@ from prepcli.models.mesh import Mesh
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.rule_text import merge_rules
 from prepcli.models.rules import Rules
-from prepcli.remote.placeholders import rename_in_errors
-from prepcli.remote.remote_files import without_read_ahead
 from prepcli.restore.average_reader import AverageReader
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import Source, source_axis_maps
+from prepcli.stores.byte_ranges import without_read_ahead
+from prepcli.stores.placeholders import rename_in_errors
 
 if TYPE_CHECKING:
     from prepcli.models.param_tree import Tree

@@ -12,9 +12,9 @@ from prepcli.core.json_types import HFConfig
 from prepcli.execution.run_storage import TOKENS_FOLDER
 from prepcli.formats.run_steps import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.remote.placeholders import create_placeholder_folder
 from prepcli.sources.folders import make_access
 from prepcli.sources.generation_config import folder_generation_defaults
+from prepcli.stores.placeholders import create_placeholder_folder
 from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import run_dropout
 from trainer.planning.training_plan import with_overrides

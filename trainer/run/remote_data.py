@@ -13,14 +13,14 @@ from typing import BinaryIO, cast
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
 from prepcli.core.progress import NullProgress
-from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
-from prepcli.remote.hub_address import parse_hub_address
-from prepcli.remote.hub_errors import is_hub_down, translate_errors
-from prepcli.remote.object_store import Bucket, parse_url
-from prepcli.remote.remote_files import ReadAheadCache, RemoteFile
-from prepcli.remote.remote_stream import RemoteStream
 from prepcli.sources.folders import Access
+from prepcli.stores.byte_ranges import ReadAheadCache, RemoteFile
+from prepcli.stores.hub import HubListing, cached_snapshot, list_repository, prepare_hub
+from prepcli.stores.hub_address import parse_hub_address
+from prepcli.stores.hub_errors import is_hub_down, translate_errors
+from prepcli.stores.object_store import Bucket, parse_url
 from prepcli.stores.reading import open_regular_file
+from prepcli.stores.remote_stream import RemoteStream
 from trainer.data.dataset_layout import (
     MAX_README_NBYTES,
     README,

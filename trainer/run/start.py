@@ -35,8 +35,6 @@ from prepcli.models.rule_text import merge_rules
 from prepcli.models.text_part import text_section
 from prepcli.planning.manifest_fields import Manifest, OriginRecord
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
-from prepcli.remote.object_store import is_url, parse_url
-from prepcli.remote.placeholders import rename_in_errors
 from prepcli.restore.digest_checks import sample_digest, towers_digest
 from prepcli.restore.earlier_checkpoints import check_without_checksums, note_missing_file_digests
 from prepcli.restore.item_reader import ItemReader, open_reader
@@ -52,6 +50,8 @@ from prepcli.sources.opening import open_source
 from prepcli.sources.side_files import find_side_files
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, read_config
 from prepcli.sources.source_hints import advise_conversion
+from prepcli.stores.object_store import is_url, parse_url
+from prepcli.stores.placeholders import rename_in_errors
 from prepcli.targets.hf_folder import copied_files, copied_small_files, output_config
 from prepcli.targets.tokenizer_files import tokenizer_folder, with_tokenizer
 from prepcli.targets.training_step import StartModel

@@ -14,8 +14,8 @@ from prepcli.models.param_tree import ParamLeaf, param_leaves
 from prepcli.models.rule_text import with_default_preset
 from prepcli.models.rules import check_leaf_rules
 from prepcli.planning.tensors import cast_dtype, itemsize
-from prepcli.remote.placeholders import rename_in_errors
 from prepcli.sources.source import Source
+from prepcli.stores.placeholders import rename_in_errors
 from trainer.run.params import make_sharding, open_checked_reader
 
 if TYPE_CHECKING:

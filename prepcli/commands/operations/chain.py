@@ -50,7 +50,6 @@ from prepcli.core.progress import Progress
 from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.remote.object_store import is_url
 from prepcli.restore.digest_checks import sample_digest, tensor_digests
 from prepcli.sources.dropped_tensors import with_recorded_text_part, without_recorded_drops
 from prepcli.sources.locate import LocatedCheckpoint
@@ -66,6 +65,7 @@ from prepcli.sources.recorded_sources import (
 )
 from prepcli.sources.references import HubRepo, parse_reference
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.stores.object_store import is_url
 
 MAX_NAMES = 3
 MAPPED = "read through a map"

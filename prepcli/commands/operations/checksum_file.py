@@ -8,9 +8,9 @@ from prepcli.core.errors import DamagedError
 from prepcli.formats.again_hint import again_hint
 from prepcli.formats.checksums import read_checksum_bytes
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.remote.placeholders import rename_in_errors
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
+from prepcli.stores.placeholders import rename_in_errors
 
 
 def check_checksum_file(source: Source, located: LocatedCheckpoint) -> None:

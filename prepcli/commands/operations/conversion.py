@@ -58,7 +58,6 @@ from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import Share, requested_share
 from prepcli.planning.tensor_match import MatchOptions
-from prepcli.remote.object_store import ObjectStoreUrl
 from prepcli.restore.earlier_checkpoints import note_missing_file_digests
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import is_quantized
@@ -70,6 +69,7 @@ from prepcli.sources.opening import has_unread_state, open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
 from prepcli.sources.source_hints import KeptScales
+from prepcli.stores.object_store import ObjectStoreUrl
 
 if TYPE_CHECKING:
     from prepcli.formats.lock_file import Lock

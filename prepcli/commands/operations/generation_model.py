@@ -321,7 +321,7 @@ def read_tools(file: PathLike | None) -> list[JsonObject] | None:
     """
     if file is None:
         return None
-    from prepcli.engine.files import io_error
+    from prepcli.stores.reading import io_error
     from trainer.data.column_values import tool_schemas
 
     try:

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.remote.object_store import ObjectStoreUrl, is_url, parse_url
 from prepcli.sources.source import Source
+from prepcli.stores.object_store import ObjectStoreUrl, is_url, parse_url
 
 UNWRITTEN_SOURCES = "sources are never written to"
 

@@ -43,10 +43,10 @@ from prepcli.core.progress import Progress
 from prepcli.core.suggest import did_you_mean
 from prepcli.core.version import version
 from prepcli.engine.digest import digest_pieces
-from prepcli.engine.files import io_error
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest
 from prepcli.sources.locate import check_stream
 from prepcli.sources.source import Source
+from prepcli.stores.reading import io_error
 
 CERTIFICATE_SUFFIX = ".roundtrip.json"
 FORMAT_VERSION = 1

@@ -12,8 +12,6 @@ from prepcli.formats.again_hint import again_hint
 from prepcli.inspection.checkpoint_contents import CheckpointContents, TensorEntry
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
-from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteBlob, without_read_ahead
-from prepcli.remote.retries import map_in_daemon_threads
 from prepcli.restore.digest_checks import check_tensors
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
@@ -25,6 +23,8 @@ from prepcli.sources.source import (
     stored_axis_maps,
 )
 from prepcli.sources.tensor_labels import label_tensors
+from prepcli.stores.byte_ranges import MAX_IN_FLIGHT, RemoteBlob, without_read_ahead
+from prepcli.stores.retries import map_in_daemon_threads
 
 
 def check_values(

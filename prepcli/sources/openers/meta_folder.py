@@ -22,7 +22,7 @@ from prepcli.algebra.row_text import parse_row
 from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import HFConfig
-from prepcli.core.json_values import quote_name
+from prepcli.core.json_values import parse_json, quote_name
 from prepcli.formats.meta_llama_config import (
     is_dense_mistral,
     is_small_llama_3_2,
@@ -39,7 +39,6 @@ from prepcli.formats.torch_files import (
     read_torch_header,
 )
 from prepcli.formats.torch_tensors import TorchTensor
-from prepcli.formats.untrusted import list_folder, parse_json, read_bytes, stat_file
 from prepcli.models.families.llama import FAMILY
 from prepcli.models.parameters import Family
 from prepcli.models.registry import FAMILIES
@@ -57,6 +56,7 @@ from prepcli.sources.source import (
     read_config,
 )
 from prepcli.sources.source_hints import SourceHints
+from prepcli.stores.reading import list_folder, read_bytes, stat_file
 
 MAX_PARAMS_NBYTES = 1 << 20
 # Size of the safetensors files that `pad-vocab` writes from Meta's files.

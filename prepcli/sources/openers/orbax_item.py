@@ -21,7 +21,6 @@ from prepcli.engine.digest import digest
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder
 from prepcli.formats.orbax import OrbaxItem, find_item, item_metadata_file, read_item
 from prepcli.formats.orbax_chunks import StoredRange, dotted_name
-from prepcli.formats.untrusted import read_small_file
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
@@ -61,6 +60,7 @@ from prepcli.sources.tree_tensors import (
 )
 from prepcli.sources.unscaled_arrays import UnscaledArray
 from prepcli.stores.buffers import Blob
+from prepcli.stores.reading import read_small_file
 
 # The default limit of open files of a process is 1,024 on Linux and 256 on macOS.
 # An item with more files opens each file when it is read.

@@ -26,11 +26,12 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import OutputLeaf
-from prepcli.remote import placeholders, remote_files
-from prepcli.remote.object_store import Bucket, parse_url
-from prepcli.remote.remote_files import LOCK_FILE
-from prepcli.remote.retries import RetryPolicy
 from prepcli.restore.item_reader import open_reader
+from prepcli.stores import byte_ranges as remote_files
+from prepcli.stores import placeholders
+from prepcli.stores.byte_ranges import LOCK_FILE
+from prepcli.stores.object_store import Bucket, parse_url
+from prepcli.stores.retries import RetryPolicy
 from prepcli.targets.training_step import plan_training_step
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.slow_cases import slow_except

@@ -13,8 +13,8 @@ import prepcli as prep
 from bench.throttled_store import ThrottledStore, Traffic, serve_throttled
 from prepcli.commands.operations.inspect import select_tensors
 from prepcli.core.observer import SilentObserver
-from prepcli.remote import remote_files
 from prepcli.restore import item_reader, tensor_jobs
+from prepcli.stores import byte_ranges as remote_files
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
 # A block of the checksums of an item.

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import FAILED, PrepError
-from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
 from prepcli.sources.detect import detect, detect_file
 from prepcli.sources.folders import Kind, LocalFiles, LocalFolder
+from prepcli.stores.reading import MAX_CONFIG_NBYTES
 
 
 def fill(folder: Path, *names: str, config: object = None) -> Path:

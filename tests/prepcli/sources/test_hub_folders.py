@@ -6,10 +6,10 @@ import pytest
 from huggingface_hub.hf_api import RepoSibling
 
 from prepcli.core.errors import PrepError
-from prepcli.remote.hub import HubListing
-from prepcli.remote.retries import DEFAULT_RETRY_POLICY
 from prepcli.sources.folders import Access, Kind
 from prepcli.sources.hub_folders import HubFolder
+from prepcli.stores.hub import HubListing
+from prepcli.stores.retries import DEFAULT_RETRY_POLICY
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.planning import object_files
-from prepcli.remote import remote_files
+from prepcli.stores import byte_ranges as remote_files
 from tests.helpers.faults import FaultSources, make_sources
 from tests.helpers.killing import KillSetup, make_setup
 from tests.helpers.shared_steps import share_steps

@@ -21,10 +21,10 @@ from prepcli.commands.operations import conversion
 from prepcli.execution import bucket_executor
 from prepcli.execution.bucket_executor import BucketExecutor
 from prepcli.planning.object_files import plan_object_files
-from prepcli.remote import object_store
-from prepcli.remote.bucket_lock import BucketLock, LockOwner
-from prepcli.remote.object_store import Bucket, parse_url
-from prepcli.remote.remote_files import LOCK_FILE
+from prepcli.stores import object_store
+from prepcli.stores.bucket_lock import BucketLock, LockOwner
+from prepcli.stores.byte_ranges import LOCK_FILE
+from prepcli.stores.object_store import Bucket, parse_url
 from tests.helpers.faults import change_and_restore_time, replace_by_copy
 from tests.helpers.fork_server import ForkedProcess, start_prep
 from tests.helpers.object_server import FakeObjectStore

@@ -17,7 +17,7 @@ import xxhash
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, USAGE, UsageError
-from prepcli.remote import remote_files
+from prepcli.stores import byte_ranges as remote_files
 from tests.helpers.adapters import make_adapter
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub

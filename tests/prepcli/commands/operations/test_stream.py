@@ -26,7 +26,7 @@ pytestmark = pytest.mark.waits
 
 PREP_SCRIPT = """
 import sys
-from prepcli.remote import remote_files
+from prepcli.stores import remote_files
 from prepcli.commands.cli.main import main
 remote_files.FIRST_WAIT_S = 0.001
 sys.exit(main())

@@ -11,7 +11,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.core.errors import DamagedError
-from prepcli.remote import remote_files
+from prepcli.stores import byte_ranges as remote_files
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.remote import remote_files
+from prepcli.stores import byte_ranges as remote_files
 from tests.helpers.fork_server import PREP, run_prep, run_python, run_two_processes
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import use_objects

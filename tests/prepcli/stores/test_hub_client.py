@@ -17,10 +17,10 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import _http
 
 from prepcli.core.errors import PrepError
-from prepcli.remote.hub_client import NoAnswerError, install_retrying_client
-from prepcli.remote.retries import RetryPolicy
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
+from prepcli.stores.hub_client import NoAnswerError, install_retrying_client
+from prepcli.stores.retries import RetryPolicy
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.loopback import STALL_KINDS
 from tests.helpers.slow_cases import slow_except
@@ -140,7 +140,7 @@ def test_download_error_names_the_silent_host(notes: list[str], monkeypatch: pyt
 def test_open_remote_limits_the_time_of_ranges(
     notes: list[str], monkeypatch: pytest.MonkeyPatch, stall: str
 ):
-    monkeypatch.setattr("prepcli.remote.remote_files.FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("prepcli.stores.byte_ranges.FIRST_WAIT_S", 0.001)
     repo = FakeRepo(FILES, stalls={f"GET /o/m/resolve/{COMMIT}/model": stall})
     with serve_hub({"o/m": repo}) as hub:
         use_hub(hub, monkeypatch)

@@ -25,9 +25,9 @@ import xxhash
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import format_bytes
 from prepcli.engine.blobs import MemoryBlob, StoredBlob
-from prepcli.engine.files import io_error
 from prepcli.formats.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES
-from prepcli.remote.remote_files import (
+from prepcli.stores.buffers import Blob, allocate_buffer
+from prepcli.stores.byte_ranges import (
     MAX_IN_FLIGHT,
     MAX_READ_AHEAD_NBYTES,
     RangeReader,
@@ -36,9 +36,8 @@ from prepcli.remote.remote_files import (
     RemoteFile,
     read_range,
 )
-from prepcli.remote.retries import map_in_daemon_threads
-from prepcli.stores.buffers import Blob, allocate_buffer
-from prepcli.stores.reading import resolve_named_path
+from prepcli.stores.reading import io_error, resolve_named_path
+from prepcli.stores.retries import map_in_daemon_threads
 from prepcli.stores.writing import replacing_file
 
 DOWNLOAD_PIECE_NBYTES = 8 << 20

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from prepcli.core.errors import USAGE, PrepError
-from prepcli.remote.retries import (
+from prepcli.stores.retries import (
     MIN_PROGRESS_NBYTES,
     RetryPolicy,
     call_with_timeout,

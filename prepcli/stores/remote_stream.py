@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prepcli.remote.remote_files import ReadAheadCache, RemoteFile
+from prepcli.stores.byte_ranges import ReadAheadCache, RemoteFile
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.formatting import format_bytes
 from prepcli.core.progress import Progress
-from prepcli.formats.untrusted import read_bytes
-from prepcli.remote.hub_client import CHECK_ENDPOINT, MALFORMED_ANSWER, install_retrying_client
-from prepcli.remote.hub_ranges import HubRangeReader
-from prepcli.remote.placeholders import (
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.hub_client import CHECK_ENDPOINT, MALFORMED_ANSWER, install_retrying_client
+from prepcli.stores.hub_ranges import HubRangeReader
+from prepcli.stores.placeholders import (
     RemoteCheckpoint,
     create_placeholder_folder,
     write_headers,
     write_small_file,
 )
-from prepcli.remote.published_digests import GIT_BLOB, SHA256, check_download
-from prepcli.remote.remote_files import RemoteFile
-from prepcli.remote.retries import RetryPolicy, map_in_daemon_threads
+from prepcli.stores.published_digests import GIT_BLOB, SHA256, check_download
+from prepcli.stores.reading import read_bytes
+from prepcli.stores.retries import RetryPolicy, map_in_daemon_threads
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.core.errors import RERUN_HINT, DamagedError
-from prepcli.engine.files import io_error
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.reading import io_error, open_regular_file
 
 if TYPE_CHECKING:
     from hashlib import _Hash

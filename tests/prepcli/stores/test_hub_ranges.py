@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.remote import remote_files
-from prepcli.remote.hub_ranges import HubRangeReader, retry_after_s
-from prepcli.remote.remote_files import RemoteFile, read_range
+from prepcli.stores import byte_ranges as remote_files
+from prepcli.stores.byte_ranges import RemoteFile, read_range
+from prepcli.stores.hub_ranges import HubRangeReader, retry_after_s
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.range_server import (
     FAULT_KINDS,

@@ -16,10 +16,10 @@ from typing import Any, cast
 import numpy as np
 
 from prepcli.core.errors import RERUN_HINT, RESUME_HINT, Option, PrepError, text
-from prepcli.remote.conditional_objects import is_unsupported_write
-from prepcli.remote.object_store import WRITE_NBYTES, Bucket, Upload
-from prepcli.remote.remote_files import RemoteFile, read_range
 from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import RemoteFile, read_range
+from prepcli.stores.conditional_objects import is_unsupported_write
+from prepcli.stores.object_store import WRITE_NBYTES, Bucket, Upload
 
 # Bytes that are read back at a time, in each thread that sends.
 COMPARED_NBYTES = 1 << 20

@@ -10,10 +10,10 @@ from datetime import timedelta
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.remote import bucket_lock
-from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
-from prepcli.remote.conditional_objects import publish_content
-from prepcli.remote.object_store import Bucket
+from prepcli.stores import bucket_lock
+from prepcli.stores.bucket_lock import BucketLock, check_lock, lock_owner
+from prepcli.stores.conditional_objects import publish_content
+from prepcli.stores.object_store import Bucket
 from tests.helpers.object_server import FakeObjectStore
 
 pytestmark = pytest.mark.waits

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_values import quote_name
-from prepcli.formats.untrusted import list_folder, parse_json, read_small_file, stat_file
+from prepcli.core.json_values import parse_json, quote_name
+from prepcli.stores.reading import list_folder, read_small_file, stat_file
 
 json_without_negatives_or_floats = st.recursive(
     st.none() | st.booleans() | st.text(max_size=5) | st.integers(0, 10**19 - 1),

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from prepcli.core.errors import RESUME_HINT, PrepError, usage_error
-from prepcli.remote.remote_files import (
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import (
     MAX_IN_FLIGHT,
     RemoteFile,
     RetryableError,
     file_changed_error,
 )
-from prepcli.remote.retries import (
+from prepcli.stores.retries import (
     DEFAULT_RETRY_POLICY,
     MAX_TRIES,
     WRITE_TIMEOUT_FACTOR,
@@ -36,7 +37,6 @@ from prepcli.remote.retries import (
     call_with_timeout,
     map_in_daemon_threads,
 )
-from prepcli.stores.buffers import ByteArray
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, WritableFile

@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.remote import object_store, remote_files
-from prepcli.remote.object_store import (
+from prepcli.stores import byte_ranges as remote_files
+from prepcli.stores import object_store
+from prepcli.stores.byte_ranges import RemoteFile, read_range
+from prepcli.stores.object_store import (
     PART_NBYTES,
     Bucket,
     ObjectStoreUrl,
@@ -24,8 +26,7 @@ from prepcli.remote.object_store import (
     parse_url,
     redacted_error_text,
 )
-from prepcli.remote.remote_files import RemoteFile, read_range
-from prepcli.remote.retries import RetryPolicy
+from prepcli.stores.retries import RetryPolicy
 from tests.helpers import object_server
 from tests.helpers.loopback import STALL_KINDS
 from tests.helpers.object_server import FakeObjectStore, serve_objects
@@ -292,7 +293,7 @@ def test_redacted_error_text_removes_urls():
 
 
 def test_missing_obstore_error_names_the_extra(monkeypatch):
-    monkeypatch.setattr("prepcli.remote.object_store.find_spec", lambda name: None)
+    monkeypatch.setattr("prepcli.stores.object_store.find_spec", lambda name: None)
     with pytest.raises(PrepError) as caught:
         Bucket(parse_url("gs://bucket/m")).list_files()
     assert caught.value.hint == "`pip install 'prepcli[cloud]'`"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prepcli.remote.object_store import Bucket, parse_url
+from prepcli.stores.object_store import Bucket, parse_url
 from tests.helpers.object_server import FakeObjectStore, use_objects
 
 

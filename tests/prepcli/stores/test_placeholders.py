@@ -24,9 +24,16 @@ from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.ocdbt import ValueLocation, read_ocdbt_index
 from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.inspection.contents import read_contents
-from prepcli.remote import remote_files
-from prepcli.remote.object_store import Bucket, ObjectStoreUrl
-from prepcli.remote.placeholders import (
+from prepcli.sources import bucket_folders
+from prepcli.sources.bucket_folders import BucketFolder
+from prepcli.sources.detect import detect
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.opening import open_source
+from prepcli.stores import byte_ranges as remote_files
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.object_store import Bucket, ObjectStoreUrl
+from prepcli.stores.placeholders import (
     create_placeholder_folder,
     placeholder_path,
     read_all,
@@ -35,14 +42,7 @@ from prepcli.remote.placeholders import (
     write_small_file,
     write_sparse_file,
 )
-from prepcli.remote.remote_files import RemoteFile
-from prepcli.remote.retries import DEFAULT_RETRY_POLICY
-from prepcli.sources import bucket_folders
-from prepcli.sources.bucket_folders import BucketFolder
-from prepcli.sources.detect import detect
-from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.opening import open_source
-from prepcli.stores.buffers import ByteArray
+from prepcli.stores.retries import DEFAULT_RETRY_POLICY
 from tests.helpers.orbax_items import write_ocdbt_index
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import make_checkpoint, read_tensors
@@ -288,7 +288,7 @@ def test_bucket_is_rejected_before_any_header_is_fetched(
 
 def folder_of_killed_process(environment: dict[str, str]) -> Path:
     program = (
-        "import os; from prepcli.remote.placeholders import create_placeholder_folder;"
+        "import os; from prepcli.stores.placeholders import create_placeholder_folder;"
         " print(create_placeholder_folder(), flush=True); os.abort()"
     )
     process = subprocess.run(

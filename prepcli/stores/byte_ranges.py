@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, RESUME_HINT, DamagedError, PrepError
-from prepcli.remote.retries import MIN_PROGRESS_NBYTES, RetryPolicy, map_in_daemon_threads
 from prepcli.stores.buffers import Blob, ByteArray, allocate_buffer
+from prepcli.stores.retries import MIN_PROGRESS_NBYTES, RetryPolicy, map_in_daemon_threads
 
 MAX_STALLED_TRIES = 8  # consecutive tries that bring almost no bytes
 # Time-outs without progress after which fewer tries are made.

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prepcli.core.errors import PrepError
-from prepcli.remote.hub_client import (
+from prepcli.stores.hub_client import (
     CHECK_ENDPOINT,
     MALFORMED_ANSWER,
     NoAnswerError,
     is_malformed_answer,
 )
-from prepcli.remote.hub_ranges import HTTP_LIBRARIES
-from prepcli.remote.retries import TIMEOUT_VARIABLE
+from prepcli.stores.hub_ranges import HTTP_LIBRARIES
+from prepcli.stores.retries import TIMEOUT_VARIABLE
 
 # huggingface_hub 1.x has no exception type for this error.
 WRONG_SIZE = "Consistency check failed"

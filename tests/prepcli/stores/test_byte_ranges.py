@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.remote import remote_files
-from prepcli.remote.remote_files import (
+from prepcli.stores import byte_ranges as remote_files
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import (
     READ_AHEAD_CACHE_NBYTES,
     ReadAheadCache,
     RemoteBlob,
@@ -22,8 +23,7 @@ from prepcli.remote.remote_files import (
     read_range,
     read_range_in_parallel,
 )
-from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy
-from prepcli.stores.buffers import ByteArray
+from prepcli.stores.retries import DEFAULT_RETRY_POLICY, RetryPolicy
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 9 << 20, np.uint8)
 

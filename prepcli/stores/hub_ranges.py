@@ -16,15 +16,15 @@ from urllib.parse import urljoin, urlsplit
 import numpy as np
 
 from prepcli.core.errors import PrepError
-from prepcli.remote.hub_client import NO_RETRY_EXTENSION, RETRYABLE_STATUSES, retry_after_s
-from prepcli.remote.remote_files import RemoteFile, RetryableError, file_changed_error
-from prepcli.remote.retries import (
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import RemoteFile, RetryableError, file_changed_error
+from prepcli.stores.hub_client import NO_RETRY_EXTENSION, RETRYABLE_STATUSES, retry_after_s
+from prepcli.stores.retries import (
     DEFAULT_RETRY_POLICY,
     RetryPolicy,
     call_with_timeout,
     enforce_throughput,
 )
-from prepcli.stores.buffers import ByteArray
 
 HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 MAX_REDIRECTS = 5

@@ -26,7 +26,8 @@ from types import TracebackType
 
 from prepcli.core.errors import RERUN_HINT, PrepError
 from prepcli.core.json_values import load_json
-from prepcli.remote.conditional_objects import (
+from prepcli.stores.byte_ranges import LOCK_FILE
+from prepcli.stores.conditional_objects import (
     ConditionsNotSupportedError,
     ObjectVersion,
     SmallObject,
@@ -34,9 +35,8 @@ from prepcli.remote.conditional_objects import (
     read_object,
     replace_object,
 )
-from prepcli.remote.object_store import Bucket
-from prepcli.remote.remote_files import LOCK_FILE
-from prepcli.remote.retries import ignore_note
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.retries import ignore_note
 
 # A lock expires after 10 missed renewals. `check` trusts the last renewal for UNSURE_S.
 # A write that it allows has at least 300 - 120 = 180 s until another plan may take the lock over.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from prepcli.remote.retries import (
+from prepcli.stores.retries import (
     MAX_RETRY_AFTER_S,
     MAX_TRIES,
     MIN_PROGRESS_NBYTES,
