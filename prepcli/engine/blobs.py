@@ -17,6 +17,7 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.chunk_cache import DEFAULT_CACHE_NBYTES, ChunkCache
 from prepcli.engine.files import PAGE, Files
 from prepcli.stores.buffers import Blob, BlobReader, ByteArray
+from prepcli.stores.paths import AnyPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +49,11 @@ class CachedBlob(Blob, Protocol):
         ...
 
 
-@runtime_checkable
-class StoredBlob(Blob, Protocol):
-    """A blob with the content of numbered files on a disk or a server."""
-
-    def with_files(self, files: Sequence[Blob]) -> Blob:
-        """Return the same blob with `files` in place of its files, by number."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class FileRange:
     """A byte range of a file."""
 
-    path: Path
+    path: AnyPath
     offset: int
     nbytes: int
 
@@ -85,9 +77,10 @@ class _ConcatenatedReader:
         self._parts = ranges
         sizes = [file_range.nbytes for file_range in ranges]
         self._starts = list(itertools.accumulate(sizes, initial=0))
-        paths = list(dict.fromkeys(file_range.path for file_range in ranges))
-        self._numbers = {path: number for number, path in enumerate(paths)}
-        self._files = Files(paths)
+        paths = dict.fromkeys(file_range.path for file_range in ranges)
+        local = [path for path in paths if isinstance(path, Path)]
+        self._numbers = {path: number for number, path in enumerate(local)}
+        self._files = Files(local)
 
     def read_at(self, offset: int, into: ByteArray) -> None:
         """Fill `into` with the bytes from `offset` on."""
@@ -99,11 +92,15 @@ class _ConcatenatedReader:
             part = self._parts[number]
             part_offset = offset + filled - self._starts[number]
             count = min(part.nbytes - part_offset, into.size - filled)
-            self._files.read_at(
-                self._numbers[part.path], part.offset + part_offset, into[filled : filled + count]
-            )
+            self._read(part.path, part.offset + part_offset, into[filled : filled + count])
             filled += count
             number += 1
+
+    def _read(self, path: AnyPath, offset: int, into: ByteArray) -> None:
+        if isinstance(path, Path):
+            self._files.read_at(self._numbers[path], offset, into)
+        else:
+            path.read_at(offset, into)
 
     def close(self) -> None:
         """Close the files."""

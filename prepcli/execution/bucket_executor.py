@@ -56,7 +56,8 @@ from prepcli.restore.digest_checks import check_before_reading
 from prepcli.stores import object_store
 from prepcli.stores.bucket_lock import BucketLock, check_lock, is_locked_by
 from prepcli.stores.byte_ranges import RemoteFile
-from prepcli.stores.object_store import Bucket, ObjectStoreUrl, part_nbytes
+from prepcli.stores.object_store import Bucket, part_nbytes
+from prepcli.stores.object_url import ObjectStoreUrl
 from prepcli.stores.object_writes import ObjectUploads
 from prepcli.stores.retries import retry_policy_from_env
 

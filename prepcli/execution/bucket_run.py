@@ -35,7 +35,7 @@ from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.conditional_objects import read_object
 from prepcli.stores.object_store import Bucket
 from prepcli.stores.object_writes import put_object
-from prepcli.stores.placeholders import SMALL_NBYTES
+from prepcli.stores.paths import SMALL_NBYTES
 from prepcli.stores.retries import map_in_daemon_threads
 
 RUN_OBJECT = "run.json"

@@ -41,10 +41,10 @@ from prepcli.planning.plan import OutputLeaf, Stream
 from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.planning.shares import divide_streams, subplan
 from prepcli.stores.buffers import ByteArray
-from prepcli.stores.byte_ranges import ReadAheadCache, RemoteBlob, RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.conditional_objects import publish_content
 from prepcli.stores.object_store import Bucket, part_nbytes
-from prepcli.stores.placeholders import read_all
+from prepcli.stores.paths import StoreListing, read_all
 from prepcli.stores.retries import map_in_daemon_threads
 
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step holds the digests and checksums of process I
@@ -166,13 +166,11 @@ class BucketStep:
         numbers.sort()
         share = divide_streams(subplan(plan, numbers), process_group.count)[process_group.index]
         uploaded = {file.path: file for file in self.bucket.list_files()}
-        cache = ReadAheadCache(self.bucket)
-        blobs: list[RemoteBlob] = []
-        for planned in plan.files:
-            path = f"{plan.item}/{planned.path}"
-            # A process without chunks has uploaded no file.
-            file = uploaded.get(path, RemoteFile(path, 0, ""))
-            blobs.append(RemoteBlob(file, cache))
+        paths = [f"{plan.item}/{planned.path}" for planned in plan.files]
+        # A process without chunks has uploaded no file.
+        files = [uploaded.get(path, RemoteFile(path, 0, "")) for path in paths]
+        item = StoreListing(self.bucket.name, self.bucket, files).root
+        blobs = [item / path for path in paths]
         streams: dict[int, Stream] = {}
         for position in share:  # position in `numbers`, not in the plan
             number = numbers[position]

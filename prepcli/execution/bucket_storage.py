@@ -31,9 +31,9 @@ from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.stores.bucket_lock import BucketLock
-from prepcli.stores.byte_ranges import RemoteFile, without_read_ahead
-from prepcli.stores.object_store import Bucket, ObjectStoreUrl
-from prepcli.stores.placeholders import download_file
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.object_url import ObjectStoreUrl
 from prepcli.stores.reading import io_error, open_regular_file
 from prepcli.stores.retries import RetryPolicy
 
@@ -113,10 +113,9 @@ class BucketStorage:
         """Open a step to read its tensors from the store. See `open_reader`."""
         name = self.step_name(step)
         located = locate(name, access=Access(allow_urls=True, retry_policy=self._retry_policy))
-        source = open_source(located)
-        with located.local_files.rename_in_errors(name):
-            files = without_read_ahead(source.remote_files)
-            return open_reader(located.local_files.path, verify, hint, remote_files=files)
+        # This checks the recorded files.
+        open_source(located)
+        return open_reader(located.files.path, verify, hint)
 
     def acquire(self, note: Callable[[str], None]) -> None:
         """Lock the URL, then delete the objects of steps without a manifest. Killed processes left them.
@@ -194,7 +193,7 @@ class BucketStorage:
         path = folder / name
         for file in self._bucket.list_files():
             if file.path == name:
-                download_file(self._bucket, file, path)
+                self._bucket.download(file, path)
                 return path
         try:
             path.unlink(missing_ok=True)

@@ -52,6 +52,7 @@ from prepcli.planning.plan import Plan
 from prepcli.planning.plan_text import encode_text, iter_text
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
 from prepcli.restore.digest_checks import check_before_reading
+from prepcli.stores.paths import AnyPath
 from prepcli.stores.reading import io_error
 
 
@@ -340,7 +341,7 @@ class ConversionExecutor:
         raise OutputExistsError(f"{self.out} exists and is something else", why, hint)
 
 
-def _join_file_names(paths: Sequence[Path]) -> str:
+def _join_file_names(paths: Sequence[AnyPath]) -> str:
     return ", ".join(path.name for path in paths)
 
 

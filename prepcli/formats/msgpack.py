@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import xxhash
 
@@ -24,6 +22,7 @@ from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.formats.shard_index import damage_hint
 from prepcli.planning.tensors import ITEM_BITS
+from prepcli.stores.paths import AnyPath
 from prepcli.stores.reading import CutShortError, open_regular_file, stat_file, unreadable_error
 
 # Extension codes of flax.serialization: array and NumPy scalar.
@@ -70,7 +69,7 @@ class MsgpackNonArray:
 class MsgpackHeader:
     """Leaves of a file, in file order, without payloads. `digest` is the XXH3-128 of the bytes outside of payloads."""
 
-    path: Path
+    path: AnyPath
     arrays: tuple[MsgpackArray, ...]
     non_arrays: tuple[MsgpackNonArray, ...]
     size: int
@@ -78,11 +77,14 @@ class MsgpackHeader:
     digest: str
 
 
-def sniff_msgpack_kind(path: Path) -> MsgpackKind | None:
+SNIFFED_NBYTES = 16
+
+
+def sniff_msgpack_kind(path: AnyPath) -> MsgpackKind | None:
     """Return the kind of a regular file by its first bytes. None for any other file."""
     try:
         stat_file(path)
-        with path.open("rb") as file:
+        with open_regular_file(path, buffering=SNIFFED_NBYTES) as file:
             first_bytes = file.read(3)
     except (PrepError, OSError):
         return None
@@ -95,7 +97,7 @@ def sniff_msgpack_kind(path: Path) -> MsgpackKind | None:
     return None
 
 
-def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
+def read_msgpack_header(path: AnyPath, kind: MsgpackKind) -> MsgpackHeader:
     """Read the headers of a Flax file or an EasyLM stream.
 
     Args:
@@ -108,7 +110,7 @@ def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
     stat = stat_file(path)
     try:
         with open_regular_file(path, buffering=0) as file:
-            state = _ParseState(_Cursor(file.fileno(), stat.st_size))
+            state = _ParseState(_Cursor(file, stat.st_size))
             _parse_stream(state) if kind == "easylm" else _parse_flax_file(state)
     except OSError as error:
         raise unreadable_error(path, error) from error
@@ -142,11 +144,11 @@ def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
 class _Cursor:
     """Read position in a file: headers are read through a small window, payloads are skipped."""
 
-    def __init__(self, fd: int, size: int) -> None:
+    def __init__(self, file: BinaryIO, size: int) -> None:
         self.offset = 0
         self.size = size
         self.digest_state = xxhash.xxh3_128()
-        self._fd = fd
+        self._file = file
         self._window = b""
         self._start = 0
 
@@ -156,7 +158,8 @@ class _Cursor:
         if low < 0 or low + count > len(self._window):
             # A header is a few bytes, so a file of 1,000 leaves is read in about 1,000 windows. The
             # payload between two headers is never in memory.
-            self._window = os.pread(self._fd, max(count, WINDOW_NBYTES), self.offset)
+            self._file.seek(self.offset)
+            self._window = self._file.read(max(count, WINDOW_NBYTES))
             self._start = self.offset
             low = 0
         data = self._window[low : low + count]

@@ -13,7 +13,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,6 +38,7 @@ from prepcli.formats.torch_pickle import (
     pickle_value,
 )
 from prepcli.formats.torch_tensors import DTYPES, SIZE_TYPE, TorchArchive, parse_counts
+from prepcli.stores.paths import AnyPath, is_remote, read_each
 from prepcli.stores.reading import (
     CutShortError,
     open_regular_file,
@@ -119,13 +120,13 @@ class DcpFolder:
     """
 
     tensors: tuple[DcpTensor, ...]
-    files: tuple[Path, ...]
+    files: tuple[AnyPath, ...]
     non_tensors: tuple[str, ...]
     digest: str
-    archives: Mapping[str, tuple[Path, int, int]]
+    archives: Mapping[str, tuple[AnyPath, int, int]]
 
 
-def read_dcp_folder(folder: Path) -> DcpFolder:
+def read_dcp_folder(folder: AnyPath) -> DcpFolder:
     """Read the metadata of a checkpoint, and the header of each box.
 
     Raises:
@@ -133,32 +134,34 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
     """
     path = folder / METADATA_FILE
     entries, ranges, metadata_digest = _read_metadata(path)
-    # Name of a file -> number.
-    numbers: dict[str, int] = {}
-    tensors: list[DcpTensor] = []
-    archives: dict[str, tuple[Path, int, int]] = {}
+    named_tensors: list[tuple[str, PickledCall]] = []
+    archives: dict[str, tuple[AnyPath, int, int]] = {}
     non_tensors: list[str] = []
     for name, entry in entries.items():
         if entry.callee.qualified_name != _BYTES:
-            with _damage_of(path, name):
-                tensors.append(_read_tensor(folder, name, entry, ranges, numbers))
+            named_tensors.append((name, entry))
             continue
         non_tensors.append(name)
         if (name, None) in ranges:
             file, start, length = ranges[name, None]
             archives[name] = (folder / file, start, length)
-    files = tuple(folder / file for file in numbers)
+    file_names = list(dict.fromkeys(file for file, _, _ in ranges.values()))
+    positions = {file: number for number, file in enumerate(file_names)}
+
+    def read(named: tuple[str, PickledCall]) -> DcpTensor:
+        with _damage_of(path, named[0]):
+            return _read_tensor(folder, *named, ranges, positions)
+
+    # The files of tensors, numbered in the order of their first box.
+    numbers: dict[int, int] = {}
+    tensors: list[DcpTensor] = []
+    for tensor in read_each(read, named_tensors, is_remote([folder])):
+        boxes: list[DcpBox] = []
+        for box in tensor.boxes:
+            boxes.append(replace(box, file=numbers.setdefault(box.file, len(numbers))))
+        tensors.append(replace(tensor, boxes=tuple(boxes)))
+    files = tuple(folder / file_names[position] for position in numbers)
     return DcpFolder(tuple(tensors), files, tuple(non_tensors), metadata_digest, archives)
-
-
-def read_dcp_ranges(folder: Path) -> list[tuple[str, int, int]]:
-    """Return the file, the first byte and the length of each archive. Only the metadata is read.
-
-    Raises:
-        PrepError: The metadata is missing, unreadable or invalid.
-    """
-    _, ranges, _ = _read_metadata(folder / METADATA_FILE)
-    return list(ranges.values())
 
 
 def read_dcp_value(folder: DcpFolder, name: str) -> object:
@@ -176,7 +179,7 @@ def read_dcp_value(folder: DcpFolder, name: str) -> object:
 
 
 @contextmanager
-def _damage_of(path: Path, name: str = "") -> Iterator[None]:
+def _damage_of(path: AnyPath, name: str = "") -> Iterator[None]:
     """Raise PrepError for the errors of reading a file, with the name of the tensor or value."""
     try:
         yield
@@ -224,7 +227,7 @@ class _Window(io.RawIOBase):
 # The metadata
 
 
-def _read_metadata(path: Path) -> tuple[dict[str, PickledCall], _Ranges, str]:
+def _read_metadata(path: AnyPath) -> tuple[dict[str, PickledCall], _Ranges, str]:
     """Return the entries of a checkpoint by name, the byte ranges of the archives, and the digest of the file."""
     data = read_small_file(path, MAX_NBYTES)
     with _damage_of(path):
@@ -300,9 +303,9 @@ def _iter_ranges(
 
 
 def _read_tensor(
-    folder: Path, name: str, entry: PickledCall, ranges: _Ranges, numbers: dict[str, int]
+    folder: AnyPath, name: str, entry: PickledCall, ranges: _Ranges, positions: Mapping[str, int]
 ) -> DcpTensor:
-    """Read the boxes of a tensor, and number their files."""
+    """Read the boxes of a tensor. Their files have the numbers `positions`."""
     if entry.callee.qualified_name != _TENSOR:
         raise ValueError(f"it is a {entry.callee.qualified_name}")
     attributes = _attributes(entry)
@@ -323,8 +326,7 @@ def _read_tensor(
         file, *byte_range = ranges[name, start]
         with _damage_of(folder / file, name):
             offset, strides = _read_box(folder / file, byte_range, dtype, box_shape)
-        number = numbers.setdefault(file, len(numbers))
-        boxes.append(DcpBox(start, box_shape, number, offset, strides))
+        boxes.append(DcpBox(start, box_shape, positions[file], offset, strides))
     _check_tiling(shape, boxes)
     return DcpTensor(name, dtype, shape, tuple(boxes))
 
@@ -344,7 +346,7 @@ def _read_dtype(properties: object) -> str:
 
 
 def _read_box(
-    path: Path, byte_range: list[int], dtype: str, shape: tuple[int, ...]
+    path: AnyPath, byte_range: list[int], dtype: str, shape: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...] | None]:
     """Return the offset of a box's first element in its file, and its strides."""
     start, length = byte_range

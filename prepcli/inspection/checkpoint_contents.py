@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypedDict
 
 from prepcli.core.json_types import HFConfig
@@ -19,6 +18,7 @@ from prepcli.planning.tensors import array_bits
 from prepcli.quantized.decoder import Decoder
 from prepcli.sources.folders import Kind
 from prepcli.stores.buffers import Blob
+from prepcli.stores.paths import AnyPath
 
 MAX_PATH_PARTS = 32  # a hostile name may have millions of dots
 
@@ -98,13 +98,13 @@ class CheckpointContents:
 
     display_name: str
     kind: Kind
-    folder: Path
+    folder: AnyPath
     entries: tuple[TensorEntry, ...]
-    files: tuple[Path, ...]
+    files: tuple[AnyPath, ...]
     config: HFConfig
     manifest: Manifest
     non_arrays: tuple[str, ...] = ()
-    blobs: tuple[Path | Blob, ...] = ()
+    blobs: tuple[AnyPath | Blob, ...] = ()
     codecs: tuple[str, ...] = ()
     adapter: AdapterSummary | None = None
     decoders: tuple[Decoder, ...] = ()
@@ -113,7 +113,7 @@ class CheckpointContents:
     wrapper_prefix: str = ""
 
     @property
-    def byte_sources(self) -> tuple[Path | Blob, ...]:
+    def byte_sources(self) -> tuple[AnyPath | Blob, ...]:
         """Files and blobs, in the order of the file numbers of the chunks."""
         return self.blobs or self.files
 

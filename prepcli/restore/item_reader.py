@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -36,8 +36,9 @@ from prepcli.planning.tensors import itemsize
 from prepcli.restore.job_queue import run_jobs
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
-from prepcli.stores.buffers import Blob, ByteArray
+from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import MAX_READ_THREADS
+from prepcli.stores.paths import AnyPath, is_remote, without_read_ahead
 
 # Upper limit of one read of a thread.
 PIECE_NBYTES = 4 << 20
@@ -55,11 +56,9 @@ class DamagedLeafError(DamagedError):
 
 
 def open_reader(
-    path: Path,
+    path: AnyPath,
     verify: bool = True,
     hint: str = RECREATE_HINT,
-    *,
-    remote_files: Sequence[Blob] = (),
 ) -> ItemReader:
     """Open an Orbax item, a training step, or the last step of a run.
 
@@ -67,7 +66,6 @@ def open_reader(
         path: Folder of the checkpoint.
         verify: Check the listed files, and every byte read against the recorded checksums, if there are any.
         hint: Advice in the error for a damaged checkpoint.
-        remote_files: The data files of a remote checkpoint. The folder has their placeholders.
 
     Raises:
         PrepError: There is no checkpoint, it is broken, or prep did not write it.
@@ -80,7 +78,7 @@ def open_reader(
             "name another folder, such as a training step or an output of prep",
         )
     manifest_folder = find_manifest_folder(folder)
-    item = read_item(folder, is_remote=bool(remote_files))
+    item = read_item(folder)
     manifest = read_manifest(manifest_folder)
     if manifest is None:
         raise PrepError(
@@ -89,10 +87,10 @@ def open_reader(
             text("{} converts it", Command("save-init")),
         )
     # The files of a remote checkpoint were checked when it was opened as a source.
-    if verify and not remote_files:
+    if verify and isinstance(path, Path):
         check_files(manifest_folder, manifest)
     checksums = read_checksums(manifest_folder, manifest, item.arrays) if verify else None
-    return ItemReader(item, manifest, checksums, hint, remote_files=remote_files)
+    return ItemReader(item, manifest, checksums, hint)
 
 
 class ItemReader:
@@ -112,8 +110,6 @@ class ItemReader:
         manifest: Manifest,
         checksums: BlockChecksums | None = None,
         hint: str = RECREATE_HINT,
-        *,
-        remote_files: Sequence[Blob] = (),
     ) -> None:
         """Open the data files of an item.
 
@@ -122,13 +118,13 @@ class ItemReader:
             manifest: Manifest of the checkpoint.
             checksums: Recorded checksums, checked for every byte read.
             hint: Advice in the error for a damaged checkpoint.
-            remote_files: Data files to read in place of the item's.
         """
         self.manifest = manifest
         self.folder = item.folder
         self.read_nbytes = 0
         self._checksums = checksums
         self._hint = hint
+        item = replace(item, files=tuple(without_read_ahead(item.files)))
         self._item = item
         self._array_numbers: dict[str, int] = {}
         self.leaves: dict[str, checkpoint_store.LeafSpec] = {}
@@ -136,7 +132,7 @@ class ItemReader:
             read_unit = _read_unit_shape(item, number)
             self._array_numbers[meta.name] = number
             self.leaves[meta.name] = checkpoint_store.LeafSpec(meta.shape, meta.dtype, read_unit)
-        self.is_remote = bool(remote_files)
+        self.is_remote = is_remote(item.files)
         self._num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
         if self.is_remote:
             self._num_threads = MAX_READ_THREADS
@@ -144,9 +140,8 @@ class ItemReader:
             Budget(self._num_threads * PIECE_NBYTES, PIECE_NBYTES, self._num_threads)
         )
         # An item with more files than a process may hold open has no chunks that are read directly.
-        self._remote_files = tuple(remote_files)
-        blobs: Sequence[Path | Blob] = self._remote_files
-        if not blobs and len(item.files) <= MAX_OPEN_FILES:
+        blobs: Sequence[AnyPath] = ()
+        if self.is_remote or len(item.files) <= MAX_OPEN_FILES:
             blobs = item.files
         self._files = open_blobs(blobs)
         self._count_lock = threading.Lock()
@@ -191,7 +186,7 @@ class ItemReader:
                 f"it has {count_text(len(self._array_numbers), 'other leaf', 'other leaves')}",
                 text("{} shows their names", Command("inspect", str(self.folder))),
             )
-        blob = DecodedArray(self._item, self._array_numbers[name], self._remote_files)
+        blob = DecodedArray(self._item, self._array_numbers[name])
         _check_arrays(blob.meta, parts)
         jobs = _split_into_jobs(blob, parts, self.is_checked)
         errors = run_jobs(

@@ -49,11 +49,8 @@ from prepcli.restore.tensor_jobs import (
 )
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
 from prepcli.stores.buffers import ByteArray
-from prepcli.stores.byte_ranges import (
-    MAX_READ_THREADS,
-    MIN_READ_AHEAD_NBYTES,
-    without_read_ahead,
-)
+from prepcli.stores.byte_ranges import MAX_READ_THREADS, MIN_READ_AHEAD_NBYTES
+from prepcli.stores.paths import is_remote, without_read_ahead
 
 BoxArrays = Mapping[Box, np.ndarray]
 # Each thread has a buffer of 8 MiB.
@@ -129,7 +126,7 @@ class WeightsReader:
                 _common_dtype(leaf),
                 _read_unit_shape(leaf, is_whole=is_whole),
             )
-        self.is_remote = bool(source.remote_files)
+        self.is_remote = is_remote(source.files)
         self.source = source
         self.read_nbytes = 0
         self._verify = verify

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from prepcli.algebra.gapped_regions import GappedRegion
 from prepcli.algebra.grids import StridedPlacement
@@ -11,6 +10,7 @@ from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.planning.plan import Contiguous, Location, Strided
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.stores.buffers import Blob
+from prepcli.stores.paths import AnyPath
 
 
 def append_files(source: Source, other: Source) -> Source:
@@ -18,7 +18,7 @@ def append_files(source: Source, other: Source) -> Source:
 
     Its tensors stay the same. To add a tensor of the other source, see `shift_file_numbers`.
     """
-    blobs: tuple[Path | Blob, ...] = ()
+    blobs: tuple[AnyPath | Blob, ...] = ()
     if source.blobs or other.blobs:
         blobs = (*source.byte_sources, *other.byte_sources)
     return replace(
@@ -26,7 +26,6 @@ def append_files(source: Source, other: Source) -> Source:
         files=(*source.files, *other.files),
         file_stamps=(*source.file_stamps, *other.file_stamps),
         blobs=blobs,
-        remote_files=(*source.remote_files, *other.remote_files),
     )
 
 

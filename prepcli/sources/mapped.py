@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
@@ -39,6 +38,7 @@ from prepcli.planning.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, d
 from prepcli.planning.tensors import FLOAT_DTYPES, itemsize
 from prepcli.quantized.find_weights import quantization_settings
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
+from prepcli.stores.paths import AnyPath
 from prepcli.stores.reading import read_small_file
 
 # Rule of the tensors that a map drops, as plans and JSON objects name it.
@@ -51,7 +51,7 @@ CONTENT_KEY = "content"
 AtomSizes = dict[str, int | tuple[int, ...]]
 
 
-def read_map(path: Path) -> TensorMap:
+def read_map(path: AnyPath) -> TensorMap:
     """Read the file of a map.
 
     Raises:

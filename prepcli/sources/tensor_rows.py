@@ -7,7 +7,6 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from prepcli.planning.slabs import Slab
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import SourceTensor
 from prepcli.stores.buffers import Blob, ByteArray, allocate_buffer
+from prepcli.stores.paths import AnyPath
 
 # Bytes of `TensorBytes` to read at a time. A read takes about twice its size.
 STEP_NBYTES = 1 << 20
@@ -39,7 +39,7 @@ class TensorBytes:
 
     name: str
     tensors: tuple[SourceTensor, ...]
-    stored: tuple[Path | Blob, ...]
+    stored: tuple[AnyPath | Blob, ...]
 
     @cached_property
     def offsets(self) -> list[int]:

@@ -11,13 +11,12 @@ import math
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Protocol, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, RESUME_HINT, DamagedError, PrepError
-from prepcli.stores.buffers import Blob, ByteArray, allocate_buffer
+from prepcli.stores.buffers import ByteArray, allocate_buffer
 from prepcli.stores.retries import MIN_PROGRESS_NBYTES, RetryPolicy, map_in_daemon_threads
 
 MAX_STALLED_TRIES = 8  # consecutive tries that bring almost no bytes
@@ -326,54 +325,3 @@ class ReadAheadCache:
         read_range(self._reader, file, offset=offset, into=cached.data)
         self._cached_ranges.append(cached)
         return cached
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteBlob:
-    """A blob with the bytes of a remote file.
-
-    Attributes:
-        file: The file.
-        cache: Reads it.
-        reads_ahead: Whether small reads may request bytes after them.
-    """
-
-    file: RemoteFile
-    cache: ReadAheadCache
-    reads_ahead: bool = True
-
-    @property
-    def name(self) -> str:
-        """Path of the file, for messages."""
-        return self.file.path
-
-    def open(self) -> RemoteBlobReader:
-        """Open the file for reading."""
-        return RemoteBlobReader(self)
-
-
-_AnyBlob = TypeVar("_AnyBlob", Path | Blob, Blob)
-
-
-def without_read_ahead(blobs: Iterable[_AnyBlob]) -> list[_AnyBlob]:
-    """Return blobs without read-ahead of their remote files.
-
-    The bytes around them may belong to another process.
-    """
-    return [
-        replace(blob, reads_ahead=False) if isinstance(blob, RemoteBlob) else blob for blob in blobs
-    ]
-
-
-class RemoteBlobReader:
-    """Reader of a remote file. The HTTP session owns the connections, so `close` has no effect."""
-
-    def __init__(self, blob: RemoteBlob) -> None:
-        self._blob = blob
-
-    def read_at(self, offset: int, into: ByteArray) -> None:
-        """Fill `into` with the bytes from `offset` on."""
-        self._blob.cache.read(self._blob.file, offset, into, reads_ahead=self._blob.reads_ahead)
-
-    def close(self) -> None:
-        """Do nothing."""

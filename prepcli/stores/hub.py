@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,9 @@ from prepcli.core.formatting import format_bytes
 from prepcli.core.progress import Progress
 from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.hub_client import CHECK_ENDPOINT, MALFORMED_ANSWER, install_retrying_client
+from prepcli.stores.hub_errors import translate_errors
 from prepcli.stores.hub_ranges import HubRangeReader
-from prepcli.stores.placeholders import (
-    RemoteCheckpoint,
-    create_placeholder_folder,
-    write_headers,
-    write_small_file,
-)
+from prepcli.stores.paths import StoreListing, StorePath
 from prepcli.stores.published_digests import GIT_BLOB, SHA256, check_download
 from prepcli.stores.reading import read_bytes
 from prepcli.stores.retries import RetryPolicy, map_in_daemon_threads
@@ -122,28 +118,25 @@ class HubListing:
             hf_hub_download(self.hub_id, name, repo_type=self.repo_type, revision=self.commit)
         )
 
-    def open_remote(self, weights: Sequence[str], small_names: Sequence[str]) -> RemoteCheckpoint:
-        """Fetch small files, and the headers of safetensors files, into a folder of placeholder files.
+    def open_remote(self, names: Iterable[str]) -> StorePath:
+        """Return the folder of some files of the listed commit, which are read where they are.
 
-        Args:
-            weights: Safetensors files to read remotely.
-            small_names: Files to fetch whole, through the hub's cache.
+        Small files are fetched whole, through the hub's cache.
 
         Raises:
-            PrepError: A file has no listed size, cannot be read, or differs from the hub's digest.
+            PrepError: A file has no listed size.
         """
         from huggingface_hub import constants
 
         assert self.commit is not None
         reader = HubRangeReader(self.hub_id, self.commit, constants.ENDPOINT, self.retry_policy)
-        files = {name: self.remote_file(name) for name in sorted({*weights, *small_names})}
-        remote = RemoteCheckpoint(tuple(files.values()), reader, create_placeholder_folder())
-        for name in small_names:
-            write_small_file(
-                remote.placeholder_folder, files[name], self.download_file(name).read_bytes()
-            )
-        write_headers(remote.placeholder_folder, reader, [files[name] for name in weights])
-        return remote
+        files = [self.remote_file(name) for name in sorted(names)]
+        return StoreListing(self.hub_id, reader, files, self._fetch_small_file).root
+
+    def _fetch_small_file(self, name: str) -> Path:
+        """Download a file of a streamed model. See `download_file`."""
+        with translate_errors(self.hub_id, self.revision, is_streamed=True):
+            return self.download_file(name)
 
     def remote_file(self, name: str) -> RemoteFile:
         """Return a file with the hub's hash of it: SHA-256 of a large file, the git blob id of a small one."""

@@ -21,14 +21,17 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from prepcli.core.errors import RESUME_HINT, PrepError, usage_error
+from prepcli.core.errors import RESUME_HINT, PrepError
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import (
     MAX_IN_FLIGHT,
     RemoteFile,
     RetryableError,
     file_changed_error,
+    read_range,
 )
+from prepcli.stores.object_url import ObjectStoreUrl
+from prepcli.stores.reading import io_error
 from prepcli.stores.retries import (
     DEFAULT_RETRY_POLICY,
     MAX_TRIES,
@@ -37,6 +40,7 @@ from prepcli.stores.retries import (
     call_with_timeout,
     map_in_daemon_threads,
 )
+from prepcli.stores.writing import replacing_file
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, WritableFile
@@ -46,6 +50,7 @@ MAX_OBJECTS = 200_000  # in one checkpoint
 MAX_ERROR_CHARS = 300
 # Size of a part of a multipart upload
 PART_NBYTES = 8 << 20
+DOWNLOAD_PIECE_NBYTES = 8 << 20
 # Object stores accept 10,000. 9,000 parts of 8 MiB reach 70 GiB. Larger objects get larger parts, so that
 # no limit of a store bounds the size of a data file.
 MAX_PARTS = 9_000
@@ -60,9 +65,6 @@ T = TypeVar("T")
 PERMANENT_STATUSES = {*range(400, 500), 501} - {408, 425, 429}
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
-_URL = re.compile(r"(gs|s3)://([^/]+)(?:/(.*))?", re.DOTALL)
-# A superset of the valid names. The store refuses the rest.
-_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}")
 _CLIENT_FLAGS = (
     "allow_http",
     "allow_invalid_certificates",
@@ -78,58 +80,6 @@ _CLIENT_TEXTS = (
     "proxy_ca_certificate",
     "proxy_excludes",
 )
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectStoreUrl:
-    """Bucket and key prefix of an object store. `path` has no slash at its ends."""
-
-    scheme: str
-    bucket: str
-    path: str
-
-    def __str__(self) -> str:
-        """Return the URL."""
-        return f"{self.scheme}://{self.bucket}/{self.path}".rstrip("/")
-
-    def key(self, path: str) -> str:
-        """Return the object key of a file below this URL."""
-        if self.path:
-            return f"{self.path}/{path}"
-        return path
-
-
-def is_url(text: str) -> bool:
-    """Return whether a text has the form of a URL, of a supported scheme or not."""
-    return _SCHEME.match(text) is not None
-
-
-def parse_url(text: str) -> ObjectStoreUrl:
-    """Parse `gs://BUCKET/PATH` or `s3://BUCKET/PATH`.
-
-    Raises:
-        UsageError: The scheme is not supported, or bucket or path are invalid.
-    """
-    match = _URL.fullmatch(text.rstrip("/"))
-    hint = "for example gs://BUCKET/PATH"
-    if match is None:
-        why = "supported: gs://BUCKET/PATH and s3://BUCKET/PATH"
-        raise usage_error(f"`{text}` is an invalid URL", why, hint)
-    if not _BUCKET_NAME.fullmatch(match[2]):
-        why = (
-            f"{match[2]!a:.80} is not a valid bucket name, which has 3 to 63 lower-case letters, "
-            "digits, `-`, `_` or `.`"
-        )
-        raise usage_error(f"`{text}` is an invalid URL", why, hint)
-    path = (match[3] or "").strip("/")
-    # An empty path is the bucket itself. For the store `..` is an ordinary name, but a file that is
-    # copied from there would leave its folder.
-    has_invalid_part = path != "" and not {"", ".", ".."}.isdisjoint(path.split("/"))
-    if has_invalid_part or not path.isprintable():
-        why = "its path has an empty part, or `.` or `..`"
-        raise usage_error(f"`{text!a}` is an invalid URL", why, hint)
-    return ObjectStoreUrl(match[1], match[2], path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +142,25 @@ class Bucket:
         store = self.store
         with self.translate_errors("list"):
             files = self.retry_call(lambda: self._list_objects(store))
+        return tuple(sorted(files, key=lambda file: file.path))
+
+    def list_folder_files(self) -> tuple[RemoteFile, ...]:
+        """List the objects directly in the folder of the URL, sorted by their names.
+
+        Raises:
+            PrepError: The store cannot be listed.
+        """
+        store = self.store
+        limit_s = MAX_WRITE_TIMEOUTS * self.retry_policy.timeout_s
+        prefix = self.url.path or None
+        with self.translate_errors("list"):
+            listed = self.retry_call(
+                lambda: call_with_timeout(lambda: store.list_with_delimiter(prefix), limit_s)
+            )
+        files = (
+            _remote_file(metadata["path"].removeprefix(self.url.key("")), metadata)
+            for metadata in listed["objects"]
+        )
         return tuple(sorted(files, key=lambda file: file.path))
 
     def find_file(self, path: str) -> RemoteFile | None:
@@ -294,6 +263,21 @@ class Bucket:
         # `min_chunk_size` joins small network reads, so that each pass of the loop copies at least
         # 64 KiB.
         return _receive(result.stream(min_chunk_size=64 << 10), into)
+
+    def download(self, file: RemoteFile, path: Path) -> None:
+        """Replace a local file by the content of an object of any size, in bounded memory.
+
+        Raises:
+            PrepError: The object cannot be read, or the file cannot be written.
+        """
+        try:
+            with replacing_file(path) as local_file:
+                for offset in range(0, file.size, DOWNLOAD_PIECE_NBYTES):
+                    piece = np.empty(min(DOWNLOAD_PIECE_NBYTES, file.size - offset), np.uint8)
+                    read_range(self, file, offset=offset, into=piece)
+                    local_file.write(piece.data)
+        except OSError as error:
+            raise io_error(path, error) from error
 
     def write(
         self, path: str, file: Path, *, on_written: Callable[[int], object] = lambda nbytes: None

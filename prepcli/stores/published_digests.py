@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.core.errors import RERUN_HINT, DamagedError
+from prepcli.stores.paths import AnyPath
 from prepcli.stores.reading import io_error, open_regular_file
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def check_download(path: Path, digest: str, display_name: str) -> None:
             raise DamagedError(what, why, f"{RERUN_HINT}: the file is downloaded again")
 
 
-def sha256_of_file(path: Path) -> str:
+def sha256_of_file(path: AnyPath) -> str:
     """Return the SHA-256 of a file in hexadecimal digits. Raise PrepError if it cannot be read."""
     try:
         return _hash_file(path, hashlib.sha256())
@@ -65,7 +66,7 @@ _HASHES: dict[str, Callable[[int], _Hash]] = {
 }
 
 
-def _hash_file(path: Path, content_hash: _Hash) -> str:
+def _hash_file(path: AnyPath, content_hash: _Hash) -> str:
     """Hash a file in bounded memory, and return the hexadecimal digest."""
     with open_regular_file(path, buffering=0) as stream:
         while piece := stream.read(PIECE_NBYTES):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.formats.file_records import recorded_xxh3
@@ -24,6 +23,7 @@ from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.sources.side_files import SideFile
 from prepcli.sources.source import CONFIG, Source, SourceTensor
 from prepcli.sources.symlinks import resolve_small_file
+from prepcli.stores.paths import AnyPath, fetch_copies
 
 # File name, entries in order, page offset of the first tensor
 FileGroup = tuple[str, Sequence[LayoutEntry], int | None]
@@ -72,7 +72,7 @@ def lay_out_weight_files(
 
 def copied_files(
     side_files: Iterable[SideFile],
-    root: Path,
+    root: AnyPath,
     *,
     manifest: Manifest | None = None,
     path_prefix: str = "",
@@ -89,6 +89,8 @@ def copied_files(
         PrepError: A file is a link that leaves the checkpoint.
     """
     files: list[SmallFile] = []
+    side_files = list(side_files)
+    fetch_copies(file.path for file in side_files)
     for side_file in side_files:
         real_path = resolve_small_file(side_file.path, root)
         file_stat = real_path.stat()

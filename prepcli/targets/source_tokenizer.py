@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, usage_error
@@ -22,6 +21,7 @@ from prepcli.formats.tokenizer_names import (
 from prepcli.sources.json_tokenizer import parse_tokenizer
 from prepcli.sources.sentencepiece_tokenizer import SPACE, parse_sentencepiece
 from prepcli.sources.source import Source
+from prepcli.stores.paths import AnyPath
 from prepcli.targets.token_files import TOKEN_IDS, read_side_file, tokenizer_file
 
 SAVE_HINT = (
@@ -74,7 +74,7 @@ class SourceTokenizer:
         """Whether the file is a SentencePiece model."""
         return self.file_name in SENTENCEPIECE_FILES
 
-    def changed(self, path: Path, data: bytes) -> SourceTokenizer:
+    def changed(self, path: AnyPath, data: bytes) -> SourceTokenizer:
         """Return the tokenizer of a changed file.
 
         Args:
@@ -141,7 +141,7 @@ def tokens_for(opened: SourceTokenizer, tokens: Sequence[AddedToken]) -> tuple[A
     return tuple({**token, "normalized": False} for token in tokens)
 
 
-def _parse(path: Path, data: bytes) -> VocabularyTokenizer:
+def _parse(path: AnyPath, data: bytes) -> VocabularyTokenizer:
     if path.name in SENTENCEPIECE_FILES:
         return parse_sentencepiece(path, data)
     return parse_tokenizer(path, data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import cast
 
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
@@ -25,6 +24,7 @@ from prepcli.formats.tokenizer_names import (
 )
 from prepcli.sources.source import Source
 from prepcli.sources.symlinks import resolve_small_file
+from prepcli.stores.paths import AnyPath
 from prepcli.stores.reading import io_error, read_regular_file
 
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -180,7 +180,7 @@ def _special_insertions(document: JsonObject, special: list[JsonValue]) -> list[
     return insertions
 
 
-def _edit(path: Path, data: bytes, insertions: Sequence[Insertion]) -> tuple[bytes, FileEdit]:
+def _edit(path: AnyPath, data: bytes, insertions: Sequence[Insertion]) -> tuple[bytes, FileEdit]:
     """Insert members into a file."""
     before = digest(data)
     ranges: list[tuple[int, int]] = []
@@ -196,7 +196,7 @@ def _edit(path: Path, data: bytes, insertions: Sequence[Insertion]) -> tuple[byt
     return data, FileEdit(inserted=tuple(ranges), before=before, after=digest(data))
 
 
-def _parse_object(path: Path, data: bytes) -> JsonObject:
+def _parse_object(path: AnyPath, data: bytes) -> JsonObject:
     try:
         document = parse_json(data)
         # A byte order mark is no JSON, but some parsers skip it.

@@ -65,7 +65,8 @@ from prepcli.sources.recorded_sources import (
 )
 from prepcli.sources.references import HubRepo, parse_reference
 from prepcli.sources.source import Source, SourceTensor
-from prepcli.stores.object_store import is_url
+from prepcli.stores.object_url import is_url
+from prepcli.stores.paths import AnyPath
 
 MAX_NAMES = 3
 MAPPED = "read through a map"
@@ -133,14 +134,14 @@ class _Checkpoint:
 
     source: Source
     located: LocatedCheckpoint
-    outputs: tuple[Path, ...] = ()
+    outputs: tuple[AnyPath, ...] = ()
 
     @property
     def name(self) -> str:
         return self.source.display_name
 
     @property
-    def root(self) -> Path:
+    def root(self) -> AnyPath:
         return self.source.root.resolve()
 
     @property
@@ -149,7 +150,7 @@ class _Checkpoint:
 
     @property
     def commit(self) -> str | None:
-        return self.located.local_files.commit
+        return self.located.files.commit
 
     def link(self, source_name: str, status: LinkStatus, reason: str) -> ChainLink:
         """Return a link to a source without a comparison."""
@@ -222,7 +223,7 @@ class _Walk:
             self.links.append(output.link("", "not proven", reason))
             return None
         if not is_url(name):
-            name = find_source(recorded, output.located.local_files.path, self.search) or name
+            name = find_source(recorded, output.located.files.path, self.search) or name
         common = replace(self.common, checkpoint=name, revision=None, step=None, config=None)
         try:
             # A model of the hub is read at the recorded commit.

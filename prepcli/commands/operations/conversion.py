@@ -69,7 +69,8 @@ from prepcli.sources.opening import has_unread_state, open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
 from prepcli.sources.source_hints import KeptScales
-from prepcli.stores.object_store import ObjectStoreUrl
+from prepcli.stores.object_url import ObjectStoreUrl
+from prepcli.stores.paths import AnyPath
 
 if TYPE_CHECKING:
     from prepcli.formats.lock_file import Lock
@@ -282,11 +283,11 @@ def open_checkpoint(
     )
     lock, revision = _read_lock(common, checkpoint)
     located = locate(checkpoint, revision, step=common.step, access=access)
-    if located.local_files.remote is None:
+    if isinstance(located.files.path, Path):
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
-        remove_leftover(find_manifest_folder(located.local_files.path))
+        remove_leftover(find_manifest_folder(located.files.path))
     verbatim = common.verbatim
-    if is_kept and is_quantized(located.local_files.path):
+    if is_kept and is_quantized(located.files.path):
         verbatim = True
         if common.quantized == "keep":
             option = Option("quantized", "dequantize")
@@ -296,7 +297,7 @@ def open_checkpoint(
         common.config,
         verbatim=verbatim,
         copied_files=common.copied_files,
-        dequantize=_decodes_weights(common, located.local_files.path),
+        dequantize=_decodes_weights(common, located.files.path),
         kept_scales=kept_scales,
         training_state=common.training_state,
         tensor_map=read_map_option(common.tensor_map, verbatim=common.verbatim),
@@ -312,7 +313,7 @@ def open_checkpoint(
     if lock is not None:
         from prepcli.sources.locked import apply_lock
 
-        commit = located.local_files.commit
+        commit = located.files.commit
         is_mapped = common.tensor_map is not None
         source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
     source = drop_tensors(source, common.drop)
@@ -335,7 +336,7 @@ def _keeps_codes(common: CommonOptions) -> bool:
     return common.quantized in ("keep", "stored") and common.verbatim is not False
 
 
-def _decodes_weights(common: CommonOptions, path: Path) -> bool:
+def _decodes_weights(common: CommonOptions, path: AnyPath) -> bool:
     """Return whether to decode the weights of a checkpoint. With `dequantize`, dense weights are an error later."""
     if common.quantized == "decode":
         return is_quantized(path)
@@ -540,7 +541,7 @@ def _with_origin(
 ) -> PlannedConversion:
     """Return the plan with the identity of its source in the manifest of the output, and with its earlier drops."""
     settings = planned.plan.settings | (source.manifest or NO_MANIFEST).earlier_drops
-    if origin := origin_record(source.manifest, located.local_files.commit):
+    if origin := origin_record(source.manifest, located.files.commit):
         settings |= Manifest(origin=origin)
     return replace(planned, plan=replace(planned.plan, settings=settings))
 

@@ -56,7 +56,7 @@ def source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, objec
     """Return the name, revision, files and bytes of a source."""
     return {
         "name": source.display_name,
-        "revision": located.local_files.commit,
+        "revision": located.files.commit,
         "files": len(source.files),
         "bytes": sum(stamp.size for stamp in source.file_stamps),
     }

@@ -100,7 +100,7 @@ def _open_recorded_original(
     Raises:
         PrepError: It is not found, cannot be read, or has changed.
     """
-    name, manifest = find_quantized_source(source.tree_manifest, located.local_files.path)
+    name, manifest = find_quantized_source(source.tree_manifest, located.files.path)
     reference = parse_reference(name)
     if isinstance(reference, HubRepo):
         name = str(cached_model(reference, manifest.origin.get("commit")))

@@ -65,7 +65,7 @@ def load_params(
         observer.warn(f"{source.display_name}: {CANNOT_TRAIN}")
         return load_verbatim_params(
             source,
-            located.local_files.path,
+            located.files.path,
             mesh,
             dtype=None if dtype == "keep" else dtype,
             verify=verify,

@@ -87,7 +87,7 @@ def lock(
     observer.note(source_line(source))
     # The name of the folder, e.g. `m-init`, and not the one of the model in its manifest.
     name = Path(source.display_name).name or located.model_name
-    is_local = located.local_files.remote is None and located.local_files.commit is None
+    is_local = not located.files.is_remote and located.files.commit is None
     path = Path(out) if out is not None else Path(f"{name}{LOCK_SUFFIX}")
     check_result_path(path)
 
@@ -96,7 +96,7 @@ def lock(
             source,
             # However the path of a folder is spelled, equal content has an equal lock.
             name=name if is_local else source.display_name,
-            revision=located.local_files.commit,
+            revision=located.files.commit,
             digests=_digest_tensors(source, common.memory_nbytes, observer.progress()),
             progress=observer.progress(),
         )

@@ -50,6 +50,7 @@ from prepcli.sources.openers.peft_settings import (
     read_settings,
 )
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.stores.paths import AnyPath
 from prepcli.targets.tokenizer_files import with_adapter_tokenizer
 
 # Module of older encoders of images between a tower and its layers.
@@ -511,7 +512,7 @@ def _low_rank_updates(
         yield target.name, update
 
 
-def _check_shapes(target: Stream, update: LowRankUpdate, adapter: Path) -> None:
+def _check_shapes(target: Stream, update: LowRankUpdate, adapter: AnyPath) -> None:
     """Raise PrepError unless the product of the matrices has the shape of the tensor, which must be of floats."""
     # W + scale * B A with A [r, in] and B [out, r], e.g. [8, 2048] and [6144, 8] for W [6144, 2048]. A transposed
     # weight is [in, out] and adds (B A)^T.

@@ -36,7 +36,7 @@ def open_params(
     """
     return open_model(
         source,
-        located.local_files.path,
+        located.files.path,
         mesh,
         verify=verify,
         on_unchecked=lambda: check_without_checksums(source, source.tensors, observer),

@@ -149,7 +149,7 @@ def roundtrip(
     result = Roundtrip(
         path=path,
         source=source.display_name,
-        revision=located.local_files.commit,
+        revision=located.files.commit,
         ways=tuple(ways),
         versions={"prep": version(), "python": platform.python_version(), "numpy": np.__version__},
         seconds=time.monotonic() - started_s,

@@ -108,7 +108,7 @@ def _plan_item(
     _check_leaves(shapes, source, manifest)
     if source.wrapper is not None:
         # The output has only the parameters.
-        stored = stored_towers(source, like, located.local_files.commit)
+        stored = stored_towers(source, like, located.files.commit)
         manifest |= Manifest(towers={**(manifest.towers or {}), **stored})
     request = f"prep.save_params(like={source.display_name!r})"
     plan = plan_training_step(

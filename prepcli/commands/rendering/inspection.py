@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.commands.console.ui import Report, Ui
@@ -34,6 +33,7 @@ from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE
 from prepcli.planning.state_names import OPT_STATE, PARAMS
 from prepcli.sources.source import CONFIG
+from prepcli.stores.paths import AnyPath, path_in_folder
 
 if TYPE_CHECKING:
     # Only `--html` needs the modules of pages.
@@ -199,8 +199,8 @@ def _first_chunk_place(contents: CheckpointContents, entry: TensorEntry) -> tupl
     # An encoded chunk is in a data file of the item, while `byte_sources` have the decoded arrays.
     files = contents.byte_sources if entry.encoded_first_chunk is None else contents.files
     file = files[stored.file]
-    if isinstance(file, Path) and contents.folder.is_dir():
-        return str(file.relative_to(contents.folder)), stored.offset
+    if isinstance(file, AnyPath) and contents.folder.is_dir():
+        return str(path_in_folder(file, contents.folder) or file.name), stored.offset
     return file.name, stored.offset
 
 

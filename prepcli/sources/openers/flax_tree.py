@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from itertools import repeat
 
 from prepcli.algebra.grids import StridedPlacement
 from prepcli.algebra.strided_copies import ChunkedLocation
@@ -38,6 +38,7 @@ from prepcli.sources.tree_tensors import (
 )
 from prepcli.sources.unindexed import unindexed_entries
 from prepcli.stores.buffers import Blob
+from prepcli.stores.paths import AnyPath, map_files
 
 # Suffixes of a model's small files. The folder may have files of any name.
 SETTINGS_SUFFIXES = {
@@ -50,7 +51,7 @@ SETTINGS_SUFFIXES = {
 
 
 def open_flax(
-    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
 ) -> Source:
     """Read the headers and config of a Flax msgpack file, or of a folder with such files.
 
@@ -67,14 +68,14 @@ def open_flax(
 
 
 def open_easylm(
-    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
 ) -> Source:
     """Read the header and config of an EasyLM stream, or of a folder with one. Arguments as for `open_flax`."""
     return _open_tree(path, display_name, hints, "easylm", manifest)
 
 
 def _open_tree(
-    path: Path,
+    path: AnyPath,
     display_name: str,
     hints: SourceHints,
     kind: MsgpackKind,
@@ -190,12 +191,12 @@ class FlaxFiles:
     """
 
     documents: tuple[MsgpackHeader, ...]
-    blobs: tuple[Path | Blob, ...]
+    blobs: tuple[AnyPath | Blob, ...]
     blob_documents: tuple[int, ...]
     unindexed: tuple[UnindexedTensor, ...] = ()
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[AnyPath, ...]:
         """Path of each file."""
         return tuple(document.path for document in self.documents)
 
@@ -252,9 +253,10 @@ class FlaxFiles:
         return shard_name("model", self.blob_documents[blob] + 1, count, safetensors.SUFFIX)
 
 
-def read_flax_files(path: Path, kind: MsgpackKind) -> FlaxFiles:
+def read_flax_files(path: AnyPath, kind: MsgpackKind) -> FlaxFiles:
     """Read the headers of all files of a checkpoint."""
-    stored = [read_msgpack_header(file, kind) for file in find_weight_files(path, kind)]
+    files = find_weight_files(path, kind)
+    stored = map_files(read_msgpack_header, files, repeat(kind))
     documents, unindexed = select_indexed(path, stored)
     # Flax splits an array above 1 GiB into several msgpack values, each with a header of its own. The
     # payloads are joined in one blob, in which the array is contiguous.

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -46,6 +45,7 @@ from prepcli.sources.source import (
     read_config,
 )
 from prepcli.sources.source_hints import SourceHints
+from prepcli.stores.paths import AnyPath, map_files
 
 ARCHITECTURE_KEY = "general.architecture"
 SPLIT_KEY = "split.count"
@@ -96,7 +96,7 @@ class _NamedDecoder:
         return ChunkedLocation(self.axis_map, (), grid, placement, item_nbytes)
 
 
-def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
+def open_gguf(path: AnyPath, display_name: str, hints: SourceHints) -> Source:
     """Read the header of a GGUF file, or the headers of all parts.
 
     Args:
@@ -108,7 +108,7 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
         PrepError: The file is broken, or its architecture or one of its types is not supported.
     """
     paths = _part_paths(path, display_name)
-    headers = [read_gguf_header(part) for part in paths]
+    headers = map_files(read_gguf_header, paths)
     _check_parts(headers, display_name)
     header = replace(headers[0], tensors=_all_tensors(headers))
     architecture = _read_architecture(header, display_name)
@@ -142,7 +142,7 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
     )
 
 
-def _part_paths(path: Path, display_name: str) -> tuple[Path, ...]:
+def _part_paths(path: AnyPath, display_name: str) -> tuple[AnyPath, ...]:
     """Return the files of a model: all parts of `m-00001-of-00003.gguf`, or the file itself.
 
     Raises:

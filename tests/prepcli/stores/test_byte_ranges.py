@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from dataclasses import dataclass, field
 
@@ -12,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.stores import byte_ranges as remote_files
+from prepcli.stores import byte_ranges
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import (
     READ_AHEAD_CACHE_NBYTES,
     ReadAheadCache,
-    RemoteBlob,
     RemoteFile,
     RetryableError,
     read_range,
@@ -52,7 +50,7 @@ FILE = RemoteFile("w", CONTENT.size, "sha256:0")
 
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 0.0)
 
 
 @settings(deadline=None)
@@ -105,12 +103,12 @@ def test_read_range_resets_tries_after_progress():
 
 
 def test_backoff_grows_and_respects_retry_after(monkeypatch):
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 1.0)
+    monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 1.0)
     monkeypatch.setattr(random, "uniform", lambda low, high: high)
-    waits = [remote_files._backoff_s(tries, RetryableError("")) for tries in range(1, 8)]
+    waits = [byte_ranges._backoff_s(tries, RetryableError("")) for tries in range(1, 8)]
     assert waits == [1, 2, 4, 8, 16, 30, 30]
-    assert remote_files._backoff_s(1, RetryableError("", 60)) == 60
-    assert remote_files._backoff_s(1, RetryableError("", 1e9)) == remote_files.MAX_RETRY_AFTER_S
+    assert byte_ranges._backoff_s(1, RetryableError("", 60)) == 60
+    assert byte_ranges._backoff_s(1, RetryableError("", 1e9)) == byte_ranges.MAX_RETRY_AFTER_S
 
 
 def test_read_range_in_parallel_splits_large_reads():
@@ -177,7 +175,7 @@ def test_large_read_requests_no_cached_bytes():
     into = np.zeros(1 << 20, np.uint8)
     cache.read(FILE, 1000, into)
     assert (into == CONTENT[1000 : 1000 + into.size]).all()
-    cached_nbytes = remote_files.MIN_READ_AHEAD_NBYTES
+    cached_nbytes = byte_ranges.MIN_READ_AHEAD_NBYTES
     assert reader.requests == [
         ("w", 0, cached_nbytes),
         ("w", cached_nbytes, 1000 + into.size - cached_nbytes),
@@ -187,12 +185,3 @@ def test_large_read_requests_no_cached_bytes():
 def test_cache_rejects_reads_beyond_the_end():
     with pytest.raises(PrepError, match="is cut short"):
         ReadAheadCache(ScriptedReader()).read(FILE, CONTENT.size - 1, np.zeros(2, np.uint8))
-
-
-def test_remote_blob_pickles():
-    blob = pickle.loads(pickle.dumps(RemoteBlob(FILE, ReadAheadCache(ScriptedReader()))))
-    blob_reader, into = blob.open(), np.zeros(100, np.uint8)
-    blob_reader.read_at(7, into)
-    blob_reader.close()
-    assert blob.name == "w"
-    assert (into == CONTENT[7:107]).all()

@@ -76,7 +76,7 @@ for name in names:
         policy = retry_policy_from_env(os.environ, str)
         options = {"offline": is_offline, "progress": JsonProgress(events), "retry_policy": policy}
         located = locate(name, access=Access(warn=warnings.append, **options))
-        local_files = located.local_files
+        local_files = located.files
         answer |= {"path": str(local_files.path), "revision": local_files.commit, "kind": located.kind}
     except PrepError as error:
         answer |= {"error": [error.what, error.why, error.hint, error.code]}

@@ -19,6 +19,7 @@ from huggingface_hub.utils import _http
 from prepcli.core.errors import PrepError
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
 from prepcli.stores.hub_client import NoAnswerError, install_retrying_client
 from prepcli.stores.retries import RetryPolicy
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
@@ -63,7 +64,9 @@ def use_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stall", STALL_KINDS)
 def test_client_reports_retries_then_raises(notes: list[str], stall: str):
-    install_retrying_client(RetryPolicy(0.1, notes.append))
+    # On a busy machine, a closed connection may be noticed after 0.1 s.
+    timeout_s = 2.0 if stall == "close" else 0.1
+    install_retrying_client(RetryPolicy(timeout_s, notes.append))
     with (
         serve_hub({"o/m": FakeRepo(stalls={"/api/": stall})}) as hub,
         pytest.raises(NoAnswerError, match=r"\(4 tries\)"),
@@ -111,7 +114,7 @@ def test_malformed_model_info_raises_prep_error(
         use_hub(hub, monkeypatch)
         for open_model in (
             lambda: locate("o/m"),
-            lambda: locate("o/m", access=Access(stream=True)),
+            lambda: open_source(locate("o/m", access=Access(stream=True))),
         ):
             with pytest.raises(PrepError) as caught:
                 open_model()
@@ -144,8 +147,10 @@ def test_open_remote_limits_the_time_of_ranges(
     repo = FakeRepo(FILES, stalls={f"GET /o/m/resolve/{COMMIT}/model": stall})
     with serve_hub({"o/m": repo}) as hub:
         use_hub(hub, monkeypatch)
+        access = Access(stream=True, retry_policy=RetryPolicy(0.5, notes.append))
+        located = locate("o/m", access=access)
         with pytest.raises(PrepError) as caught:
-            locate("o/m", access=Access(stream=True, retry_policy=RetryPolicy(0.5, notes.append)))
+            open_source(located)
     assert caught.value.what == "cannot read model.safetensors of o/m"
     assert notes
     assert all(note.startswith("model.safetensors: ") for note in notes)

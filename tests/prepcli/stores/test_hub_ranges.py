@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.stores import byte_ranges as remote_files
+from prepcli.stores import byte_ranges
 from prepcli.stores.byte_ranges import RemoteFile, read_range
 from prepcli.stores.hub_ranges import HubRangeReader, retry_after_s
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
@@ -36,7 +36,7 @@ FILE = RemoteFile("model.safetensors", len(CONTENT), f"sha256:{SHA256}")
 
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 0.0)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
 
 
@@ -265,8 +265,8 @@ def test_arbitrary_answers_give_bytes_or_a_prep_error(monkeypatch, count: int):
     def check(answers: list[Answer], offset: int):
         monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: Session(list(answers)))
         monkeypatch.setattr("huggingface_hub.utils.build_hf_headers", lambda **_: {})
-        monkeypatch.setattr(remote_files, "MAX_RETRY_AFTER_S", 0.0)
-        monkeypatch.setattr(remote_files, "MAX_STALLED_TRIES", 3)
+        monkeypatch.setattr(byte_ranges, "MAX_RETRY_AFTER_S", 0.0)
+        monkeypatch.setattr(byte_ranges, "MAX_STALLED_TRIES", 3)
         into = np.zeros(10, np.uint8)
         with suppress(PrepError):
             read_range(

@@ -15,17 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.stores import byte_ranges as remote_files
-from prepcli.stores import object_store
+from prepcli.stores import byte_ranges, object_store
 from prepcli.stores.byte_ranges import RemoteFile, read_range
-from prepcli.stores.object_store import (
-    PART_NBYTES,
-    Bucket,
-    ObjectStoreUrl,
-    is_url,
-    parse_url,
-    redacted_error_text,
-)
+from prepcli.stores.object_store import PART_NBYTES, Bucket, redacted_error_text
+from prepcli.stores.object_url import ObjectStoreUrl, is_url, parse_url
 from prepcli.stores.retries import RetryPolicy
 from tests.helpers import object_server
 from tests.helpers.loopback import STALL_KINDS
@@ -40,7 +33,7 @@ CONTENT = np.random.default_rng(2).integers(0, 256, 300_000, np.uint8).tobytes()
 
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 0.0)
 
 
 def connect_bucket(

@@ -78,7 +78,7 @@ def log_probabilities(checkpoint: Path) -> Any:
 
     located, source = open_checkpoint(common_options(checkpoint, None, {}), SilentObserver())
     with open_model(
-        source, located.local_files.path, None, verify=False, on_unchecked=lambda: None
+        source, located.files.path, None, verify=False, on_unchecked=lambda: None
     ) as opened:
         spec = opened.model
 
