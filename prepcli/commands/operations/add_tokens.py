@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -21,17 +22,15 @@ from prepcli.commands.operations.conversion import (
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.pad_vocab import check_seed, make_fill
 from prepcli.commands.operations.results import Conversion
-from prepcli.commands.operations.token_folder import (
-    count_with_ids,
-    folder_options,
-    recorded_additions,
-)
 from prepcli.commands.operations.token_options import AddTokensOptions
 from prepcli.commands.operations.vocabulary_change import (
-    VocabularyChange,
     check_source,
+    count_with_ids,
+    draft_change,
+    folder_options,
     padded_rows,
     plan_change,
+    recorded_additions,
 )
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Option, PrepError, text, usage_error
@@ -167,31 +166,29 @@ def plan_add_tokens(
     added = _added_record(addition)
     num_rows = padded_rows(source, max(num_tokens, vocabulary.stored_size))
     name = f"{located.model_name}-added"
-    change = VocabularyChange(
+    resize = VocabResize(
+        vocabulary,
+        present.names,
+        Fill("zeros"),
+        keeps_padding=False,
+        added_count=len(tokens),
+        added_fill=_make_added_fill(options, source, opened.tokenizer, tokens),
+        dropped_rule=REPLACED_PADDING_RULE,
+    )
+    draft = draft_change(source, present, Vocabulary(num_tokens, num_rows), resize, contents)
+    plan = plan_change(
+        replace(draft, settings=Manifest(added_tokens=added)),
         command=ADD,
         request=format_command_line(
             ADD, source.display_name, AddTokensOptions, recorded_values(options)
         ),
         name=name,
-        present=present,
-        vocabulary=Vocabulary(num_tokens, num_rows),
-        resize=VocabResize(
-            vocabulary,
-            present.names,
-            Fill("zeros"),
-            keeps_padding=False,
-            added_count=len(tokens),
-            added_fill=_make_added_fill(options, source, opened.tokenizer, tokens),
-            dropped_rule=REPLACED_PADDING_RULE,
-        ),
-        files=contents,
-        settings=Manifest(added_tokens=added),
     )
     next_command = f"prep pad-vocab {OUT_PLACEHOLDER}"
     if source.tree_manifest:
         next_command = f"prep verify {OUT_PLACEHOLDER}"
     return PlannedConversion(
-        plan_change(source, change),
+        plan,
         name,
         notes=_notes(options["init"], vocabulary, added),
         fields={"added_tokens": added},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Unpack
@@ -25,70 +25,60 @@ from prepcli.commands.operations.conversion import (
 from prepcli.commands.operations.export_adapter import plan_adapter_export
 from prepcli.commands.operations.export_checks import (
     DEFAULT_SHARD_NBYTES,
+    WrittenMap,
     check_request,
-    shard_nbytes,
-)
-from prepcli.commands.operations.export_layouts import (
-    WeightFiles,
     file_format,
-    lay_out_weights,
-    layout_scales,
-    small_files,
+    read_export_map,
+    shard_nbytes,
     written_storage,
 )
-from prepcli.commands.operations.export_map import WrittenMap, read_export_map
-from prepcli.commands.operations.export_quantized import take_quantized_bytes
-from prepcli.commands.operations.export_towers import no_effect_error, select_parts
+from prepcli.commands.operations.export_sources import select_parts, take_quantized_bytes
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.commands.operations.push import check_private, convert_and_push
 from prepcli.commands.operations.results import Conversion
 from prepcli.commands.operations.training_state import (
-    StateExport,
-    check_no_adapter,
     check_state_request,
-    lay_out_training_state,
+    draft_state,
+    exported_state_notes,
+    state_folder_name,
 )
 from prepcli.core.counts import count_text
-from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
-from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike, format_command_line
 from prepcli.core.progress import Progress
 from prepcli.execution.hub_push import parse_push_target
 from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
-from prepcli.models.parameters import TreeLayout
 from prepcli.planning.item_storage import OCDBT
-from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.libraries import DCP_FORMAT, HF_LAYOUT, find_library
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Fill, Plan
-from prepcli.planning.quantization_leaves import is_decoded_tensor
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
-from prepcli.planning.vocabulary import Vocabulary
+from prepcli.planning.plan import Plan
+from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.multimodal import towers_entry
-from prepcli.sources.source import (
-    Source,
-    SourceTensor,
-    match_source_tensors,
-    stored_axis_maps,
+from prepcli.sources.source import Source, stored_axis_maps
+from prepcli.targets.flax_folder import place_flax
+from prepcli.targets.layout_leaves import in_tree
+from prepcli.targets.planner import (
+    Draft,
+    Placed,
+    make_plan,
+    start_draft,
+    with_rows,
+    with_tied_head,
 )
-from prepcli.sources.vocabulary_tensors import vocabulary_names
-from prepcli.targets.flax_folder import with_tied_head
-from prepcli.targets.hf_folder import (
-    output_config,
+from prepcli.targets.safetensors_folder import place_mapped, place_safetensors
+from prepcli.targets.streams import dropped_state
+from prepcli.targets.torch_folder import (
+    place_dcp,
+    place_dcp_state,
+    place_dcp_tree,
+    place_trainer_checkpoint,
+    prepare_torch_adam,
 )
-from prepcli.targets.streams import (
-    TensorTarget,
-    VocabResize,
-    build_streams,
-    dropped_padding,
-    dropped_state,
-    optimizer_nbytes,
-    output_rows,
-)
+from prepcli.targets.trainer_item import place_trainer_item
+
+NO_MAP = WrittenMap()
 
 
 @public
@@ -150,32 +140,6 @@ def export(
     return convert_and_push(target, common, observer, convert)
 
 
-def _config_for_layout(
-    config: HFConfig, layout: TreeLayout, source: Source, is_tied: bool
-) -> JsonObject:
-    """Return the config for the library of a layout, with `tie_word_embeddings` as stored.
-
-    Raises:
-        PrepError: The library would compute another model, because it ignores some of the fields.
-    """
-    can_use_config = not layout.allows_tied_head or source.family.is_tied(config) == is_tied
-    layout_config = {**config} if can_use_config else {**config, "tie_word_embeddings": is_tied}
-    fields_read = {
-        name: value for name, value in layout_config.items() if name not in layout.ignored_fields
-    }
-    arch_config = source.family.arch_config
-    if arch_config(fields_read) != arch_config(layout_config):
-        ignored_fields = ", ".join(
-            f"{name} {layout_config[name]}"
-            for name in layout.ignored_fields
-            if name in layout_config
-        )
-        why = f"the config has {ignored_fields}, which its classes ignore, so that they compute another model"
-        hint = text("{} supports it", Option("layout", HF_LAYOUT))
-        raise PrepError("the model is not supported in Flax", why, hint)
-    return layout_config
-
-
 def plan_export(
     options: ExportOptions,
     source: Source,
@@ -202,247 +166,163 @@ def plan_export(
         PrepError: The request does not fit the source, or tensors are missing, unexpected or of another shape.
     """
     if source.tree_manifest.is_adapter:
-        _check_adapter_request(options, source)
-        check_no_adapter(options, source)
-        return plan_adapter_export(source, located, options["dtype"])
+        return plan_adapter_export(options, source, located)
     access = checkpoint_access(common, observer)
     source = select_parts(options, source, access, check_digest=check_towers)
     check_request(options, source)
     if options["training_state"]:
         check_state_request(options, source)
     source = take_quantized_bytes(options, source, located, common, observer)
-    return plan_copy(options, source, located)
-
-
-def plan_copy(
-    options: ExportOptions, source: Source, located: LocatedCheckpoint
-) -> PlannedConversion:
-    """Plan an export after the checks of its request. See `plan_export`."""
-    vocabulary = source.vocabulary(options["true_vocab"])
-    vocab_rows = vocabulary.stored_size if options["keep_padding"] else vocabulary.true_size
     written_map = read_export_map(options, source)
-    tied_head = _stored_tied_head(options, source, written_map)
-    source = with_tied_head(source) if tied_head else source
-    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
-    names = vocabulary_names(source, match, vocabulary)
-    resize = VocabResize(vocabulary, names, Fill("zeros"))
-    parameters = [t for t in source.tensors if t.name in match.uses or t.name in tied_head]
-    tensors = [t.cast(options["dtype"]) for t in (*parameters, *source.tower_tensors)]
-    row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
-    state = _lay_out_files(options, source, tensors, row_counts, vocab_rows, written_map)
-    weight_files = state.weight_files
-    tensors.extend(state.tensors)
-    row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
-    scales = layout_scales(options, source, tensors)
-    scales |= state.scales(scales)
-    targets = _tensor_targets(tensors, weight_files, row_counts, scales)
-    written_vocabulary = Vocabulary(vocabulary.true_size, vocab_rows)
-    is_tied = match.is_tied
-    config = _written_config(options, source, written_vocabulary, is_tied=is_tied)
-    name = _base_name(located, written_vocabulary)
-    settings = _manifest_settings(
-        source, name, options, written_vocabulary, is_tied=is_tied, config=config
-    )
-    left_source = state.left_source
-    source = state.source
-    dropped = (
-        *(d for d in match.dropped if d.name not in tied_head),
-        *dropped_padding(source, targets, resize=resize),
-        *dropped_state(left_source),
-    )
-    plan = Plan(
+    draft = draft_export(options, source, written_map)
+    plan = plan_draft(
+        options,
+        draft,
+        located,
         command="export",
         request=_command_line(options, source),
-        source_name=source.display_name,
-        source_files=source.file_stamps,
-        streams=build_streams(
-            source, targets, resize=resize, compared=_compared_names(source, match)
-        ),
-        files=weight_files.files,
-        small_files=small_files(source, config, weight_files),
-        leaves=weight_files.leaves,
-        dropped=dropped,
-        checks=match.checks,
-        settings=settings | state.settings() | written_map.record,
-        display_names=source.display_names(),
-        item=weight_files.folder,
-        empty_nodes=weight_files.empty_nodes,
+        written_map=written_map,
     )
-    planned = _add_report_fields(
-        plan, options, left_source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
-    )
-    return state.describe(planned)
-
-
-def _lay_out_files(
-    options: ExportOptions,
-    source: Source,
-    tensors: Sequence[SourceTensor],
-    row_counts: Mapping[str, int],
-    vocab_rows: int,
-    written_map: WrittenMap,
-) -> StateExport:
-    """Lay out the weight files, and the training state if it is requested."""
-    file_nbytes = shard_nbytes(options)
-    if options["training_state"]:
-        return lay_out_training_state(
-            options,
-            source,
-            tensors,
-            row_counts,
-            vocab_rows=vocab_rows,
-            shard_nbytes=file_nbytes,
-        )
-    weight_files = lay_out_weights(
-        options,
-        source,
-        tensors,
-        row_counts,
-        vocab_rows=vocab_rows,
-        shard_nbytes=file_nbytes,
-        tensor_map=written_map.tensor_map,
-    )
-    return StateExport(weight_files, source)
-
-
-def _base_name(located: LocatedCheckpoint, vocabulary: Vocabulary) -> str:
-    """Return the start of the output's default name."""
-    name = located.model_name
-    if vocabulary.stored_size == vocabulary.true_size:
-        return name.removesuffix("-padded")
-    return name
-
-
-def _tensor_targets(
-    tensors: Sequence[SourceTensor],
-    weight_files: WeightFiles,
-    row_counts: Mapping[str, int],
-    scales: Mapping[str, LayoutScale],
-) -> dict[str, TensorTarget]:
-    """Return the target of each tensor, by name."""
-    targets: dict[str, TensorTarget] = {}
-    for tensor in tensors:
-        name = tensor.name
-        targets[name] = TensorTarget(
-            weight_files.locations[name], row_counts[name], tensor.dtype, scales.get(name)
-        )
-    return targets
-
-
-def _compared_names(source: Source, match: TensorMatch) -> set[str]:
-    """Return the names of tensors to read for a comparison, but not to write."""
-    decoded = {tensor.name for tensor in source.state_tensors if is_decoded_tensor(tensor.name)}
-    return decoded | {check.name for check in match.checks}
-
-
-def _add_report_fields(
-    plan: Plan,
-    options: ExportOptions,
-    source: Source,
-    located: LocatedCheckpoint,
-    *,
-    vocabulary: Vocabulary,
-    vocab_rows: int,
-) -> PlannedConversion:
-    """Return the plan with its default name, its notes and the fields of its report."""
-    layout = options["layout"]
-    num_files = len(plan.files)
-    line = _summary_line(
-        options,
-        source,
-        located,
-        num_files=num_files,
-        removed_rows=vocabulary.stored_size - vocab_rows,
-    )
-    fields = {
-        "vocab": {"true": vocabulary.true_size, "written": vocab_rows},
-        "files": num_files,
-        "layout": layout,
-        "format": file_format(options),
-    }
+    suffix = options["layout"]
+    if suffix == HF_LAYOUT and file_format(options) == DCP_FORMAT:
+        suffix = DCP_FORMAT
+    name = f"{plan.settings['name']}-{suffix}"
+    if draft.state is not None:
+        name = state_folder_name(options, draft.state) or name
     next_command = f"prep verify {OUT_PLACEHOLDER}"
-    notes = [line]
-    if any(stream.scale and not stream.scale.is_exact for stream in plan.streams):
-        notes.append(
-            "the layout changes values with rounding: an output is read back only if every value returns"
-        )
-    elif not options["dtype"]:
+    if not _has_rounding(plan) and not options["dtype"]:
         # Only values that were not changed can be compared with the source.
         next_command += f" {shlex.quote(source.display_name)}"
     return PlannedConversion(
         plan,
-        f"{plan.settings['name']}-{_output_suffix(options)}",
-        notes=tuple(notes),
-        fields=fields,
+        name,
+        notes=tuple(_notes(options, draft, plan, located)),
+        fields=report_fields(options, draft, plan),
         next_command=next_command,
-        source_view=source,
+        source_view=draft.source,
     )
 
 
-def _written_config(
-    options: ExportOptions, source: Source, vocabulary: Vocabulary, *, is_tied: bool
-) -> JsonObject:
-    """Return the config.json of the output."""
-    config = output_config(source, vocabulary, is_tied, options["dtype"])
-    layout = source.family.layouts.get(options["layout"])
-    if layout is not None:
-        config = _config_for_layout(config, layout, source, is_tied)
-    return config
+def draft_export(options: ExportOptions, source: Source, written_map: WrittenMap = NO_MAP) -> Draft:
+    """Return the draft of an export: the model in the requested dtype and tree, and its training state."""
+    tied_head = _stored_tied_head(options, source, written_map)
+    source = with_tied_head(source) if tied_head else source
+    draft = start_draft(
+        source,
+        stored_axis_maps(source),
+        true_vocab=options["true_vocab"],
+        dtype=options["dtype"],
+        kept=tied_head,
+    )
+    if not options["keep_padding"]:
+        draft = with_rows(draft, draft.vocabulary.true_size)
+    draft = replace(draft, left=tuple(dropped_state(source)), settings=written_map.record)
+    if options["training_state"]:
+        draft = draft_state(options, draft)
+    if options["layout"] in source.family.layouts:
+        draft = in_tree(draft, options["layout"])
+    return draft
 
 
-def _manifest_settings(
-    source: Source,
-    name: str,
+def plan_draft(
     options: ExportOptions,
-    vocabulary: Vocabulary,
+    draft: Draft,
+    located: LocatedCheckpoint,
     *,
-    is_tied: bool,
-    config: HFConfig,
-) -> Manifest:
-    """Return the description of the model for the output's manifest."""
-    settings = Manifest(
-        name=name,
-        kind="hf",
-        family=source.family.name,
-        vocab={"true": vocabulary.true_size, "padded": vocabulary.stored_size},
-    )
+    command: str,
+    request: str,
+    written_map: WrittenMap = NO_MAP,
+) -> Plan:
+    """Return the plan of a draft in the requested layout. See `make_plan`.
+
+    Args:
+        options: Layout, format and maximum file size.
+        draft: The draft.
+        located: Located source, with the name of the model.
+        command: Name of the command.
+        request: Its recorded command line.
+        written_map: Map of the export.
+
+    Raises:
+        PrepError: The draft does not fit the layout.
+    """
+    settings = Manifest()
     if options["layout"] != HF_LAYOUT:
         settings |= Manifest(layout=options["layout"])
     storage = written_storage(options)
     if storage != OCDBT:
         settings |= Manifest(storage=storage.name)
-    settings |= Manifest(prefixed=source.names.is_prefixed, tied=is_tied, config=config)
-    if source.wrapper is None:
-        return settings
-    return settings | towers_entry(source)
+    placed = replace(_place(options, draft, written_map), settings=settings)
+    name = located.model_name
+    if draft.vocabulary.stored_size == draft.vocabulary.true_size:
+        name = name.removesuffix("-padded")
+    return make_plan(draft, placed, command=command, request=request, name=name)
 
 
-def _output_suffix(options: ExportOptions) -> str:
-    """Return the end of the output's default name."""
-    if options["layout"] == HF_LAYOUT and file_format(options) == DCP_FORMAT:
-        return DCP_FORMAT
-    return options["layout"]
+def _place(options: ExportOptions, draft: Draft, written_map: WrittenMap) -> Placed:
+    """Place the tensors of a draft in the files of the requested layout and format."""
+    tree = options["layout"]
+    container = file_format(options)
+    max_nbytes = shard_nbytes(options)
+    if written_map.tensor_map is not None:
+        return place_mapped(draft, written_map.tensor_map, max_nbytes)
+    if find_library(tree, container).item is not None:
+        return place_trainer_item(draft, tree, written_storage(options))
+    if container == DCP_FORMAT:
+        if draft.state is not None:
+            return place_dcp_state(prepare_torch_adam(draft), max_nbytes)
+        if tree == HF_LAYOUT:
+            return place_dcp(draft, max_nbytes)
+        return place_dcp_tree(draft, tree, max_nbytes)
+    if tree != HF_LAYOUT:
+        return place_flax(draft, tree, container, max_nbytes)
+    if draft.state is not None:
+        return place_trainer_checkpoint(draft, prepare_torch_adam(draft), max_nbytes)
+    return place_safetensors(draft, max_nbytes)
 
 
-def _check_adapter_request(options: ExportOptions, source: Source) -> None:
-    """Raise UsageError for options of complete models."""
-    if options["layout"] != HF_LAYOUT or options["format"] is not None or options["keep_padding"]:
-        what = text(
-            "{}, {} and {} are not supported for adapters",
-            Option("layout"),
-            Option("format"),
-            Option("keep_padding"),
+def report_fields(options: ExportOptions, draft: Draft, plan: Plan) -> dict[str, object]:
+    """Return the fields of an export for JSON."""
+    vocabulary = draft.vocabulary
+    return {
+        "vocab": {"true": vocabulary.true_size, "written": vocabulary.stored_size},
+        "files": len(plan.files),
+        "layout": options["layout"],
+        "format": file_format(options),
+    }
+
+
+def _notes(
+    options: ExportOptions, draft: Draft, plan: Plan, located: LocatedCheckpoint
+) -> Iterator[str]:
+    """Yield lines for the user: `llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
+    step = draft.source.tree_manifest.step
+    name = located.model_name if step is None else f"{located.model_name} step {step}"
+    title = find_library(options["layout"], file_format(options)).title
+    line = f"{name} -> {title}, {len(plan.files)} file{'s' if len(plan.files) > 1 else ''}"
+    removed_rows = draft.resize.vocabulary.stored_size - draft.vocabulary.stored_size
+    if removed_rows > 0:
+        line += f"; {count_text(removed_rows, 'row')} of padding removed"
+    dropped_nbytes = sum(part.nbytes for part in draft.left if part.rule == OPT_STATE_RULE)
+    if dropped_nbytes:
+        line += f"; optimizer state ({format_bytes(dropped_nbytes)}) dropped"
+    yield line
+    if _has_rounding(plan):
+        yield (
+            "the layout changes values with rounding: an output is read back only if every value returns"
         )
-        why = f"{source.display_name} has only adapters, which are written in the format of PEFT"
-        hint = text("{} writes a complete model", Command("merge", "ADAPTER", "BASE"))
-        raise usage_error(what, why, hint)
-    for name in ("text_only", "towers", "quantized_source"):
-        value = options[name]
-        if value:
-            raise no_effect_error(Option(name, value), source, "it has only adapters")
+    if draft.state is not None:
+        yield from exported_state_notes(options, draft)
 
 
-def _stored_tied_head(options: ExportOptions, source: Source, written_map: WrittenMap) -> set[str]:
+def _has_rounding(plan: Plan) -> bool:
+    """Return whether the layout changes values with rounding."""
+    return any(stream.scale and not stream.scale.is_exact for stream in plan.streams)
+
+
+def _stored_tied_head(
+    options: ExportOptions, source: Source, written_map: WrittenMap
+) -> frozenset[str]:
     """Return the name of a tied head to write as a separate tensor. Empty if there is none.
 
     A library without tied heads needs it, and a map may name it. PyTorch loads a distributed checkpoint into a state
@@ -452,29 +332,10 @@ def _stored_tied_head(options: ExportOptions, source: Source, written_map: Writt
     needs_head = layout is not None and not layout.allows_tied_head
     if options["training_state"] and file_format(options) == DCP_FORMAT:
         needs_head = True
-    if needs_head and source.family.is_tied(source.config):
-        return {source.family.tying.head_tensor}
-    if written_map.names_tied_head(source):
-        return {source.family.tying.head_tensor}
-    return set()
-
-
-def _summary_line(
-    options: ExportOptions,
-    source: Source,
-    located: LocatedCheckpoint,
-    *,
-    num_files: int,
-    removed_rows: int,
-) -> str:
-    """Describe the export: `llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
-    step = source.tree_manifest.step
-    source_name = located.model_name if step is None else f"{located.model_name} step {step}"
-    notes = f"; {count_text(removed_rows, 'row')} of padding removed" if removed_rows > 0 else ""
-    state_nbytes = optimizer_nbytes(source)
-    notes += f"; optimizer state ({format_bytes(state_nbytes)}) dropped" if state_nbytes else ""
-    title = find_library(options["layout"], file_format(options)).title
-    return f"{source_name} -> {title}, {num_files} file{'s' if num_files > 1 else ''}{notes}"
+    is_tied = needs_head and source.family.is_tied(source.config)
+    if is_tied or written_map.names_tied_head(source):
+        return frozenset([source.family.tying.head_tensor])
+    return frozenset()
 
 
 def _command_line(options: ExportOptions, source: Source) -> str:

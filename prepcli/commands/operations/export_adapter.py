@@ -1,117 +1,124 @@
 """`prep export` of a run with LoRA: the adapter in the format of PEFT."""
 
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 from prepcli.commands.operations.conversion import OUT_PLACEHOLDER, PlannedConversion
+from prepcli.commands.operations.export_sources import no_effect_error
 from prepcli.commands.operations.options import ExportOptions
-from prepcli.core.errors import GET_AGAIN_HINT, PrepError
+from prepcli.commands.operations.training_state import check_no_adapter
+from prepcli.core.errors import (
+    GET_AGAIN_HINT,
+    Command,
+    Option,
+    PrepError,
+    text,
+    usage_error,
+)
 from prepcli.core.json_types import JsonObject
 from prepcli.core.option_spec import format_command_line
 from prepcli.formats.manifest import adapter_fields
-from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_FILE
-from prepcli.models.lora import (
-    saved_module_name,
-    saved_modules,
-    select_targets,
-)
+from prepcli.formats.safetensors import ADAPTER_CONFIG
+from prepcli.models.lora import saved_module_name, saved_modules, select_targets
 from prepcli.models.lora_config import LoraConfig, lora_from_manifest
 from prepcli.models.peft_names import module_suffixes, peft_patterns
 from prepcli.models.registry import family_of
+from prepcli.planning.libraries import HF_LAYOUT
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Fill, Plan, SmallFile
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
+from prepcli.planning.plan import SmallFile
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.source import Source, match_source_tensors, stored_axis_maps
-from prepcli.sources.vocabulary_tensors import vocabulary_names
-from prepcli.targets.flax_folder import with_tied_head
-from prepcli.targets.hf_folder import header_entries, json_bytes, lay_out_weight_files
-from prepcli.targets.streams import (
-    TensorTarget,
-    VocabResize,
-    build_streams,
-    dropped_padding,
-    dropped_state,
-    output_rows,
-)
+from prepcli.sources.source import Source, stored_axis_maps
+from prepcli.targets.hf_folder import json_bytes
+from prepcli.targets.planner import make_plan, start_draft, with_rows, with_tied_head
+from prepcli.targets.safetensors_folder import place_adapter
+from prepcli.targets.streams import dropped_state
 from prepcli.targets.tokenizer_files import adapter_tokenizer
 
 PEFT_LAYOUT = "peft"
 
 
 def plan_adapter_export(
-    source: Source, located: LocatedCheckpoint, dtype: str | None
+    options: ExportOptions, source: Source, located: LocatedCheckpoint
 ) -> PlannedConversion:
     """Plan the export of trained adapters to the files that PEFT reads.
 
     Args:
+        options: Options of the export.
         source: Opened step of a run with LoRA.
         located: Located source. Its model name determines the output's default name.
-        dtype: Dtype of the output, or None for no cast.
 
     Returns:
         Plan with the notes and fields of its report.
 
     Raises:
-        PrepError: The manifest does not name the base of the adapters.
+        PrepError: An option is for complete models, or the manifest does not name the base of the adapters.
     """
-    lora = lora_from_manifest(source.tree_manifest)
+    _check_adapter_request(options, source)
+    check_no_adapter(options, source)
+    manifest = source.tree_manifest
+    lora = lora_from_manifest(manifest)
     assert lora is not None
-    if lora.modules_to_save and source.tree_manifest.tied:
+    if lora.modules_to_save and manifest.tied:
         # PEFT saves a tied head as well, and does not load an adapter without it.
         source = with_tied_head(source)
-    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
-    tensors = [tensor.cast(dtype) for tensor in source.tensors]
+    dtype = options["dtype"]
+    draft = start_draft(
+        source,
+        stored_axis_maps(source),
+        dtype=dtype,
+        kept={tensor.name for tensor in source.tensors},
+    )
     # Embeddings and head that were trained as a whole lose the padding of the vocabulary.
-    vocabulary = source.vocabulary()
-    names = vocabulary_names(source, match, vocabulary)
-    resize = VocabResize(vocabulary, names, Fill("zeros"))
-    row_counts = output_rows(tensors, resize.tensors, vocab_size=vocabulary.true_size)
-    entries = header_entries(source, tensors, rows=row_counts)
-    files, locations, _ = lay_out_weight_files([(ADAPTER_FILE, entries, None)])
-    targets = {
-        t.name: TensorTarget(
-            (locations[source.names.full_name(t.name)],), row_counts[t.name], t.dtype
-        )
-        for t in tensors
-    }
-    manifest = source.tree_manifest
-    plan = Plan(
+    draft = with_rows(draft, draft.vocabulary.true_size)
+    adapter_config = SmallFile(ADAPTER_CONFIG, json_bytes(_peft_settings(source, lora)))
+    draft = replace(
+        draft,
+        match=replace(draft.match, checks=()),
+        dropped=(),
+        left=tuple(dropped_state(source)),
+        config=None,
+        side_files=(adapter_config, *adapter_tokenizer(source)),
+        first_settings=adapter_fields(manifest),
+        settings=Manifest(kind="adapter", prefixed=True, tied=manifest.tied, config=source.config),
+    )
+    plan = make_plan(
+        draft,
+        place_adapter(draft),
         command="export",
         request=format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
-        source_name=source.display_name,
-        source_files=source.file_stamps,
-        streams=build_streams(source, targets, resize=resize),
-        files=files,
-        small_files=(
-            SmallFile(ADAPTER_CONFIG, json_bytes(_peft_settings(source, lora))),
-            *adapter_tokenizer(source),
-        ),
-        dropped=(
-            *dropped_padding(source, targets, resize=resize),
-            *dropped_state(source),
-        ),
-        settings=adapter_fields(manifest)
-        | Manifest(
-            name=located.model_name,
-            kind="adapter",
-            family=source.family.name,
-            prefixed=True,
-            tied=manifest.tied,
-            config=source.config,
-        ),
-        display_names=source.display_names(),
+        name=located.model_name,
     )
-    base_name = _base_name(source.tree_manifest)
     return PlannedConversion(
         plan,
         f"{located.model_name}-adapter",
         notes=(f"{located.model_name} -> adapter of PEFT, rank {lora.rank}",),
         fields={"layout": PEFT_LAYOUT, "format": "safetensors", "files": 1},
-        next_command=f"prep merge {OUT_PLACEHOLDER} {shlex.quote(base_name)}",
+        next_command=f"prep merge {OUT_PLACEHOLDER} {shlex.quote(_base_name(manifest))}",
         source_view=source,
     )
+
+
+def _check_adapter_request(options: ExportOptions, source: Source) -> None:
+    """Raise UsageError for options of complete models."""
+    if options["layout"] != HF_LAYOUT or options["format"] is not None or options["keep_padding"]:
+        what = text(
+            "{}, {} and {} are not supported for adapters",
+            Option("layout"),
+            Option("format"),
+            Option("keep_padding"),
+        )
+        why = f"{source.display_name} has only adapters, which are written in the format of PEFT"
+        hint = text("{} writes a complete model", Command("merge", "ADAPTER", "BASE"))
+        raise usage_error(what, why, hint)
+    for name in ("text_only", "towers", "quantized_source"):
+        value = options[name]
+        if value:
+            raise no_effect_error(Option(name, value), source, "it has only adapters")
 
 
 def _peft_settings(source: Source, lora: LoraConfig) -> JsonObject:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -20,7 +21,6 @@ from prepcli.commands.operations.conversion import (
 )
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import PadVocabOptions, SaveInitOptions
-from prepcli.commands.operations.resized_folder import plan_resized_folder
 from prepcli.commands.operations.results import Conversion
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, invalid_config_error, text, usage_error
@@ -33,14 +33,14 @@ from prepcli.execution.workers import ProcessOptions
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.rules import PARAM_RULES, format_rule
+from prepcli.planning.manifest_fields import Manifest, VocabularyRecord
 from prepcli.planning.plan import Fill
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
-from prepcli.sources.vocabulary_tensors import vocabulary_names
-from prepcli.targets.hf_folder import copied_small_files
+from prepcli.sources.source import Source, source_axis_maps
 from prepcli.targets.orbax_item import Partitioning
-from prepcli.targets.streams import VocabResize
+from prepcli.targets.planner import Draft, make_plan, start_draft, with_rows
+from prepcli.targets.safetensors_folder import place_in_source_files
 
 FILL_KINDS = ("zeros", "mean", "normal")
 SEED_LIMIT = 1 << 64
@@ -166,50 +166,43 @@ def plan_pad_vocab(
         PrepError: The source is an Orbax checkpoint, or does not match the request or its family.
     """
     _check_source_kind(source)
-    vocabulary = source.vocabulary(options["true_vocab"])
-    size = padded_size(options, vocabulary)
-    match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
-    fill = make_fill(options["init"], options["seed"], source)
-    resize = VocabResize(vocabulary, vocabulary_names(source, match, vocabulary), fill)
-    name = f"{_base_name(located)}-padded"
-    plan = plan_resized_folder(
+    draft = start_draft(
         source,
-        match,
-        resize,
-        new_vocabulary=Vocabulary(vocabulary.true_size, size),
+        source_axis_maps(source),
+        make_match_options(options),
+        true_vocab=options["true_vocab"],
+        kept={tensor.name for tensor in source.tensors},
+    )
+    size = padded_size(options, draft.vocabulary)
+    draft = with_rows(draft, size, make_fill(options["init"], options["seed"], source))
+    name = f"{located.model_name.removesuffix('-padded')}-padded"
+    vocab: VocabularyRecord = {
+        "true": draft.vocabulary.true_size,
+        "padded": size,
+        "init": options["init"],
+    }
+    draft = replace(draft, left=source.extra_entries, settings=Manifest(vocab=vocab))
+    plan = make_plan(
+        draft,
+        place_in_source_files(draft),
         command="pad-vocab",
         request=_command_line(options, source),
         name=name,
-        init=options["init"],
-        side_files=copied_small_files(source),
-    )
-    note = _vocabulary_line(
-        source,
-        resize,
-        vocabulary=vocabulary,
-        size=size,
-        init=options["init"],
-        is_tied=match.is_tied,
     )
     return PlannedConversion(
         plan,
         name,
-        notes=(note,),
-        fields={"vocab": _vocab_fields(options, vocabulary, size)},
+        notes=(_vocabulary_line(draft, options["init"]),),
+        fields={
+            "vocab": {
+                "true": draft.vocabulary.true_size,
+                "padded": size,
+                "multiple": _effective_multiple(options),
+                "init": options["init"],
+            }
+        },
         next_command=f"prep save-init {OUT_PLACEHOLDER}{_save_init_options(options, source)}",
     )
-
-
-def _vocab_fields(
-    options: PadVocabOptions, vocabulary: Vocabulary, size: int
-) -> dict[str, int | str | None]:
-    """Return the JSON fields of the padding."""
-    return {
-        "true": vocabulary.true_size,
-        "padded": size,
-        "multiple": _effective_multiple(options),
-        "init": options["init"],
-    }
 
 
 def _check_source_kind(source: Source) -> None:
@@ -254,10 +247,6 @@ def _effective_multiple(options: PadVocabOptions) -> int | None:
     return options["multiple"] or DEFAULT_MULTIPLE
 
 
-def _base_name(located: LocatedCheckpoint) -> str:
-    return located.model_name.removesuffix("-padded")
-
-
 def _command_line(options: PadVocabOptions, source: Source) -> str:
     """Return the command line that the manifest records. It has the multiple even if it is the default."""
     # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
@@ -265,24 +254,19 @@ def _command_line(options: PadVocabOptions, source: Source) -> str:
     return format_command_line("pad-vocab", source.display_name, PadVocabOptions, values)
 
 
-def _vocabulary_line(
-    source: Source,
-    resize: VocabResize,
-    *,
-    vocabulary: Vocabulary,
-    size: int,
-    init: str,
-    is_tied: bool,
-) -> str:
-    tensor = next(t for t in source.tensors if t.name in resize.tensors)
-    added_rows = size - vocabulary.stored_size
+def _vocabulary_line(draft: Draft, init: str) -> str:
+    source = draft.source
+    tensor = next(t for t in source.tensors if t.name in draft.resize.tensors)
+    stored_size = draft.resize.vocabulary.stored_size
+    size = draft.vocabulary.stored_size
+    added_rows = size - stored_size
     row_nbytes = tensor.nbytes // tensor.shape[0]
     if added_rows <= 0:
         nbytes = format_bytes(sum(t.nbytes for t in (*source.tensors, *source.tower_tensors)))
-        return f"vocabulary {vocabulary.stored_size} -> {size}: nothing to add, the output is a full copy of {nbytes}"
-    tie_note = "   embedding and head are tied: padded once" if is_tied else ""
+        return f"vocabulary {stored_size} -> {size}: nothing to add, the output is a full copy of {nbytes}"
+    tie_note = "   embedding and head are tied: padded once" if draft.match.is_tied else ""
     added = f"+{count_text(added_rows, 'row')} of {init}, {format_bytes(added_rows * row_nbytes)}"
-    return f"vocabulary {vocabulary.stored_size} -> {size} ({added}){tie_note}"
+    return f"vocabulary {stored_size} -> {size} ({added}){tie_note}"
 
 
 def padded_vocab_rows(

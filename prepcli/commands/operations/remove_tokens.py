@@ -18,17 +18,15 @@ from prepcli.commands.operations.conversion import (
 )
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Conversion
-from prepcli.commands.operations.token_folder import (
-    count_with_ids,
-    folder_options,
-    recorded_additions,
-)
 from prepcli.commands.operations.token_options import RemoveTokensOptions
 from prepcli.commands.operations.vocabulary_change import (
-    VocabularyChange,
     check_source,
+    count_with_ids,
+    draft_change,
+    folder_options,
     padded_rows,
     plan_change,
+    recorded_additions,
 )
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, PrepError, text, usage_error
@@ -124,26 +122,24 @@ def plan_remove_tokens(
     contents: dict[str, bytes | None] = {**files_without_tokens(source, addition)}
     contents[RECORD_FILE] = encode_record(additions[:-1]) if additions[:-1] else None
     name = f"{located.model_name.removesuffix('-added')}-removed"
-    change = VocabularyChange(
+    resize = VocabResize(
+        old_vocabulary,
+        present.names,
+        Fill("zeros"),
+        keeps_padding=False,
+        dropped_rule="added tokens",
+    )
+    plan = plan_change(
+        draft_change(source, present, old_vocabulary, resize, contents),
         command=REMOVE,
         request=format_command_line(
             REMOVE, source.display_name, RemoveTokensOptions, recorded_values(options)
         ),
         name=name,
-        present=present,
-        vocabulary=old_vocabulary,
-        resize=VocabResize(
-            old_vocabulary,
-            present.names,
-            Fill("zeros"),
-            keeps_padding=False,
-            dropped_rule="added tokens",
-        ),
-        files=contents,
     )
     removed = [{"id": token.id, "content": token.content} for token in addition.tokens]
     return PlannedConversion(
-        plan_change(source, change),
+        plan,
         name,
         notes=_notes(addition),
         fields={"removed_tokens": {"count": len(removed), "tokens": removed}},

@@ -1,27 +1,25 @@
-"""Plan a checkpoint with other tokens: a Hugging Face folder, or an Orbax checkpoint with its training state."""
+"""Checkpoints with other tokens: a Hugging Face folder, or an Orbax checkpoint with its training state.
+
+`add-tokens` and `remove-tokens` change the rows of the vocabulary, and the files of the tokenizer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import cast, get_args
 
+from prepcli.commands.operations.conversion import CommonOptions
 from prepcli.commands.operations.options import SaveInitOptions
-from prepcli.commands.operations.resized_folder import plan_resized_folder
-from prepcli.commands.operations.save_init import (
-    ItemLayout,
-    check_index_size,
-    plan_item,
-    planned_storage,
-    resolve_layout,
-)
-from prepcli.commands.operations.token_folder import replaced_files
+from prepcli.commands.operations.save_init import plan_item, resolve_layout
+from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.core.lists import join_names
 from prepcli.core.option_spec import with_defaults
+from prepcli.formats.added_tokens import RECORD_FILE, Addition, parse_record
 from prepcli.models.partition import vocab_multiple
 from prepcli.planning.item_storage import StorageName
-from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.manifest_fields import Manifest, VocabularyRecord
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.state_names import split_name
 from prepcli.planning.state_rows import is_leaf_path
@@ -30,37 +28,43 @@ from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source, source_axis_maps
 from prepcli.sources.vocabulary_tensors import VocabularyTensors
-from prepcli.targets.orbax_item import make_item
-from prepcli.targets.streams import (
-    TensorTarget,
-    VocabResize,
-    dropped_padding,
+from prepcli.targets.orbax_item import OrbaxLayout
+from prepcli.targets.planner import (
+    Draft,
+    draft_of,
+    make_plan,
+    resize_vocabulary,
+    with_source_state,
 )
+from prepcli.targets.safetensors_folder import place_in_source_files
+from prepcli.targets.streams import VocabResize
+from prepcli.targets.token_files import read_side_file
 
 
-@dataclass(frozen=True, slots=True)
-class VocabularyChange:
-    """A command to add or remove tokens.
+def folder_options(common: CommonOptions) -> CommonOptions:
+    """Return options to open a checkpoint with. A quantised model keeps its codes and scales."""
+    return replace(common, quantized="stored", verbatim=None)
 
-    Attributes:
-        command: Name of the command.
-        request: Its recorded command line.
-        name: Name of the model in the manifest.
-        present: The vocabulary of the source.
-        vocabulary: The vocabulary of the output.
-        resize: Copied and new rows.
-        files: New content of small files, by name. None removes a file.
-        settings: Further fields of the manifest.
+
+def count_with_ids(first: int, count: int) -> tuple[str, str]:
+    """Return the number of tokens and their ids as texts, e.g. `2 tokens` and `ids 7 to 8`."""
+    if count == 1:
+        ids = f"id {first}"
+    else:
+        ids = f"ids {first} to {first + count - 1}"
+    return count_text(count, "token"), ids
+
+
+def recorded_additions(source: Source) -> tuple[Addition, ...]:
+    """Return the recorded additions of a source.
+
+    Raises:
+        DamagedError: The record is damaged.
     """
-
-    command: str
-    request: str
-    name: str
-    present: VocabularyTensors
-    vocabulary: Vocabulary
-    resize: VocabResize
-    files: Mapping[str, bytes | None]
-    settings: Manifest = field(default_factory=Manifest)
+    data = read_side_file(source, RECORD_FILE)
+    if data is None:
+        return ()
+    return parse_record(source.root / RECORD_FILE, data)
 
 
 def check_source(source: Source, command: str) -> None:
@@ -95,88 +99,75 @@ def padded_rows(source: Source, num_rows: int) -> int:
     return -(-num_rows // multiple) * multiple
 
 
-def plan_change(source: Source, change: VocabularyChange) -> Plan:
-    """Plan a copy of a checkpoint with other tokens, in the format and layout of the source.
+def draft_change(
+    source: Source,
+    present: VocabularyTensors,
+    vocabulary: Vocabulary,
+    resize: VocabResize,
+    files: Mapping[str, bytes | None],
+) -> Draft:
+    """Return a draft of a checkpoint with other tokens.
+
+    Args:
+        source: The checkpoint.
+        present: Its vocabulary.
+        vocabulary: The vocabulary of the output.
+        resize: Copied and new rows.
+        files: New content of small files, by name. None removes a file.
+    """
+    # Other tensors that the family ignores, such as buffers, are copied to a folder. Only `--drop` removes a tensor.
+    kept = {tensor.name for tensor in source.tensors} if source.tensor_file_names else ()
+    draft = resize_vocabulary(draft_of(source, present, kept=kept), vocabulary, resize)
+    side_files = [file for file in draft.side_files if file.path not in files]
+    for path, content in files.items():
+        if content is not None:
+            side_files.append(SmallFile(path, content))
+    return replace(draft, side_files=tuple(side_files))
+
+
+def plan_change(draft: Draft, *, command: str, request: str, name: str) -> Plan:
+    """Plan a draft in the format and layout of its source. See `make_plan`.
 
     Raises:
         PrepError: The training state has tensors with some dims of the embedding.
     """
+    source = draft.source
     layout = _item_layout(source)
-    side_files = replaced_files(source, change.files)
-    if layout is not None:
-        return _plan_item(source, change, layout, side_files)
-    return plan_resized_folder(
-        source,
-        change.present.match,
-        change.resize,
-        new_vocabulary=change.vocabulary,
-        command=change.command,
-        request=change.request,
-        name=change.name,
-        init="zeros",
-        side_files=side_files,
-        settings=change.settings,
-    )
-
-
-def _item_layout(source: Source) -> ItemLayout | None:
-    """Return the layout of an Orbax checkpoint. None for a Hugging Face folder."""
-    if not source.tree_manifest:
-        return None
-    return resolve_layout(with_defaults(SaveInitOptions, {}), source, params_only=False)
-
-
-def _plan_item(
-    source: Source, change: VocabularyChange, layout: ItemLayout, side_files: list[SmallFile]
-) -> Plan:
-    """Plan an Orbax checkpoint with its mesh, its layers, its storage and its training state."""
+    if layout is None:
+        vocabulary = draft.vocabulary
+        vocab: VocabularyRecord = {
+            "true": vocabulary.true_size,
+            "padded": vocabulary.stored_size,
+            "init": "zeros",
+        }
+        settings = Manifest(vocab=vocab) | draft.settings
+        draft = replace(draft, left=source.extra_entries, settings=settings)
+        placed = place_in_source_files(draft)
+        return make_plan(draft, placed, command=command, request=request, name=name)
     _check_state(source)
-    options = _stored_options(source)
-    match = change.present.match
-    moments = frozenset(_moments(source, change.present))
-    resize = replace(change.resize, zero_tensors=moments)
-    num_rows = change.vocabulary.stored_size
-    targets = {name: TensorTarget((), num_rows) for name in resize.tensors}
-    item = make_item(
-        source,
-        match,
-        axis_maps=source_axis_maps(source, layout.scan, layout.scan_axis),
-        vocab_tensors=resize.tensors,
-        vocab_size=num_rows,
-        partitioning=layout.partitioning,
-        storage=planned_storage(options),
-    )
-    plan = plan_item(
-        options,
-        source,
-        replace(layout, output_vocabulary=change.vocabulary),
-        match,
-        item,
-        resize,
-        command=change.command,
-        request=change.request,
-        dropped=(*match.dropped, *dropped_padding(source, targets, resize=resize)),
-        name=change.name,
-        side_files=side_files,
-    )
-    check_index_size(plan)
-    return replace(plan, settings=plan.settings | change.settings)
+    # New rows of moments are zeros: no step has changed them.
+    resize = replace(draft.resize, zero_tensors=frozenset(_moments(draft)))
+    draft = with_source_state(replace(draft, resize=resize))
+    _, plan = plan_item(draft, layout, command=command, request=request, name=name)
+    return plan
 
 
-def _stored_options(source: Source) -> SaveInitOptions:
-    """Return the options of an output with the storage and the compression of a source."""
-    options = with_defaults(SaveInitOptions, {"compress": source.tree_manifest.compress})
-    storage = source.tree_manifest.storage
-    if storage in get_args(StorageName):
-        options["storage"] = cast(StorageName, storage)
-    return options
+def _item_layout(source: Source) -> OrbaxLayout | None:
+    """Return the layout of an Orbax checkpoint. None for a Hugging Face folder."""
+    manifest = source.tree_manifest
+    if not manifest:
+        return None
+    options = with_defaults(SaveInitOptions, {"compress": manifest.compress})
+    if manifest.storage in get_args(StorageName):
+        options["storage"] = cast(StorageName, manifest.storage)
+    return resolve_layout(options, source, params_only=False)
 
 
-def _moments(source: Source, present: VocabularyTensors) -> Iterator[str]:
+def _moments(draft: Draft) -> Iterator[str]:
     """Yield the tensors of the training state with one row per token, except for averages of parameters."""
-    for tensor in source.state_tensors:
+    for tensor in draft.source.state_tensors:
         slot, name = split_name(tensor.name)
-        if name in present.names and slot != AVERAGE_SLOT:
+        if name in draft.resize.tensors and slot != AVERAGE_SLOT:
             yield tensor.name
 
 
