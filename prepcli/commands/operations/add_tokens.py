@@ -14,11 +14,9 @@ from typing import Unpack
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
-    common_options,
-    make_match_options,
-    recorded_values,
     run_conversion,
 )
+from prepcli.commands.operations.opening import common_options, make_match_options, recorded_values
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.pad_vocab import check_seed, make_fill
 from prepcli.commands.operations.results import Conversion

@@ -14,12 +14,7 @@ from typing import Unpack
 
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
-    CommonOptions,
     PlannedConversion,
-    check_allow_overflow,
-    checkpoint_access,
-    common_options,
-    recorded_values,
     run_conversion,
 )
 from prepcli.commands.operations.export_adapter import plan_adapter_export
@@ -33,6 +28,13 @@ from prepcli.commands.operations.export_checks import (
     written_storage,
 )
 from prepcli.commands.operations.export_sources import select_parts, take_quantized_bytes
+from prepcli.commands.operations.opening import (
+    CommonOptions,
+    check_allow_overflow,
+    checkpoint_access,
+    common_options,
+    recorded_values,
+)
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.commands.operations.push import check_private, convert_and_push

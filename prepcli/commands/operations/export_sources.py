@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from prepcli.commands.operations.conversion import CommonOptions, open_checkpoint
+from prepcli.commands.operations.opening import CommonOptions, open_checkpoint
 from prepcli.commands.operations.options import ExportOptions
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error

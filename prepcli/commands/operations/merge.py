@@ -12,13 +12,11 @@ from typing import Unpack
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
-    checkpoint_access,
-    common_options,
-    recorded_values,
     run_conversion,
 )
 from prepcli.commands.operations.export import draft_export, plan_draft, report_fields
 from prepcli.commands.operations.export_sources import select_parts
+from prepcli.commands.operations.opening import checkpoint_access, common_options, recorded_values
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import ExportOptions, MergeOptions
 from prepcli.commands.operations.results import Conversion

@@ -14,11 +14,9 @@ from prepcli.commands.operations.conflicts import check_mutually_exclusive, reje
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
-    common_options,
-    make_match_options,
-    recorded_values,
     run_conversion,
 )
+from prepcli.commands.operations.opening import common_options, make_match_options, recorded_values
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import PadVocabOptions, SaveInitOptions
 from prepcli.commands.operations.results import Conversion

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from prepcli.commands.operations.conversion import CommonOptions
+from prepcli.commands.operations.opening import CommonOptions
 from prepcli.commands.operations.results import Conversion
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.observer import Observer

@@ -19,9 +19,9 @@ from typing import Any, Unpack
 import numpy as np
 
 from prepcli.commands.operations.chain_link import file_digests
-from prepcli.commands.operations.conversion import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.inspection_options import RoundtripOptions
+from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import SourceOptions
 from prepcli.commands.operations.output_location import check_output_location

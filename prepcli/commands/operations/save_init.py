@@ -16,11 +16,13 @@ from prepcli.commands.operations.conflicts import reject_without
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
+    run_conversion,
+)
+from prepcli.commands.operations.opening import (
     check_allow_overflow,
     common_options,
     make_match_options,
     recorded_values,
-    run_conversion,
 )
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import ReshardOptions, SaveInitOptions

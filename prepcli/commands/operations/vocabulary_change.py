@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import cast, get_args
 
-from prepcli.commands.operations.conversion import CommonOptions
+from prepcli.commands.operations.opening import CommonOptions
 from prepcli.commands.operations.options import SaveInitOptions
 from prepcli.commands.operations.save_init import plan_item, resolve_layout
 from prepcli.core.counts import count_text
