@@ -350,12 +350,7 @@ class LeafUse:
 
 
 def _tower_uses(source: Source, rows: Mapping[str, int]) -> Iterator[LeafUse]:
-    """Yield each tensor of a tower with its leaf.
-
-    Args:
-        source: The opened source.
-        rows: Rows of each tensor in the item.
-    """
+    """Yield each tensor of a tower with its leaf, given the rows of each tensor in the item."""
     for tensor in source.tower_tensors:
         if 0 not in tensor.shape:
             leaf = tower_leaf(tensor)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from prepcli.algebra.axis_map import ParsedAxisMap
 from prepcli.core.json_types import HFConfig
+from prepcli.formats.manifest import adapter_fields, step_fields
 from prepcli.models.partition import Spec
 from prepcli.planning.item_storage import Compression
 from prepcli.planning.layout_scales import LayoutScale
@@ -33,6 +34,8 @@ from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, MatchOptions, T
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.adam_state import AdamState
 from prepcli.sources.appended_files import shift_file_numbers
+from prepcli.sources.dequantized import quantization_entries
+from prepcli.sources.mapped import map_record
 from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.source import HF_FOLDER, Source, SourceTensor, match_source_tensors
 from prepcli.sources.vocabulary_tensors import VocabularyTensors, vocabulary_names
@@ -74,8 +77,7 @@ class Draft:
         digested: Streams that are read for their digests only.
         side_files: Files other than the weights, their index and config.json, by their names in a model's folder.
         config: Content of config.json. None for an output without this file.
-        first_settings: Fields of the manifest that come before those of the model.
-        settings: Fields of the manifest that come after those of the model.
+        settings: Fields of the manifest that the edits record.
     """
 
     source: Source
@@ -94,7 +96,6 @@ class Draft:
     digested: tuple[Stream, ...] = ()
     side_files: tuple[SmallFile, ...] = ()
     config: HFConfig | None = None
-    first_settings: Manifest = field(default_factory=Manifest)
     settings: Manifest = field(default_factory=Manifest)
 
     @property
@@ -333,4 +334,20 @@ def _settings(draft: Draft, placed: Placed, name: str) -> Manifest:
     keys = _LAST_TREE_KEYS if is_native else _LAST_FOLDER_KEYS
     first = Manifest(**{key: value for key, value in model.items() if key not in keys})
     last = Manifest(**{key: model[key] for key in keys if key in model})
-    return draft.first_settings | first | last | draft.settings
+    return _inherited_settings(draft, placed) | first | last | draft.settings
+
+
+def _inherited_settings(draft: Draft, placed: Placed) -> Manifest:
+    """Return the fields of the manifest that an output in prep's own tree keeps, and those of an adapter."""
+    source = draft.source
+    adapter = adapter_fields(source.tree_manifest)
+    if placed.settings.get("layout") != NATIVE_TREE:
+        is_adapter = draft.settings.get("kind") == "adapter"
+        return adapter if is_adapter else Manifest()
+    step = Manifest()
+    record = source.training_record
+    if placed.settings.kind == "train" and record is not None:
+        step = Manifest(step=record["step"], training_state=record)
+    elif placed.settings.kind == "train":
+        step = step_fields(source.tree_manifest)
+    return step | adapter | quantization_entries(source) | map_record(source)

@@ -54,14 +54,14 @@ from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import find_vocabulary
-from prepcli.targets.source_tokenizer import (
+from prepcli.targets.streams import VocabResize
+from prepcli.targets.token_files import (
     SourceTokenizer,
     VocabularyTokenizer,
+    files_with_tokens,
     open_tokenizer,
     tokens_for,
 )
-from prepcli.targets.streams import VocabResize
-from prepcli.targets.token_files import files_with_tokens
 
 ADD = "add-tokens"
 NORMALIZED_HINT = 'set "normalized" to false in a JSON list'

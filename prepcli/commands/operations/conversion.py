@@ -163,16 +163,7 @@ def _execute(
     plan_digest: str,
     observer: Observer,
 ) -> tuple[ConversionResult, Manifest, Share]:
-    """Write the output of a plan. Return its counts, its manifest, and the share of this process in the work.
-
-    Args:
-        common: Options of the conversion.
-        plan: The plan.
-        source: Source of the plan.
-        out: Folder or URL of the output.
-        plan_digest: Digest of the plan.
-        observer: Receives notes and progress.
-    """
+    """Write the output of a plan. Return its counts, its manifest, and the share of this process in the work."""
     share, launcher = requested_share(common.process_options.processes, os.environ)
     if launcher:
         observer.note(f"process {share.index} of {share.count}, according to {launcher}")

@@ -112,19 +112,7 @@ def plan_merge(
 ) -> PlannedConversion:
     """Plan the copy of the base's tensors, with the values of an adapter added to some of them.
 
-    Args:
-        adapter_path: Folder of the adapter.
-        source: Opened base.
-        located: Located base. Its model name determines the output's default name.
-        options: Options of the merge.
-        access: How a remote model with the towers of the base may be read.
-        check_base: Compare the base with the one that the adapter was trained with.
-
-    Returns:
-        Plan with the notes and fields of its report.
-
-    Raises:
-        PrepError: The adapter is not supported, or does not fit the base.
+    `check_base` compares the base with the one that the adapter was trained with.
     """
     _check_complete(source)
     # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.

@@ -243,9 +243,10 @@ def open_checkpoint(
 
 def note_file_names(common: CommonOptions, source: Source, observer: Observer) -> None:
     """Print a note if a multimodal model is read under the names in its files, although nothing asks for it."""
-    keeps_codes = _keeps_codes(common) and is_quantized(source.root)
-    is_choice = keeps_codes or common.verbatim is not None or source.manifest is not None
-    if not is_choice and (why := text_part_fault(source, common.drop)):
+    if common.verbatim is not None or source.manifest is not None:
+        return
+    why = text_part_fault(source, common.drop)
+    if why and not (_keeps_codes(common) and is_quantized(source.root)):
         observer.note(f"{source.display_name} is read under the names in its files: {why}")
 
 

@@ -116,16 +116,7 @@ def check_seed(init: str, seed: int | None) -> None:
 
 
 def make_fill(init: str, seed: int | None, source: Source) -> Fill:
-    """Return the fill of new rows.
-
-    Args:
-        init: Kind of values, one of FILL_KINDS.
-        seed: Seed of `normal`, below 2**64. None means 0.
-        source: Source whose config has the standard deviation of `normal` (`initializer_range`, default 0.02).
-
-    Raises:
-        PrepError: The kind is unknown, the seed is out of range, or `initializer_range` is invalid.
-    """
+    """Return the fill of new rows: `init` is one of FILL_KINDS, and the seed of `normal` is 0 if it is None."""
     if init not in FILL_KINDS:
         raise usage_error(
             text("unknown {}", Option("init", init)),
@@ -150,19 +141,7 @@ def make_fill(init: str, seed: int | None, source: Source) -> Fill:
 def plan_pad_vocab(
     options: PadVocabOptions, source: Source, located: LocatedCheckpoint
 ) -> PlannedConversion:
-    """Plan a copy of each tensor to the file of the same name, with more rows in the vocabulary's tensors.
-
-    Args:
-        options: Size and fill of the new rows.
-        source: Opened source.
-        located: Located source. Its model name determines the output's default name.
-
-    Returns:
-        Plan with the notes and fields of its report.
-
-    Raises:
-        PrepError: The source is an Orbax checkpoint, or does not match the request or its family.
-    """
+    """Plan a copy of each tensor to the file of the same name, with more rows in the vocabulary's tensors."""
     _check_source_kind(source)
     draft = start_draft(
         source,
@@ -270,18 +249,7 @@ def _vocabulary_line(draft: Draft, init: str) -> str:
 def padded_vocab_rows(
     options: SaveInitOptions, source: Source, *, vocabulary: Vocabulary, partitioning: Partitioning
 ) -> int:
-    """Return the rows of the vocabulary in an Orbax checkpoint.
-
-    Args:
-        options: Options with the padding.
-        source: The opened source.
-        vocabulary: True and stored size in the source.
-        partitioning: Mesh and rules of the output.
-
-    Raises:
-        UsageError: The padding is neither `no` nor `auto`, nor a multiple.
-        PrepError: It would remove rows.
-    """
+    """Return the rows of the vocabulary in an Orbax checkpoint, for the padding `no`, `auto` or a multiple."""
     pad_vocab = str(options["pad_vocab"])
     if pad_vocab == "no":
         return vocabulary.stored_size

@@ -93,19 +93,7 @@ def remove_tokens(
 def plan_remove_tokens(
     options: RemoveTokensOptions, source: Source, located: LocatedCheckpoint
 ) -> PlannedConversion:
-    """Plan a copy of a folder without the tokens of the last addition.
-
-    Args:
-        options: Options of the command.
-        source: Opened source.
-        located: Located source. Its model name determines the output's default name.
-
-    Returns:
-        Plan with the notes and fields of its report.
-
-    Raises:
-        PrepError: There is no addition, or vocabulary or tokenizer were changed since.
-    """
+    """Plan a copy of a checkpoint without the tokens of the last addition."""
     check_source(source, REMOVE)
     additions = recorded_additions(source)
     if not additions:

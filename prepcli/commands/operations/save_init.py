@@ -38,10 +38,8 @@ from prepcli.core.progress import Progress
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.codecs import parse_compression
 from prepcli.formats.manifest import (
-    adapter_fields,
     find_manifest_folder,
     read_manifest,
-    step_fields,
 )
 from prepcli.formats.ocdbt import MAX_ENTRIES
 from prepcli.formats.orbax import find_item
@@ -50,14 +48,12 @@ from prepcli.models.rule_text import merge_rules, with_default_preset
 from prepcli.models.rules import LeafDims, check_leaf_rules
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.item_storage import ORBAX_STORAGES
-from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.planning.tensor_match import TensorMatch
-from prepcli.sources.dequantized import is_quantized, quantization_entries
+from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.mapped import map_record
 from prepcli.sources.model_family import as_verbatim, truncate_layers
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.orbax_item import (
@@ -200,21 +196,7 @@ def plan_orbax_item(
     params_only: bool = False,
     command: str = "save-init",
 ) -> PlannedConversion:
-    """Plan the copy of every tensor to its leaf, in chunks for the mesh.
-
-    Args:
-        options: Mesh, scan axis, padding, dtype and compression.
-        source: Opened source.
-        located: Located source. Its model name determines the output's default name.
-        params_only: Drop the optimizer state.
-        command: `save-init` or `reshard`.
-
-    Returns:
-        Plan with the notes and fields of its report.
-
-    Raises:
-        PrepError: The source is of the wrong kind, or does not match the request, its family or the mesh.
-    """
+    """Plan the copy of every tensor to its leaf, in chunks for the mesh. The command is `save-init` or `reshard`."""
     _check_source_kind(command, source)
     source, left = _converted_part(options, source, params_only)
     if source.family.is_verbatim:
@@ -237,13 +219,15 @@ def plan_orbax_item(
     check_leaf_rules(layout.partitioning.rules, _leaf_dims(source, axis_maps, draft.match))
     draft = with_rows(draft, num_rows, make_fill(options["init"], options["seed"], source))
     draft = replace(with_source_state(draft), left=left)
-    placed, plan = plan_item(
+    placed = layout.place(draft)
+    plan = make_plan(
         draft,
-        layout,
+        placed,
         command=command,
         request=_command_line(command, options, source, params_only=params_only),
         name=located.model_name,
     )
+    check_index_size(plan)
     notes = (*source.made_files.remarks, *_layout_lines(draft, layout, placed))
     if source.training_record is not None and layout.is_training_step:
         notes += tuple(imported_state_notes(source.training_record))
@@ -260,27 +244,8 @@ def plan_orbax_item(
     )
 
 
-def plan_item(
-    draft: Draft, layout: OrbaxLayout, *, command: str, request: str, name: str
-) -> tuple[Placed, Plan]:
-    """Return the placed leaves of a draft in prep's own tree, and the plan of the item. See `make_plan`.
-
-    Raises:
-        UsageError: The index of the output would have more entries than prep reads.
-        PrepError: The draft does not fit the layout.
-    """
-    first = Manifest()
-    source = draft.source
-    record = source.training_record
-    if layout.is_training_step and record is not None:
-        first = Manifest(step=record["step"], training_state=record)
-    elif layout.is_training_step:
-        first = step_fields(source.tree_manifest)
-    first |= adapter_fields(source.tree_manifest)
-    first |= quantization_entries(source) | map_record(source)
-    draft = replace(draft, first_settings=first)
-    placed = layout.place(draft)
-    plan = make_plan(draft, placed, command=command, request=request, name=name)
+def check_index_size(plan: Plan) -> None:
+    """Raise UsageError if the index of the output would have more entries than prep reads."""
     num_entries = plan.chunk_count + len(plan.leaves)
     if num_entries > MAX_ENTRIES:
         what = f"{plan.source_name} would have {plan.chunk_count:,} chunks"
@@ -289,7 +254,6 @@ def plan_item(
             "use a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules")
         )
         raise usage_error(what, why, hint)
-    return placed, plan
 
 
 def _output_suffix(command: str, layout: OrbaxLayout) -> str:

@@ -52,9 +52,6 @@ def read_training_state(source: Source) -> AdamState:
 
     A step of a run has the settings of its optimizer in the recipe of its manifest.
 
-    Args:
-        source: The opened source.
-
     Raises:
         PrepError: The source has no state of AdamW, or moments of some parameters are missing.
         DamagedError: The recipe in the manifest is broken.

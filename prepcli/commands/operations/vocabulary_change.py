@@ -11,7 +11,7 @@ from typing import cast, get_args
 
 from prepcli.commands.operations.opening import CommonOptions
 from prepcli.commands.operations.options import SaveInitOptions
-from prepcli.commands.operations.save_init import plan_item, resolve_layout
+from prepcli.commands.operations.save_init import check_index_size, resolve_layout
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.core.lists import join_names
@@ -106,15 +106,7 @@ def draft_change(
     resize: VocabResize,
     files: Mapping[str, bytes | None],
 ) -> Draft:
-    """Return a draft of a checkpoint with other tokens.
-
-    Args:
-        source: The checkpoint.
-        present: Its vocabulary.
-        vocabulary: The vocabulary of the output.
-        resize: Copied and new rows.
-        files: New content of small files, by name. None removes a file.
-    """
+    """Return a draft of a checkpoint with other rows and other small files. Content None removes a file."""
     # Other tensors that the family ignores, such as buffers, are copied to a folder. Only `--drop` removes a tensor.
     kept = {tensor.name for tensor in source.tensors} if source.tensor_file_names else ()
     draft = resize_vocabulary(draft_of(source, present, kept=kept), vocabulary, resize)
@@ -143,12 +135,14 @@ def plan_change(draft: Draft, *, command: str, request: str, name: str) -> Plan:
         settings = Manifest(vocab=vocab) | draft.settings
         draft = replace(draft, left=source.extra_entries, settings=settings)
         placed = place_in_source_files(draft)
-        return make_plan(draft, placed, command=command, request=request, name=name)
-    _check_state(source)
-    # New rows of moments are zeros: no step has changed them.
-    resize = replace(draft.resize, zero_tensors=frozenset(_moments(draft)))
-    draft = with_source_state(replace(draft, resize=resize))
-    _, plan = plan_item(draft, layout, command=command, request=request, name=name)
+    else:
+        _check_state(source)
+        # New rows of moments are zeros: no step has changed them.
+        resize = replace(draft.resize, zero_tensors=frozenset(_moments(draft)))
+        draft = with_source_state(replace(draft, resize=resize))
+        placed = layout.place(draft)
+    plan = make_plan(draft, placed, command=command, request=request, name=name)
+    check_index_size(plan)
     return plan
 
 
