@@ -1,9 +1,13 @@
 """The planner of all outputs: a draft, which edits have made from a source, and a layout become a plan.
 
-draft = start_draft(source, stored_axis_maps(source))     # the parameters, as the source has them
-draft = resize(draft, vocabulary)                          # edits: each one returns a new draft
-placed = place_safetensors(draft, shard_nbytes)            # a layout: where each tensor is written
-plan = make_plan(draft, placed, command="export", request=line, name="llama")
+An export, for example:
+
+    draft = start_draft(source, stored_axis_maps(source))    # the parameters, as the source has them
+    draft = with_rows(draft, 131)                            # edits: each one returns a new draft
+    placed = place_safetensors(draft, shard_nbytes)          # a layout: where each tensor is written
+    plan = make_plan(draft, placed, command="export", request=line, name="llama")
+
+Streams, settings and small files follow from the draft and its layout, not from the command.
 """
 
 from __future__ import annotations
