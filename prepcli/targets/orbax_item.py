@@ -112,6 +112,8 @@ class OrbaxLayout:
     def place(self, draft: Draft) -> Placed:
         """Place the tensors of a draft in leaves, including those of a training state.
 
+        The draft has the axis maps of this layout.
+
         Raises:
             PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide
                 a dim.
@@ -121,7 +123,7 @@ class OrbaxLayout:
         source = draft.source.cast(draft.dtype)
         family = source.family
         sizes = family.sizes(source.config) | {"vocab": draft.vocabulary.stored_size}
-        bound = {path: bind_row(row, sizes) for path, row in self.axis_maps(source).items()}
+        bound = {path: bind_row(row, sizes) for path, row in draft.axis_maps.items()}
         uses = [*_tower_uses(source, draft.row_counts), *_leaf_uses(source, draft.match, bound)]
         # Compressed chunks are written from raw chunks in data files.
         storage = OCDBT if self.compression else self.storage

@@ -66,6 +66,7 @@ class Draft:
 
     Attributes:
         source: The source. Edits have taken parts out of it, or added files to it.
+        axis_maps: Axis maps of its parameters, by path of their leaf.
         match: The match of its parameters with the leaves of their family.
         resize: The tensors of the vocabulary, and the rows to copy, to fill and to leave out.
         vocabulary: True and stored size in the output.
@@ -85,6 +86,7 @@ class Draft:
     """
 
     source: Source
+    axis_maps: Mapping[str, ParsedAxisMap]
     match: TensorMatch
     resize: VocabResize
     vocabulary: Vocabulary
@@ -166,7 +168,7 @@ def start_draft(
     vocabulary = source.vocabulary(true_vocab)
     match = match_source_tensors(source, axis_maps, options)
     names = vocabulary_names(source, match, vocabulary)
-    present = VocabularyTensors(vocabulary, match, names, frozenset())
+    present = VocabularyTensors(vocabulary, axis_maps, match, names, frozenset())
     return draft_of(source, present, dtype=dtype, kept=kept)
 
 
@@ -182,6 +184,7 @@ def draft_of(
     parameters = [t for t in source.tensors if t.name in match.uses or t.name in kept]
     return Draft(
         source=source,
+        axis_maps=present.axis_maps,
         match=match,
         resize=VocabResize(present.vocabulary, present.names, Fill("zeros")),
         vocabulary=present.vocabulary,

@@ -162,7 +162,7 @@ def plan_add_tokens(
     check_padded_size(num_tokens, Option("tokens", str(options["tokens"])))
     contents, addition = _change_files(options["init"], source, opened, vocabulary, tokens)
     added = _added_record(addition)
-    num_rows = padded_rows(source, max(num_tokens, vocabulary.stored_size))
+    num_rows = padded_rows(source, present, max(num_tokens, vocabulary.stored_size))
     name = f"{located.model_name}-added"
     resize = VocabResize(
         vocabulary,

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
+from prepcli.algebra.axis_map import ParsedAxisMap
 from prepcli.commands.operations.conflicts import check_mutually_exclusive, reject_without
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
@@ -246,19 +248,15 @@ def _vocabulary_line(draft: Draft, init: str) -> str:
     return f"vocabulary {stored_size} -> {size} ({added}){tie_note}"
 
 
-def padded_vocab_rows(
-    options: SaveInitOptions, source: Source, *, vocabulary: Vocabulary, partitioning: Partitioning
-) -> int:
+def padded_vocab_rows(options: SaveInitOptions, draft: Draft, partitioning: Partitioning) -> int:
     """Return the rows of the vocabulary in an Orbax checkpoint, for the padding `no`, `auto` or a multiple."""
+    vocabulary = draft.vocabulary
     pad_vocab = str(options["pad_vocab"])
     if pad_vocab == "no":
         return vocabulary.stored_size
     if pad_vocab == "auto":
-        axis_maps = source_axis_maps(source)
-        dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items()}
         # From the stored size, because save-init never removes rows: 50257 rows on mp=4 become 50260.
-        num_shards = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
-        return -(-vocabulary.stored_size // num_shards) * num_shards
+        return mesh_rows(draft.axis_maps, partitioning, vocabulary.stored_size)
     option = Option("pad_vocab", pad_vocab)
     is_number = pad_vocab.isdecimal() and len(pad_vocab) <= MAX_MULTIPLE_DIGITS
     if not is_number or int(pad_vocab) < 1:
@@ -273,3 +271,12 @@ def padded_vocab_rows(
         hint = text("{} removes padding", Command("export"))
         raise PrepError(text("{} would remove rows", option), why, hint)
     return padded
+
+
+def mesh_rows(
+    axis_maps: Mapping[str, ParsedAxisMap], partitioning: Partitioning, num_rows: int
+) -> int:
+    """Return the smallest number of rows from `num_rows` on that the mesh divides."""
+    dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items()}
+    multiple = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
+    return -(-num_rows // multiple) * multiple

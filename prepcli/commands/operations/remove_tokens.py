@@ -103,7 +103,7 @@ def plan_remove_tokens(
     addition = additions[-1]
     present = find_vocabulary(source, make_match_options(options))
     _check_vocabulary(source, present.vocabulary.true_size, addition)
-    num_rows = padded_rows(source, addition.padded_vocab_size)
+    num_rows = padded_rows(source, present, addition.padded_vocab_size)
     old_vocabulary = Vocabulary(addition.true_vocab_size, num_rows)
     contents: dict[str, bytes | None] = {**files_without_tokens(source, addition)}
     contents[RECORD_FILE] = encode_record(additions[:-1]) if additions[:-1] else None

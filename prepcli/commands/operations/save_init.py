@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.algebra.axis_map import ParsedAxisMap
 from prepcli.commands.operations.conflicts import reject_without
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
@@ -51,7 +50,6 @@ from prepcli.planning.item_storage import ORBAX_STORAGES
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.state_names import OPT_STATE_RULE
-from prepcli.planning.tensor_match import TensorMatch
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import as_verbatim, truncate_layers
@@ -204,19 +202,15 @@ def plan_orbax_item(
         if options["dtype"]:
             source = as_verbatim(source, options["dtype"])
     layout = resolve_layout(options, source, params_only=params_only)
-    vocabulary = source.vocabulary(options["true_vocab"])
-    num_rows = padded_vocab_rows(
-        options, source, vocabulary=vocabulary, partitioning=layout.partitioning
-    )
-    axis_maps = layout.axis_maps(source)
     draft = start_draft(
         source,
-        axis_maps,
+        layout.axis_maps(source),
         make_match_options(options),
         true_vocab=options["true_vocab"],
         dtype=options["dtype"],
     )
-    check_leaf_rules(layout.partitioning.rules, _leaf_dims(source, axis_maps, draft.match))
+    check_leaf_rules(layout.partitioning.rules, _leaf_dims(draft))
+    num_rows = padded_vocab_rows(options, draft, layout.partitioning)
     draft = with_rows(draft, num_rows, make_fill(options["init"], options["seed"], source))
     draft = replace(with_source_state(draft), left=left)
     placed = layout.place(draft)
@@ -303,17 +297,15 @@ def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[Dro
     return replace(source, state_tensors=tuple(scales)), dropped
 
 
-def _leaf_dims(
-    source: Source, axis_maps: Mapping[str, ParsedAxisMap], match: TensorMatch
-) -> dict[str, LeafDims]:
+def _leaf_dims(draft: Draft) -> dict[str, LeafDims]:
     """Return the dims of each leaf of the output, by path."""
     # A tied head has no leaf in the output, so a rule for it would have no effect.
-    tied_leaf = source.family.tying.head_leaf if match.is_tied else None
+    tied_leaf = draft.source.family.tying.head_leaf if draft.match.is_tied else None
     dims: dict[str, LeafDims] = {}
-    for path, axis_map in axis_maps.items():
+    for path, axis_map in draft.axis_maps.items():
         if path != tied_leaf:
             dims[path] = axis_map.leaf_dims
-    for tensor in source.tower_tensors:
+    for tensor in draft.source.tower_tensors:
         dims[tower_leaf(tensor)] = tuple((f"d{axis}",) for axis in range(len(tensor.shape)))
     return dims
 

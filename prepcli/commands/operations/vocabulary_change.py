@@ -11,13 +11,13 @@ from typing import cast, get_args
 
 from prepcli.commands.operations.opening import CommonOptions
 from prepcli.commands.operations.options import SaveInitOptions
+from prepcli.commands.operations.pad_vocab import mesh_rows
 from prepcli.commands.operations.save_init import check_index_size, resolve_layout
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.core.lists import join_names
 from prepcli.core.option_spec import with_defaults
 from prepcli.formats.added_tokens import RECORD_FILE, Addition, parse_record
-from prepcli.models.partition import vocab_multiple
 from prepcli.planning.item_storage import StorageName
 from prepcli.planning.manifest_fields import Manifest, VocabularyRecord
 from prepcli.planning.plan import Plan, SmallFile
@@ -26,7 +26,7 @@ from prepcli.planning.state_rows import is_leaf_path
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
-from prepcli.sources.source import Source, source_axis_maps
+from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import VocabularyTensors
 from prepcli.targets.orbax_item import OrbaxLayout
 from prepcli.targets.planner import (
@@ -89,14 +89,12 @@ def check_source(source: Source, command: str) -> None:
         raise usage_error(what, "its embedding is not known", hint)
 
 
-def padded_rows(source: Source, num_rows: int) -> int:
+def padded_rows(source: Source, present: VocabularyTensors, num_rows: int) -> int:
     """Return the rows of a vocabulary in the output. For an Orbax checkpoint they are a multiple for its mesh."""
     layout = _item_layout(source)
     if layout is None or layout.partitioning.mesh is None:
         return num_rows
-    dims = {path: axis_map.leaf_dims for path, axis_map in source_axis_maps(source).items()}
-    multiple = vocab_multiple(dims, layout.partitioning.mesh, layout.partitioning.rules)
-    return -(-num_rows // multiple) * multiple
+    return mesh_rows(present.axis_maps, layout.partitioning, num_rows)
 
 
 def draft_change(
