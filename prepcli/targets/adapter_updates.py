@@ -65,8 +65,8 @@ class BaseAdapter:
 def merge_adapter(draft: Draft, adapter: BaseAdapter) -> tuple[Draft, Source]:
     """Return the draft of a base with the values of an adapter, and the source with the tensors of both.
 
-    The draft also has a stream for each matrix of the adapter. It is digested and not written, so that a change of the
-    adapter during the merge is noticed, like a change of the base.
+    The draft also has a stream for each matrix of the adapter. The stream is digested and not written. A change of the
+    adapter during the merge is noticed this way, like a change of the base.
 
     Raises:
         PrepError: The adapter is not supported, or does not fit the base.
@@ -184,7 +184,7 @@ def _name_in_base(name: str, source: Source, modules: Mapping[str, str]) -> str:
 def _whole_tensors(
     tensors: tuple[SourceTensor, ...], adapter: BaseAdapter, source: Source
 ) -> tuple[dict[str, SourceTensor], list[str]]:
-    """Return the tensors of modules that the adapter has whole copies of, by name, and the unused ones.
+    """Return the adapter's whole copies of tensors, by name, and the names of its unused tensors.
 
     A tied head is unused: PEFT ties it to the embedding of the adapter again.
 
@@ -224,7 +224,7 @@ def _whole_tensors(
 
 
 def _with_whole_parts(source: Source, whole: Mapping[str, SourceTensor]) -> Iterator[SourceTensor]:
-    """Yield the tensors of a base, with each replaced one made from the parts that are merged.
+    """Yield the tensors of a base, with the merged parts of each replaced one.
 
     The digests of the parts are compared before the merge. Those of a base and an adapter may cover other rows than the
     merge reads from each, and PEFT records none.
@@ -267,7 +267,7 @@ def _matrix_streams(
 def _low_rank_updates(
     draft: Draft, matrices: Mapping[str, Matrices], adapter: BaseAdapter
 ) -> Iterator[tuple[str, LowRankUpdate]]:
-    """Yield the name of each tensor that changes with its update.
+    """Yield the name of each changed tensor with its update.
 
     Raise PrepError if the base lacks a tensor.
     """

@@ -110,7 +110,7 @@ class OrbaxLayout:
         return source_axis_maps(source, self.scan, self.scan_axis)
 
     def place(self, draft: Draft) -> Placed:
-        """Place the tensors of a draft in leaves, including those of a training state.
+        """Place the tensors of a draft in leaves, also its training state.
 
         The draft has the axis maps of this layout.
 

@@ -73,16 +73,16 @@ class Draft:
         tensors: The parameters and towers to write, with the dtypes of the output.
         state_tensors: The training state and the scales of decoded weights to write.
         state: The training state, if it is written in the form of another library.
-        dropped: Source tensors that are left out on purpose.
-        left: Other parts of the source that the output does not have.
+        dropped: Source tensors without a place in the output, each by a rule.
+        left: Other parts of the source without a place in the output.
         dtype: Requested dtype of the parameters, or None.
         scales: Scales of values in the tree of another library, by tensor.
         updates: Matrices of an adapter to add to values, by tensor.
-        replaced: Tensors of an adapter that replace the base's, by tensor.
-        digested: Streams that are read for their digests only.
+        replaced: Tensors of an adapter in place of the base's, by tensor.
+        digested: Streams to read for their digests only.
         side_files: Files other than the weights, their index and config.json, by their names in a model's folder.
         config: Content of config.json. None for an output without this file.
-        settings: Fields of the manifest that the edits record.
+        settings: Fields of the manifest about the edits.
     """
 
     source: Source
@@ -121,7 +121,7 @@ class Placed:
     Attributes:
         files: The data files.
         locations: Locations of each tensor, by name. Empty for a tensor without elements.
-        index: Small files that belong to the layout, e.g. an index of several files.
+        index: Small files of the layout, e.g. an index of several files.
         has_index_first: Whether the index comes before the side files.
         leaves: Leaves of an Orbax item, otherwise empty.
         folder: Folder of the leaves in the output, or empty for the output itself.
@@ -155,12 +155,12 @@ def start_draft(
     """Return the draft of an output with all parameters of a source, and its vocabulary as it is stored.
 
     Args:
-        source: The source, after the edits that take parts out of it.
+        source: The source, without the parts to leave out.
         axis_maps: Axis maps of its parameters.
         options: Options of their match.
         true_vocab: Unpadded size of the vocabulary. By default, the size in the config.
         dtype: Dtype of the parameters, or None to keep theirs.
-        kept: Tensors without a leaf that are written too.
+        kept: Tensors to write although they have no leaf.
 
     Raises:
         PrepError: Tensors are missing, unexpected or of another shape.
@@ -323,7 +323,7 @@ def _small_files(draft: Draft, placed: Placed) -> tuple[SmallFile, ...]:
 
 
 def _settings(draft: Draft, placed: Placed, name: str) -> Manifest:
-    """Return the fields of the manifest that describe the model."""
+    """Return the manifest's description of the model."""
     source = draft.source
     model = Manifest(name=name, kind="hf", family=source.family.name)
     if draft.config is not None:
@@ -345,7 +345,7 @@ def _settings(draft: Draft, placed: Placed, name: str) -> Manifest:
 
 
 def _inherited_settings(draft: Draft, placed: Placed) -> Manifest:
-    """Return the fields of the manifest that an output in prep's own tree keeps, and those of an adapter."""
+    """Return the fields of the source's manifest to keep: for prep's own tree, and for an adapter."""
     source = draft.source
     adapter = adapter_fields(source.tree_manifest)
     if placed.settings.get("layout") != NATIVE_TREE:

@@ -1,6 +1,6 @@
 """Layouts of folders with safetensors files: of transformers, of PEFT, and of a user's map.
 
-Files, headers and index are those that transformers loads without options.
+transformers loads the files without options.
 """
 
 from __future__ import annotations

@@ -132,12 +132,8 @@ def run_conversion(
         view = planned.source_view or source
         result, manifest, share = _execute(common, plan, view, out, fields["plan_digest"], recorder)
         seconds = time.monotonic() - started_s
-        _note_result(common, plan, out, result, manifest, seconds, recorder)
         fields["accounting"]["changed_values"] = count_changed_values(manifest.casts)
-        if plan.compression:
-            details["compress"] = compression_fields(plan, manifest)
-        details |= {"output": str(out), "casts": manifest.casts}
-        details |= result_fields(result, common.memory_nbytes)
+        details |= _report_result(common, plan, out, result, manifest, seconds, recorder)
         if share.count > 1:
             details["processes"] = process_fields(share, common.process_options)
     return Conversion(
@@ -193,7 +189,7 @@ def _execute(
     return result, manifest, pool.share
 
 
-def _note_result(
+def _report_result(
     common: CommonOptions,
     plan: Plan,
     out: Path | str,
@@ -201,14 +197,23 @@ def _note_result(
     manifest: Manifest,
     seconds: float,
     observer: Observer,
-) -> None:
-    """Note the casts, the time and the compression of a written output."""
+) -> dict[str, object]:
+    """Note the casts, the time and the compression of a written output, and return their JSON fields."""
     for entry in manifest.casts:
         observer.note(format_cast(entry))
     line = closing_line(plan, out, result, manifest.casts, seconds, common.memory_nbytes)
     observer.note(line)
+    details: dict[str, object] = {}
     if plan.compression:
-        observer.note(compression_line(compression_fields(plan, manifest)))
+        compression = compression_fields(plan, manifest)
+        details["compress"] = compression
+        observer.note(compression_line(compression))
+    return {
+        **details,
+        "output": str(out),
+        "casts": manifest.casts,
+        **result_fields(result, common.memory_nbytes),
+    }
 
 
 def _is_read_from_bucket(plan: Plan) -> bool:

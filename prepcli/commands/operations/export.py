@@ -369,7 +369,7 @@ def _command_line(options: ExportOptions, source: Source) -> str:
 def _plan_adapter(
     options: ExportOptions, source: Source, located: LocatedCheckpoint
 ) -> PlannedConversion:
-    """Plan the export of a step of a run with LoRA: its trained adapters, in the files that PEFT reads."""
+    """Plan the export of trained adapters to the files of PEFT."""
     _check_adapter_request(options, source)
     check_no_adapter(options, source)
     manifest = source.tree_manifest

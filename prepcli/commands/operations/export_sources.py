@@ -209,7 +209,7 @@ def _conflict(options: ExportOptions) -> Option | None:
 
 
 def _decoded_dtype(manifest: Manifest) -> str:
-    """Return the dtype of the decoded weights, which is the same for all."""
+    """Return the dtype of the decoded weights, the same for all."""
     record = manifest.tensors.get(next(iter(manifest.quantized)))
     return record.get("dtype", DECODED_DTYPE) if record else DECODED_DTYPE
 

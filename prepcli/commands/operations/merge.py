@@ -112,7 +112,7 @@ def plan_merge(
 ) -> PlannedConversion:
     """Plan the copy of the base's tensors, with the values of an adapter added to some of them.
 
-    `check_base` compares the base with the one that the adapter was trained with.
+    `check_base` compares the base with the adapter's own.
     """
     _check_complete(source)
     # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.

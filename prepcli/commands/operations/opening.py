@@ -101,7 +101,7 @@ def common_options(
     dry_run: bool = False,
     process_options: ProcessOptions | None = None,
 ) -> CommonOptions:
-    """Return the common options of an operation, given all of its options. Those that it lacks have their defaults."""
+    """Return the common options of an operation, given all of its options. Missing ones have their defaults."""
     named = {_FIELD_NAMES.get(name, name): value for name, value in options.items()}
     values = {name: value for name, value in named.items() if name in _COMMON_FIELDS}
     for name in ("config", "lock", "tensor_map"):

@@ -276,7 +276,7 @@ def padded_vocab_rows(options: SaveInitOptions, draft: Draft, partitioning: Part
 def mesh_rows(
     axis_maps: Mapping[str, ParsedAxisMap], partitioning: Partitioning, num_rows: int
 ) -> int:
-    """Return the smallest number of rows from `num_rows` on that the mesh divides."""
+    """Return the smallest multiple for the mesh, of at least `num_rows` rows."""
     dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items()}
     multiple = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
     return -(-num_rows // multiple) * multiple
