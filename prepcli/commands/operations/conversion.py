@@ -41,7 +41,7 @@ from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.shares import Share, requested_share
 from prepcli.planning.tensors import CastEntry
-from prepcli.remote.object_store import parse_url
+from prepcli.remote.object_store import ObjectStoreUrl, parse_url
 from prepcli.sources.locate import LocatedCheckpoint, check_stream
 from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import prediction_vocabulary
@@ -72,30 +72,44 @@ class PlannedConversion:
     source_view: Source | None = None
 
 
-def run_conversion(
+@dataclass(frozen=True, slots=True)
+class OpenedConversion:
+    """The opened source of a conversion, before its plan.
+
+    Attributes:
+        common: Options of the conversion.
+        located: The located checkpoint.
+        source: Its opened source.
+        observer: Receives notes, warnings and progress, and keeps the warnings for the result.
+        url: URL of the output. None for a folder.
+        started_s: Start of the conversion, on the monotonic clock.
+    """
+
+    common: CommonOptions
+    located: LocatedCheckpoint
+    source: Source
+    observer: RecordingObserver
+    url: ObjectStoreUrl | None
+    started_s: float
+
+
+def open_conversion(
     common: CommonOptions,
     observer: Observer,
-    make_plan: Callable[[Source, LocatedCheckpoint], PlannedConversion],
     is_candidate: Callable[[Path], bool] = Path.is_dir,
     *,
     allow_adapters: bool = False,
-) -> Conversion:
-    """Plan a conversion, and execute the plan unless this is a dry run.
-
-    An output with a URL is written to the object store from memory.
+) -> OpenedConversion:
+    """Open the source of a conversion. Only headers are read.
 
     Args:
         common: Options of the conversion.
         observer: Receives notes, warnings and progress.
-        make_plan: Makes the plan from the opened source.
         is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
-        allow_adapters: Open an adapter of PEFT, so that `make_plan` can refuse it with its own message.
-
-    Returns:
-        The output's path, counts and times.
+        allow_adapters: Open an adapter of PEFT, so that the plan can refuse it with its own message.
 
     Raises:
-        PrepError: The source, the options or the output are invalid, or reading or writing failed.
+        PrepError: The source or the options are invalid, or the source cannot be read.
     """
     started_s = time.monotonic()
     recorder = RecordingObserver(observer)
@@ -105,7 +119,24 @@ def run_conversion(
     located, source = open_checkpoint(common, recorder, is_candidate, allow_adapters=allow_adapters)
     check_config_option(common, source)
     check_stream(common.stream, located)
-    planned = make_plan(source, located)
+    return OpenedConversion(
+        common, located, source, observer=recorder, url=url, started_s=started_s
+    )
+
+
+def run_conversion(opened: OpenedConversion, planned: PlannedConversion) -> Conversion:
+    """Execute the plan of a conversion, unless this is a dry run.
+
+    An output with a URL is written to the object store from memory.
+
+    Raises:
+        PrepError: The output is invalid, or reading or writing failed.
+    """
+    common = opened.common
+    located = opened.located
+    source = opened.source
+    recorder = opened.observer
+    url = opened.url
     plan = _with_origin(planned.plan, source, located)
     check_output_paths(plan)
     next_command = planned.next_command
@@ -131,7 +162,7 @@ def run_conversion(
     else:
         view = planned.source_view or source
         result, manifest, share = _execute(common, plan, view, out, fields["plan_digest"], recorder)
-        seconds = time.monotonic() - started_s
+        seconds = time.monotonic() - opened.started_s
         fields["accounting"]["changed_values"] = count_changed_values(manifest.casts)
         details |= _report_result(common, plan, out, result, manifest, seconds, recorder)
         if share.count > 1:
@@ -140,7 +171,7 @@ def run_conversion(
         path=Path(out),
         bytes_read=result.read_nbytes,
         bytes_written=result.written_nbytes,
-        seconds=time.monotonic() - started_s,
+        seconds=time.monotonic() - opened.started_s,
         peak_bytes=result.peak_nbytes,
         already_done=result.already_done,
         plan_digest=fields["plan_digest"],

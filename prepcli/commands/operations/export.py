@@ -9,12 +9,13 @@ import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Unpack
 
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
+    OpenedConversion,
     PlannedConversion,
+    open_conversion,
     run_conversion,
 )
 from prepcli.commands.operations.export_checks import (
@@ -32,7 +33,6 @@ from prepcli.commands.operations.export_sources import (
     take_quantized_bytes,
 )
 from prepcli.commands.operations.opening import (
-    CommonOptions,
     check_allow_overflow,
     checkpoint_access,
     common_options,
@@ -146,10 +146,8 @@ def export(
 
     def convert() -> Conversion:
         # A plan reads only headers.
-        plan = partial(
-            plan_export, options, common=common, observer=observer, check_towers=not dry_run
-        )
-        return run_conversion(common, observer, plan)
+        opened = open_conversion(common, observer)
+        return run_conversion(opened, plan_export(options, opened, check_towers=not dry_run))
 
     repository = options["push"]
     if repository is None:
@@ -163,38 +161,22 @@ def export(
 
 
 def plan_export(
-    options: ExportOptions,
-    source: Source,
-    located: LocatedCheckpoint,
-    *,
-    common: CommonOptions,
-    observer: Observer,
-    check_towers: bool = True,
+    options: ExportOptions, opened: OpenedConversion, *, check_towers: bool
 ) -> PlannedConversion:
     """Plan the copy of every tensor to the files of the requested layout.
 
-    Args:
-        options: Layout, padding, dtype and maximum file size.
-        source: Opened source.
-        located: Located source. Its model name determines the output's default name.
-        common: Options to open further models with: the one with the towers, and the quantised one.
-        observer: Receives notes.
-        check_towers: Whether to compare the towers of a multimodal model with a training step's record of them.
-
-    Returns:
-        Plan with the notes and fields of its report.
-
-    Raises:
-        PrepError: The request does not fit the source, or tensors are missing, unexpected or of another shape.
+    `check_towers` compares the towers of a multimodal model with a training step's record of them.
     """
+    source = opened.source
+    located = opened.located
     if source.tree_manifest.is_adapter:
         return _plan_adapter(options, source, located)
-    access = checkpoint_access(common, observer)
+    access = checkpoint_access(opened.common, opened.observer)
     source = select_parts(options, source, access, check_digest=check_towers)
     check_request(options, source)
     if options["training_state"]:
         check_state_request(options, source)
-    source = take_quantized_bytes(options, source, located, common, observer)
+    source = take_quantized_bytes(options, source, located, opened.common, opened.observer)
     written_map = read_export_map(options, source)
     draft = draft_export(options, source, written_map)
     plan = plan_draft(

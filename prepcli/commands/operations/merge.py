@@ -11,7 +11,9 @@ from typing import Unpack
 
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
+    OpenedConversion,
     PlannedConversion,
+    open_conversion,
     run_conversion,
 )
 from prepcli.commands.operations.export import draft_export, plan_draft, report_fields
@@ -30,7 +32,6 @@ from prepcli.formats.manifest import NO_MANIFEST, SAMPLE_DIGEST_KEY, read_manife
 from prepcli.planning.manifest_fields import Manifest, MergedAdapter
 from prepcli.restore.digest_checks import sample_digest
 from prepcli.sources.folders import Access
-from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.peft_folder import is_adapter
 from prepcli.sources.source import Source
 from prepcli.targets.adapter_updates import BaseAdapter, merge_adapter, open_base_adapter
@@ -77,21 +78,10 @@ def merge(
     common = common_options(base, out, options, dry_run=dry_run, process_options=process_options)
     # A merge computes nothing with the model: the names in the files are enough.
     common = replace(common, verbatim=None)
-    observer = observer_of(progress)
-    access = checkpoint_access(common, observer)
-    return run_conversion(
-        common,
-        observer,
-        # A plan reads only headers.
-        lambda source, located: plan_merge(
-            adapter,
-            source,
-            located,
-            options,
-            access=access,
-            check_base=options["verify"] and not dry_run,
-        ),
-    )
+    opened = open_conversion(common, observer_of(progress))
+    # A plan reads only headers.
+    check_base = options["verify"] and not dry_run
+    return run_conversion(opened, plan_merge(adapter, opened, options, check_base=check_base))
 
 
 def _unknown_orientation_error(adapter_path: Path, source: Source) -> PrepError:
@@ -102,18 +92,15 @@ def _unknown_orientation_error(adapter_path: Path, source: Source) -> PrepError:
 
 
 def plan_merge(
-    adapter_path: Path,
-    source: Source,
-    located: LocatedCheckpoint,
-    options: MergeOptions,
-    *,
-    access: Access,
-    check_base: bool,
+    adapter_path: Path, opened: OpenedConversion, options: MergeOptions, *, check_base: bool
 ) -> PlannedConversion:
     """Plan the copy of the base's tensors, with the values of an adapter added to some of them.
 
     `check_base` compares the base with the adapter's own.
     """
+    source = opened.source
+    located = opened.located
+    access = checkpoint_access(opened.common, opened.observer)
     _check_complete(source)
     # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.
     copy_options = with_defaults(ExportOptions, {"keep_padding": True})

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Unpack
 
 from prepcli.algebra.axis_map import ParsedAxisMap
@@ -16,6 +15,7 @@ from prepcli.commands.operations.conflicts import check_mutually_exclusive, reje
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
+    open_conversion,
     run_conversion,
 )
 from prepcli.commands.operations.opening import common_options, make_match_options, recorded_values
@@ -82,11 +82,11 @@ def pad_vocab(
         {"multiple": options["multiple"], "size": options["size"], "mesh": options["mesh"]}
     )
     check_seed(options["init"], options["seed"])
-    return run_conversion(
+    opened = open_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
-        partial(plan_pad_vocab, options),
     )
+    return run_conversion(opened, plan_pad_vocab(options, opened.source, opened.located))
 
 
 def padded_size(options: PadVocabOptions, vocabulary: Vocabulary) -> int:

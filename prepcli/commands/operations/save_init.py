@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -15,6 +14,7 @@ from prepcli.commands.operations.conflicts import reject_without
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
+    open_conversion,
     run_conversion,
 )
 from prepcli.commands.operations.opening import (
@@ -109,11 +109,11 @@ def save_init(
     _check_padding_options(options)
     if options["quantized"] == "keep":
         check_allow_overflow(options["allow_overflow"], options["dtype"])
-    return run_conversion(
+    opened = open_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
-        partial(plan_orbax_item, options),
     )
+    return run_conversion(opened, plan_orbax_item(options, opened.source, opened.located))
 
 
 @public
@@ -146,12 +146,21 @@ def reshard(
         DamagedError: Files of the source are damaged.
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
-    return run_conversion(
+    opened = open_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
-        partial(plan_resharded_item, options),
         _is_unresharded,
     )
+    # `reshard` has none of the options of new rows and casts.
+    values = with_defaults(SaveInitOptions, options)
+    planned = plan_orbax_item(
+        values,
+        opened.source,
+        opened.located,
+        params_only=options["params_only"],
+        command="reshard",
+    )
+    return run_conversion(opened, planned)
 
 
 def _check_padding_options(options: SaveInitOptions) -> None:
@@ -173,17 +182,6 @@ def _is_unresharded(folder: Path) -> bool:
     """Return whether the folder is an Orbax checkpoint of another command than `prep reshard`."""
     manifest = read_manifest(find_manifest_folder(folder))
     return find_item(folder) is not None and manifest is not None and manifest.command != "reshard"
-
-
-def plan_resharded_item(
-    options: ReshardOptions, source: Source, located: LocatedCheckpoint
-) -> PlannedConversion:
-    """Plan a copy of an Orbax checkpoint. See `plan_orbax_item`."""
-    # `reshard` has none of the options of new rows and casts.
-    values = with_defaults(SaveInitOptions, options)
-    return plan_orbax_item(
-        values, source, located, params_only=options["params_only"], command="reshard"
-    )
 
 
 def plan_orbax_item(

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Unpack, cast, get_args
 
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
+    open_conversion,
     run_conversion,
 )
 from prepcli.commands.operations.opening import (
@@ -132,12 +132,9 @@ def add_tokens(
     common = common_options(
         checkpoint, out, options, dry_run=dry_run, process_options=process_options
     )
-    return run_conversion(
-        _folder_options(common),
-        observer_of(progress),
-        partial(plan_add_tokens, options, tokens),
-        allow_adapters=True,
-    )
+    opened = open_conversion(_folder_options(common), observer_of(progress), allow_adapters=True)
+    planned = plan_add_tokens(options, tokens, opened.source, opened.located)
+    return run_conversion(opened, planned)
 
 
 def _check_readable_again(path: Path, process_options: ProcessOptions | None) -> None:
@@ -385,12 +382,8 @@ def remove_tokens(
     common = common_options(
         checkpoint, out, options, dry_run=dry_run, process_options=process_options
     )
-    return run_conversion(
-        _folder_options(common),
-        observer_of(progress),
-        partial(plan_remove_tokens, options),
-        allow_adapters=True,
-    )
+    opened = open_conversion(_folder_options(common), observer_of(progress), allow_adapters=True)
+    return run_conversion(opened, plan_remove_tokens(options, opened.source, opened.located))
 
 
 def plan_remove_tokens(
