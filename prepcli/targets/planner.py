@@ -190,6 +190,7 @@ def draft_of(
         vocabulary=present.vocabulary,
         tensors=tuple(tensor.cast(dtype) for tensor in (*parameters, *source.tower_tensors)),
         dropped=tuple(d for d in match.dropped if d.name not in kept),
+        left=tuple(dropped_state(source)),
         dtype=dtype,
         side_files=copied_small_files(source),
         config=output_config(source, present.vocabulary, match.is_tied, dtype),
@@ -210,7 +211,7 @@ def with_rows(draft: Draft, num_rows: int, fill: Fill | None = None) -> Draft:
 
 def with_source_state(draft: Draft) -> Draft:
     """Return a draft with the training state of its source, and with the scales of decoded weights."""
-    return replace(draft, state_tensors=draft.source.state_tensors)
+    return replace(draft, state_tensors=draft.source.state_tensors, left=())
 
 
 def with_state(draft: Draft, state: AdamState, others: Sequence[SourceTensor] = ()) -> Draft:

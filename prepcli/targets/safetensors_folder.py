@@ -6,6 +6,7 @@ transformers loads the files without options.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.formats.safetensors import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE
@@ -17,6 +18,7 @@ from prepcli.formats.safetensors_layout import (
     split_into_shards,
 )
 from prepcli.planning.composed_locations import compose_location
+from prepcli.planning.manifest_fields import Manifest, VocabularyRecord
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.map_rows import MapCoverage, MapRow
 from prepcli.planning.plan import Contiguous, Location, Locations, OutputFile, SmallFile
@@ -63,19 +65,18 @@ def place_in_source_files(draft: Draft) -> Placed:
         # With equal offsets within a page of 4096 bytes, direct I/O writes whole pages as they were read.
         page_offset = first.offset % PAGE if isinstance(first, Contiguous) else None
         groups.append((file_name, header_entries(source, tensors, rows=rows), page_offset))
-    return _place_groups(draft, groups, has_index_first=True)
+    vocab: VocabularyRecord = {
+        "true": draft.vocabulary.true_size,
+        "padded": draft.vocabulary.stored_size,
+        "init": draft.resize.fill.kind,
+    }
+    placed = _place_groups(draft, groups)
+    return replace(placed, has_index_first=True, settings=Manifest(vocab=vocab))
 
 
-def _place_groups(
-    draft: Draft, groups: Sequence[FileGroup], *, has_index_first: bool = False
-) -> Placed:
+def _place_groups(draft: Draft, groups: Sequence[FileGroup]) -> Placed:
     files, places, layouts = lay_out_weight_files(groups)
-    return Placed(
-        files=files,
-        locations=_locations_of(draft, places),
-        index=index_files(layouts),
-        has_index_first=has_index_first,
-    )
+    return Placed(files=files, locations=_locations_of(draft, places), index=index_files(layouts))
 
 
 def _locations_of(draft: Draft, places: Mapping[str, Contiguous]) -> dict[str, Locations]:

@@ -89,7 +89,6 @@ from prepcli.targets.planner import (
     with_tied_head,
 )
 from prepcli.targets.safetensors_folder import place_adapter, place_mapped, place_safetensors
-from prepcli.targets.streams import dropped_state
 from prepcli.targets.tokenizer_files import adapter_tokenizer
 from prepcli.targets.torch_folder import (
     place_dcp,
@@ -220,7 +219,7 @@ def draft_export(options: ExportOptions, source: Source, written_map: WrittenMap
     )
     if not options["keep_padding"]:
         draft = with_rows(draft, draft.vocabulary.true_size)
-    draft = replace(draft, left=tuple(dropped_state(source)), settings=written_map.record)
+    draft = replace(draft, settings=written_map.record)
     if options["training_state"]:
         draft = draft_state(options, draft)
     if options["layout"] in source.family.layouts:
@@ -374,7 +373,6 @@ def _plan_adapter(
         draft,
         match=replace(draft.match, checks=()),
         dropped=(),
-        left=tuple(dropped_state(source)),
         config=None,
         side_files=(adapter_config, *adapter_tokenizer(source)),
         settings=Manifest(kind="adapter", prefixed=True, tied=manifest.tied, config=source.config),

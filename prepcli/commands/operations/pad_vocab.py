@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Unpack
 
 from prepcli.algebra.axis_map import ParsedAxisMap
@@ -33,7 +32,6 @@ from prepcli.execution.workers import ProcessOptions
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.rules import PARAM_RULES, format_rule
-from prepcli.planning.manifest_fields import Manifest, VocabularyRecord
 from prepcli.planning.plan import Fill
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
@@ -155,12 +153,6 @@ def plan_pad_vocab(
     size = padded_size(options, draft.vocabulary)
     draft = with_rows(draft, size, make_fill(options["init"], options["seed"], source))
     name = f"{located.model_name.removesuffix('-padded')}-padded"
-    vocab: VocabularyRecord = {
-        "true": draft.vocabulary.true_size,
-        "padded": size,
-        "init": options["init"],
-    }
-    draft = replace(draft, left=source.extra_entries, settings=Manifest(vocab=vocab))
     plan = make_plan(
         draft,
         place_in_source_files(draft),

@@ -51,7 +51,6 @@ from prepcli.planning.manifest_fields import (
     REPLACED_PADDING_RULE,
     AddedTokensRecord,
     Manifest,
-    VocabularyRecord,
 )
 from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.state_names import split_name
@@ -530,14 +529,6 @@ def _plan_change(
     draft = replace(draft, side_files=tuple(side_files))
     layout = _item_layout(source)
     if layout is None:
-        vocabulary = draft.vocabulary
-        vocab: VocabularyRecord = {
-            "true": vocabulary.true_size,
-            "padded": vocabulary.stored_size,
-            "init": "zeros",
-        }
-        settings = Manifest(vocab=vocab) | draft.settings
-        draft = replace(draft, left=source.extra_entries, settings=settings)
         placed = place_in_source_files(draft)
     else:
         _check_state(source)
