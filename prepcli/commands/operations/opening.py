@@ -189,11 +189,10 @@ def open_checkpoint(
     if checkpoint is None:
         checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
         observer.note(f"using {checkpoint} (the only prep checkpoint here)")
-    access = checkpoint_access(common, observer)
     is_decoded = common.quantized in ("dequantize", "decode")
     is_kept = _keeps_codes(common)
     access = replace(
-        access,
+        checkpoint_access(common, observer),
         allow_adapters=allow_adapters,
         allow_quantized=is_decoded or is_kept,
         allow_gguf=is_decoded or common.quantized == "stored",
@@ -206,7 +205,8 @@ def open_checkpoint(
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
         remove_leftover(find_manifest_folder(located.local_files.path))
     verbatim = common.verbatim
-    has_codes = (is_kept or is_decoded) and is_quantized(located.local_files.path)
+    may_have_codes = is_kept or common.quantized == "decode"
+    has_codes = may_have_codes and is_quantized(located.local_files.path)
     if is_kept and has_codes:
         verbatim = True
         if common.quantized == "keep":
