@@ -34,12 +34,13 @@ def shift_file_numbers(tensor: SourceTensor, count: int) -> SourceTensor:
 
     Placements name files by number. After the files 0 to 2 of one source, file 0 of an appended source is file 3.
     """
-    placement = tuple(_shift_location(location, count) for location in tensor.placement)
+    placement = tuple(shift_location(location, count) for location in tensor.placement)
     made_from = tuple(shift_file_numbers(stored, count) for stored in tensor.made_from)
     return replace(tensor, placement=placement, made_from=made_from)
 
 
-def _shift_location(location: Location, count: int) -> Location:
+def shift_location(location: Location, count: int) -> Location:
+    """Return a location with `count` added to the numbers of its files."""
     if isinstance(location, Contiguous | Strided):
         return replace(location, file=location.file + count)
     if isinstance(location, GappedRegion):

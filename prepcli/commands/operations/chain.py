@@ -26,12 +26,12 @@ from prepcli.commands.operations.chain_link import (
 )
 from prepcli.commands.operations.checksum_file import check_checksum_file
 from prepcli.commands.operations.conflicts import check_mutually_exclusive, reject_without
-from prepcli.commands.operations.conversion import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.inspection_options import (
     ChainCommandOptions,
     ChainOptions,
     VerifyOptions,
 )
+from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import SourceOptions
 from prepcli.commands.operations.results import Chain, ChainLink, LinkStatus

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Unpack
 
 from prepcli.algebra.boxes import Range
-from prepcli.commands.operations.conversion import common_options, open_checkpoint
 from prepcli.commands.operations.inspection_options import LockOptions
+from prepcli.commands.operations.opening import common_options, open_checkpoint, source_line
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.result_files import (
     check_result_path,
@@ -20,7 +20,6 @@ from prepcli.commands.operations.result_files import (
     write_result_file,
 )
 from prepcli.commands.operations.results import LockedModel
-from prepcli.commands.operations.source_line import source_line
 from prepcli.commands.pages.html_page import check_page_path
 from prepcli.commands.pages.lock_page import write_lock_page
 from prepcli.core.errors import RERUN_HINT, Option, text

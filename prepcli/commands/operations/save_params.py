@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from prepcli.commands.operations.conversion import common_options, open_checkpoint
+from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import SourceOptions
 from prepcli.core.errors import Option, OutputExistsError, PrepError, text, usage_error

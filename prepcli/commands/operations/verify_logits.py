@@ -16,12 +16,6 @@ import numpy as np
 
 from prepcli.commands.console.jax_logs import silence_jax
 from prepcli.commands.operations.conflicts import reject_without
-from prepcli.commands.operations.conversion import (
-    CommonOptions,
-    check_config_option,
-    common_options,
-    open_checkpoint,
-)
 from prepcli.commands.operations.file_arrays import temporary_folder
 from prepcli.commands.operations.inspection_options import (
     ChainCommandOptions,
@@ -37,10 +31,16 @@ from prepcli.commands.operations.model_outputs import (
     transformers_outputs,
 )
 from prepcli.commands.operations.open_params import open_params
+from prepcli.commands.operations.opening import (
+    CommonOptions,
+    check_config_option,
+    common_options,
+    open_checkpoint,
+    source_line,
+)
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import SourceOptions
 from prepcli.commands.operations.prompts import read_prompts
-from prepcli.commands.operations.source_line import source_line
 from prepcli.commands.operations.token_ids import MAX_ID_DIGITS, split_token_ids
 from prepcli.commands.operations.verification_results import LogitComparison, PromptComparison
 from prepcli.core.errors import Option, PrepError, text, usage_error
