@@ -33,8 +33,6 @@ from prepcli.execution.output_urls import parse_out_url
 from prepcli.execution.request import ExecutionRequest
 from prepcli.execution.workers import ProcessOptions, WorkerPool
 from prepcli.formats.manifest import NO_MANIFEST, origin_record, read_manifest
-from prepcli.formats.safetensors import ADAPTER_FILE, SUFFIX
-from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.object_files import plan_object_files
@@ -139,15 +137,12 @@ def run_conversion(opened: OpenedConversion, planned: PlannedConversion) -> Conv
     url = opened.url
     plan = _with_origin(planned.plan, source, located)
     check_output_paths(plan)
-    next_command = planned.next_command
     if url is None:
         out: Path | str = common.out or Path(planned.default_out_name)
         check_output_location(Path(out), source)
     else:
         out = str(url)
         check_output_url(url, source)
-        if not _is_read_from_bucket(plan):
-            next_command = ""
         plan = plan_object_files(plan)
     fields = plan_fields(plan, source)
     note_plan(plan, planned.notes, source, fields["not_computed"], recorder)
@@ -177,7 +172,7 @@ def run_conversion(opened: OpenedConversion, planned: PlannedConversion) -> Conv
         plan_digest=fields["plan_digest"],
         plan=plan,
         details=details,
-        next_command=next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out))),
+        next_command=planned.next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out))),
         warnings=tuple(recorder.warnings),
     )
 
@@ -245,17 +240,6 @@ def _report_result(
         "casts": manifest.casts,
         **result_fields(result, common.memory_nbytes),
     }
-
-
-def _is_read_from_bucket(plan: Plan) -> bool:
-    """Return whether the commands read the format of an output from a bucket."""
-    if plan.leaves:
-        return True
-    names = {file.path for file in plan.files}
-    if ADAPTER_FILE in names:
-        return False
-    # A checkpoint of Trainer has `optimizer.pt` next to its safetensors files.
-    return any(name.endswith((f".{SUFFIX}", DCP_SUFFIX)) for name in names)
 
 
 def _with_origin(plan: Plan, source: Source, located: LocatedCheckpoint) -> Plan:
