@@ -35,7 +35,7 @@ from prepcli.execution.execute import make_run_identity
 from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents, count_blocks
 from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import WorkUnit, divide_units, find_work_units
-from prepcli.remote.remote_files import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile
 
 MIB = 1 << 20
 PAGE_OBJECTS = 1000  # objects of one page of a listing

@@ -28,7 +28,7 @@ ORDER = (
         f"prepcli.{name}"
         for name in (
             *("core", "stores", "algebra", "models", "planning", "engine", "formats"),
-            *("quantized", "remote", "sources", "restore", "targets", "execution"),
+            *("quantized", "sources", "restore", "targets", "execution"),
             *("inspection", "launch"),
         )
     ),

@@ -14,32 +14,8 @@ import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.chunk_cache import DEFAULT_CACHE_NBYTES, ChunkCache
-from prepcli.engine.files import PAGE, ByteArray, Files
-
-
-class BlobReader(Protocol):
-    """An open blob. It is used by one thread at a time."""
-
-    def read_at(self, offset: int, into: ByteArray) -> None:
-        """Fill `into` with the bytes from `offset` on. Raises PrepError if they cannot be read."""
-        ...
-
-    def close(self) -> None:
-        """Release the reader's resources."""
-        ...
-
-
-class Blob(Protocol):
-    """A byte sequence with reads at any offset."""
-
-    @property
-    def name(self) -> str:
-        """Name in messages."""
-        ...
-
-    def open(self) -> BlobReader:
-        """Return a reader of the bytes."""
-        ...
+from prepcli.engine.files import PAGE, Files
+from prepcli.stores.buffers import Blob, BlobReader, ByteArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +44,6 @@ class CachedBlob(Blob, Protocol):
 
     def open_with_cache(self, cache: ChunkCache) -> BlobReader:
         """Return a reader with the cache of decoded chunks `cache`."""
-        ...
-
-
-@runtime_checkable
-class StoredBlob(Blob, Protocol):
-    """A blob with the content of numbered files on a disk or a server."""
-
-    def with_files(self, files: Sequence[Blob]) -> Blob:
-        """Return the same blob with `files` in place of its files, by number."""
         ...
 
 

@@ -52,13 +52,14 @@ from prepcli.planning.object_passes import streams_of_spans
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
 from prepcli.planning.work_units import divide_units, find_work_units
-from prepcli.remote import object_store
-from prepcli.remote.bucket_lock import BucketLock, check_lock, is_locked_by
-from prepcli.remote.object_store import Bucket, ObjectStoreUrl, part_nbytes
-from prepcli.remote.object_writes import ObjectUploads
-from prepcli.remote.remote_files import RemoteFile
-from prepcli.remote.retries import retry_policy_from_env
 from prepcli.restore.digest_checks import check_before_reading
+from prepcli.stores import object_store
+from prepcli.stores.bucket_lock import BucketLock, check_lock, is_locked_by
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.object_store import Bucket, part_nbytes
+from prepcli.stores.object_url import ObjectStoreUrl
+from prepcli.stores.object_writes import ObjectUploads
+from prepcli.stores.retries import retry_policy_from_env
 
 # A process that notes no unit for so long counts as missing.
 PATIENCE_S = 600.0

@@ -28,12 +28,12 @@ from prepcli.planning.chunk_extents import chunk_extents, count_blocks
 from prepcli.planning.manifest_fields import FileRecord, Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import WorkUnit
-from prepcli.remote.bucket_lock import BucketLock
-from prepcli.remote.conditional_objects import publish_content
-from prepcli.remote.object_store import Bucket
-from prepcli.remote.object_writes import ObjectUploads, missing_object_error
-from prepcli.remote.remote_files import RemoteFile
-from prepcli.remote.retries import map_in_daemon_threads
+from prepcli.stores.bucket_lock import BucketLock
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.conditional_objects import publish_content
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.object_writes import ObjectUploads, missing_object_error
+from prepcli.stores.retries import map_in_daemon_threads
 
 
 def write_last_objects(

@@ -31,12 +31,12 @@ from prepcli.execution.staging import WORK_FOLDER, other_run_error
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.shares import Share
-from prepcli.remote.conditional_objects import read_object
-from prepcli.remote.object_store import Bucket
-from prepcli.remote.object_writes import put_object
-from prepcli.remote.placeholders import SMALL_NBYTES
-from prepcli.remote.remote_files import RemoteFile
-from prepcli.remote.retries import map_in_daemon_threads
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.conditional_objects import read_object
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.object_writes import put_object
+from prepcli.stores.paths import SMALL_NBYTES
+from prepcli.stores.retries import map_in_daemon_threads
 
 RUN_OBJECT = "run.json"
 READY_OBJECT = "ready.json"

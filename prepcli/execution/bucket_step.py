@@ -23,7 +23,7 @@ from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf, HostShard
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.digest import CHECKSUM_DTYPE
-from prepcli.engine.files import ByteArray, RunReader
+from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import Pipeline
@@ -40,11 +40,12 @@ from prepcli.planning.chunk_extents import chunk_extents
 from prepcli.planning.plan import OutputLeaf, Stream
 from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.planning.shares import divide_streams, subplan
-from prepcli.remote.conditional_objects import publish_content
-from prepcli.remote.object_store import Bucket, part_nbytes
-from prepcli.remote.placeholders import read_all
-from prepcli.remote.remote_files import ReadAheadCache, RemoteBlob, RemoteFile
-from prepcli.remote.retries import map_in_daemon_threads
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.conditional_objects import publish_content
+from prepcli.stores.object_store import Bucket, part_nbytes
+from prepcli.stores.paths import StoreListing, read_all
+from prepcli.stores.retries import map_in_daemon_threads
 
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step holds the digests and checksums of process I
 NUM_THREADS = 32  # concurrent requests for small objects
@@ -165,13 +166,11 @@ class BucketStep:
         numbers.sort()
         share = divide_streams(subplan(plan, numbers), process_group.count)[process_group.index]
         uploaded = {file.path: file for file in self.bucket.list_files()}
-        cache = ReadAheadCache(self.bucket)
-        blobs: list[RemoteBlob] = []
-        for planned in plan.files:
-            path = f"{plan.item}/{planned.path}"
-            # A process without chunks has uploaded no file.
-            file = uploaded.get(path, RemoteFile(path, 0, ""))
-            blobs.append(RemoteBlob(file, cache))
+        paths = [f"{plan.item}/{planned.path}" for planned in plan.files]
+        # A process without chunks has uploaded no file.
+        files = [uploaded.get(path, RemoteFile(path, 0, "")) for path in paths]
+        item = StoreListing(self.bucket.name, self.bucket, files).root
+        blobs = [item / path for path in paths]
         streams: dict[int, Stream] = {}
         for position in share:  # position in `numbers`, not in the plan
             number = numbers[position]

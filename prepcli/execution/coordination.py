@@ -13,13 +13,13 @@ from functools import cached_property
 
 from prepcli.core.errors import RERUN_HINT, STOPPED, Option, PrepError, text
 from prepcli.core.formatting import format_duration
-from prepcli.engine.files import io_error
 from prepcli.engine.journal import Journal, JournalState, read_journal
 from prepcli.engine.pipeline import EMPTY_DIGEST
 from prepcli.execution.failure_notes import FailureAge
 from prepcli.execution.staging import Staging
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import divide_streams, subplan
+from prepcli.stores.reading import io_error
 
 # A lock may be invisible on another machine. A process there shows life only by new lines in its
 # journal, and it writes none while it reads the bytes of an earlier run back.

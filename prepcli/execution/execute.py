@@ -14,7 +14,7 @@ from prepcli.core.version import version
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import anonymous_nbytes, make_budget
 from prepcli.engine.digest import digest, digest_pieces
-from prepcli.engine.files import Files, io_error
+from prepcli.engine.files import Files
 from prepcli.engine.fills import piece_nbytes
 from prepcli.engine.journal import EMPTY_JOURNAL_STATE, JournalState
 from prepcli.engine.low_rank import matrix_nbytes
@@ -52,6 +52,8 @@ from prepcli.planning.plan import Plan
 from prepcli.planning.plan_text import encode_text, iter_text
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
 from prepcli.restore.digest_checks import check_before_reading
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import io_error
 
 
 def plan_digest(plan: Plan) -> str:
@@ -339,7 +341,7 @@ class ConversionExecutor:
         raise OutputExistsError(f"{self.out} exists and is something else", why, hint)
 
 
-def _join_file_names(paths: Sequence[Path]) -> str:
+def _join_file_names(paths: Sequence[AnyPath]) -> str:
     return ", ".join(path.name for path in paths)
 
 

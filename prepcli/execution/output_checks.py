@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from prepcli.core.errors import RESUME_HINT, PrepError
-from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.execution.resume import StreamReader, find_damaged
 from prepcli.planning.coverage import FileSpan, stream_write_spans
 from prepcli.planning.plan import Plan
+from prepcli.stores.reading import io_error
 
 # On each side of a hole: file systems truncate in the middle of a block.
 HOLE_MARGIN_NBYTES = 1 << 17

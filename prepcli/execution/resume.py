@@ -17,7 +17,7 @@ from prepcli.core.progress import Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import parse_stream_digest
-from prepcli.engine.files import Files, RunReader, io_error
+from prepcli.engine.files import Files, RunReader
 from prepcli.engine.journal import JournalState, StreamPrefix
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.engine.pipeline import Pipeline
@@ -26,6 +26,7 @@ from prepcli.planning import coverage
 from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source
+from prepcli.stores.reading import io_error
 
 # Name of this task in progress reports.
 CHECK_TASK = "check"

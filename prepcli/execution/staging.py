@@ -14,7 +14,6 @@ from pathlib import Path
 
 from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
 from prepcli.core.json_types import JsonObject
-from prepcli.engine.files import io_error
 from prepcli.engine.journal import EMPTY_JOURNAL_STATE, read_journal
 from prepcli.engine.no_follow import check_not_symlink, read_no_follow
 from prepcli.engine.sync_files import sync_paths
@@ -31,6 +30,7 @@ from prepcli.execution.paths import is_same_file, remove_path
 from prepcli.execution.run_notes import read_json_record, write_json_record
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.shares import SINGLE_PROCESS, Share
+from prepcli.stores.reading import io_error
 from prepcli.stores.writing import MAX_NAME_NBYTES, fsync_path
 
 # Files in the work folder

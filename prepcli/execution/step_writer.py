@@ -16,7 +16,6 @@ from prepcli.core.process_group import ProcessGroup
 from prepcli.core.progress import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf
-from prepcli.engine.files import io_error
 from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.shard_writer import write_shards
@@ -30,6 +29,7 @@ from prepcli.execution.run_notes import read_json_record, write_json_record
 from prepcli.execution.staging import Staging
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import divide_streams
+from prepcli.stores.reading import io_error
 
 MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf or shard that is fetched
 DIGESTS_STEM = "digests"  # `digests-I` in the work folder is written by process I

@@ -9,7 +9,6 @@ import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.checksum_recorder import ChecksumRecorder
-from prepcli.engine.files import ByteArray
 from prepcli.engine.object_assembler import Piece
 from prepcli.execution.bucket_run import UnitNote
 from prepcli.execution.finalize import output_path
@@ -17,8 +16,9 @@ from prepcli.execution.object_compressor import ObjectCompressor
 from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
 from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import WorkUnit
-from prepcli.remote.object_writes import ObjectUploads
-from prepcli.remote.remote_files import RemoteFile
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.object_writes import ObjectUploads
 
 
 class UnitProgress:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import xxhash
 
@@ -24,10 +22,10 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.formats.shard_index import damage_hint
-from prepcli.formats.untrusted import CutShortError, stat_file, unreadable_error
 from prepcli.planning.arrays import Array, parted_array, whole_array
 from prepcli.planning.tensors import ITEM_BITS, itemsize
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import CutShortError, open_regular_file, stat_file, unreadable_error
 
 # Extension codes of flax.serialization: array and NumPy scalar.
 EXT_ARRAY = 1
@@ -63,7 +61,7 @@ class MsgpackNonArray:
 class MsgpackHeader:
     """Leaves of a file, in file order, without payloads. `digest` is the XXH3-128 of the bytes outside of payloads."""
 
-    path: Path
+    path: AnyPath
     arrays: tuple[Array, ...]
     non_arrays: tuple[MsgpackNonArray, ...]
     size: int
@@ -71,11 +69,14 @@ class MsgpackHeader:
     digest: str
 
 
-def sniff_msgpack_kind(path: Path) -> MsgpackKind | None:
+SNIFFED_NBYTES = 16
+
+
+def sniff_msgpack_kind(path: AnyPath) -> MsgpackKind | None:
     """Return the kind of a regular file by its first bytes. None for any other file."""
     try:
         stat_file(path)
-        with path.open("rb") as file:
+        with open_regular_file(path, buffering=SNIFFED_NBYTES) as file:
             first_bytes = file.read(3)
     except (PrepError, OSError):
         return None
@@ -88,7 +89,7 @@ def sniff_msgpack_kind(path: Path) -> MsgpackKind | None:
     return None
 
 
-def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
+def read_msgpack_header(path: AnyPath, kind: MsgpackKind) -> MsgpackHeader:
     """Read the headers of a Flax file or an EasyLM stream.
 
     Args:
@@ -101,7 +102,7 @@ def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
     stat = stat_file(path)
     try:
         with open_regular_file(path, buffering=0) as file:
-            state = _ParseState(_Cursor(file.fileno(), stat.st_size))
+            state = _ParseState(_Cursor(file, stat.st_size))
             _parse_stream(state) if kind == "easylm" else _parse_flax_file(state)
     except OSError as error:
         raise unreadable_error(path, error) from error
@@ -135,11 +136,11 @@ def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
 class _Cursor:
     """Read position in a file: headers are read through a small window, payloads are skipped."""
 
-    def __init__(self, fd: int, size: int) -> None:
+    def __init__(self, file: BinaryIO, size: int) -> None:
         self.offset = 0
         self.size = size
         self.digest_state = xxhash.xxh3_128()
-        self._fd = fd
+        self._file = file
         self._window = b""
         self._start = 0
 
@@ -149,7 +150,8 @@ class _Cursor:
         if low < 0 or low + count > len(self._window):
             # A header is a few bytes, so a file of 1,000 leaves is read in about 1,000 windows. The
             # payload between two headers is never in memory.
-            self._window = os.pread(self._fd, max(count, WINDOW_NBYTES), self.offset)
+            self._file.seek(self.offset)
+            self._window = self._file.read(max(count, WINDOW_NBYTES))
             self._start = self.offset
             low = 0
         data = self._window[low : low + count]

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeGuard
 
 import xxhash
@@ -19,7 +18,7 @@ import xxhash
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
 from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import quote_name
+from prepcli.core.json_values import parse_json, quote_name
 from prepcli.formats.shard_index import (
     UnindexedTensor,
     check_numbered_files,
@@ -29,10 +28,10 @@ from prepcli.formats.shard_index import (
     list_indexed_files,
     read_weight_map,
 )
-from prepcli.formats.untrusted import list_folder, parse_json, stat_file, unreadable_error
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.tensors import array_bits
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.paths import AnyPath, StoreStat, map_files
+from prepcli.stores.reading import list_folder, open_regular_file, stat_file, unreadable_error
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -137,14 +136,14 @@ class SafetensorsFolder:
     `unindexed` has the records of further tensors in the files, which the index does not name.
     """
 
-    path: Path
+    path: AnyPath
     headers: tuple[SafetensorsHeader, ...]
     tensors: tuple[Array, ...]
     has_index: bool
     unindexed: tuple[UnindexedTensor, ...] = ()
 
 
-def read_safetensors_header(path: Path, file_number: int) -> SafetensorsHeader:
+def read_safetensors_header(path: AnyPath, file_number: int) -> SafetensorsHeader:
     """Read the header of a safetensors file.
 
     Args:
@@ -181,7 +180,7 @@ def select_safetensors_files(names: Iterable[str]) -> list[str]:
     return next(([name] for name in (INDEX_FILE, SINGLE_FILE) if name in visible), visible)
 
 
-def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
+def read_safetensors_folder(folder: AnyPath) -> SafetensorsFolder:
     """Read the headers of a model's files, in the order of file names. Links are followed.
 
     The files and tensors are the ones in the index, else model.safetensors, else all *.safetensors.
@@ -192,10 +191,8 @@ def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
     names, weight_map = _list_weight_files(folder)
     if weight_map is None:
         _check_model(folder, names)
-    headers = tuple(
-        read_safetensors_header(folder / name, file_number)
-        for file_number, name in enumerate(names)
-    )
+    paths = [folder / name for name in names]
+    headers = tuple(map_files(read_safetensors_header, paths, range(len(paths))))
     stored = list(itertools.chain.from_iterable(header.tensors for header in headers))
     pairs = ((tensor.name, names[tensor.file]) for tensor in stored)
     ignored = find_unindexed(folder, pairs, weight_map)
@@ -211,7 +208,7 @@ def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
     return SafetensorsFolder(folder, headers, tuple(tensors), has_index, tuple(unindexed))
 
 
-def iter_folder_tensors(folder: Path) -> Iterator[Array]:
+def iter_folder_tensors(folder: AnyPath) -> Iterator[Array]:
     """Yield the tensors of a model's files, of the index if there is one. A file is read when its first one is needed.
 
     Raises:
@@ -224,7 +221,7 @@ def iter_folder_tensors(folder: Path) -> Iterator[Array]:
                 yield tensor
 
 
-def _list_weight_files(folder: Path) -> tuple[Sequence[str], Mapping[str, str] | None]:
+def _list_weight_files(folder: AnyPath) -> tuple[Sequence[str], Mapping[str, str] | None]:
     """Return the names of a model's files, and the index: the file of each tensor, or None without an index."""
     names = select_safetensors_files(list_folder(folder))
     if names != [INDEX_FILE]:
@@ -236,7 +233,7 @@ def _list_weight_files(folder: Path) -> tuple[Sequence[str], Mapping[str, str] |
 # Functions for a single file
 
 
-def _read_header_bytes(path: Path) -> tuple[os.stat_result, bytes]:
+def _read_header_bytes(path: AnyPath) -> tuple[os.stat_result | StoreStat, bytes]:
     """Return the file's stat and its bytes before the payload: the length and the JSON header."""
     file_stat = stat_file(path)
     try:
@@ -254,7 +251,7 @@ def _read_header_bytes(path: Path) -> tuple[os.stat_result, bytes]:
     return file_stat, header_bytes
 
 
-def _wrong_format_error(path: Path, first_bytes: bytes, nbytes: int) -> PrepError:
+def _wrong_format_error(path: AnyPath, first_bytes: bytes, nbytes: int) -> PrepError:
     """Return the error for a file that does not start with a valid header length."""
     for magic, format_name, explanation, hint in _OTHER_FORMATS:
         if first_bytes.lstrip().startswith(magic):
@@ -401,7 +398,7 @@ def _check_contiguous(tensors: Sequence[Array], data_start: int) -> int:
 # Functions for a folder
 
 
-def _check_model(folder: Path, names: Sequence[str]) -> None:
+def _check_model(folder: AnyPath, names: Sequence[str]) -> None:
     """Raise PrepError if files without an index are not a model, or a numbered file is missing."""
     if not names:
         raise PrepError(
@@ -415,7 +412,7 @@ def _check_model(folder: Path, names: Sequence[str]) -> None:
     check_numbered_files(folder, names)
 
 
-def _wrong_size_error(path: Path, expected_nbytes: int, actual_nbytes: int) -> PrepError:
+def _wrong_size_error(path: AnyPath, expected_nbytes: int, actual_nbytes: int) -> PrepError:
     if actual_nbytes < expected_nbytes:
         what = f"{path.name} is cut short"
         hint = download_again_hint(path)

@@ -40,10 +40,16 @@ from prepcli.formats.torch_pickle import (
     pickle_value,
 )
 from prepcli.formats.torch_tensors import DTYPES, SIZE_TYPE, TorchArchive, parse_counts
-from prepcli.formats.untrusted import CutShortError, read_small_file, stat_file, unreadable_error
 from prepcli.planning.arrays import Array, parted_array, whole_array
 from prepcli.planning.tensors import itemsize
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.paths import AnyPath, is_remote, read_each
+from prepcli.stores.reading import (
+    CutShortError,
+    open_regular_file,
+    read_small_file,
+    stat_file,
+    unreadable_error,
+)
 
 METADATA_FILE = ".metadata"
 SUFFIX = ".distcp"
@@ -76,6 +82,10 @@ _ALLOWED_NAMES = frozenset(
 _Ranges = Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
 
 
+# Dtype, shape and boxes of a tensor.
+_TensorParts = tuple[str, tuple[int, ...], list[ArrayPart]]
+
+
 @dataclass(frozen=True, slots=True)
 class DcpFolder:
     """A checkpoint.
@@ -89,13 +99,13 @@ class DcpFolder:
     """
 
     tensors: tuple[Array, ...]
-    files: tuple[Path, ...]
+    files: tuple[AnyPath, ...]
     non_tensors: tuple[str, ...]
     digest: str
-    archives: Mapping[str, tuple[Path, int, int]]
+    archives: Mapping[str, tuple[AnyPath, int, int]]
 
 
-def read_dcp_folder(folder: Path) -> DcpFolder:
+def read_dcp_folder(folder: AnyPath) -> DcpFolder:
     """Read the metadata of a checkpoint, and the header of each box.
 
     Raises:
@@ -103,32 +113,35 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
     """
     path = folder / METADATA_FILE
     entries, ranges, metadata_digest = _read_metadata(path)
-    # Name of a file -> number.
-    numbers: dict[str, int] = {}
-    tensors: list[Array] = []
-    archives: dict[str, tuple[Path, int, int]] = {}
+    named_tensors: list[tuple[str, PickledCall]] = []
+    archives: dict[str, tuple[AnyPath, int, int]] = {}
     non_tensors: list[str] = []
     for name, entry in entries.items():
         if entry.callee.qualified_name != _BYTES:
-            with _damage_of(path, name):
-                tensors.append(_read_tensor(folder, name, entry, ranges, numbers))
+            named_tensors.append((name, entry))
             continue
         non_tensors.append(name)
         if (name, None) in ranges:
             file, start, length = ranges[name, None]
             archives[name] = (folder / file, start, length)
-    files = tuple(folder / file for file in numbers)
+    file_names = list(dict.fromkeys(file for file, _, _ in ranges.values()))
+    positions = {file: number for number, file in enumerate(file_names)}
+
+    def read(named: tuple[str, PickledCall]) -> _TensorParts:
+        with _damage_of(path, named[0]):
+            return _read_parts(folder, *named, ranges, positions)
+
+    # The files of tensors, numbered in the order of their first box.
+    numbers: dict[int, int] = {}
+    tensors: list[Array] = []
+    tensor_parts = read_each(read, named_tensors, is_remote([folder]))
+    for (name, _), (dtype, shape, parts) in zip(named_tensors, tensor_parts, strict=True):
+        numbered: list[ArrayPart] = []
+        for part in parts:
+            numbered.append(part._replace(file=numbers.setdefault(part.file, len(numbers))))
+        tensors.append(_join_parts(name, dtype, shape, numbered))
+    files = tuple(folder / file_names[position] for position in numbers)
     return DcpFolder(tuple(tensors), files, tuple(non_tensors), metadata_digest, archives)
-
-
-def read_dcp_ranges(folder: Path) -> list[tuple[str, int, int]]:
-    """Return the file, the first byte and the length of each archive. Only the metadata is read.
-
-    Raises:
-        PrepError: The metadata is missing, unreadable or invalid.
-    """
-    _, ranges, _ = _read_metadata(folder / METADATA_FILE)
-    return list(ranges.values())
 
 
 def read_dcp_value(folder: DcpFolder, name: str) -> object:
@@ -146,7 +159,7 @@ def read_dcp_value(folder: DcpFolder, name: str) -> object:
 
 
 @contextmanager
-def _damage_of(path: Path, name: str = "") -> Iterator[None]:
+def _damage_of(path: AnyPath, name: str = "") -> Iterator[None]:
     """Raise PrepError for the errors of reading a file, with the name of the tensor or value."""
     try:
         yield
@@ -194,7 +207,7 @@ class _Window(io.RawIOBase):
 # The metadata
 
 
-def _read_metadata(path: Path) -> tuple[dict[str, PickledCall], _Ranges, str]:
+def _read_metadata(path: AnyPath) -> tuple[dict[str, PickledCall], _Ranges, str]:
     """Return the entries of a checkpoint by name, the byte ranges of the archives, and the digest of the file."""
     data = read_small_file(path, MAX_NBYTES)
     with _damage_of(path):
@@ -269,10 +282,10 @@ def _iter_ranges(
 # Tensors
 
 
-def _read_tensor(
-    folder: Path, name: str, entry: PickledCall, ranges: _Ranges, numbers: dict[str, int]
-) -> Array:
-    """Read the boxes of a tensor, and number their files."""
+def _read_parts(
+    folder: AnyPath, name: str, entry: PickledCall, ranges: _Ranges, positions: Mapping[str, int]
+) -> _TensorParts:
+    """Read the boxes of a tensor. Their files have the numbers `positions`."""
     if entry.callee.qualified_name != _TENSOR:
         raise ValueError(f"it is a {entry.callee.qualified_name}")
     attributes = _attributes(entry)
@@ -293,11 +306,15 @@ def _read_tensor(
         file, *byte_range = ranges[name, start]
         with _damage_of(folder / file, name):
             stored = _read_box(folder / file, byte_range, dtype, box_shape)
-        number = numbers.setdefault(file, len(numbers))
         offset = byte_range[0] + stored.offset
         box = tuple((first, first + extent) for first, extent in zip(start, box_shape))
-        parts.append(ArrayPart(box, number, offset, stored.element_strides))
+        parts.append(ArrayPart(box, positions[file], offset, stored.element_strides))
     _check_tiling(shape, parts)
+    return dtype, shape, parts
+
+
+def _join_parts(name: str, dtype: str, shape: tuple[int, ...], parts: Sequence[ArrayPart]) -> Array:
+    """Return the tensor of all its boxes."""
     if not parts:
         return whole_array(name, dtype, shape, (0, 0))
     if len(parts) == 1:
@@ -322,7 +339,7 @@ def _read_dtype(properties: object) -> str:
     raise ValueError("it has no dtype that prep supports")
 
 
-def _read_box(path: Path, byte_range: list[int], dtype: str, shape: tuple[int, ...]) -> Array:
+def _read_box(path: AnyPath, byte_range: list[int], dtype: str, shape: tuple[int, ...]) -> Array:
     """Return the elements of a box. Their offset counts from the start of the byte range."""
     start, length = byte_range
     if start + length > stat_file(path).st_size:

@@ -10,7 +10,6 @@ from typing import TypedDict
 
 from prepcli.algebra.chunks import FilePosition
 from prepcli.core.json_types import HFConfig
-from prepcli.engine.blobs import Blob
 from prepcli.models.parameters import VERBATIM, Family
 from prepcli.models.registry import FAMILIES
 from prepcli.models.text_part import TextPart
@@ -19,6 +18,8 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.quantized.decoder import Decoder
 from prepcli.sources.folders import Kind
 from prepcli.sources.source import SourceTensor
+from prepcli.stores.buffers import Blob
+from prepcli.stores.paths import AnyPath
 
 MAX_PATH_PARTS = 32  # a hostile name may have millions of dots
 
@@ -83,13 +84,13 @@ class CheckpointContents:
 
     display_name: str
     kind: Kind
-    folder: Path
+    folder: AnyPath
     entries: tuple[SourceTensor, ...]
-    files: tuple[Path, ...]
+    files: tuple[AnyPath, ...]
     config: HFConfig
     manifest: Manifest
     non_arrays: tuple[str, ...] = ()
-    blobs: tuple[Path | Blob, ...] = ()
+    blobs: tuple[AnyPath | Blob, ...] = ()
     encoded_places: Mapping[str, FilePosition | None] = field(default_factory=dict)
     codecs: tuple[str, ...] = ()
     adapter: AdapterSummary | None = None
@@ -99,7 +100,7 @@ class CheckpointContents:
     wrapper_prefix: str = ""
 
     @property
-    def byte_sources(self) -> tuple[Path | Blob, ...]:
+    def byte_sources(self) -> tuple[AnyPath | Blob, ...]:
         """Files and blobs, in the order of the file numbers of the chunks."""
         return self.blobs or self.files
 

@@ -50,7 +50,7 @@ from prepcli.sources.openers.gguf_file import open_gguf
 from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import find_config, stored_leaves
 from prepcli.sources.openers.peft_folder import read_header
-from prepcli.sources.opening import check_local_files, open_source
+from prepcli.sources.opening import check_recorded_files, open_source
 from prepcli.sources.source import (
     CONFIG,
     Source,
@@ -62,6 +62,7 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.source_hints import NO_HINTS, SourceHints
 from prepcli.sources.unused_quantization import unused_quantization_note
+from prepcli.stores.paths import AnyPath
 
 
 def read_contents(
@@ -78,26 +79,15 @@ def read_contents(
         UsageError: `dequantize` is set, and no weight is quantised.
         PrepError: The checkpoint is broken or not supported.
     """
-    local_files = located.local_files
-    display_name = located.display_name
-    with local_files.rename_in_errors(display_name):
-        check_local_files(local_files, located.manifest)
-        if located.kind == "orbax":
-            is_remote = local_files.remote is not None
-            contents = _read_orbax(local_files.path, display_name, is_remote=is_remote)
-        else:
-            contents = READERS[located.kind](local_files.path, display_name)
-        if config_path is not None:
-            hints = SourceHints(config_path)
-            config = read_config(hints.resolve_config_path(contents.folder, display_name))
-            contents = replace(contents, config=config)
-        if local_files.remote is not None:
-            files = local_files.remote.remote_files(contents.files)
-            blobs = local_files.remote.remote_blobs(contents.blobs, contents.files, files)
-            contents = replace(contents, blobs=blobs)
-        if dequantize:
-            return _with_text_part(_decoded(contents))
-        return _with_text_part(_with_decoders(contents))
+    check_recorded_files(located.files, located.manifest)
+    contents = READERS[located.kind](located.files.path, located.display_name)
+    if config_path is not None:
+        hints = SourceHints(config_path)
+        config = read_config(hints.resolve_config_path(contents.folder, located.display_name))
+        contents = replace(contents, config=config)
+    if dequantize:
+        return _with_text_part(_decoded(contents))
+    return _with_text_part(_with_decoders(contents))
 
 
 def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
@@ -191,7 +181,7 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
     )
 
 
-def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
+def _read_safetensors(path: AnyPath, display_name: str) -> CheckpointContents:
     folder = read_safetensors_folder(path)
     manifest = read_manifest(path) or NO_MANIFEST
     check_headers(path, manifest, file_stamps(folder.headers))
@@ -207,7 +197,7 @@ def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
+def _read_adapter(path: AnyPath, display_name: str) -> CheckpointContents:
     """Read an adapter of PEFT. Adapters with unsupported settings can be shown, but not merged."""
     from prepcli.sources.openers.peft_settings import read_settings
 
@@ -241,13 +231,13 @@ def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _read_config_if_present(folder: Path) -> HFConfig:
+def _read_config_if_present(folder: AnyPath) -> HFConfig:
     if (folder / CONFIG).exists():
         return read_config(folder / CONFIG)
     return {}
 
 
-def _read_torch(path: Path, display_name: str) -> CheckpointContents:
+def _read_torch(path: AnyPath, display_name: str) -> CheckpointContents:
     """Read the contents of PyTorch weight files."""
     folder = read_torch_folder(path)
     non_arrays = [str(tensor) for tensor in folder.unindexed]
@@ -265,7 +255,7 @@ def _read_torch(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _read_dcp(path: Path, display_name: str) -> CheckpointContents:
+def _read_dcp(path: AnyPath, display_name: str) -> CheckpointContents:
     """Read the contents of a PyTorch distributed checkpoint."""
     folder = read_dcp_folder(path)
     return CheckpointContents(
@@ -280,7 +270,7 @@ def _read_dcp(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _read_meta_llama(path: Path, display_name: str) -> CheckpointContents:
+def _read_meta_llama(path: AnyPath, display_name: str) -> CheckpointContents:
     """Read a LLaMA checkpoint in Meta's own format: `params.json` and one file per shard.
 
     The entries are the Hugging Face tensors, each assembled from the shards.
@@ -310,7 +300,7 @@ def _display_names(source: Source) -> Iterator[str]:
     return (source.names.display_name(tensor.name) for tensor in source.tensors)
 
 
-def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> CheckpointContents:
+def _read_flax(kind: msgpack.MsgpackKind, path: AnyPath, display_name: str) -> CheckpointContents:
     flax_files = read_flax_files(path, kind)
     non_arrays = [str(tensor) for tensor in flax_files.unindexed]
     for document in flax_files.documents:
@@ -330,9 +320,9 @@ def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> Chec
     )
 
 
-def _read_orbax(path: Path, display_name: str, *, is_remote: bool) -> CheckpointContents:
-    """Read the contents of an Orbax checkpoint. With `is_remote`, its data files are placeholders."""
-    item = read_item(find_item(path) or path, is_remote=is_remote)
+def _read_orbax(path: AnyPath, display_name: str) -> CheckpointContents:
+    """Read the contents of an Orbax checkpoint."""
+    item = read_item(find_item(path) or path)
     manifest = read_manifest(find_manifest_folder(item.folder)) or NO_MANIFEST
     config_path = find_config(item.folder, path)
     near_config = read_config(config_path) if config_path else {}
@@ -402,7 +392,7 @@ def read_mapped_contents(
 
 
 def read_gguf_contents(
-    path: Path, display_name: str, config_path: Path | None = None
+    path: AnyPath, display_name: str, config_path: Path | None = None
 ) -> CheckpointContents:
     """Return the contents of a GGUF model.
 
@@ -438,12 +428,13 @@ def read_gguf_contents(
     )
 
 
-READERS: Mapping[Kind, Callable[[Path, str], CheckpointContents]] = {
+READERS: Mapping[Kind, Callable[[AnyPath, str], CheckpointContents]] = {
     "safetensors": _read_safetensors,
     "flax": partial(_read_flax, "flax"),
     "easylm": partial(_read_flax, "easylm"),
     "torch": _read_torch,
     "meta": _read_meta_llama,
     "dcp": _read_dcp,
+    "orbax": _read_orbax,
     "adapter": _read_adapter,
 }

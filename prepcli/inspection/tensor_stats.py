@@ -12,7 +12,7 @@ import numpy as np
 from prepcli.algebra.boxes import strides
 from prepcli.algebra.chunks import ArrayParts, FilePosition
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.engine.files import ByteArray, RunReader, allocate_buffer
+from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.inspection.checkpoint_contents import num_chunks
@@ -20,8 +20,9 @@ from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import Slab, split_stream_evenly
 from prepcli.planning.tensors import ITEM_BITS
-from prepcli.remote.remote_files import PART_NBYTES
 from prepcli.sources.source import SourceTensor, stored_tensor
+from prepcli.stores.buffers import ByteArray, allocate_buffer
+from prepcli.stores.byte_ranges import PART_NBYTES
 
 # Bytes per read. The values fit into a CPU cache, even after the conversion to float32 and with the 8-byte indices
 # that select the elements without padding.

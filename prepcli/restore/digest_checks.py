@@ -11,7 +11,7 @@ import xxhash
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.core.progress import NullProgress, Progress
-from prepcli.engine.blobs import Blob, open_blobs
+from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.pipeline import Pipeline
@@ -29,6 +29,8 @@ from prepcli.sources.source import (
     stored_axis_maps,
 )
 from prepcli.sources.tensor_labels import label_tensor
+from prepcli.stores.buffers import Blob
+from prepcli.stores.paths import AnyPath, path_in_folder
 
 # Default memory budget of `check_tensors`.
 CHECK_MEMORY_NBYTES = 256 << 20
@@ -58,9 +60,9 @@ def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedErr
     return DamagedError(what, why, hint)
 
 
-def checkpoint_of(source: Source, item: Path | Blob) -> str:
+def checkpoint_of(source: Source, item: AnyPath | Blob) -> str:
     """Return the name of the checkpoint with a file or blob: the source, or e.g. the adapter of a merge."""
-    if isinstance(item, Path) and not item.is_relative_to(source.root):
+    if isinstance(item, AnyPath) and path_in_folder(item, source.root) is None:
         return str(item.parent)
     return source.display_name
 

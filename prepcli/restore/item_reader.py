@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +17,9 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, DamagedError, PrepError, text
 from prepcli.engine import checkpoint_store
-from prepcli.engine.blobs import Blob, open_blobs
+from prepcli.engine.blobs import open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.engine.files import PAGE, ByteArray
+from prepcli.engine.files import PAGE
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.checksums import BlockChecksums, read_checksums
@@ -32,11 +32,13 @@ from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensors import itemsize
-from prepcli.remote.remote_files import MAX_READ_THREADS
 from prepcli.restore.leaf_reader import BoxArrays, LeafReader
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import MAX_READ_THREADS
+from prepcli.stores.paths import AnyPath, is_remote, without_read_ahead
 
 # Upper limit of one read of a thread.
 PIECE_NBYTES = 4 << 20
@@ -52,11 +54,9 @@ class DamagedLeafError(DamagedError):
 
 
 def open_reader(
-    path: Path,
+    path: AnyPath,
     verify: bool = True,
     hint: str = RECREATE_HINT,
-    *,
-    remote_files: Sequence[Blob] = (),
 ) -> ItemReader:
     """Open an Orbax item, a training step, or the last step of a run.
 
@@ -64,7 +64,6 @@ def open_reader(
         path: Folder of the checkpoint.
         verify: Check the listed files, and every byte read against the recorded checksums, if there are any.
         hint: Advice in the error for a damaged checkpoint.
-        remote_files: The data files of a remote checkpoint. The folder has their placeholders.
 
     Raises:
         PrepError: There is no checkpoint, it is broken, or prep did not write it.
@@ -77,7 +76,7 @@ def open_reader(
             "name another folder, such as a training step or an output of prep",
         )
     manifest_folder = find_manifest_folder(folder)
-    item = read_item(folder, is_remote=bool(remote_files))
+    item = read_item(folder)
     manifest = read_manifest(manifest_folder)
     if manifest is None:
         raise PrepError(
@@ -86,10 +85,10 @@ def open_reader(
             text("{} converts it", Command("save-init")),
         )
     # The files of a remote checkpoint were checked when it was opened as a source.
-    if verify and not remote_files:
+    if verify and isinstance(path, Path):
         check_files(manifest_folder, manifest)
     checksums = read_checksums(manifest_folder, manifest, item.arrays) if verify else None
-    return ItemReader(item, manifest, checksums, hint, remote_files=remote_files)
+    return ItemReader(item, manifest, checksums, hint)
 
 
 class ItemReader(LeafReader):
@@ -108,8 +107,6 @@ class ItemReader(LeafReader):
         manifest: Manifest,
         checksums: BlockChecksums | None = None,
         hint: str = RECREATE_HINT,
-        *,
-        remote_files: Sequence[Blob] = (),
     ) -> None:
         """Open the data files of an item.
 
@@ -118,12 +115,12 @@ class ItemReader(LeafReader):
             manifest: Manifest of the checkpoint.
             checksums: Recorded checksums, checked for every byte read.
             hint: Advice in the error for a damaged checkpoint.
-            remote_files: Data files to read in place of the item's.
         """
         self.manifest = manifest
         self.folder = item.folder
         self._checksums = checksums
         self._hint = hint
+        item = replace(item, files=tuple(without_read_ahead(item.files)))
         self._item = item
         self._array_numbers: dict[str, int] = {}
         self.leaves: dict[str, checkpoint_store.LeafSpec] = {}
@@ -131,14 +128,13 @@ class ItemReader(LeafReader):
             read_unit = _read_unit_shape(item, number)
             self._array_numbers[meta.name] = number
             self.leaves[meta.name] = checkpoint_store.LeafSpec(meta.shape, meta.dtype, read_unit)
-        self.is_remote = bool(remote_files)
+        self.is_remote = is_remote(item.files)
         num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
         if self.is_remote:
             num_threads = MAX_READ_THREADS
         # An item with more files than a process may hold open has no chunks that are read directly.
-        self._remote_files = tuple(remote_files)
-        blobs: Sequence[Path | Blob] = self._remote_files
-        if not blobs and len(item.files) <= MAX_OPEN_FILES:
+        blobs: Sequence[AnyPath] = ()
+        if self.is_remote or len(item.files) <= MAX_OPEN_FILES:
             blobs = item.files
         super().__init__(open_blobs(blobs), num_threads=num_threads, buffer_nbytes=PIECE_NBYTES)
 
@@ -167,7 +163,7 @@ class ItemReader(LeafReader):
                 f"it has {count_text(len(self._array_numbers), 'other leaf', 'other leaves')}",
                 text("{} shows their names", Command("inspect", str(self.folder))),
             )
-        blob = DecodedArray(self._item, self._array_numbers[name], self._remote_files)
+        blob = DecodedArray(self._item, self._array_numbers[name])
         _check_arrays(blob.meta, parts)
         jobs = _split_into_jobs(blob, parts, self.is_checked)
         errors = self.run_reads(jobs, self._run_job)

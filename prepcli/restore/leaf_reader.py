@@ -14,7 +14,8 @@ from prepcli.algebra.boxes import Box
 from prepcli.core.worker_thread import run_in_threads
 from prepcli.engine.blobs import FilesAndBlobs
 from prepcli.engine.budget import Budget, BufferPool
-from prepcli.engine.files import ByteArray, Files
+from prepcli.engine.files import Files
+from prepcli.stores.buffers import ByteArray
 
 Job = TypeVar("Job")
 # Arrays to fill, by their boxes of a leaf

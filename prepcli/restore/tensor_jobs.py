@@ -15,7 +15,7 @@ from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.boxes import Box, Range, full_box, split_merged_range, volume
 from prepcli.algebra.strided_copies import LeafBoxPart, StridedCopy, part_copies, tensor_box
 from prepcli.engine.blobs import FilesAndBlobs
-from prepcli.engine.files import PAGE, ByteArray, Files
+from prepcli.engine.files import PAGE, Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.permute import assign_tiled
 from prepcli.engine.stream_values import read_values
@@ -32,6 +32,7 @@ from prepcli.planning.windows import (
 )
 from prepcli.restore.digest_checks import damaged_error
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.stores.buffers import ByteArray
 
 # Upper limit of a window, and of one read. Half for a tensor with duplicates.
 PIECE_NBYTES = 4 << 20

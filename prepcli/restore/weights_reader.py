@@ -15,7 +15,6 @@ from prepcli.core.progress import NullProgress
 from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import CachedBlob, open_blobs
 from prepcli.engine.compare import compare_streams
-from prepcli.engine.files import ByteArray
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import EqualityCheck
@@ -28,11 +27,6 @@ from prepcli.planning.tensor_match import (
     not_equal_error,
 )
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
-from prepcli.remote.remote_files import (
-    MAX_READ_THREADS,
-    MIN_READ_AHEAD_NBYTES,
-    without_read_ahead,
-)
 from prepcli.restore.digest_checks import (
     CHECK_MEMORY_NBYTES,
     check_before_reading,
@@ -51,6 +45,9 @@ from prepcli.restore.tensor_jobs import (
     tensor_jobs,
 )
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import MAX_READ_THREADS, MIN_READ_AHEAD_NBYTES
+from prepcli.stores.paths import is_remote, without_read_ahead
 
 # Duplicates of each tensor, by its name. Tensors without duplicates are absent.
 Duplicates = Mapping[str, Sequence[SourceTensor]]
@@ -126,7 +123,7 @@ class WeightsReader(LeafReader):
                 _common_dtype(leaf),
                 _read_unit_shape(leaf, is_whole=is_whole),
             )
-        self.is_remote = bool(source.remote_files)
+        self.is_remote = is_remote(source.files)
         self.source = source
         self._verify = verify
         if verify:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -41,6 +40,7 @@ from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
+from prepcli.stores.paths import AnyPath
 
 WITHOUT_STATE_HINT = text("convert it without {}", Option("training_state", True))
 # Counters are stored as int32.
@@ -252,7 +252,7 @@ def add_training_state(
     moments: Sequence[SourceTensor],
     left_out: Sequence[str],
     *,
-    files: tuple[Path, ...] = (),
+    files: tuple[AnyPath, ...] = (),
     stamps: tuple[SourceFile, ...] = (),
 ) -> Source:
     """Return a source with the training state of another library.

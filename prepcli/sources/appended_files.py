@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from prepcli.engine.blobs import Blob
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.stores.buffers import Blob
+from prepcli.stores.paths import AnyPath
 
 
 def append_files(source: Source, other: Source) -> Source:
@@ -14,7 +14,7 @@ def append_files(source: Source, other: Source) -> Source:
 
     Its tensors stay the same. To add a tensor of the other source, see `shift_file_numbers`.
     """
-    blobs: tuple[Path | Blob, ...] = ()
+    blobs: tuple[AnyPath | Blob, ...] = ()
     if source.blobs or other.blobs:
         blobs = (*source.byte_sources, *other.byte_sources)
     return replace(
@@ -22,7 +22,6 @@ def append_files(source: Source, other: Source) -> Source:
         files=(*source.files, *other.files),
         file_stamps=(*source.file_stamps, *other.file_stamps),
         blobs=blobs,
-        remote_files=(*source.remote_files, *other.remote_files),
     )
 
 

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,9 @@ import numpy as np
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.json_types import HFConfig
-from prepcli.engine.blobs import Blob, FilesAndBlobs, open_blobs
+from prepcli.engine.blobs import FilesAndBlobs, open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.engine.files import ByteArray, Files
+from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.arrays import Array, Location, whole_array
@@ -49,6 +48,8 @@ from prepcli.sources.unused_quantization import (
     has_quantized_tensors,
     unused_quantization_note,
 )
+from prepcli.stores.buffers import Blob, ByteArray
+from prepcli.stores.paths import AnyPath
 
 DECODED_DTYPE = "bfloat16"
 # Memory per decoded value: codes, scales and zero points in float32, and the value itself.
@@ -70,7 +71,7 @@ class DequantizedBlob:
 
     name: str
     decoders: tuple[Decoder, ...]
-    stored: tuple[Path | Blob, ...]
+    stored: tuple[AnyPath | Blob, ...]
     dtype: str = ""
 
     def dtype_of(self, decoder: Decoder) -> str:
@@ -211,7 +212,7 @@ class DequantizedReader:
         self._files.close()
 
 
-def is_quantized(folder: Path) -> bool:
+def is_quantized(folder: AnyPath) -> bool:
     """Return whether a model has quantised weights, by its settings and the dtypes of its tensors."""
     config: HFConfig = {}
     if (folder / CONFIG).is_file():
@@ -219,7 +220,7 @@ def is_quantized(folder: Path) -> bool:
     return bool(model_quantization(config, folder))
 
 
-def model_quantization(config: HFConfig, folder: Path) -> Mapping[str, Any]:
+def model_quantization(config: HFConfig, folder: AnyPath) -> Mapping[str, Any]:
     """Return the quantisation config of a model, or an empty mapping.
 
     Args:
@@ -234,7 +235,7 @@ def model_quantization(config: HFConfig, folder: Path) -> Mapping[str, Any]:
     return quantization_config_of_file(name, read_json_object(folder / name))
 
 
-def quantization_file(config: HFConfig, folder: Path) -> str:
+def quantization_file(config: HFConfig, folder: AnyPath) -> str:
     """Return the name of the file with the quantisation config of a model, or an empty string.
 
     Settings count only if a tensor may be quantised.
@@ -400,7 +401,7 @@ def _cast_location(
     return location.with_array(whole_array(array.name, cast_blob.dtype, array.shape, position))
 
 
-def find_source_weights(source: Source) -> tuple[QuantizedWeights, tuple[Path | Blob, ...]]:
+def find_source_weights(source: Source) -> tuple[QuantizedWeights, tuple[AnyPath | Blob, ...]]:
     """Return the decoders of the quantised weights of a source, and the files and blobs of their tensors.
 
     See `dequantize_source`.
@@ -433,12 +434,12 @@ def _settings_file(source: Source) -> str:
     return quantization_file(source.config, _settings_folder(source))
 
 
-def _settings_folder(source: Source) -> Path:
+def _settings_folder(source: Source) -> AnyPath:
     """Return the folder of a source with its config.json and the settings of tools."""
     return source.root / HF_FOLDER if source.tree_manifest else source.root
 
 
-def not_quantized_error(display_name: str, folder: Path) -> PrepError:
+def not_quantized_error(display_name: str, folder: AnyPath) -> PrepError:
     """Return the error for a request to decode a model without quantised weights."""
     option = Option("quantized", "dequantize")
     why = f"{display_name} is not quantised"
@@ -451,7 +452,7 @@ def not_quantized_error(display_name: str, folder: Path) -> PrepError:
 def find_stored_weights(
     settings: Mapping[str, Any],
     tensors: Sequence[Array],
-    blobs: Sequence[Path | Blob],
+    blobs: Sequence[AnyPath | Blob],
     *,
     settings_file: str,
 ) -> QuantizedWeights:
@@ -472,7 +473,7 @@ def find_stored_weights(
         )
 
 
-def _file_tensors(source: Source) -> tuple[list[Array], tuple[Path | Blob, ...]]:
+def _file_tensors(source: Source) -> tuple[list[Array], tuple[AnyPath | Blob, ...]]:
     """Return the tensors of a source by their names in the files, and the files and blobs with their bytes.
 
     The tensors of an init are stored in chunks. They are read as a further blob.

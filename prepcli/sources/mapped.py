@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
@@ -13,7 +12,6 @@ from prepcli.core.json_types import HFConfig
 from prepcli.core.suggest import did_you_mean
 from prepcli.engine.digest import digest
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.untrusted import read_small_file
 from prepcli.models.parameters import (
     Family,
     StoredShapes,
@@ -41,6 +39,8 @@ from prepcli.planning.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, d
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.quantized.find_weights import quantization_settings
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import read_small_file
 
 # Rule of the tensors that a map drops, as plans and JSON objects name it.
 DROP_RULE = "drop line of --map"
@@ -52,7 +52,7 @@ CONTENT_KEY = "content"
 AtomSizes = dict[str, int | tuple[int, ...]]
 
 
-def read_map(path: Path) -> TensorMap:
+def read_map(path: AnyPath) -> TensorMap:
     """Read the file of a map.
 
     Raises:

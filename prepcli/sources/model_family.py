@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from prepcli.algebra.axis_map import INPUT_LAYERS
 from prepcli.core.errors import Option, PrepError, text, usage_error
@@ -29,6 +27,8 @@ from prepcli.sources.multimodal import multimodal_wrapper_prefix
 from prepcli.sources.side_files import SideFiles, find_side_files
 from prepcli.sources.source import Source, SourceTensor, read_config
 from prepcli.sources.source_hints import CONFIG, SourceHints
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import is_there
 
 # Rule of tensors that belong to removed layers.
 LAYERS_RULE = "--layers"
@@ -46,7 +46,7 @@ class FolderModel:
         side_files: Files of the model to copy to an output, and those to leave.
     """
 
-    config_path: Path | None
+    config_path: AnyPath | None
     config: HFConfig
     family: Family
     names: TensorNames
@@ -54,8 +54,8 @@ class FolderModel:
 
 
 def read_folder_model(
-    folder: Path,
-    config_path: Path | None,
+    folder: AnyPath,
+    config_path: AnyPath | None,
     hints: SourceHints,
     tensors: TensorTypes,
     *,
@@ -124,15 +124,15 @@ def select_family(
     return family_of(config)
 
 
-def existing_config(path: Path, hints: SourceHints) -> Path | None:
+def existing_config(path: AnyPath, hints: SourceHints) -> AnyPath | None:
     """Return the path of a config.json, or None if it does not exist and the verbatim family may be used."""
     # A broken link is an error of its own, and no checkpoint without a config.
-    if hints.verbatim is False or os.path.lexists(path):
+    if hints.verbatim is False or is_there(path):
         return path
     return None
 
 
-def find_config_path(hints: SourceHints, folder: Path, display_name: str) -> Path | None:
+def find_config_path(hints: SourceHints, folder: AnyPath, display_name: str) -> AnyPath | None:
     """Return the path of the user's config.json or of the folder's, or None if no config is needed.
 
     Raises:

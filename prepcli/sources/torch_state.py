@@ -6,12 +6,10 @@ checkpoint is read in the form of `get_state_dict` of PyTorch, with names such a
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text, usage_error
 from prepcli.engine.digest import digest_pieces
@@ -19,7 +17,6 @@ from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_dcp import DcpFolder, read_dcp_folder, read_dcp_value
 from prepcli.formats.torch_files import TorchObject, read_torch_object
-from prepcli.formats.untrusted import unreadable_error
 from prepcli.models.decayed_leaves import DecayRule
 from prepcli.models.module_order import module_order, optimizer_groups
 from prepcli.models.param_tree import param_leaves
@@ -28,9 +25,6 @@ from prepcli.planning.libraries import AdamNumbers, AdamSettings, find_marked_li
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import MOMENTS, OPT_STATE_RULE, qualify
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
-from prepcli.remote.placeholders import RemoteCheckpoint
-from prepcli.remote.remote_files import RemoteBlob
-from prepcli.remote.remote_stream import RemoteStream
 from prepcli.sources.adam_state import (
     MAX_COUNT,
     WITHOUT_STATE_HINT,
@@ -50,6 +44,8 @@ from prepcli.sources.source import (
     recorded_digests,
     stored_axis_maps,
 )
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import open_regular_file
 
 OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
 # trainer_state.json has a line of about 200 bytes for each logged step.
@@ -75,28 +71,23 @@ DEFAULT_RULE = DecayRule()
 Group = Mapping[Any, Any]
 
 
-def read_trainer_checkpoint(source: Source, remote: RemoteCheckpoint | None) -> Source:
+def read_trainer_checkpoint(source: Source) -> Source:
     """Return a Hugging Face folder with the training state in the other files of a checkpoint of Trainer.
 
     Args:
         source: The opened folder.
-        remote: The remote checkpoint, if the folder has its placeholder files.
 
     Raises:
         PrepError: There is none, it is damaged, or it is no state of AdamW with the moments of all parameters.
     """
     path = _optimizer_path(source)
-    blob: Path | RemoteBlob = path
-    if remote is not None:
-        (blob,) = remote.remote_files([path])
-    with _open_file(blob) as file:
-        optimizer = read_torch_object(path, file)
+    optimizer = read_torch_object(path)
     entries, groups = _state_dict(path, optimizer)
     keys = _parameter_keys(source, path, groups)
     tensors = dict(_named_entries(path, entries, keys))
     # The file follows those of the source.
     file_number = len(source.byte_sources)
-    readable = replace(source, blobs=(*source.byte_sources, blob))
+    readable = replace(source, blobs=(*source.byte_sources, path))
     steps = _archived_entries(tensors, STEP_ENTRY, "the step", file_number)
     moments = [_archived_entries(tensors, entry, entry, file_number) for entry in ENTRIES]
     numbers = AdamNumbers(
@@ -115,7 +106,7 @@ def read_trainer_checkpoint(source: Source, remote: RemoteCheckpoint | None) -> 
         tuple(_moments(source, str(path), moments)),
         (*others, *decay_differences(source, decayed)),
         files=(path,),
-        stamps=(_stamp(source, blob, path.name, optimizer, tensors),),
+        stamps=(_stamp(source, path, optimizer, tensors),),
     )
 
 
@@ -286,21 +277,7 @@ def decay_differences(
 # --- optimizer.pt and trainer_state.json of Trainer ---
 
 
-def _open_file(blob: Path | RemoteBlob) -> BinaryIO:
-    """Open a local or remote file for reading.
-
-    Raises:
-        PrepError: The file cannot be read.
-    """
-    if isinstance(blob, Path):
-        try:
-            return blob.open("rb")
-        except OSError as error:
-            raise unreadable_error(blob, error) from error
-    return io.BufferedReader(RemoteStream(blob.file, blob.cache))
-
-
-def _optimizer_path(source: Source) -> Path:
+def _optimizer_path(source: Source) -> AnyPath:
     """Return the path of the optimizer's state."""
     for name in OPTIMIZER_FILES:
         path = source.root / name
@@ -323,7 +300,7 @@ def _global_step(source: Source) -> int:
     return step
 
 
-def _state_dict(path: Path, optimizer: TorchObject) -> tuple[Group, Sequence[Group]]:
+def _state_dict(path: AnyPath, optimizer: TorchObject) -> tuple[Group, Sequence[Group]]:
     """Return `state` and `param_groups` of the optimizer's state dict."""
     root = optimizer.root
     if isinstance(root, dict):
@@ -341,7 +318,9 @@ def _is_group(value: object) -> bool:
     return isinstance(keys, list) and all(isinstance(key, int | str) for key in keys)
 
 
-def _parameter_keys(source: Source, path: Path, groups: Sequence[Group]) -> Mapping[int | str, str]:
+def _parameter_keys(
+    source: Source, path: AnyPath, groups: Sequence[Group]
+) -> Mapping[int | str, str]:
     """Return the file name of each parameter, by its key in the optimizer.
 
     Keys are numbers, or the names themselves in a checkpoint of FSDP.
@@ -371,7 +350,7 @@ def _parameter_keys(source: Source, path: Path, groups: Sequence[Group]) -> Mapp
 
 
 def _named_entries(
-    path: Path, entries: Group, keys: Mapping[int | str, str]
+    path: AnyPath, entries: Group, keys: Mapping[int | str, str]
 ) -> Iterator[tuple[str, Mapping[str, Array]]]:
     """Yield the name of each parameter and its entries.
 
@@ -409,8 +388,7 @@ def _archived_entries(
 
 def _stamp(
     source: Source,
-    blob: Path | RemoteBlob,
-    name: str,
+    path: AnyPath,
     optimizer: TorchObject,
     tensors: Mapping[str, Mapping[str, Array]],
 ) -> SourceFile:
@@ -422,9 +400,9 @@ def _stamp(
             for entry in ENTRIES:
                 moment = entries[entry]
                 ranges.append((moment.offset, moment.offset + moment.nbytes))
-        with _open_file(blob) as file:
+        with open_regular_file(path) as file:
             metadata_digest = digest_pieces(bytes_between(file, sorted(ranges), optimizer.size))
-    return SourceFile(name, optimizer.size, optimizer.mtime_ns, metadata_digest)
+    return SourceFile(path.name, optimizer.size, optimizer.mtime_ns, metadata_digest)
 
 
 # --- Torch distributed checkpoints ---

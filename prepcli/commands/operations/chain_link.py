@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prepcli.commands.operations.compared_settings import CONFIG as CONFIG_KIND
 from prepcli.commands.operations.compared_settings import setting_differences
-from prepcli.commands.operations.token_folder import recorded_additions
+from prepcli.commands.operations.tokens import recorded_additions
 from prepcli.core.counts import count_text
 from prepcli.core.option_spec import recorded_words
 from prepcli.core.progress import Progress

@@ -19,7 +19,6 @@ from prepcli.formats.tokenizer_names import (
     TOKENIZER_FILE,
     VOCABULARY_FILES,
 )
-from prepcli.formats.untrusted import read_small_file
 from prepcli.models.architecture import canonical_activation
 from prepcli.models.parameters import Family
 from prepcli.models.prediction import EARLIER_RULES, PREDICTION_FIELDS
@@ -30,6 +29,7 @@ from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.multimodal import TEXT_ONLY_RULE
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source
+from prepcli.stores.reading import read_small_file
 
 CONFIG = "config"
 TOKENIZER = "tokenizer"

@@ -430,7 +430,7 @@ def _read_checkpoint(
     config = options.get("config")
     config_path = None if config is None else Path(config)
     if located.kind == "gguf":
-        path = located.local_files.path
+        path = located.files.path
         return located, read_gguf_contents(path, located.display_name, config_path)
     tensor_map = options.get("map")
     layout = options.get("source_layout")
@@ -483,7 +483,7 @@ def _summarize_source(
     is_stacked, stack_axis = _stacked_layers(contents)
     fields: SourceSummary = {
         "name": contents.display_name,
-        "revision": located.local_files.commit,
+        "revision": located.files.commit,
         "files": len(contents.files),
         "bytes": sum(path.stat().st_size for path in contents.files),
         "format": located.kind,

@@ -21,16 +21,16 @@ from prepcli.commands.operations.comparable_sources import (
     note_unrecorded_drops,
 )
 from prepcli.commands.operations.compared_settings import setting_differences
-from prepcli.commands.operations.conversion import (
+from prepcli.commands.operations.inspection_options import VerifyOptions
+from prepcli.commands.operations.opening import (
     CommonOptions,
     check_config_option,
     common_options,
     note_file_names,
     open_checkpoint,
+    source_line,
 )
-from prepcli.commands.operations.inspection_options import VerifyOptions
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.source_line import source_line
 from prepcli.commands.operations.verification_results import (
     TensorDifference,
     TensorDistance,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import Option, PrepError, text
@@ -30,6 +29,8 @@ from prepcli.sources.dcp_trees import match_dcp_tree
 from prepcli.sources.model_family import find_config_path, read_folder_model
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
 from prepcli.sources.source_hints import SourceHints
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import open_regular_file, stat_file
 
 DCP_LAYOUTS = [
     name for name in LIBRARIES_BY_LAYOUT if find_library(name, DCP_FORMAT).file_format == DCP_FORMAT
@@ -42,7 +43,7 @@ NOT_A_TENSOR_RULE = "not a tensor"
 
 
 def open_dcp(
-    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
 ) -> Source:
     """Read the metadata and the config of a torch distributed checkpoint.
 
@@ -178,7 +179,7 @@ def _file_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
     """Return size and time of each file. The digest is the one of the metadata."""
     stamps: list[SourceFile] = []
     for path in folder.files:
-        stat = path.stat()
+        stat = stat_file(path)
         stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, folder.digest))
     return tuple(stamps)
 
@@ -193,8 +194,8 @@ def _written_stamps(folder: DcpFolder, state: Sequence[Array]) -> tuple[SourceFi
         ranges_by_file[tensor.file].append(tensor.byte_range)
     stamps: list[SourceFile] = []
     for number, path in enumerate(folder.files):
-        stat = path.stat()
-        with path.open("rb") as file:
+        stat = stat_file(path)
+        with open_regular_file(path) as file:
             content = bytes_between(file, sorted(ranges_by_file[number]), stat.st_size)
             content_digest = digest_pieces(content)
         stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, content_digest))

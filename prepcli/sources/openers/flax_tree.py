@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import repeat
 
 from prepcli.core.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats import safetensors
@@ -33,6 +33,7 @@ from prepcli.sources.tree_tensors import (
     verbatim_tensors,
 )
 from prepcli.sources.unindexed import unindexed_entries
+from prepcli.stores.paths import AnyPath, map_files
 
 # Suffixes of a model's small files. The folder may have files of any name.
 SETTINGS_SUFFIXES = {
@@ -45,7 +46,7 @@ SETTINGS_SUFFIXES = {
 
 
 def open_flax(
-    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
 ) -> Source:
     """Read the headers and config of a Flax msgpack file, or of a folder with such files.
 
@@ -62,14 +63,14 @@ def open_flax(
 
 
 def open_easylm(
-    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
 ) -> Source:
     """Read the header and config of an EasyLM stream, or of a folder with one. Arguments as for `open_flax`."""
     return _open_tree(path, display_name, hints, "easylm", manifest)
 
 
 def _open_tree(
-    path: Path,
+    path: AnyPath,
     display_name: str,
     hints: SourceHints,
     kind: MsgpackKind,
@@ -181,7 +182,7 @@ class FlaxFiles:
     unindexed: tuple[UnindexedTensor, ...] = ()
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[AnyPath, ...]:
         """Path of each file."""
         return tuple(document.path for document in self.documents)
 
@@ -226,9 +227,10 @@ class FlaxFiles:
         return shard_name("model", file + 1, count, safetensors.SUFFIX)
 
 
-def read_flax_files(path: Path, kind: MsgpackKind) -> FlaxFiles:
+def read_flax_files(path: AnyPath, kind: MsgpackKind) -> FlaxFiles:
     """Read the headers of all files of a checkpoint."""
-    stored = [read_msgpack_header(file, kind) for file in find_weight_files(path, kind)]
+    files = find_weight_files(path, kind)
+    stored = map_files(read_msgpack_header, files, repeat(kind))
     documents, unindexed = select_indexed(path, stored)
     return FlaxFiles(tuple(documents), tuple(unindexed))
 

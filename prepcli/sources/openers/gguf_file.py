@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -43,6 +42,7 @@ from prepcli.sources.source import (
     read_config,
 )
 from prepcli.sources.source_hints import SourceHints
+from prepcli.stores.paths import AnyPath, map_files
 
 ARCHITECTURE_KEY = "general.architecture"
 SPLIT_KEY = "split.count"
@@ -92,7 +92,7 @@ class _NamedDecoder:
         return MappedArray(self.axis_map, (), leaf)
 
 
-def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
+def open_gguf(path: AnyPath, display_name: str, hints: SourceHints) -> Source:
     """Read the header of a GGUF file, or the headers of all parts.
 
     Args:
@@ -104,7 +104,7 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
         PrepError: The file is broken, or its architecture or one of its types is not supported.
     """
     paths = _part_paths(path, display_name)
-    headers = [read_gguf_header(part) for part in paths]
+    headers = map_files(read_gguf_header, paths)
     _check_parts(headers, display_name)
     header = replace(headers[0], tensors=_all_tensors(headers))
     architecture = _read_architecture(header, display_name)
@@ -138,7 +138,7 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
     )
 
 
-def _part_paths(path: Path, display_name: str) -> tuple[Path, ...]:
+def _part_paths(path: AnyPath, display_name: str) -> tuple[AnyPath, ...]:
     """Return the files of a model: all parts of `m-00001-of-00003.gguf`, or the file itself.
 
     Raises:

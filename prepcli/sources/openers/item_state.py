@@ -319,7 +319,7 @@ def with_state_item(item: OrbaxItem) -> OrbaxItem:
     name = STATE_ITEMS.get(item.folder.name)
     if name is None or item_metadata_file(item.folder.parent / name) is None:
         return item
-    state = read_item(item.folder.parent / name, is_remote=item.is_remote)
+    state = read_item(item.folder.parent / name)
     clash = find_name_clash(array.path for array in (*item.arrays, *state.arrays))
     if clash is not None:
         what = f"{item.folder.parent} has {quote_name(clash[0])} twice"

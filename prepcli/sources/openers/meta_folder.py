@@ -13,7 +13,6 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
@@ -22,7 +21,7 @@ from prepcli.algebra.grids import ChunkGrid
 from prepcli.algebra.row_text import parse_row
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import HFConfig
-from prepcli.core.json_values import quote_name
+from prepcli.core.json_values import parse_json, quote_name
 from prepcli.formats.meta_llama_config import (
     is_dense_mistral,
     is_small_llama_3_2,
@@ -38,7 +37,6 @@ from prepcli.formats.torch_files import (
     TorchHeader,
     read_torch_header,
 )
-from prepcli.formats.untrusted import list_folder, parse_json, read_bytes, stat_file
 from prepcli.models.families.llama import FAMILY
 from prepcli.models.parameters import Family
 from prepcli.models.registry import FAMILIES
@@ -55,6 +53,8 @@ from prepcli.sources.source import (
     read_config,
 )
 from prepcli.sources.source_hints import SourceHints
+from prepcli.stores.paths import AnyPath, map_files
+from prepcli.stores.reading import list_folder, read_bytes, stat_file
 
 MAX_PARAMS_NBYTES = 1 << 20
 # Size of the safetensors files that `pad-vocab` writes from Meta's files.
@@ -113,7 +113,7 @@ META_TENSOR_RULES: Mapping[str, MetaTensorRule] = _tensor_rules()
 _LAYER_TENSOR = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)")
 
 
-def open_meta(path: Path, display_name: str, hints: SourceHints) -> Source:
+def open_meta(path: AnyPath, display_name: str, hints: SourceHints) -> Source:
     """Read the pickled tensor metadata and the config of Meta's files. No pickled code is run.
 
     Args:
@@ -173,7 +173,7 @@ def _hf_name(name: str, family: Family) -> str:
     return family.prefix + name
 
 
-def _read_headers(path: Path) -> list[TorchHeader]:
+def _read_headers(path: AnyPath) -> list[TorchHeader]:
     """Read the header of each rank's file, in order. Raise PrepError if one is missing."""
     names = [name for name in list_folder(path) if CONSOLIDATED_FILE.fullmatch(name)]
     if not names:
@@ -184,10 +184,10 @@ def _read_headers(path: Path) -> list[TorchHeader]:
         raise PrepError(
             f"{missing[0]} is missing", why, "copy all files: each has a part of the model"
         )
-    return [read_torch_header(path / name, number) for number, name in enumerate(names)]
+    return map_files(read_torch_header, [path / name for name in names], range(len(names)))
 
 
-def _read_mistral_header(path: Path) -> TorchHeader:
+def _read_mistral_header(path: AnyPath) -> TorchHeader:
     """Read the header of Mistral's file."""
     header = read_safetensors_header(path, 0)
     return TorchHeader(
@@ -199,7 +199,7 @@ def _read_mistral_header(path: Path) -> TorchHeader:
 
 
 def _load_config(
-    path: Path, display_name: str, hints: SourceHints, headers: Sequence[TorchHeader]
+    path: AnyPath, display_name: str, hints: SourceHints, headers: Sequence[TorchHeader]
 ) -> HFConfig:
     """Read the user's config.json or the one in the folder. Convert params.json if there is none."""
     if hints.config_path is not None or (path / CONFIG).is_file():
@@ -225,7 +225,7 @@ def _load_config(
         raise PrepError(f"{path / META_PARAMS_FILE} is invalid", str(error), hint) from error
 
 
-def _read_params(folder: Path, display_name: str) -> Any:
+def _read_params(folder: AnyPath, display_name: str) -> Any:
     path = folder / META_PARAMS_FILE
     if not path.exists():
         why = "the number of heads is not known without it"
@@ -275,7 +275,7 @@ class _ShardedTensors:
     """Tensors of all files, grouped by Meta's names and mapped to Hugging Face tensors."""
 
     def __init__(
-        self, path: Path, headers: Sequence[TorchHeader], config: HFConfig, family: Family
+        self, path: AnyPath, headers: Sequence[TorchHeader], config: HFConfig, family: Family
     ) -> None:
         sizes = family.sizes(config)
         self._sizes = sizes | {"two": 2, "half": sizes["head_dim"] // 2}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from prepcli.formats import safetensors
 from prepcli.formats.manifest import NO_MANIFEST
@@ -20,10 +19,11 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.unindexed import unindexed_entries
+from prepcli.stores.paths import AnyPath
 
 
 def open_safetensors(
-    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
 ) -> Source:
     """Read the headers, config and manifest of a folder with safetensors files.
 

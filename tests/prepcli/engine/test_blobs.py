@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
 from prepcli.engine.blobs import MemoryBlob, open_blobs
-from prepcli.engine.files import Files, allocate_buffer
+from prepcli.engine.files import Files
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.planning.arrays import whole_array
 from prepcli.planning.plan import Stream, read_copies
+from prepcli.stores.buffers import allocate_buffer
 from tests.helpers.plans import flat
 
 # (offset, length) in the second file.

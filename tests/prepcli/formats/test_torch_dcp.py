@@ -23,8 +23,8 @@ from prepcli.formats.torch_dcp import (
 )
 from prepcli.formats.torch_pickle import MAX_NBYTES, SUPPORTED_DTYPES, StoredTensor
 from prepcli.formats.torch_zip import encode_object
-from prepcli.targets import dcp_folder
-from prepcli.targets.dcp_folder import lay_out_dcp_folder
+from prepcli.targets import torch_folder
+from prepcli.targets.torch_folder import place_dcp_entries
 
 ARRAYS = {
     "a.weight": np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32),
@@ -42,19 +42,22 @@ def write_folder(folder: Path, arrays: dict[str, np.ndarray], shard_nbytes: int)
     entries: list[LayoutEntry] = []
     for name, array in arrays.items():
         entries.append((name, array.dtype.name, array.shape, array.nbytes))
-    layout = lay_out_dcp_folder(entries, shard_nbytes)
+    placed = place_dcp_entries(entries, shard_nbytes)
     folder.mkdir()
-    for number, file in enumerate(layout.files):
+    for number, file in enumerate(placed.files):
         content = bytearray(file.size)
         for offset, data in file.constant_ranges:
             content[offset : offset + len(data)] = data
-        for name, location in layout.locations.items():
-            if location.file == number:
+        for name, locations in placed.locations.items():
+            (location,) = locations
+            file_number, start = location.position
+            if file_number == number:
                 data = arrays[name].tobytes()
-                content[location.offset : location.offset + len(data)] = data
+                content[start : start + len(data)] = data
         (folder / file.path).write_bytes(content)
-    (folder / layout.metadata.path).write_bytes(layout.metadata.content)
-    return [file.path for file in layout.files]
+    (metadata,) = placed.index
+    (folder / metadata.path).write_bytes(metadata.content)
+    return [file.path for file in placed.files]
 
 
 def torch_bits(tensor: Any) -> bytes:
@@ -177,16 +180,16 @@ def test_moments_of_max_tensors_are_readable():
         path = ("optimizer", "state", f"model.layers.{number}.weight", "exp_avg")
         entries.append(DcpEntry(".".join(path), "float32", (number, 7), "__0_0.distcp", 0, 1, path))
     num_opcodes = sum(1 for _ in pickletools.genops(encode_metadata(entries)))
-    assert num_opcodes / len(entries) * dcp_folder.MAX_TENSORS < MAX_METADATA_OPCODES
+    assert num_opcodes / len(entries) * torch_folder.MAX_TENSORS < MAX_METADATA_OPCODES
 
 
 def test_more_tensors_than_the_reader_takes_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dcp_folder, "MAX_TENSORS", 2)
+    monkeypatch.setattr(torch_folder, "MAX_TENSORS", 2)
     entries: list[LayoutEntry] = [(f"w{number}", "uint8", (1,), 1) for number in range(3)]
     with pytest.raises(PrepError, match="3 tensors are too many"):
-        lay_out_dcp_folder(entries, 1 << 30)
+        place_dcp_entries(entries, 1 << 30)
 
 
 def test_unsupported_dtype_is_named():
     with pytest.raises(PrepError, match="w is float8_e4m3fn"):
-        lay_out_dcp_folder([("w", "float8_e4m3fn", (2,), 2)], 100)
+        place_dcp_entries([("w", "float8_e4m3fn", (2,), 2)], 100)

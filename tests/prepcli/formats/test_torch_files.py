@@ -231,8 +231,8 @@ def test_files_before_pytorch_1_6_are_refused(tmp_path: Path) -> None:
     assert error.what == "x.bin is not supported"
     assert error.why == "it has the format of PyTorch before version 1.6"
     assert "`torch.save(torch.load('x.bin'), 'x.bin')`" in str(error.hint)
-    with pytest.raises(PrepError) as caught, (tmp_path / "x.bin").open("rb") as file:
-        read_torch_object(tmp_path / "x.bin", file)
+    with pytest.raises(PrepError) as caught:
+        read_torch_object(tmp_path / "x.bin")
     assert str(caught.value) == str(error)
 
 
@@ -255,13 +255,12 @@ def test_repeated_containers_are_converted_once(tmp_path: Path) -> None:
     nested = b"Nq\x00" + (b"(" + b"h\x00" * 50 + b"tq\x00") * 12
     path = tmp_path / "optimizer.pt"
     path.write_bytes(make_zip_file(make_pickle(nested)))
-    with path.open("rb") as file:
-        root = read_torch_object(path, file).root
+    root = read_torch_object(path).root
     assert isinstance(root, tuple)
     assert len(root) == 50
     path.write_bytes(make_zip_file(make_pickle(nested, b"\x85" * 12)))
-    with pytest.raises(PrepError, match="nests more than 16"), path.open("rb") as file:
-        read_torch_object(path, file)
+    with pytest.raises(PrepError, match="nests more than 16"):
+        read_torch_object(path)
 
 
 # Which files of a folder

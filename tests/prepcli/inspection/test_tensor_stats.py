@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.blobs import open_blobs
-from prepcli.engine.files import ByteArray
 from prepcli.formats.orbax_chunks import ArrayMeta
 from prepcli.formats.safetensors import DTYPE_CODES
 from prepcli.formats.zarr import ZARR_TYPESTRS
@@ -25,6 +24,7 @@ from prepcli.inspection.contents import read_contents
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.sources.locate import locate
 from prepcli.sources.source import SourceTensor
+from prepcli.stores.buffers import ByteArray
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.orbax_items import random_array, write_item
 

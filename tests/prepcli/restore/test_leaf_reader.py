@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 from prepcli.engine.budget import Budget, BufferPool
-from prepcli.engine.files import PAGE, ByteArray
+from prepcli.engine.files import PAGE
 from prepcli.restore.leaf_reader import StoppedReadsError, run_jobs
+from prepcli.stores.buffers import ByteArray
 
 
 def test_call_without_jobs_waits_for_no_buffer():

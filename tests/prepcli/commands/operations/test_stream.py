@@ -26,9 +26,9 @@ pytestmark = pytest.mark.waits
 
 PREP_SCRIPT = """
 import sys
-from prepcli.remote import remote_files
+from prepcli.stores import byte_ranges
 from prepcli.commands.cli.main import main
-remote_files.FIRST_WAIT_S = 0.001
+byte_ranges.FIRST_WAIT_S = 0.001
 sys.exit(main())
 """
 SMALL_FILES = (
@@ -108,7 +108,7 @@ def test_stream_with_network_faults_equals_local(files, tmp_path: Path):
     faults = FaultInjector(0.3, seed=11)
     with serve_site(files, tmp_path, faults, lasts=9) as site:
         streamed = site.run_prep(*SAVE_INIT, "--stream", "--out", "streamed", "--memory", "32MiB")
-        assert streamed["ok"], streamed
+        assert streamed["ok"], streamed.get("error")
         assert sum(map(bool, faults.injected)) >= 5
         assert cached_file_names(tmp_path / "home") == sorted(SMALL_FILES)
         assert not [headers for _, _, headers in site.store.requests if "Authorization" in headers]
@@ -143,7 +143,8 @@ def test_stream_with_network_faults_equals_local(files, tmp_path: Path):
 def test_killed_stream_resumes_without_rereading(files, tmp_path: Path):
     options = ("--stream", "--memory", "32MiB")
     with serve_site(files, tmp_path) as site:
-        assert site.run_prep(*SAVE_INIT, *options, "--out", "whole")["ok"]
+        whole = site.run_prep(*SAVE_INIT, *options, "--out", "whole")
+        assert whole["ok"], whole.get("error")
         site.store.requests.clear()
         site.store.delay_s = 0.15
         running = site.start_prep(*SAVE_INIT, *options, "--out", "killed")
@@ -153,7 +154,7 @@ def test_killed_stream_resumes_without_rereading(files, tmp_path: Path):
         assert not (tmp_path / "killed").exists()
         site.store.delay_s = 0.0
         resumed = site.run_prep(*SAVE_INIT, *options, "--out", "killed")
-    assert resumed["ok"], resumed
+    assert resumed["ok"], resumed.get("error")
     assert resumed["bytes"]["resumed"] > 16 << 20
     assert read_output_files(tmp_path / "killed") == read_output_files(tmp_path / "whole")
 
