@@ -151,14 +151,17 @@ class StoreListing:
                 raise PrepError(what, why, "name the folder of a checkpoint")
             if self._copy_folder is None:
                 self._copy_folder = create_temporary_folder()
+            folder = self._copy_folder
         content = read_all(self.reader, file)
-        copy = self._copy_folder / file.path
+        copy = folder / file.path
         # The time is a hash of the content, so that equal files have equal times.
         time_ns = xxhash.xxh3_64_intdigest(content) % 10**18
         # Two threads may fetch one file. The rename keeps a reader of the first copy from an incomplete second one.
         part = copy.with_name(f".{secrets.token_hex(8)}")
         try:
-            copy.parent.mkdir(parents=True, exist_ok=True)
+            # Not `parents=True`, which would create the removed temporary folder again while the process ends.
+            for parent in reversed(PurePosixPath(file.path).parents[:-1]):
+                (folder / parent).mkdir(exist_ok=True)
             part.write_bytes(content)
             os.utime(part, ns=(time_ns, time_ns))
             part.replace(copy)

@@ -229,3 +229,35 @@ def test_temporary_folder_of_killed_process_is_removed(
         "kept",
         "prep-remote-link",
     }
+
+
+# The handler of the first line runs after the one that removes the temporary folder.
+LATE_COPY = """
+import atexit, contextlib, threading
+import numpy as np
+from prepcli.core.errors import PrepError
+from tests.helpers.memory_stores import MemoryReader, store_of
+atexit.register(lambda: (is_ending.set(), thread.join()))
+root, reader = store_of({"a": b"x", "late/b": b"y"})
+is_ending, is_reading = threading.Event(), threading.Event()
+read_now = MemoryReader.read
+def read(self, file, offset, into):
+    if file.path == "late/b":
+        is_reading.set()
+        is_ending.wait()
+    return read_now(self, file, offset, into)
+MemoryReader.read = read
+def copy_late():
+    with contextlib.suppress(PrepError):
+        (root / "late" / "b").local()
+(root / "a").local()
+thread = threading.Thread(target=copy_late, daemon=True)
+thread.start()
+is_reading.wait()
+"""
+
+
+def test_copy_that_ends_after_its_process_leaves_no_folder(tmp_path: Path):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", LATE_COPY], env=environment, check=True)
+    assert list(tmp_path.iterdir()) == []
