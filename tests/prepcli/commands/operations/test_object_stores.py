@@ -69,6 +69,15 @@ def test_inspect_of_an_export_reads_no_weights(site: StoreSite, home: Path, word
     assert sum(sent.stop - sent.start for sent in site.store.sent) < 2 << 20
 
 
+def test_verify_requests_each_small_file_once(site: StoreSite, home: Path):
+    site.store.requests.clear()
+    assert site.run_prep("verify", "gs://bucket/models/m", str(home / "m"))["ok"]
+    small = [path.name for path in (home / "m").glob("*.json")]
+    assert "generation_config.json" in small
+    for name in small:
+        assert site.store.requests.count(f"GET bucket/models/m/{name}") == 1, name
+
+
 def test_commands_read_and_write_chunk_files_in_a_bucket(
     site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
 ):
