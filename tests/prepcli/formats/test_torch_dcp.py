@@ -14,6 +14,7 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from prepcli.engine.fills import numpy_dtype
+from prepcli.formats.file_records import bytes_between
 from prepcli.formats.safetensors_layout import LayoutEntry
 from prepcli.formats.torch_dcp import (
     MAX_METADATA_OPCODES,
@@ -137,6 +138,20 @@ def test_reader_requests_both_ends_of_archives_in_a_store(tmp_path: Path):
     # One request has the end of an archive and the start of the next one.
     assert len(sizes) <= len(arrays) + 2
     assert max(sizes) <= 16 << 10
+
+
+def test_bytes_between_tensors_are_the_same_in_a_store(tmp_path: Path):
+    content = np.random.default_rng(0).bytes(5 << 20)
+    (tmp_path / "data").write_bytes(content)
+    root, reader = store_of({"data": content})
+    for ranges in ([(10, 4 << 20)], [(0, 3), (3, 100), (200, 300), (300, 5 << 20)], []):
+        rest = bytearray(content)
+        for start, stop in reversed(ranges):
+            del rest[start:stop]
+        reader.requests.clear()
+        assert b"".join(bytes_between(root / "data", ranges)) == rest
+        assert b"".join(bytes_between(tmp_path / "data", ranges)) == rest
+        assert sum(nbytes for _, _, nbytes in reader.requests) == len(rest)
 
 
 @pytest.mark.parametrize("dtype", sorted(SUPPORTED_DTYPES))
