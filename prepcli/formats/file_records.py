@@ -7,9 +7,11 @@ remaining bytes, instead of `xxh3`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import BinaryIO
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 
+import numpy as np
 import xxhash
 
 from prepcli.algebra.boxes import Range
@@ -19,10 +21,17 @@ from prepcli.formats.manifest import MANIFEST_FILE, accept_hint, read_manifest
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE, METADATA_FILE, ZARR2, ZARR3
 from prepcli.planning.manifest_fields import FileRecord, Manifest
-from prepcli.stores.paths import AnyPath, path_in_folder
-from prepcli.stores.reading import open_regular_file, resolve_named_path, unreadable_error
+from prepcli.stores.paths import AnyPath, StorePath, path_in_folder, read_each
+from prepcli.stores.reading import (
+    open_regular_file,
+    resolve_named_path,
+    stat_file,
+    unreadable_error,
+)
 
 READ_NBYTES = 1 << 20
+# Pieces of a file in a store that are in memory at the same time.
+PIECES_IN_FLIGHT = 16
 # Files that Orbax or Levanter, not prep, names in an item.
 ITEM_FILES = {
     METADATA_FILE,
@@ -149,22 +158,36 @@ def check_header(path: AnyPath, manifest: Manifest, header_digest: str) -> None:
         raise DamagedError(f"{path} is damaged", why, GET_AGAIN_HINT)
 
 
-def bytes_between(file: BinaryIO, ranges: Sequence[Range], size: int) -> Iterator[bytes]:
+def bytes_between(path: AnyPath, ranges: Iterable[Range]) -> Iterator[bytes]:
     """Yield the bytes of a file outside of its tensors: the headers and directories of the archives.
 
     Args:
-        file: The opened file.
+        path: The file. Pieces of a file in a store are requested several at a time.
         ranges: Byte range of each tensor, in ascending order.
-        size: Size of the file.
     """
+    pieces = _pieces_between(ranges, stat_file(path).st_size)
+    if isinstance(path, StorePath):
+        exact = replace(path, reads_ahead=False)
+        while batch := list(itertools.islice(pieces, PIECES_IN_FLIGHT)):
+            yield from read_each(lambda piece: _read_piece(exact, *piece), batch, in_store=True)
+        return
+    with open_regular_file(path) as file:
+        for start, stop in pieces:
+            file.seek(start)
+            yield file.read(stop - start)
+
+
+def _pieces_between(ranges: Iterable[Range], size: int) -> Iterator[Range]:
+    """Yield the byte ranges outside of the given ones, in pieces of at most READ_NBYTES."""
     position = 0
-    for first, stop in [*ranges, (size, size)]:
-        file.seek(position)
+    for first, stop in itertools.chain(ranges, [(size, size)]):
         # A manifest of another origin may come with a file of any size between two tensors.
-        while position < first:
-            content = file.read(min(first - position, READ_NBYTES))
-            if not content:
-                break
-            yield content
-            position += len(content)
+        for start in range(position, min(first, size), READ_NBYTES):
+            yield start, min(start + READ_NBYTES, first, size)
         position = stop
+
+
+def _read_piece(path: StorePath, start: int, stop: int) -> bytes:
+    content = np.empty(stop - start, np.uint8)
+    path.read_at(start, content)
+    return content.tobytes()

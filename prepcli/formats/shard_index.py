@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import parse_json, quote_name
 from prepcli.core.lists import join_names
-from prepcli.stores.paths import AnyPath
+from prepcli.stores.paths import AnyPath, StorePath
 from prepcli.stores.reading import (
     CutShortError,
     is_there,
@@ -177,7 +177,7 @@ def _missing_tensors_error(
     return DamagedError(
         f"files of {folder} lack tensors that the index names",
         "; ".join(reasons),
-        f"get {files} again, in the version of the index: `{_download_command(folder)}`",
+        _download_hint(folder, what=f"get {files} again, in the version of the index"),
     )
 
 
@@ -192,7 +192,8 @@ def damage_hint(path: AnyPath, error: BaseException | None) -> str:
 
 def download_again_hint(path: AnyPath) -> str:
     """Return the hint for a file without all of its bytes: the command that downloads it again."""
-    return f"download it again: `{_download_command(path.parent, path.name, '--force-download')}`"
+    arguments = (path.name, "--force-download")
+    return _download_hint(path.parent, *arguments, what="download it again")
 
 
 def _parse_index(content: bytes) -> object:
@@ -234,15 +235,18 @@ def _missing_files_error(
     return DamagedError(
         f"{missing_count} of {file_count} files of {folder} {verb} missing",
         why,
-        f"`{_download_command(folder)}`",
+        _download_hint(folder),
     )
 
 
-def _download_command(folder: AnyPath, *arguments: str) -> str:
-    """Return the command that downloads a folder or a file of it. A hub cache path contains the repository."""
+def _download_hint(folder: AnyPath, *arguments: str, what: str = "") -> str:
+    """Return a hint with the command that downloads a folder or a file of it. No command downloads to a store."""
+    if isinstance(folder, StorePath):
+        return GET_AGAIN_HINT
+    command = ["hf", "download", "OWNER/NAME", *arguments, "--local-dir", str(folder)]
     # huggingface_hub caches OWNER/NAME as models--OWNER--NAME/snapshots/COMMIT. Names cannot contain `--`.
-    for part in reversed(folder.absolute().parts):
+    for part in folder.absolute().parts:
         if part.startswith("models--"):
             repository = part.removeprefix("models--").replace("--", "/")
-            return shlex.join(["hf", "download", repository, *arguments])
-    return shlex.join(["hf", "download", "OWNER/NAME", *arguments, "--local-dir", str(folder)])
+            command = ["hf", "download", repository, *arguments]
+    return f"{what}: `{shlex.join(command)}`" if what else f"`{shlex.join(command)}`"

@@ -45,7 +45,6 @@ from prepcli.sources.source import (
     stored_axis_maps,
 )
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import open_regular_file
 
 OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
 # trainer_state.json has a line of about 200 bytes for each logged step.
@@ -400,8 +399,7 @@ def _stamp(
             for entry in ENTRIES:
                 moment = entries[entry]
                 ranges.append((moment.offset, moment.offset + moment.nbytes))
-        with open_regular_file(path) as file:
-            metadata_digest = digest_pieces(bytes_between(file, sorted(ranges), optimizer.size))
+        metadata_digest = digest_pieces(bytes_between(path, sorted(ranges)))
     return SourceFile(path.name, optimizer.size, optimizer.mtime_ns, metadata_digest)
 
 

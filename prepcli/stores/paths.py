@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -106,12 +107,16 @@ class StoreListing:
         return None if names is None else [*names]
 
     def read(self, file: RemoteFile, offset: int, nbytes: int) -> bytes:
-        """Return bytes of a file, or fewer if it ends before.
+        """Return bytes of a file, or fewer if it ends before. A file with a local copy needs no request.
 
         Raises:
             PrepError: The file cannot be read, or more than MAX_INDEX_NBYTES were read in this way.
         """
         count = max(0, min(nbytes, file.size - offset))
+        if (copy := self.copies.get(file.path)) is not None:
+            with copy.open("rb") as stream:
+                stream.seek(offset)
+                return stream.read(count)
         with self._lock:
             self._index_nbytes += count
         if self._index_nbytes > MAX_INDEX_NBYTES:
@@ -135,9 +140,9 @@ class StoreListing:
         return copy
 
     def _copy(self, file: RemoteFile) -> Path:
+        _check_is_small(self.reader, file)
         if self._download is not None:
             return self._download(file.path)
-        content = read_all(self.reader, file)
         with self._lock:
             self._copied_nbytes += file.size
             if self._copied_nbytes > MAX_SMALL_FILES_NBYTES:
@@ -146,13 +151,20 @@ class StoreListing:
                 raise PrepError(what, why, "name the folder of a checkpoint")
             if self._copy_folder is None:
                 self._copy_folder = create_temporary_folder()
-        copy = self._copy_folder / file.path
+            folder = self._copy_folder
+        content = read_all(self.reader, file)
+        copy = folder / file.path
         # The time is a hash of the content, so that equal files have equal times.
         time_ns = xxhash.xxh3_64_intdigest(content) % 10**18
+        # Two threads may fetch one file. The rename keeps a reader of the first copy from an incomplete second one.
+        part = copy.with_name(f".{secrets.token_hex(8)}")
         try:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(content)
-            os.utime(copy, ns=(time_ns, time_ns))
+            # Not `parents=True`, which would create the removed temporary folder again while the process ends.
+            for parent in reversed(PurePosixPath(file.path).parents[:-1]):
+                (folder / parent).mkdir(exist_ok=True)
+            part.write_bytes(content)
+            os.utime(part, ns=(time_ns, time_ns))
+            part.replace(copy)
         except OSError as error:
             why = error.strerror or str(error)
             raise PrepError(f"cannot write a copy of {file.path}", why, "set TMPDIR") from error
@@ -385,13 +397,18 @@ def read_all(reader: RangeReader, file: RemoteFile) -> bytes:
     Raises:
         PrepError: The file has more than SMALL_NBYTES, or cannot be read.
     """
+    _check_is_small(reader, file)
+    content = np.empty(file.size, np.uint8)
+    read_range(reader, file, offset=0, into=content)
+    return content.tobytes()
+
+
+def _check_is_small(reader: RangeReader, file: RemoteFile) -> None:
+    """Raise PrepError for a file that is too large to be fetched whole."""
     if file.size > SMALL_NBYTES:
         why = f"it has {format_bytes(file.size)}, the limit for settings and tokenizers is {format_bytes(SMALL_NBYTES)}"
         what = f"{file.path} of {reader.name} is too large"
         raise PrepError(what, why, "copy the checkpoint to a local folder without this file")
-    content = np.empty(file.size, np.uint8)
-    read_range(reader, file, offset=0, into=content)
-    return content.tobytes()
 
 
 def path_in_folder(path: AnyPath, folder: AnyPath) -> PurePath | None:
@@ -432,8 +449,8 @@ def read_each(read: Callable[[U], T], items: Sequence[U], in_store: bool) -> lis
 
 def fetch_copies(paths: Iterable[AnyPath]) -> None:
     """Fetch the local copies of small files in a store, several at a time. Their later reads need no request."""
-    stored = [path for path in paths if isinstance(path, StorePath) and path.is_file()]
-    map_in_daemon_threads(StorePath.local, stored, num_threads=2 * MAX_IN_FLIGHT)
+    stored = dict.fromkeys(path for path in paths if isinstance(path, StorePath) and path.is_file())
+    map_in_daemon_threads(StorePath.local, list(stored), num_threads=2 * MAX_IN_FLIGHT)
 
 
 _AnyBlob = TypeVar("_AnyBlob", Path | Blob, Blob, AnyPath)

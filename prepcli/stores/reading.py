@@ -49,7 +49,8 @@ def open_regular_file(path: AnyPath, *, buffering: int = -1) -> BinaryIO:
         if path.is_dir():
             raise not_regular_error(path)
         if path.file.size <= MAX_LFS_POINTER_NBYTES:
-            check_not_lfs_pointer(path.read(0, path.file.size), path)
+            # The stream reads the copy, so that a small file costs one request.
+            check_not_lfs_pointer(path.local().read_bytes(), path)
         return path.stream(buffering)
     # O_NONBLOCK: without it, opening a FIFO waits for a writer. It has no effect on regular files.
     # The file is opened first and checked after: between a check by name and an opening, the name

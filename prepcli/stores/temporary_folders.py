@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 _FOLDER_PREFIX = "prep-remote-"
@@ -26,8 +27,15 @@ def create_temporary_folder() -> Path:
     # The descriptor stays open until the process ends. The lock shows other processes that the
     # folder is in use.
     _try_lock(folder)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove, folder)
     return folder
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder. Daemon threads may still write into it: under its name they find no folder any more."""
+    with suppress(OSError):
+        folder = folder.rename(f"{folder}-removed")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _try_lock(folder: Path, min_age_s: float = -math.inf) -> int | None:

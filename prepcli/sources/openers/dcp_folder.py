@@ -30,7 +30,7 @@ from prepcli.sources.model_family import find_config_path, read_folder_model
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
 from prepcli.sources.source_hints import SourceHints
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import open_regular_file, stat_file
+from prepcli.stores.reading import stat_file
 
 DCP_LAYOUTS = [
     name for name in LIBRARIES_BY_LAYOUT if find_library(name, DCP_FORMAT).file_format == DCP_FORMAT
@@ -195,8 +195,6 @@ def _written_stamps(folder: DcpFolder, state: Sequence[Array]) -> tuple[SourceFi
     stamps: list[SourceFile] = []
     for number, path in enumerate(folder.files):
         stat = stat_file(path)
-        with open_regular_file(path) as file:
-            content = bytes_between(file, sorted(ranges_by_file[number]), stat.st_size)
-            content_digest = digest_pieces(content)
+        content_digest = digest_pieces(bytes_between(path, sorted(ranges_by_file[number])))
         stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, content_digest))
     return tuple(stamps)

@@ -14,17 +14,19 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from prepcli.engine.fills import numpy_dtype
+from prepcli.formats.file_records import bytes_between
 from prepcli.formats.safetensors_layout import LayoutEntry
 from prepcli.formats.torch_dcp import (
     MAX_METADATA_OPCODES,
-    DcpEntry,
-    encode_metadata,
     read_dcp_folder,
 )
+from prepcli.formats.torch_dcp_metadata import DcpEntry, encode_metadata
 from prepcli.formats.torch_pickle import MAX_NBYTES, SUPPORTED_DTYPES, StoredTensor
 from prepcli.formats.torch_zip import encode_object
+from prepcli.stores.reading import open_regular_file
 from prepcli.targets import torch_folder
 from prepcli.targets.torch_folder import place_dcp_entries
+from tests.helpers.memory_stores import store_of
 
 ARRAYS = {
     "a.weight": np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32),
@@ -123,9 +125,36 @@ def test_reader_finds_every_tensor(tmp_path: Path):
         array = ARRAYS[tensor.name]
         assert (tensor.dtype, tensor.shape) == (array.dtype.name, array.shape)
         assert tensor.is_contiguous
-        with folder.files[tensor.file].open("rb") as file:
+        with open_regular_file(folder.files[tensor.file]) as file:
             file.seek(tensor.offset)
             assert file.read(array.nbytes) == array.tobytes()
+
+
+def test_reader_requests_both_ends_of_archives_in_a_store(tmp_path: Path):
+    arrays = {f"layer.{i}": np.full((40, 100), i, np.float32) for i in range(50)}
+    (file,) = write_folder(tmp_path / "out", arrays, 1 << 30)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    root, reader = store_of(files)
+    folder = read_dcp_folder(root)
+    assert folder.tensors == read_dcp_folder(tmp_path / "out").tensors
+    sizes = [nbytes for name, _, nbytes in reader.requests if name == file]
+    # One request has the end of an archive and the start of the next one.
+    assert len(sizes) <= len(arrays) + 2
+    assert max(sizes) <= 16 << 10
+
+
+def test_bytes_between_tensors_are_the_same_in_a_store(tmp_path: Path):
+    content = np.random.default_rng(0).bytes(5 << 20)
+    (tmp_path / "data").write_bytes(content)
+    root, reader = store_of({"data": content})
+    for ranges in ([(10, 4 << 20)], [(0, 3), (3, 100), (200, 300), (300, 5 << 20)], []):
+        rest = bytearray(content)
+        for start, stop in reversed(ranges):
+            del rest[start:stop]
+        reader.requests.clear()
+        assert b"".join(bytes_between(root / "data", ranges)) == rest
+        assert b"".join(bytes_between(tmp_path / "data", ranges)) == rest
+        assert sum(nbytes for _, _, nbytes in reader.requests) == len(rest)
 
 
 @pytest.mark.parametrize("dtype", sorted(SUPPORTED_DTYPES))

@@ -148,6 +148,18 @@ def test_bucket_opens_values_outside_of_the_index(tmp_path: Path, item: Path):
     open_remote_checkpoint(other_files | files | contents(tmp_path) | manifest)
 
 
+def test_errors_of_a_bucket_name_no_download_into_it(folder: Path):
+    files = contents(folder)
+    shard = max(name for name in files if name.endswith(".safetensors"))
+    missing = {name: data for name, data in files.items() if name != shard}
+    for damaged in (missing, {**files, shard: files[shard][:-8]}):
+        with pytest.raises(PrepError) as caught:
+            open_remote_checkpoint(damaged)
+        assert shard in f"{caught.value.what} {caught.value.why}"
+        assert caught.value.hint
+        assert "hf download" not in caught.value.hint
+
+
 @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "flax_model.msgpack", "model.gguf", "_METADATA", "notes.txt"]
 )

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -19,9 +18,8 @@ from hypothesis import strategies as st
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.stores import paths
-from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import RemoteFile
-from prepcli.stores.paths import StoreListing, StorePath, local_copy, path_in_folder, read_all
+from prepcli.stores.paths import StoreListing, local_copy, path_in_folder, read_all
 from prepcli.stores.reading import (
     list_folder,
     open_regular_file,
@@ -30,33 +28,9 @@ from prepcli.stores.reading import (
     stat_file,
     stat_indexed_file,
 )
-from prepcli.stores.retries import DEFAULT_RETRY_POLICY
 from prepcli.stores.temporary_folders import create_temporary_folder
+from tests.helpers.memory_stores import MemoryReader, store_of
 from tests.helpers.tiny_checkpoints import make_checkpoint
-
-
-class MemoryReader:
-    """Range reader of files in memory."""
-
-    name = "gs://bucket/m"
-    retry_policy = DEFAULT_RETRY_POLICY
-
-    def __init__(self, files: Mapping[str, bytes]) -> None:
-        self.files = files
-        self.requests: list[tuple[str, int, int]] = []
-
-    def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
-        self.requests.append((file.path, offset, into.size))
-        into[:] = np.frombuffer(self.files[file.path], np.uint8)[offset : offset + into.size]
-        return into.size
-
-
-def store_of(files: Mapping[str, bytes]) -> tuple[StorePath, MemoryReader]:
-    """Return the folder of files in a store, and its reader."""
-    reader = MemoryReader(files)
-    listed = [RemoteFile(name, len(data), "") for name, data in files.items()]
-    return StoreListing(reader.name, reader, listed).root, reader
-
 
 NAMES = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join)
 FILES = st.dictionaries(NAMES, st.binary(max_size=9), min_size=1, max_size=5).filter(
@@ -133,6 +107,31 @@ def test_small_file_is_fetched_once():
     root, reader = store_of({"config.json": b"{}"})
     assert [read_small_file(root / "config.json") for _ in range(3)] == [b"{}"] * 3
     assert len(reader.requests) == 1
+
+
+def test_bytes_of_a_fetched_file_need_no_request():
+    root, reader = store_of({"config.json": b"{}", "a/index": b"0123456789"})
+    for name in ("config.json", "a/index"):
+        (root / name).local()
+    with open_regular_file(root / "config.json") as stream:
+        assert stream.read() == b"{}"
+    assert read_bytes(root / "a/index", 2, 3) == b"234"
+    assert read_bytes(root / "a/index", 8, 1 << 60) == b"89"
+    assert len(reader.requests) == 2
+
+
+def test_large_file_is_not_downloaded_as_a_copy(tmp_path: Path):
+    downloads: list[str] = []
+
+    def download(name: str) -> Path:
+        downloads.append(name)
+        return tmp_path / name
+
+    files = [RemoteFile("tokenizer.json", paths.SMALL_NBYTES + 1, "")]
+    root = StoreListing("OWNER/NAME", MemoryReader({}), files, download).root
+    with pytest.raises(PrepError, match=r"tokenizer.json of .* is too large"):
+        (root / "tokenizer.json").local()
+    assert downloads == []
 
 
 def test_pointer_of_git_lfs_in_a_store_is_an_error():
@@ -230,3 +229,35 @@ def test_temporary_folder_of_killed_process_is_removed(
         "kept",
         "prep-remote-link",
     }
+
+
+# The handler of the first line runs after the one that removes the temporary folder.
+LATE_COPY = """
+import atexit, contextlib, threading
+import numpy as np
+from prepcli.core.errors import PrepError
+from tests.helpers.memory_stores import MemoryReader, store_of
+atexit.register(lambda: (is_ending.set(), thread.join()))
+root, reader = store_of({"a": b"x", "late/b": b"y"})
+is_ending, is_reading = threading.Event(), threading.Event()
+read_now = MemoryReader.read
+def read(self, file, offset, into):
+    if file.path == "late/b":
+        is_reading.set()
+        is_ending.wait()
+    return read_now(self, file, offset, into)
+MemoryReader.read = read
+def copy_late():
+    with contextlib.suppress(PrepError):
+        (root / "late" / "b").local()
+(root / "a").local()
+thread = threading.Thread(target=copy_late, daemon=True)
+thread.start()
+is_reading.wait()
+"""
+
+
+def test_copy_that_ends_after_its_process_leaves_no_folder(tmp_path: Path):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", LATE_COPY], env=environment, check=True)
+    assert list(tmp_path.iterdir()) == []

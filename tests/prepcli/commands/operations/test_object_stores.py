@@ -56,6 +56,28 @@ def test_commands_read_init_from_bucket(site: StoreSite, home: Path):
     assert site.run_prep("verify", "s3://bucket/init")["ok"]
 
 
+@pytest.mark.parametrize("words", [(), pytest.param(("--format", "dcp"), marks=pytest.mark.slow)])
+def test_inspect_of_an_export_reads_no_weights(site: StoreSite, home: Path, words: tuple[str, ...]):
+    report = site.run_prep("export", str(home / "init"), "--out", "out", *words)
+    assert report["ok"], report
+    for path, data in read_files(site.cwd / "out").items():
+        site.store.objects[f"bucket/out/{path}"] = data
+    site.store.sent.clear()
+    report = site.run_prep("inspect", "gs://bucket/out")
+    assert report["ok"], report
+    # The files of weights have 13 MB, and are smaller than the limit of files to fetch whole.
+    assert sum(sent.stop - sent.start for sent in site.store.sent) < 2 << 20
+
+
+def test_verify_requests_each_small_file_once(site: StoreSite, home: Path):
+    site.store.requests.clear()
+    assert site.run_prep("verify", "gs://bucket/models/m", str(home / "m"))["ok"]
+    small = [path.name for path in (home / "m").glob("*.json")]
+    assert "generation_config.json" in small
+    for name in small:
+        assert site.store.requests.count(f"GET bucket/models/m/{name}") == 1, name
+
+
 def test_commands_read_and_write_chunk_files_in_a_bucket(
     site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
 ):
