@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypedDict
 
 from prepcli.algebra.chunks import FilePosition
@@ -19,7 +18,7 @@ from prepcli.quantized.decoder import Decoder
 from prepcli.sources.folders import Kind
 from prepcli.sources.source import SourceTensor
 from prepcli.stores.buffers import Blob
-from prepcli.stores.paths import AnyPath
+from prepcli.stores.paths import AnyPath, path_in_folder
 
 MAX_PATH_PARTS = 32  # a hostile name may have millions of dots
 
@@ -129,10 +128,10 @@ class CheckpointContents:
             position = self.encoded_places[tensor.name]
             if position is None:
                 return None
-            file: Path | Blob = self.files[position[0]]
+            file: AnyPath | Blob = self.files[position[0]]
         else:
             position = first_element(tensor)
             file = self.byte_sources[position[0]]
-        if isinstance(file, Path) and self.folder.is_dir():
-            return str(file.relative_to(self.folder)), position[1]
+        if isinstance(file, AnyPath) and self.folder.is_dir():
+            return str(path_in_folder(file, self.folder) or file.name), position[1]
         return file.name, position[1]
