@@ -19,6 +19,7 @@ from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation, read_ocdbt_inde
 from prepcli.formats.orbax import OrbaxItem, read_item
 from prepcli.formats.orbax_chunks import ArrayMeta, ChunkTable, StoredRange
 from prepcli.formats.zarr import ZARR_TYPESTRS
+from prepcli.stores.paths import local_copy
 from tests.helpers.orbax_items import (
     NOW_NS,
     chunk_bytes,
@@ -105,7 +106,7 @@ def test_written_item_is_read_back(tmp_path_factory, metas, gap, node_bytes):
         assert len(table) == math.prod(meta.grid)
         for index, stored in table.items():
             assert isinstance(stored, StoredRange)
-            data = item.files[stored.file].read_bytes()[
+            data = local_copy(item.files[stored.file]).read_bytes()[
                 stored.offset : stored.offset + stored.nbytes
             ]
             assert data == chunk_bytes(arrays[meta], meta.chunk_shape, index)
@@ -356,7 +357,7 @@ def check_chunks_lie_in_the_item(actual: OrbaxItem, item: Path) -> None:
     for table in actual.chunks:
         for _, _, stored in named_chunks(actual, table):
             if isinstance(stored, StoredRange):
-                file = actual.files[stored.file]
+                file = local_copy(actual.files[stored.file])
                 assert file.resolve().is_relative_to(item.resolve())
                 assert 0 <= stored.offset <= stored.offset + stored.nbytes <= file.stat().st_size
 

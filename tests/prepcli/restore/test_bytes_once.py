@@ -15,6 +15,7 @@ from prepcli.core.errors import DamagedError
 from prepcli.formats.orbax import read_item
 from prepcli.formats.orbax_chunks import StoredRange
 from prepcli.formats.safetensors import read_safetensors_folder
+from prepcli.stores.paths import local_copy
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import serve_objects
 from tests.helpers.processes import finish, start_processes
@@ -66,7 +67,7 @@ def item_ranges(folder: Path) -> ByteRanges:
     for chunks in item.chunks:
         for stored in chunks.values():
             assert isinstance(stored, StoredRange)
-            name = item.files[stored.file].relative_to(folder).as_posix()
+            name = local_copy(item.files[stored.file]).relative_to(folder).as_posix()
             ranges.setdefault(name, []).append((stored.offset, stored.offset + stored.nbytes))
     return ranges
 
