@@ -18,6 +18,7 @@ from prepcli.algebra.chunks import StoredRange
 from prepcli.formats.orbax import OrbaxItem, find_item, find_name_clash, read_item
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk, unravel_chunk_index
 from prepcli.formats.zarr import ZARR_TYPESTRS
+from prepcli.stores.paths import local_copy
 from tests.helpers.orbax_items import random_array, write_item, write_metadata
 
 ORACLE = Path(__file__).parents[2] / "helpers" / "orbax_oracle.py"
@@ -113,7 +114,9 @@ def test_item_saved_by_orbax_round_trips(saved, tmp_path):
 
 
 def _range(item: OrbaxItem, stored: StoredRange) -> bytes:
-    return item.files[stored.file].read_bytes()[stored.offset : stored.offset + stored.nbytes]
+    return local_copy(item.files[stored.file]).read_bytes()[
+        stored.offset : stored.offset + stored.nbytes
+    ]
 
 
 def test_read_item_reads_sharded_arrays(saved):

@@ -21,6 +21,7 @@ from prepcli.formats.orbax import OrbaxItem, read_item
 from prepcli.formats.orbax_chunks import ArrayMeta
 from prepcli.formats.zarr import ZARR_TYPESTRS
 from prepcli.planning.arrays import Array
+from prepcli.stores.paths import local_copy
 from tests.helpers.orbax_items import (
     NOW_NS,
     chunk_bytes,
@@ -111,7 +112,7 @@ def test_written_item_is_read_back(tmp_path_factory, metas, gap, node_bytes):
         assert len(table) == math.prod(meta.grid)
         for index, stored in table.items():
             assert isinstance(stored, StoredRange)
-            data = item.files[stored.file].read_bytes()[
+            data = local_copy(item.files[stored.file]).read_bytes()[
                 stored.offset : stored.offset + stored.nbytes
             ]
             assert data == chunk_bytes(arrays[meta], meta.chunk_shape, index)
@@ -362,7 +363,7 @@ def check_chunks_lie_in_the_item(actual: OrbaxItem, item: Path) -> None:
     for array in actual.arrays:
         for _, _, stored in named_chunks(actual, array):
             if isinstance(stored, StoredRange):
-                file = actual.files[stored.file]
+                file = local_copy(actual.files[stored.file])
                 assert file.resolve().is_relative_to(item.resolve())
                 assert 0 <= stored.offset <= stored.offset + stored.nbytes <= file.stat().st_size
 

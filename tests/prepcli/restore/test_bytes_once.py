@@ -15,6 +15,7 @@ from prepcli.algebra.chunks import StoredRange
 from prepcli.core.errors import DamagedError
 from prepcli.formats.orbax import read_item
 from prepcli.formats.safetensors import read_safetensors_folder
+from prepcli.stores.paths import local_copy
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import serve_objects
 from tests.helpers.processes import finish, start_processes
@@ -66,7 +67,7 @@ def item_ranges(folder: Path) -> ByteRanges:
     for array in item.arrays:
         for _, stored in array.stored_chunks():
             assert isinstance(stored, StoredRange)
-            name = item.files[stored.file].relative_to(folder).as_posix()
+            name = local_copy(item.files[stored.file]).relative_to(folder).as_posix()
             ranges.setdefault(name, []).append((stored.offset, stored.offset + stored.nbytes))
     return ranges
 

@@ -24,6 +24,7 @@ from prepcli.planning import checksum_blocks
 from prepcli.planning.checksum_blocks import assign_block_numbers, chunk_blocks
 from prepcli.restore import item_reader
 from prepcli.restore.item_reader import DamagedLeafError, ItemReader, open_reader
+from prepcli.stores.paths import local_copy
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.orbax_items import write_item
 from tests.helpers.run_cli import run_ok
@@ -88,7 +89,7 @@ def chunk_locations(folder: Path) -> dict[tuple[str, tuple[int, ...]], tuple[Pat
     """Return path, offset and bytes of each stored chunk of an item."""
     item = read_item(folder)
     return {
-        (meta.name, index): (item.files[stored.file], stored.offset, stored.nbytes)
+        (meta.name, index): (local_copy(item.files[stored.file]), stored.offset, stored.nbytes)
         for meta in item.arrays
         for index, stored in meta.stored_chunks()
         if isinstance(stored, StoredRange)
@@ -106,7 +107,7 @@ def checksums_of(item: OrbaxItem) -> BlockChecksums:
         for index, stored in meta.stored_chunks():
             assert isinstance(stored, StoredRange)
             data = np.fromfile(
-                item.files[stored.file], np.uint8, stored.nbytes, offset=stored.offset
+                local_copy(item.files[stored.file]), np.uint8, stored.nbytes, offset=stored.offset
             )
             for block in leaf.per_chunk.overlapping(0, data.size):
                 sums[leaf.first_in_chunk(index) + block.number] = checksum(

@@ -11,6 +11,7 @@ from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
 from prepcli.sources.folders import Access, CheckpointFiles, OpenFolder
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.references import HubRepo, default_checkpoint
+from prepcli.stores.paths import local_copy
 from tests.prepcli.sources.test_detect import fill
 
 
@@ -64,7 +65,7 @@ def test_locate_accepts_any_spelling_of_a_path(cwd: Path) -> None:
             "safetensors",
         )
         assert located.files.commit is None
-        assert located.files.path.samefile(cwd / "llama-13b")
+        assert local_copy(located.files.path).samefile(cwd / "llama-13b")
 
 
 def test_locate_names_the_working_directory(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
