@@ -14,6 +14,7 @@ from prepcli.inspection.contents import read_contents
 from prepcli.planning.arrays import whole_array
 from prepcli.sources.locate import locate
 from prepcli.sources.source import stored_tensor
+from prepcli.stores.paths import local_copy
 from tests.helpers.golden_flax import FOLDER, decode_msgpack
 
 PIECES = FOLDER / "llama/pieces.msgpack"
@@ -48,7 +49,7 @@ def test_first_place_of_every_tensor_is_its_first_element(
         for entry in contents.entries:
             place = contents.first_place(entry)
             assert place is not None
-            data = (contents.folder / place[0]).read_bytes()
+            data = local_copy(contents.folder / place[0]).read_bytes()
             key = entry.name.removeprefix("params.")
             if key in values:
                 first = values[key].reshape(-1)[:1].tobytes()
