@@ -1,4 +1,4 @@
-"""Blobs: byte sequences other than plain local files, such as joined pieces, decoded chunks and remote files."""
+"""Blobs: byte sequences other than plain local files, such as decoded chunks and remote files."""
 
 from __future__ import annotations
 

@@ -10,12 +10,14 @@ from safetensors.numpy import save_file
 
 import prepcli as prep
 from prepcli.inspection.checkpoint_contents import MAX_PATH_PARTS, name_path
-from prepcli.inspection.contents import read_contents
+from prepcli.inspection.contents import READERS, read_contents
 from prepcli.planning.arrays import whole_array
 from prepcli.sources.locate import locate
 from prepcli.sources.source import stored_tensor
 from prepcli.stores.paths import local_copy
 from tests.helpers.golden_flax import FOLDER, decode_msgpack
+from tests.helpers.memory_stores import store_of
+from tests.helpers.orbax_items import read_files
 
 PIECES = FOLDER / "llama/pieces.msgpack"
 
@@ -56,6 +58,19 @@ def test_first_place_of_every_tensor_is_its_first_element(
                 assert data[place[1] : place[1] + len(first)] == first
                 found += 1
         assert found == len(values)
+
+
+def test_first_places_in_a_store_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("m").mkdir()
+    save_file({"a": np.ones((3, 4), np.float32), "b.c": np.ones(5)}, "m/model.safetensors")
+    prep.save_init("m", "item", verbatim=True)
+    for folder in ("m", "item"):
+        local = read_contents(locate(folder))
+        root, _ = store_of(read_files(Path(folder)))
+        stored = READERS[local.kind](root, folder)
+        places = [stored.first_place(entry) for entry in stored.entries]
+        assert places == [local.first_place(entry) for entry in local.entries]
 
 
 def test_name_path_splits_names_of_many_dots():
