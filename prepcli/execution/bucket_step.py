@@ -169,8 +169,8 @@ class BucketStep:
         paths = [f"{plan.item}/{planned.path}" for planned in plan.files]
         # A process without chunks has uploaded no file.
         files = [uploaded.get(path, RemoteFile(path, 0, "")) for path in paths]
-        item = StoreListing(self.bucket.name, self.bucket, files).root
-        blobs = [item / path for path in paths]
+        root = StoreListing(self.bucket.name, self.bucket, files).root
+        blobs = [root / path for path in paths]
         streams: dict[int, Stream] = {}
         for position in share:  # position in `numbers`, not in the plan
             number = numbers[position]

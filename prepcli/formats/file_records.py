@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
 
-import numpy as np
 import xxhash
 
 from prepcli.algebra.boxes import Range
@@ -167,9 +165,8 @@ def bytes_between(path: AnyPath, ranges: Iterable[Range]) -> Iterator[bytes]:
     """
     pieces = _pieces_between(ranges, stat_file(path).st_size)
     if isinstance(path, StorePath):
-        exact = replace(path, reads_ahead=False)
         while batch := list(itertools.islice(pieces, PIECES_IN_FLIGHT)):
-            yield from read_each(lambda piece: _read_piece(exact, *piece), batch, in_store=True)
+            yield from read_each(lambda piece: path.read_exactly(*piece), batch, in_store=True)
         return
     with open_regular_file(path) as file:
         for start, stop in pieces:
@@ -185,9 +182,3 @@ def _pieces_between(ranges: Iterable[Range], size: int) -> Iterator[Range]:
         for start in range(position, min(first, size), READ_NBYTES):
             yield start, min(start + READ_NBYTES, first, size)
         position = stop
-
-
-def _read_piece(path: StorePath, start: int, stop: int) -> bytes:
-    content = np.empty(stop - start, np.uint8)
-    path.read_at(start, content)
-    return content.tobytes()

@@ -12,11 +12,9 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-
-import numpy as np
 
 from prepcli.algebra.boxes import Box, strides
 from prepcli.algebra.chunks import ArrayPart, ArrayParts
@@ -440,13 +438,7 @@ def _read_archive_ends(path: StorePath, boxes: Sequence[_BoxArchive]) -> list[tu
                 ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))
             else:
                 ranges.append((start, stop))
-    exact = replace(path, reads_ahead=False)
-    pieces: list[tuple[int, bytes]] = []
-    for start, stop in ranges:
-        content = np.empty(stop - start, np.uint8)
-        exact.read_at(start, content)
-        pieces.append((start, content.tobytes()))
-    return pieces
+    return [(start, path.read_exactly(start, stop)) for start, stop in ranges]
 
 
 def _read_box(archive: TorchArchive, box: _BoxArchive) -> Array:

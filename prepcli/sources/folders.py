@@ -202,9 +202,9 @@ def _find_single_file(reference: BucketUrl, access: Access) -> OpenFolder | None
     if not name:
         return None
     bucket = Bucket(replace(reference.url, path=folder), retry_policy=access.retry_policy)
-    files = bucket.list_folder_files()
-    if all(file.path != name for file in files):
+    if bucket.find_file(name) is None:
         return None
+    files = bucket.list_folder_files()
     return OpenFolder(reference.display_name, StoreListing(bucket.name, bucket, files).root / name)
 
 

@@ -148,7 +148,7 @@ class Bucket:
         """List the objects directly in the folder of the URL, sorted by their names.
 
         Raises:
-            PrepError: The store cannot be listed.
+            PrepError: The store cannot be listed, or the folder has more than MAX_OBJECTS objects.
         """
         store = self.store
         limit_s = MAX_WRITE_TIMEOUTS * self.retry_policy.timeout_s
@@ -157,10 +157,8 @@ class Bucket:
             listed = self.retry_call(
                 lambda: call_with_timeout(lambda: store.list_with_delimiter(prefix), limit_s)
             )
-        files = (
-            _remote_file(metadata["path"].removeprefix(self.url.key("")), metadata)
-            for metadata in listed["objects"]
-        )
+        files = self._remote_files(listed["objects"])
+        self._check_count(files)
         return tuple(sorted(files, key=lambda file: file.path))
 
     def find_file(self, path: str) -> RemoteFile | None:
@@ -189,17 +187,24 @@ class Bucket:
         pages = iter(store.list(self.url.path or None, chunk_size=1000))
         limit_s = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s
         while page := call_with_timeout(lambda: next(pages, None), limit_s):
-            objects = (
-                _remote_file(metadata["path"].removeprefix(self.url.key("")), metadata)
-                for metadata in page
-            )
-            files += [file for file in objects if not file.is_lock]
-            if len(files) > MAX_OBJECTS:
-                why = f"there are more than {MAX_OBJECTS:,} objects below it"
-                raise PrepError(
-                    f"{self.name} is not a checkpoint", why, "name the folder of a checkpoint"
-                )
+            files += self._remote_files(page)
+            self._check_count(files)
         return files
+
+    def _remote_files(self, page: Iterable[ObjectMeta]) -> list[RemoteFile]:
+        """Return the objects of a listing except locks, with their paths from the URL."""
+        files: list[RemoteFile] = []
+        for metadata in page:
+            file = _remote_file(metadata["path"].removeprefix(self.url.key("")), metadata)
+            if not file.is_lock:
+                files.append(file)
+        return files
+
+    def _check_count(self, files: Sequence[RemoteFile]) -> None:
+        if len(files) > MAX_OBJECTS:
+            why = f"there are more than {MAX_OBJECTS:,} objects below it"
+            what = f"{self.name} is not a checkpoint"
+            raise PrepError(what, why, "name the folder of a checkpoint")
 
     def retry_call(self, call: Callable[[], T]) -> T:
         """Call a function. Repeat it while the store does not answer or is busy. Raises the errors of obstore."""

@@ -192,7 +192,7 @@ class StoreStat:
     st_mtime_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True, order=False)
+@dataclass(frozen=True, slots=True)
 class StorePath:
     """A file or folder in a store, with the methods of `pathlib.Path` that readers use. It is a `Blob`.
 
@@ -213,10 +213,6 @@ class StorePath:
     def __truediv__(self, name: str | PurePosixPath) -> StorePath:
         """Return a path inside this folder."""
         return replace(self, path=self.path / name)
-
-    def __lt__(self, other: StorePath) -> bool:
-        """Return whether a path comes first in the order of names."""
-        return self.path < other.path
 
     @property
     def _key(self) -> str:
@@ -262,10 +258,6 @@ class StorePath:
     def with_name(self, name: str) -> StorePath:
         """Return the path of another name in the same folder."""
         return replace(self, path=self.path.with_name(name))
-
-    def as_posix(self) -> str:
-        """Return the text of the path for messages."""
-        return str(self)
 
     def resolve(self) -> StorePath:
         """Return the path itself: a store has no links."""
@@ -317,6 +309,12 @@ class StorePath:
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return bytes of a file, or fewer if it ends before. See `StoreListing.read`."""
         return self.listing.read(self.file, offset, nbytes)
+
+    def read_exactly(self, start: int, stop: int) -> bytes:
+        """Return a byte range of a file. No bytes around it are requested."""
+        content = np.empty(stop - start, np.uint8)
+        self.listing.cache.read(self.file, start, content, reads_ahead=False)
+        return content.tobytes()
 
     def stream(self, buffering: int = -1) -> BinaryIO:
         """Open a file, or its local copy if it has one, as a stream from its first byte.

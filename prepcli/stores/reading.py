@@ -221,7 +221,10 @@ def stat_indexed_file(path: AnyPath) -> os.stat_result | StoreStat:
 def read_bytes(path: AnyPath, offset: int = 0, nbytes: int = -1) -> bytes:
     """Return bytes of a regular file. Raise PrepError if it cannot be read.
 
-    The end of a file in a store is read with `nbytes`: without it the whole file is fetched.
+    Args:
+        path: The file.
+        offset: First byte.
+        nbytes: Number of bytes. A negative number reads to the end of the file.
     """
     try:
         if isinstance(path, StorePath) and nbytes >= 0 and not path.is_dir():

@@ -201,7 +201,7 @@ class _Walk:
             if is_first and self.lock is not None and source.family is not ADAPTER_FAMILY:
                 self.has_locked_origin = True
                 source = apply_lock(source, self.lock, self.lock_name, commit)
-            check_checksum_file(source, checkpoint.located)
+            check_checksum_file(source)
             pieces: list[tuple[SourceTensor, Range]] = []
             for tensor in source.all_tensors:
                 if source.manifest and tensor.nbytes and not tensor.digests:

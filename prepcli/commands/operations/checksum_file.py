@@ -6,11 +6,10 @@ from prepcli.core.errors import DamagedError
 from prepcli.formats.again_hint import again_hint
 from prepcli.formats.checksums import read_checksum_bytes
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
 
 
-def check_checksum_file(source: Source, located: LocatedCheckpoint) -> None:
+def check_checksum_file(source: Source) -> None:
     """Compare `prep-checksums.bin` with its digest in the manifest. A checkpoint may have no such file.
 
     Raises:

@@ -190,7 +190,7 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
         kept_scales=kept_scales,
         notes_names=request.against is None,
     )
-    check_checksum_file(source, located)
+    check_checksum_file(source)
     if request.against is None:
         observer.note(source_line(source))
         check_config_option(request.common, source)
@@ -203,7 +203,7 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     check_config_option(request.common, source, against_source)
     check_stream(request.common.stream, located, against_located)
     check_contents(source, against_source)
-    check_checksum_file(against_source, against_located)
+    check_checksum_file(against_source)
     manifests = [one.manifest or NO_MANIFEST for one in (source, against_source)]
     source = with_recorded_text_part(source, manifests[1])
     against_source = with_recorded_text_part(against_source, manifests[0])
