@@ -34,7 +34,7 @@ from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
 from prepcli.planning.manifest_fields import FileRecord
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.work_units import WorkUnit, find_work_units
-from prepcli.remote.remote_files import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile
 
 MIB = 1 << 20
 # Digest of the plan, which notes repeat.

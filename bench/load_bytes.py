@@ -71,7 +71,7 @@ def load_with_prep(options: argparse.Namespace) -> tuple[Any, int, int]:
 
     name = {"bucket": BUCKET_URL, "hub": HUB_ID}.get(options.load, str(options.checkpoint))
     located = locate(name, access=Access(allow_urls=True, stream=options.load == "hub"))
-    source, path = open_source(located), located.local_files.path
+    source, path = open_source(located), located.files.path
     with open_model(source, path, options.mesh, verify=True, on_unchecked=lambda: None) as opened:
         multihost_utils.sync_global_devices("opened")
         opening_nbytes = sent_nbytes(options) if options.counts else 0

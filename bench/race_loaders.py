@@ -33,7 +33,6 @@ NORM = "norm"
 PREP_MODULES = (
     "prepcli.commands.operations.load_params",
     "trainer.run.params",
-    "prepcli.sources.bucket_folders",
     "prepcli.sources.openers.safetensors_folder",
     "prepcli.models.families.llama",
     "trainer.training.loading",

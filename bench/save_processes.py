@@ -17,15 +17,15 @@ import time
 from collections.abc import Sequence
 
 from prepcli.algebra.boxes import Box, strides
-from prepcli.algebra.grids import ChunkGrid, StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.algebra.chunks import StridedChunks
+from prepcli.algebra.grids import ChunkGrid
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.execution.joint_work import decode_boxes, encode_boxes
 from prepcli.formats.orbax import encode_item_metadata
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
+from prepcli.planning.arrays import Array, MappedArray, identity_axis_map, whole_array
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
 from prepcli.planning.process_files import plan_process_files
-from prepcli.planning.state_names import identity_axis_map
 
 LAYERS = 32
 WIDTH = 4096
@@ -90,7 +90,7 @@ def measure(num_processes: int) -> dict[str, float]:
         metas.append(ArrayMeta(leaf.path, leaf.grid.shape, leaf.dtype, leaf.grid.chunk_shape))
         for placed in leaf.placed_chunks:
             for index in placed.indices():
-                location = placed.placement.find(index)
+                location = placed.chunks.find(index)
                 chunks.append(WrittenChunk(number, index, *location, leaf.chunk_nbytes))
     names = [file.path for file in files.plan.files]
     index_files = encode_item_metadata(metas, chunks, names, 0)
@@ -137,15 +137,12 @@ def make_plan(shapes: dict[str, tuple[int, ...]], fsdp: int) -> Plan:
         grid = ChunkGrid(shape, chunk)
         zeros = (0,) * len(shape)
         leaf = OutputLeaf((name,), "float32", grid, ())
-        placement = StridedPlacement(
-            0, offset, zeros, strides(grid.chunk_counts, leaf.chunk_nbytes)
-        )
-        placed = PlacedChunks(zeros, grid.chunk_counts, placement)
+        chunks = StridedChunks(0, offset, zeros, strides(grid.chunk_counts, leaf.chunk_nbytes))
+        placed = PlacedChunks(zeros, grid.chunk_counts, chunks)
         leaves.append(OutputLeaf((name,), "float32", grid, (placed,)))
         axis_map = identity_axis_map(name, shape)
-        whole = StridedPlacement(number, 0, zeros, zeros)
-        read = ChunkedLocation(axis_map, (), ChunkGrid(shape, shape), whole, 4)
-        write = ChunkedLocation(axis_map, (), grid, placement, 4)
+        read = MappedArray(axis_map, (), whole_array(name, "float32", shape, (number, 0)))
+        write = MappedArray(axis_map, (), Array(name, "float32", shape, chunk, chunks))
         streams.append(Stream(name, "float32", shape, (0, shape[0]), (read,), (write,)))
         offset += leaf.nbytes
     return Plan(

@@ -16,7 +16,6 @@ from __future__ import annotations
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from prepcli.commands.operations.add_tokens import add_tokens
     from prepcli.commands.operations.batches import BatchDigest, Batches, batches
     from prepcli.commands.operations.chain import verify_chain
     from prepcli.commands.operations.compute_options import (
@@ -67,7 +66,6 @@ if TYPE_CHECKING:
     )
     from prepcli.commands.operations.pad_vocab import pad_vocab
     from prepcli.commands.operations.plan import plan
-    from prepcli.commands.operations.remove_tokens import remove_tokens
     from prepcli.commands.operations.report import report
     from prepcli.commands.operations.results import (
         Chain,
@@ -101,6 +99,7 @@ if TYPE_CHECKING:
         TokenSample,
         tokenize_shard,
     )
+    from prepcli.commands.operations.tokens import add_tokens, remove_tokens
     from prepcli.commands.operations.towers_options import TowersOptions
     from prepcli.commands.operations.train import train
     from prepcli.commands.operations.training_state_options import TrainingStateOptions
@@ -233,7 +232,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "prepcli.commands.operations.add_tokens": ("add_tokens",),
+    "prepcli.commands.operations.tokens": ("add_tokens", "remove_tokens"),
     "prepcli.commands.operations.batches": ("BatchDigest", "Batches", "batches"),
     "prepcli.commands.operations.data_options": ("DataOptions",),
     "prepcli.commands.operations.compute_options": (
@@ -322,7 +321,6 @@ _MODULES = {
     "prepcli.commands.operations.lock": ("lock",),
     "prepcli.commands.operations.merge": ("merge",),
     "prepcli.commands.operations.pad_vocab": ("pad_vocab",),
-    "prepcli.commands.operations.remove_tokens": ("remove_tokens",),
     "prepcli.commands.operations.roundtrip": ("roundtrip",),
     "prepcli.commands.operations.suggest_map": ("suggest_map",),
     "prepcli.commands.operations.save_init": ("reshard", "save_init"),

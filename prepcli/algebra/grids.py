@@ -1,4 +1,4 @@
-"""Chunk grids: which chunk holds an element of a leaf, and where each chunk is stored.
+"""Chunk grids: which chunk holds an element of a leaf.
 
 Chunks are computed by arithmetic: no object per chunk is created.
 """
@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import mul, sub
+from operator import mul
 
 from prepcli.algebra.axis_map import SizedAxis
 from prepcli.algebra.boxes import Range, split_merged_range, strides
@@ -27,44 +27,6 @@ class ChunkGrid:
         """Number of chunks along each dim."""
         # -(-a // b) rounds up in exact integers, e.g. 7 rows in chunks of 2 are 4 chunks
         return tuple(-(-extent // length) for extent, length in zip(self.shape, self.chunk_shape))
-
-
-@dataclass(frozen=True, slots=True)
-class StridedPlacement:
-    """Chunks stored at regular offsets of one file.
-
-    Attributes:
-        file: Number of the file.
-        offset: Offset of the first chunk.
-        first_index: Index of the first chunk in the grid.
-        strides: Bytes from one chunk to the next, along each dim of the grid.
-    """
-
-    file: int
-    offset: int
-    first_index: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def find(self, index: Sequence[int]) -> tuple[int, int]:
-        """Return the file number and offset of the chunk with this index in the grid."""
-        # E.g. offset 0, first index [0, 0] and strides (8, 8): chunk [2, 0] is at 2 * 8 + 0 * 8 = 16.
-        # C-level maps: this runs once per chunk, and a 13B model has 10^5 chunks.
-        displacement = sum(map(mul, map(sub, index, self.first_index), self.strides))
-        return self.file, self.offset + displacement
-
-
-@dataclass(frozen=True, slots=True)
-class ExplicitPlacement:
-    """Chunks with individual offsets: chunk index to (file number, offset)."""
-
-    chunks: Mapping[tuple[int, ...], tuple[int, int]]
-
-    def find(self, index: Sequence[int]) -> tuple[int, int]:
-        """Return the file number and offset of the chunk with this index in the grid."""
-        return self.chunks[tuple(index)]
-
-
-Placement = StridedPlacement | ExplicitPlacement
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ of the other. The same copies save a tensor to chunks and export chunks to a ten
 An example: the float32 tensor w [2, 3] becomes the leaf [3, 2], in chunks [1, 2]. The axis map of the leaf names its
 dims on the left and the dims of the tensor on the right:
 
->>> from prepcli.algebra.grids import StridedPlacement
 >>> from prepcli.algebra.axis_map import bind_row
 >>> from prepcli.algebra.row_text import parse_row
+>>> from prepcli.planning.arrays import Array, MappedArray
 >>> axis_map = bind_row(parse_row("b a <- w: a b"), {"a": 2, "b": 3})
 >>> axis_map.source_shape, axis_map.leaf_shape
 ((2, 3), (3, 2))
@@ -21,19 +21,18 @@ dims on the left and the dims of the tensor on the right:
     w[1, 1]        16           [1, 1]        1          12
     w[1, 2]        20           [2, 1]        2          20
 
-The 3 chunks of 8 bytes are stored one after another, so that `strides` of their placement is (8, 8). A step of b moves
+The 3 chunks of 8 bytes are stored one after another, so that `strides` of the chunks is (8, 8). A step of b moves
 4 bytes in the tensor and 8 in the file, a step of a moves 12 bytes and 4. One copy describes all six elements: its
 `width` is one element, and each dim is (count, tensor stride, file stride).
 
->>> location = ChunkedLocation(
-...     axis_map, (), ChunkGrid((3, 2), (1, 2)), StridedPlacement(0, 0, (0, 0), (8, 8)), itemsize=4
-... )
->>> list(region_copies(location, full_box((2, 3))))
+>>> chunks = StridedChunks(0, 0, (0, 0), (8, 8))
+>>> leaf = MappedArray(axis_map, (), Array("w", "float32", (3, 2), (1, 2), chunks))
+>>> list(leaf_copies(leaf, full_box((2, 3))))
 [StridedCopy(tensor_offset=0, file=0, file_offset=0, width=4, dims=((3, 4, 8), (2, 12, 4)))]
 
 For row 1 of the tensor alone, a is fixed at 1: 12 bytes further in the tensor, 4 bytes further in the file.
 
->>> list(region_copies(location, ((1, 2), (0, 3))))
+>>> list(leaf_copies(leaf, ((1, 2), (0, 3))))
 [StridedCopy(tensor_offset=12, file=0, file_offset=4, width=4, dims=((3, 4, 8),))]
 """
 
@@ -43,19 +42,13 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.boxes import Box, Range, full_box, intersect, split_merged_range, strides
-from prepcli.algebra.grids import (
-    ChunkGrid,
-    DimPiece,
-    Placement,
-    StridedPlacement,
-    free_atom_ranges,
-    split_dim,
-    split_dim_part,
-)
+from prepcli.algebra.chunks import ArrayPart, ArrayParts, Chunks, ChunkTable, StridedChunks
+from prepcli.algebra.grids import DimPiece, free_atom_ranges, split_dim, split_dim_part
 
 NO_INDICES: Mapping[str, int] = {}
 
@@ -112,43 +105,64 @@ class StridedCopy:
             yield self.file_offset + sum(displacements)
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkedLocation:
-    """The part of a tensor that one leaf takes, and where the leaf's chunks are stored.
+class ChunkedLeaf(Protocol):
+    """A leaf in chunks, and the part of a tensor that it takes. See `planning.arrays.MappedArray`."""
 
-    Attributes:
-        axis_map: Maps the tensor's elements to the leaf's.
-        stacked_indices: Name and index of each stacked axis in the tensor's name, e.g. (("layers", 3),).
-        grid: Chunk grid of the leaf.
-        placement: Where the chunks are stored.
-        itemsize: Bytes per element.
-        starts: First index of the tensor's part along each leaf dim. None if the axis map covers every dim from 0.
-    """
+    @property
+    def axis_map(self) -> AxisMap:
+        """Maps the tensor's elements to the leaf's."""
+        ...
 
-    axis_map: AxisMap
-    stacked_indices: tuple[tuple[str, int], ...]
-    grid: ChunkGrid
-    placement: Placement
-    itemsize: int
-    starts: tuple[int, ...] | None = None
+    @property
+    def stacked_indices(self) -> tuple[tuple[str, int], ...]:
+        """Name and index of each stacked axis in the tensor's name, e.g. (("layers", 3),)."""
+        ...
+
+    @property
+    def starts(self) -> tuple[int, ...] | None:
+        """First index of the tensor's part along each leaf dim. None if the axis map covers every dim from 0."""
+        ...
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """Shape of a chunk."""
+        ...
+
+    @property
+    def chunks(self) -> Chunks:
+        """Where the chunks are stored."""
+        ...
+
+    @property
+    def element_strides(self) -> tuple[int, ...]:
+        """Bytes between neighbouring elements of a chunk, per leaf dim. Parts have strides of their own."""
+        ...
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        ...
 
 
-def region_copies(
-    region: ChunkedLocation, box: Box, window: Box | None = None
-) -> Iterator[StridedCopy]:
+def leaf_copies(leaf: ChunkedLeaf, box: Box, window: Box | None = None) -> Iterator[StridedCopy]:
     """Yield the copies between a box of a tensor and a leaf's chunks.
 
     Args:
-        region: The region.
+        leaf: The leaf.
         box: Box of the tensor. Elements of other leaves are excluded.
         window: Tensor offsets count the bytes of this box of the tensor in C order. None for the whole tensor.
 
     Yields:
         Copies with tensor offsets from the first byte of the tensor or window.
     """
-    stacked = _index_ranges(dict(region.stacked_indices))
-    for atom_ranges in _atom_ranges_of_tensor_box(region.axis_map, box):
-        yield from _copies_to_chunks(region, stacked | atom_ranges, window)
+    stacked = _index_ranges(dict(leaf.stacked_indices))
+    for box_ranges in _atom_ranges_of_tensor_box(leaf.axis_map, box):
+        atom_ranges = stacked | box_ranges
+        if isinstance(leaf.chunks, ArrayParts):
+            for part in leaf.chunks.parts:
+                yield from _copies_to_part(leaf, part, atom_ranges, window)
+        else:
+            yield from _copies_to_chunks(leaf, leaf.chunks, atom_ranges, window)
 
 
 def _index_ranges(indices: Mapping[str, int]) -> dict[str, Range]:
@@ -239,20 +253,16 @@ def part_copies(
     origin = -sum(start * stride for (start, _), stride in zip(part.box, box_strides))
     for atom_ranges in _atom_ranges_in_window(axis_map, part.atom_ranges, window):
         # The box is one chunk as long as each dim, so that each dim is one piece.
-        pieces_per_dim: list[list[DimPiece]] = []
-        for dim, length in zip(axis_map.leaf_dims, axis_map.leaf_shape):
-            pieces_per_dim.append(list(split_dim(dim, length, atom_ranges=atom_ranges)))
-        for dim_pieces in itertools.product(*pieces_per_dim):
-            yield _make_copy(
+        for dim_pieces in itertools.product(*_whole_dim_pieces(axis_map, atom_ranges)):
+            copy, _ = _make_copy(
                 axis_map,
                 atom_ranges,
                 dim_pieces=dim_pieces,
                 element_strides=box_strides,
-                file=0,
-                file_offset=origin,
                 itemsize=itemsize,
                 window=window,
             )
+            yield merge_dims(replace(copy, file_offset=copy.file_offset + origin))
 
 
 def tensor_box(axis_map: AxisMap, atom_ranges: Mapping[str, Range]) -> Box:
@@ -314,74 +324,97 @@ def _iter_stacked_indices(
 
 
 def _copies_to_chunks(
-    region: ChunkedLocation, atom_ranges: Mapping[str, Range], window: Box | None = None
+    leaf: ChunkedLeaf,
+    chunks: StridedChunks | ChunkTable,
+    atom_ranges: Mapping[str, Range],
+    window: Box | None,
 ) -> Iterator[StridedCopy]:
     """Yield the copies of the elements in `atom_ranges` to the leaf's chunks."""
-    axis_map = region.axis_map
-    chunk_shape = region.grid.chunk_shape
-    element_strides = strides(chunk_shape, region.itemsize)
-    starts = region.starts or (0,) * len(chunk_shape)
+    starts = leaf.starts or (0,) * len(leaf.chunk_shape)
     pieces_per_dim: list[list[DimPiece]] = []
-    for dim, length, start in zip(axis_map.leaf_dims, chunk_shape, starts):
+    for dim, length, start in zip(leaf.axis_map.leaf_dims, leaf.chunk_shape, starts):
         pieces = split_dim_part(dim, length, atom_ranges=atom_ranges, start=start)
         pieces_per_dim.append(list(pieces))
     for dim_pieces in itertools.product(*pieces_per_dim):
-        if isinstance(region.placement, StridedPlacement):
-            file, file_offset = region.placement.find([piece.chunk_index for piece in dim_pieces])
-            yield _make_copy(
-                axis_map,
-                atom_ranges,
-                dim_pieces=dim_pieces,
-                element_strides=element_strides,
-                file=file,
-                file_offset=file_offset,
-                itemsize=region.itemsize,
-                chunk_strides=region.placement.strides,
-                window=window,
-            )
-        else:
-            yield from _copies_by_chunk(
-                region, atom_ranges, dim_pieces, element_strides, window=window
-            )
-
-
-def _copies_by_chunk(
-    region: ChunkedLocation,
-    atom_ranges: Mapping[str, Range],
-    dim_pieces: Sequence[DimPiece],
-    element_strides: Sequence[int],
-    *,
-    window: Box | None,
-) -> Iterator[StridedCopy]:
-    """Yield the copies of the elements in `atom_ranges` to chunks with individual offsets: at least one per chunk."""
-    pieces_by_chunk = [list(_split_by_chunk(piece)) for piece in dim_pieces]
-    for chunk_pieces in itertools.product(*pieces_by_chunk):
-        file, file_offset = region.placement.find([piece.chunk_index for piece in chunk_pieces])
-        yield _make_copy(
-            region.axis_map,
+        copy, chunk_loops = _make_copy(
+            leaf.axis_map,
             atom_ranges,
-            dim_pieces=chunk_pieces,
-            element_strides=element_strides,
-            file=file,
-            file_offset=file_offset,
-            itemsize=region.itemsize,
+            dim_pieces=dim_pieces,
+            element_strides=leaf.element_strides,
+            itemsize=leaf.itemsize,
             window=window,
         )
+        index = [piece.chunk_index for piece in dim_pieces]
+        yield from _place_copy(copy, chunks, index, chunk_loops)
 
 
-def _split_by_chunk(piece: DimPiece) -> Iterator[DimPiece]:
-    """Split a piece of a dim into pieces that touch one chunk each."""
-    # In the example of the module, the piece of dim b has one loop over 3 chunks. It becomes three
-    # pieces in the chunks 0, 1 and 2, which start at b = 0, 1 and 2.
-    chunk_loops = [step for step in piece.steps if step.chunk_step]
-    element_loops = tuple(step for step in piece.steps if not step.chunk_step)
-    for index in itertools.product(*[range(step.count) for step in chunk_loops]):
-        atom_starts = dict(piece.atom_starts)
-        chunk_index = piece.chunk_index
-        for iteration, step in zip(index, chunk_loops):
-            atom_starts[step.atom] += iteration * step.atom_step
-            chunk_index += iteration * step.chunk_step
-        yield DimPiece(tuple(atom_starts.items()), chunk_index, piece.element_offset, element_loops)
+def _place_copy(
+    copy: StridedCopy,
+    chunks: StridedChunks | ChunkTable,
+    index: Sequence[int],
+    chunk_loops: Sequence[tuple[int, int, int, int]],
+) -> Iterator[StridedCopy]:
+    """Yield the copies of equal parts of chunks.
+
+    Args:
+        copy: The copy of the part of the first chunk. Its file offset counts from the start of the chunk.
+        chunks: Where the chunks are stored.
+        index: Index of the first chunk.
+        chunk_loops: The loops over the chunks. See `ChunkTable.walk`.
+    """
+    if isinstance(chunks, StridedChunks):
+        # Chunks at regular distances are loops of one copy.
+        file, offset = chunks.find(index)
+        outer = [(n, stride, chunks.strides[dim] * step) for n, stride, dim, step in chunk_loops]
+        dims = (*outer, *copy.dims)
+        yield merge_dims(
+            StridedCopy(copy.tensor_offset, file, offset + copy.file_offset, copy.width, dims)
+        )
+        return
+    part = merge_dims(copy)
+    for file, offset, displacement in chunks.walk(index, chunk_loops):
+        start = part.tensor_offset + displacement
+        yield StridedCopy(start, file, offset + part.file_offset, part.width, part.dims)
+
+
+def _copies_to_part(
+    leaf: ChunkedLeaf, part: ArrayPart, atom_ranges: Mapping[str, Range], window: Box | None
+) -> Iterator[StridedCopy]:
+    """Yield the copies of the elements in `atom_ranges` to one part of the leaf."""
+    starts = leaf.starts or (0,) * len(part.box)
+    dims_box: list[Range] = []
+    origin = part.offset
+    for (low, high), start, dim, stride in zip(
+        part.box, starts, leaf.axis_map.leaf_dims, part.strides
+    ):
+        extent = math.prod(factor.extent for factor in dim)
+        dims_box.append(intersect((low - start, high - start), (0, extent)))
+        # Pieces count from the start of the axis map's dims, the offset from the start of the part.
+        origin += (start - low) * stride
+    for part_ranges in _atom_ranges_of_box(leaf.axis_map, tuple(dims_box)):
+        common = dict(atom_ranges)
+        for atom, part_range in part_ranges.items():
+            common[atom] = intersect(atom_ranges[atom], part_range)
+        if any(start >= stop for start, stop in common.values()):
+            continue
+        for dim_pieces in itertools.product(*_whole_dim_pieces(leaf.axis_map, common)):
+            copy, _ = _make_copy(
+                leaf.axis_map,
+                common,
+                dim_pieces=dim_pieces,
+                element_strides=part.strides,
+                itemsize=leaf.itemsize,
+                window=window,
+            )
+            yield merge_dims(replace(copy, file=part.file, file_offset=copy.file_offset + origin))
+
+
+def _whole_dim_pieces(axis_map: AxisMap, atom_ranges: Mapping[str, Range]) -> list[list[DimPiece]]:
+    """Return the pieces of each leaf dim in a single chunk as long as the dim."""
+    pieces: list[list[DimPiece]] = []
+    for dim, length in zip(axis_map.leaf_dims, axis_map.leaf_shape):
+        pieces.append(list(split_dim(dim, length, atom_ranges=atom_ranges)))
+    return pieces
 
 
 def _make_copy(
@@ -390,50 +423,47 @@ def _make_copy(
     *,
     dim_pieces: Sequence[DimPiece],
     element_strides: Sequence[int],
-    file: int,
-    file_offset: int,
     itemsize: int,
-    chunk_strides: Sequence[int] = (),
     window: Box | None = None,
-) -> StridedCopy:
-    """Return the copy of one regular piece per leaf dim.
+) -> tuple[StridedCopy, list[tuple[int, int, int, int]]]:
+    """Return the copy of one regular piece per leaf dim, as far as it touches the first chunk.
 
     Args:
         axis_map: Maps the tensor's elements to the leaf's.
         atom_ranges: Index range of each axis without a dim piece.
         dim_pieces: One piece per leaf dim.
         element_strides: Bytes between elements of a chunk, per leaf dim.
-        file: Number of the file.
-        file_offset: Offset of the first chunk.
         itemsize: Bytes per element.
-        chunk_strides: Bytes between chunks, per leaf dim, or empty if the pieces touch one chunk.
         window: Tensor offsets count the bytes of this box of the tensor in C order. None for the whole tensor.
 
     Returns:
-        The copy.
+        The copy. Its file offset counts from the first byte of the chunk, and its dims are not merged.
+        The loops over chunks. See `ChunkTable.walk`.
     """
     # E.g. the float32 tensor [a=2, b=3] becomes the leaf [b=3, a=2] in 3 chunks [1, 2] of 8 bytes.
     # The piece of dim b has 3 chunks of one index: the loops (count 3, chunk_step 1) and
     # (count 1, element_step 1). The piece of dim a has 2 indices: the loop (count 2, element_step 1).
-    # With `element_strides` (8, 4) and `chunk_strides` (8, 8), the file strides of the loops are
-    # 1 * 8, 1 * 8 and 1 * 4. The tensor strides are 3 * 4 = 12 bytes for a and 4 bytes for b.
+    # With `element_strides` (8, 4), the loops in a chunk have the file strides 1 * 8 and 1 * 4. The
+    # tensor strides are 3 * 4 = 12 bytes for a and 4 bytes for b.
     atom_starts = {atom: start for atom, (start, _) in atom_ranges.items()}
     for piece in dim_pieces:
         atom_starts.update(piece.atom_starts)
     tensor_offset, tensor_strides = _tensor_offset_and_strides(
         axis_map, atom_starts, itemsize, window
     )
-    if not chunk_strides:
-        chunk_strides = (0,) * len(dim_pieces)
+    file_offset = 0
     dims: list[tuple[int, int, int]] = []
-    for piece, element_stride, chunk_stride in zip(dim_pieces, element_strides, chunk_strides):
+    chunk_loops: list[tuple[int, int, int, int]] = []
+    for number, (piece, element_stride) in enumerate(zip(dim_pieces, element_strides)):
         file_offset += piece.element_offset * element_stride
         for step in piece.steps:
             # An atom of the leaf without a counterpart in the tensor has the extent 1.
             tensor_stride = tensor_strides.get(step.atom, 0) * step.atom_step
-            file_stride = step.chunk_step * chunk_stride + step.element_step * element_stride
-            dims.append((step.count, tensor_stride, file_stride))
-    return merge_dims(StridedCopy(tensor_offset, file, file_offset, itemsize, tuple(dims)))
+            if step.chunk_step:
+                chunk_loops.append((step.count, tensor_stride, number, step.chunk_step))
+            else:
+                dims.append((step.count, tensor_stride, step.element_step * element_stride))
+    return StridedCopy(tensor_offset, 0, file_offset, itemsize, tuple(dims)), chunk_loops
 
 
 def _tensor_offset_and_strides(

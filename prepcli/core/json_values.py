@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from prepcli.core.json_types import JsonObject, JsonValue
 
@@ -107,3 +108,48 @@ def quote_name(name: str) -> str:
 def is_json_list(value: object) -> bool:
     """Return whether a value is a text that looks like a JSON list, as in CSV files."""
     return isinstance(value, str) and value.lstrip().startswith("[")
+
+
+def parse_json(text: bytes) -> Any:
+    """Parse JSON. Integers outside of 0 to 10^19 - 1 become -1.
+
+    Raises:
+        ValueError: The text is not JSON, or an object has a duplicate name.
+    """
+    try:
+        value = _STRICT_DECODER.decode(text.decode())
+        check_depth(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"its JSON is broken: {error.msg}") from error
+    except UnicodeError as error:
+        raise ValueError("its text is not UTF-8") from error
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply") from error
+    return value
+
+
+def _unique_object(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"it names {quote_name(duplicate)} twice")
+    for name in document:
+        # Python's JSON accepts half of a surrogate pair, other parsers do not.
+        name.encode()
+    return document
+
+
+def _parse_count(digits: str) -> int:
+    # int() of a million digits takes hours.
+    return int(digits) if digits.isdigit() and len(digits) < 20 else -1
+
+
+def _reject_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+# json.loads would accept duplicate names (two parsers could see two values), NaN, and integers of
+# any length.
+_STRICT_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_object, parse_int=_parse_count, parse_constant=_reject_constant
+)

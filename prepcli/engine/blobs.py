@@ -1,8 +1,7 @@
-"""Blobs: byte sequences other than plain local files, such as joined pieces, decoded chunks and remote files."""
+"""Blobs: byte sequences other than plain local files, such as decoded chunks and remote files."""
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
 from collections.abc import Sequence
@@ -15,32 +14,8 @@ import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.chunk_cache import DEFAULT_CACHE_NBYTES, ChunkCache
-from prepcli.engine.files import PAGE, ByteArray, Files
-
-
-class BlobReader(Protocol):
-    """An open blob. It is used by one thread at a time."""
-
-    def read_at(self, offset: int, into: ByteArray) -> None:
-        """Fill `into` with the bytes from `offset` on. Raises PrepError if they cannot be read."""
-        ...
-
-    def close(self) -> None:
-        """Release the reader's resources."""
-        ...
-
-
-class Blob(Protocol):
-    """A byte sequence with reads at any offset."""
-
-    @property
-    def name(self) -> str:
-        """Name in messages."""
-        ...
-
-    def open(self) -> BlobReader:
-        """Return a reader of the bytes."""
-        ...
+from prepcli.engine.files import PAGE, Files
+from prepcli.stores.buffers import Blob, BlobReader, ByteArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,68 +45,6 @@ class CachedBlob(Blob, Protocol):
     def open_with_cache(self, cache: ChunkCache) -> BlobReader:
         """Return a reader with the cache of decoded chunks `cache`."""
         ...
-
-
-@runtime_checkable
-class StoredBlob(Blob, Protocol):
-    """A blob with the content of numbered files on a disk or a server."""
-
-    def with_files(self, files: Sequence[Blob]) -> Blob:
-        """Return the same blob with `files` in place of its files, by number."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """A byte range of a file."""
-
-    path: Path
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ConcatenatedBlob:
-    """A concatenation of byte ranges of files."""
-
-    name: str
-    ranges: tuple[FileRange, ...]
-
-    def open(self) -> BlobReader:
-        """Return a reader of the concatenation."""
-        return _ConcatenatedReader(self.ranges)
-
-
-class _ConcatenatedReader:
-    """A reader of concatenated byte ranges."""
-
-    def __init__(self, ranges: Sequence[FileRange]) -> None:
-        self._parts = ranges
-        sizes = [file_range.nbytes for file_range in ranges]
-        self._starts = list(itertools.accumulate(sizes, initial=0))
-        paths = list(dict.fromkeys(file_range.path for file_range in ranges))
-        self._numbers = {path: number for number, path in enumerate(paths)}
-        self._files = Files(paths)
-
-    def read_at(self, offset: int, into: ByteArray) -> None:
-        """Fill `into` with the bytes from `offset` on."""
-        # E.g. ranges of 10 and 20 bytes start at 0 and 10: bytes 8 to 14 are the last 2 bytes of range 0
-        # and the first 4 of range 1.
-        filled = 0
-        number = bisect.bisect_right(self._starts, offset) - 1
-        while filled < into.size:
-            part = self._parts[number]
-            part_offset = offset + filled - self._starts[number]
-            count = min(part.nbytes - part_offset, into.size - filled)
-            self._files.read_at(
-                self._numbers[part.path], part.offset + part_offset, into[filled : filled + count]
-            )
-            filled += count
-            number += 1
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
 
 
 def open_blobs(

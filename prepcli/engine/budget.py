@@ -8,7 +8,8 @@ from pathlib import Path
 
 from prepcli.core.errors import Option, text, usage_error
 from prepcli.core.formatting import format_bytes, parse_bytes
-from prepcli.engine.files import PAGE, ByteArray, allocate_buffer
+from prepcli.engine.files import PAGE
+from prepcli.stores.buffers import ByteArray, allocate_buffer
 
 MIB = 1 << 20
 MIN_MEMORY_NBYTES = 32 * MIB

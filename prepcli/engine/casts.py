@@ -15,11 +15,11 @@ import numpy as np
 import xxhash
 
 from prepcli.core.counts import count_text
-from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import CastEntry, itemsize
+from prepcli.stores.buffers import ByteArray
 
 # Values per step: the temporary arrays of a step fit a core's cache.
 BLOCK_VALUES = 1 << 14

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Protocol
 
 from prepcli.core.formatting import format_bytes
-from prepcli.engine.files import ByteArray
+from prepcli.stores.buffers import ByteArray
 
 DEFAULT_CACHE_NBYTES = 16 << 20
 # Each chunk may keep a file open.

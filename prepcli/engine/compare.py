@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from prepcli.engine.blobs import Blob, open_blobs
-from prepcli.engine.files import ByteArray
+from prepcli.engine.blobs import open_blobs
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import itemsize
+from prepcli.stores.buffers import Blob, ByteArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,7 @@ Whole pages are transferred by direct I/O where the file system supports it and 
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import mmap
 import os
 import resource
 import threading
@@ -17,14 +15,12 @@ from types import TracebackType
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.counts import count_text
 from prepcli.core.errors import (
     GET_AGAIN_HINT,
     RERUN_HINT,
-    RESUME_HINT,
     DamagedError,
     Option,
     PrepError,
@@ -35,9 +31,9 @@ from prepcli.engine.linux import allocate
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.engine.sync_files import sync_many
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
-from prepcli.stores.reading import ACCESS_HINT
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.reading import io_error
 
-ByteArray = npt.NDArray[np.uint8]
 # File descriptors left for other uses.
 RESERVED_DESCRIPTORS = 32
 # More files are opened for each access instead of kept open: an item with one file per chunk may have 10^5.
@@ -45,15 +41,6 @@ MAX_KEPT_FILES = 1000
 # Bytes written to the page cache before their writeback starts.
 BLOCK_NBYTES = 4 << 20
 _Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
-
-
-def allocate_buffer(nbytes: int) -> ByteArray:
-    """Allocate a page-aligned buffer, in huge pages if the system supports them. Untouched pages take no memory."""
-    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel without huge pages raises an OSError.
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
 
 
 class RunReader(Protocol):
@@ -467,54 +454,3 @@ def _open_direct(path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return -1
-
-
-def io_error(path: Path, error: OSError) -> PrepError:
-    """Return an operating system error as a PrepError with the name of the file.
-
-    Args:
-        path: The file.
-        error: The error.
-
-    Returns:
-        An error with a hint for its cause, e.g. a full disk, too many open files or a missing folder.
-    """
-    why = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return PrepError(
-            f"the disk that holds {path.name} is full", why, f"free some space, then {RESUME_HINT}"
-        )
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return PrepError(
-            f"cannot read or write {path}", why, "raise the limit of open files (`ulimit -n`)"
-        )
-    if error.errno == errno.ENOENT:
-        return PrepError(f"cannot read or write {path}", why, _missing_hint(path))
-    if error.errno == errno.ENOTDIR:
-        hint = f"use another folder than {_first_file(path)}, which is a file"
-        return PrepError(f"cannot read or write {path}", why, hint)
-    return PrepError(f"cannot read or write {path}", why, ACCESS_HINT)
-
-
-def check_parent_folder(path: Path) -> None:
-    """Raise PrepError if the folder of an output does not exist."""
-    try:
-        # With the slash, a file in place of the folder is an error too.
-        os.stat(f"{path.parent}/")
-    except OSError as error:
-        raise io_error(path, error) from error
-
-
-def _missing_hint(path: Path) -> str:
-    """Return the hint for a missing path."""
-    if path.parent.is_dir():
-        return "check the name"
-    return f"create the folder {path.parent}, or use another one"
-
-
-def _first_file(path: Path) -> Path:
-    """Return the file in the middle of a path, e.g. `a.txt` of `a.txt/b`."""
-    for folder in reversed(path.parents):
-        if folder.exists() and not folder.is_dir():
-            return folder
-    return path

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.engine.files import ByteArray
 from prepcli.planning.plan import Fill, Stream
 from prepcli.planning.slabs import Slab
+from prepcli.stores.buffers import ByteArray
 
 # Rows per partial sum. The number is fixed, so a mean does not depend on slab boundaries.
 GROUP_ROWS = 64

@@ -8,8 +8,9 @@ import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.checkpoint_store import HostLeaf
-from prepcli.engine.files import PAGE, ByteArray
+from prepcli.engine.files import PAGE
 from prepcli.engine.fills import numpy_dtype
+from prepcli.stores.buffers import ByteArray
 
 
 class HostLeafReader:

@@ -17,8 +17,8 @@ import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.worker_thread import WorkerThread, wait_for_threads
-from prepcli.engine.files import ByteArray, allocate_buffer
 from prepcli.planning.plan import OutputFile
+from prepcli.stores.buffers import ByteArray, allocate_buffer
 
 # (file number, piece number)
 PieceKey = tuple[int, int]

@@ -14,8 +14,8 @@ from concurrent.futures import Executor
 import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.engine.files import ByteArray
 from prepcli.planning.slabs import PAGE, Slab
+from prepcli.stores.buffers import ByteArray
 
 # A source tile and a target tile fit the L2 cache together.
 TILE_NBYTES = 128 << 10

@@ -24,12 +24,13 @@ from prepcli.engine.background_sync import BackgroundSync, StreamPrefix, SyncPoi
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
 from prepcli.engine.casts import StreamDigest, ValueTransform
 from prepcli.engine.checksum_recorder import ChecksumRecorder
-from prepcli.engine.files import PAGE, ByteArray, Files, RunReader, RunWriter
+from prepcli.engine.files import PAGE, Files, RunReader, RunWriter
 from prepcli.engine.fills import FillGenerator, mean_source_number
 from prepcli.engine.low_rank import value_change
 from prepcli.engine.permute import gather, needs_permute, scatter, threads
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import LONG_RUN_NBYTES, Slab, split_stream
+from prepcli.stores.buffers import ByteArray
 
 # Bytes written since the last sync point, at most.
 MOST_UNSYNCED_NBYTES = 256 << 20

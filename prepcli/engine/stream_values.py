@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepcli.engine.files import ByteArray, RunReader, allocate_buffer
+from prepcli.engine.files import RunReader
 from prepcli.engine.permute import needs_permute, scatter
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import split_stream_evenly
+from prepcli.stores.buffers import ByteArray, allocate_buffer
 
 RUN_NBYTES = 4 << 20
 

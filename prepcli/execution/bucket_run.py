@@ -44,13 +44,13 @@ from prepcli.planning.object_files import OBJECT_NBYTES
 from prepcli.planning.plan import SmallFile
 from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import find_work_units
-from prepcli.remote import object_store
-from prepcli.remote.bucket_lock import BucketLock, check_lock, is_locked_by
-from prepcli.remote.conditional_objects import publish_content
-from prepcli.remote.object_store import Bucket, ObjectStoreUrl, part_nbytes
-from prepcli.remote.object_writes import ObjectUploads, missing_object_error
-from prepcli.remote.remote_files import RemoteFile
-from prepcli.remote.retries import retry_policy_from_env
+from prepcli.stores import object_store
+from prepcli.stores.bucket_lock import BucketLock, check_lock, is_locked_by
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.conditional_objects import publish_content
+from prepcli.stores.object_store import Bucket, ObjectStoreUrl, part_nbytes
+from prepcli.stores.object_writes import ObjectUploads, missing_object_error
+from prepcli.stores.retries import retry_policy_from_env
 
 # Units that a process claims at once. Their requests are sent concurrently.
 MAX_CLAIMED = 16

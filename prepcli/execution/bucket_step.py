@@ -19,7 +19,7 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf, HostShard
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
-from prepcli.engine.files import ByteArray, RunReader
+from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import Pipeline
@@ -36,11 +36,12 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.manifest_fields import FileRecord
 from prepcli.planning.plan import OutputLeaf, Plan, SmallFile, Stream
 from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
-from prepcli.remote.conditional_objects import publish_content
-from prepcli.remote.object_store import Bucket, part_nbytes
-from prepcli.remote.placeholders import read_all
-from prepcli.remote.remote_files import ReadAheadCache, RemoteBlob, RemoteFile
-from prepcli.remote.retries import map_in_daemon_threads
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.conditional_objects import publish_content
+from prepcli.stores.object_store import Bucket, part_nbytes
+from prepcli.stores.paths import StoreListing, read_all
+from prepcli.stores.retries import map_in_daemon_threads
 
 NUM_THREADS = 32  # concurrent requests for small objects
 # Memory for the parts of the data file in flight, and their maximum number
@@ -137,13 +138,11 @@ class BucketStep:
         """Read streams back from the store. Return their digests."""
         plan = self.plan
         uploaded = {file.path: file for file in self.bucket.list_files()}
-        cache = ReadAheadCache(self.bucket)
-        blobs: list[RemoteBlob] = []
-        for planned in plan.files:
-            path = f"{plan.item}/{planned.path}"
-            # A process without chunks has uploaded no file.
-            file = uploaded.get(path, RemoteFile(path, 0, ""))
-            blobs.append(RemoteBlob(file, cache))
+        paths = [f"{plan.item}/{planned.path}" for planned in plan.files]
+        # A process without chunks has uploaded no file.
+        files = [uploaded.get(path, RemoteFile(path, 0, "")) for path in paths]
+        root = StoreListing(self.bucket.name, self.bucket, files).root
+        blobs = [root / path for path in paths]
         streams = {number: readback_stream(plan.streams[number]) for number in numbers}
         with open_blobs(blobs) as reader:
             return _digest_streams(streams, reader)

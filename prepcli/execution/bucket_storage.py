@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.engine.files import io_error
 from prepcli.execution.bucket_step import BucketStep
 from prepcli.execution.joint_work import exchange_boxes, joint_work
 from prepcli.execution.output_urls import RETRIES
@@ -27,16 +26,16 @@ from prepcli.planning.process_files import (
     ProcessFiles,
     plan_process_files,
 )
-from prepcli.remote.bucket_lock import BucketLock
-from prepcli.remote.object_store import Bucket, ObjectStoreUrl
-from prepcli.remote.placeholders import download_file
-from prepcli.remote.remote_files import RemoteFile, without_read_ahead
-from prepcli.remote.retries import RetryPolicy
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.bucket_lock import BucketLock
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.object_url import ObjectStoreUrl
+from prepcli.stores.reading import io_error, open_regular_file
+from prepcli.stores.retries import RetryPolicy
 
 STORED_PIECE_NBYTES = 8 << 20  # bytes of a file read at a time for its upload
 
@@ -114,10 +113,9 @@ class BucketStorage:
         """Open a step to read its tensors from the store. See `open_reader`."""
         name = self.step_name(step)
         located = locate(name, access=Access(allow_urls=True, retry_policy=self._retry_policy))
-        source = open_source(located)
-        with located.local_files.rename_in_errors(name):
-            files = without_read_ahead(source.remote_files)
-            return open_reader(located.local_files.path, verify, hint, remote_files=files)
+        # This checks the recorded files.
+        open_source(located)
+        return open_reader(located.files.path, verify, hint)
 
     def acquire(self, note: Callable[[str], None]) -> None:
         """Lock the URL, then delete the objects of steps without a manifest. Killed processes left them.
@@ -195,7 +193,7 @@ class BucketStorage:
         path = folder / name
         for file in self._bucket.list_files():
             if file.path == name:
-                download_file(self._bucket, file, path)
+                self._bucket.download(file, path)
                 return path
         try:
             path.unlink(missing_ok=True)

@@ -43,16 +43,16 @@ from prepcli.execution.stored_outputs import stored_manifest
 from prepcli.execution.unit_notes import decode_record, encode_record
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import COMMIT_MARKER
-from prepcli.remote.bucket_lock import BucketLock
-from prepcli.remote.conditional_objects import (
+from prepcli.stores.bucket_lock import BucketLock
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.conditional_objects import (
     ConditionsNotSupportedError,
     create_object,
     read_object,
     replace_object,
 )
-from prepcli.remote.object_store import Bucket
-from prepcli.remote.remote_files import RemoteFile
-from prepcli.remote.retries import map_in_daemon_threads
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.retries import map_in_daemon_threads
 
 ALIVE_FOLDER = "alive"
 BEGIN = "begin"  # the claim of the process that begins the run

@@ -37,6 +37,7 @@ from prepcli.planning.tensors import itemsize
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.side_files import find_side_files
 from prepcli.sources.source import HF_FOLDER
+from prepcli.stores.paths import AnyPath
 from prepcli.targets.hf_folder import copied_files, settings_files
 from prepcli.targets.training_step import StartModel, plan_training_step
 
@@ -80,7 +81,7 @@ class CheckpointManager:
     def __init__(
         self,
         storage: RunStorage | Path,
-        start_checkpoint: Path | StartModel,
+        start_checkpoint: AnyPath | StartModel,
         *,
         name: str,
         keep: KeepRule | int | Literal["all"] = "all",
@@ -109,7 +110,7 @@ class CheckpointManager:
         Raises:
             PrepError: Another process holds the run.
         """
-        self._hf_folder: Path | None = None
+        self._hf_folder: AnyPath | None = None
         self._start_files: tuple[SmallFile, ...] = ()
         self._start_manifest = (
             self._open_start(start_checkpoint) | Manifest(name=name) | manifest_changes
@@ -132,7 +133,7 @@ class CheckpointManager:
         """Whether this is process 0 of the run."""
         return self._group.index == 0
 
-    def _open_start(self, start_checkpoint: Path | StartModel) -> Manifest:
+    def _open_start(self, start_checkpoint: AnyPath | StartModel) -> Manifest:
         """Return the manifest of the start checkpoint, and keep the location of its small files."""
         if isinstance(start_checkpoint, StartModel):
             self._start_files = start_checkpoint.small_files

@@ -15,7 +15,6 @@ from prepcli.core.progress import NullProgress, Progress
 from prepcli.engine.casts import parse_stream_digest, report_casts
 from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
 from prepcli.engine.digest import digest
-from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import check_no_symlinks, open_no_follow, write_no_follow
 from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
@@ -42,8 +41,13 @@ from prepcli.planning.manifest_fields import (
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile, Stream
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.state_names import PARAMS, qualify, split_name
-from prepcli.remote.retries import map_in_daemon_threads
-from prepcli.stores.reading import check_not_lfs_pointer, not_regular_error
+from prepcli.stores.reading import (
+    MAX_LFS_POINTER_NBYTES,
+    check_not_lfs_pointer,
+    io_error,
+    not_regular_error,
+)
+from prepcli.stores.retries import map_in_daemon_threads
 
 # Small files are written from their first byte again, also after an interruption.
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -271,8 +275,8 @@ def check_small_files(plan: Plan) -> None:
             continue
         try:
             with open(file.copied_from, "rb", opener=_open_without_links) as source:
-                source.read(1)
-                check_not_lfs_pointer(source.fileno(), Path(file.copied_from))
+                start = source.read(MAX_LFS_POINTER_NBYTES + 1)
+                check_not_lfs_pointer(start, Path(file.copied_from))
         except OSError as error:
             raise io_error(Path(file.copied_from), error) from error
 
@@ -368,7 +372,7 @@ def raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
     for number, leaf in enumerate(leaves):
         for box in leaf.placed_chunks:
             for index in box.indices():
-                yield WrittenChunk(number, index, *box.placement.find(index), leaf.chunk_nbytes)
+                yield WrittenChunk(number, index, *box.chunks.find(index), leaf.chunk_nbytes)
 
 
 def build_manifest(

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.engine.files import io_error
 from prepcli.execution.folder_store import remove_work_folder
 from prepcli.execution.locks import acquire_lock
 from prepcli.execution.paths import is_same_file, remove_path
@@ -24,6 +23,7 @@ from prepcli.execution.step_writer import FolderStep, write_step
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.stores.reading import io_error
 from prepcli.stores.writing import fsync_path
 
 LOCK = ".lock"

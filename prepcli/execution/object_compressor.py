@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prepcli.engine.files import ByteArray, allocate_buffer
 from prepcli.engine.object_assembler import Piece
 from prepcli.formats.codecs import Encoder, codec_of
 from prepcli.planning.chunk_extents import ChunkExtent
 from prepcli.planning.item_storage import Compression
+from prepcli.stores.buffers import ByteArray, allocate_buffer
 
 # An encoder gets so many bytes at a time.
 SLICE_NBYTES = 1 << 20

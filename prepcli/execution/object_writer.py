@@ -9,7 +9,6 @@ import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.checksum_recorder import ChecksumRecorder
-from prepcli.engine.files import ByteArray
 from prepcli.engine.object_assembler import ObjectAssembler, Piece, PieceLimits
 from prepcli.execution.finalize import output_path
 from prepcli.execution.object_compressor import ObjectCompressor
@@ -19,8 +18,9 @@ from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
 from prepcli.planning.object_passes import streams_of_spans
 from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.work_units import WorkUnit
-from prepcli.remote.object_writes import ObjectUploads
-from prepcli.remote.remote_files import RemoteFile
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.object_writes import ObjectUploads
 
 
 class ObjectWriter:

@@ -9,9 +9,7 @@ from pathlib import Path
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import JsonValue
-from prepcli.engine.blobs import Blob
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
-from prepcli.engine.files import io_error
 from prepcli.formats.again_hint import again_hint
 from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream, read_copies
 from prepcli.planning.quantization_leaves import is_decoded_tensor
@@ -20,6 +18,9 @@ from prepcli.planning.tensor_match import not_equal_error
 from prepcli.restore.digest_checks import RecordedDigests, checkpoint_of
 from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
+from prepcli.stores.buffers import Blob
+from prepcli.stores.paths import AnyPath, is_remote, local_copy
+from prepcli.stores.reading import io_error
 
 # File in the work folder, with the state of the source when the run began.
 SOURCE_STATE_FILE = "source.json"
@@ -52,23 +53,23 @@ def read_source_state(
     """
     # Sizes and times are in the stamps. Inode and change time also differ after a copy that keeps the time or
     # a `chmod`, where the bytes are equal, so that a difference only leads to a comparison.
+    if is_remote(source.files):
+        return []
     stats = _file_stats(source.files)
     for expected, path, file_stat in zip(stamps, source.files, stats):
         if (file_stat.st_size, file_stat.st_mtime_ns) != (expected.size, expected.mtime_ns):
             raise source_changed_error([path], source, hint)
-    if source.remote_files:
-        return []
     return _file_states(stats)
 
 
-def read_file_states(paths: Sequence[Path]) -> SourceState:
+def read_file_states(paths: Sequence[AnyPath]) -> SourceState:
     """Return the inode and change time of each file. Raise PrepError for a missing one."""
     return _file_states(_file_stats(paths))
 
 
-def _file_stats(paths: Sequence[Path]) -> list[os.stat_result]:
+def _file_stats(paths: Sequence[AnyPath]) -> list[os.stat_result]:
     stats: list[os.stat_result] = []
-    for path in paths:
+    for path in map(local_copy, paths):
         try:
             stats.append(path.stat())
         except OSError as error:
@@ -92,16 +93,18 @@ def parse_source_state(value: JsonValue) -> SourceState:
 
 
 def source_changed_error(
-    paths: Sequence[Path], source: Source, hint: str = RESTART_HINT
+    paths: Sequence[AnyPath], source: Source, hint: str = RESTART_HINT
 ) -> PrepError:
     """Return the error for changed files."""
     names = ", ".join(path.name for path in paths)
     return PrepError(f"{names} changed while it was read", f"in {source.display_name}", hint)
 
 
-def touched_files(paths: Sequence[Path], before: SourceState, *, now: SourceState) -> list[Path]:
+def touched_files(
+    paths: Sequence[AnyPath], before: SourceState, *, now: SourceState
+) -> list[AnyPath]:
     """Return the files with another inode or change time than before."""
-    touched: list[Path] = []
+    touched: list[AnyPath] = []
     for path, state_before, state_now in zip(paths, before, now):
         if state_before != state_now:
             touched.append(path)

@@ -18,7 +18,6 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.progress import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
-from prepcli.engine.files import io_error
 from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.shard_writer import write_shards
@@ -34,6 +33,7 @@ from prepcli.execution.written_data import StreamReader
 from prepcli.planning.chunk_extents import chunk_extents
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import divide_streams, subplan
+from prepcli.stores.reading import io_error
 
 MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf or shard that is fetched
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step is the note of process I

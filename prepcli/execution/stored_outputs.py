@@ -9,9 +9,9 @@ from prepcli.core.errors import DamagedError, Option, PrepError, text
 from prepcli.engine.digest import digest
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, decode_manifest
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.remote.object_store import Bucket
-from prepcli.remote.placeholders import SMALL_NBYTES, read_all
-from prepcli.remote.remote_files import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.paths import SMALL_NBYTES, read_all
 
 OTHER_ADDRESS_HINT = text(
     "set {} to another address, or pass {}", Option("out"), Option("overwrite", True)

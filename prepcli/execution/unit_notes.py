@@ -20,7 +20,7 @@ from prepcli.engine.digest import CHECKSUM_DTYPE, digest
 from prepcli.engine.pipeline import EMPTY_DIGEST
 from prepcli.planning.chunk_extents import chunk_extents, count_blocks
 from prepcli.planning.plan import Plan
-from prepcli.remote.remote_files import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile
 
 CHECKSUM_KEY = "checksum"  # key in each record, covers all other keys
 _NO_NUMBERS: ChecksumArray = np.empty(0, np.uint64)

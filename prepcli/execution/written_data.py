@@ -22,7 +22,7 @@ from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import parse_stream_digest
-from prepcli.engine.files import Files, RunReader, io_error
+from prepcli.engine.files import Files, RunReader
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
@@ -31,6 +31,7 @@ from prepcli.planning.coverage import FileSpan, stream_write_spans
 from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source
+from prepcli.stores.reading import io_error
 
 # Name of this task in progress reports.
 CHECK_TASK = "check"

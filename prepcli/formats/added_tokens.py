@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -24,6 +23,7 @@ from pydantic import (
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.planning.manifest_fields import MAX_ROWS
+from prepcli.stores.paths import AnyPath
 
 # Next to the tokenizer, so that later commands copy it with the files of the model.
 RECORD_FILE = "prep-added-tokens.json"
@@ -111,7 +111,7 @@ def encode_record(additions: tuple[Addition, ...]) -> bytes:
     return AddedTokens(additions=additions).model_dump_json(indent=2).encode() + b"\n"
 
 
-def parse_record(path: Path, data: bytes) -> tuple[Addition, ...]:
+def parse_record(path: AnyPath, data: bytes) -> tuple[Addition, ...]:
     """Return the additions in the record `data` of the file `path`.
 
     Raises:

@@ -17,10 +17,11 @@ from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError,
 from prepcli.core.json_types import JsonObject
 from prepcli.engine.digest import CHECKSUM_DTYPE, checksum, digest
 from prepcli.engine.no_follow import write_no_follow
-from prepcli.formats.orbax_chunks import ArrayMeta
-from prepcli.formats.untrusted import read_small_file
+from prepcli.planning.arrays import Array
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, assign_block_numbers
 from prepcli.planning.manifest_fields import Manifest
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import read_small_file
 
 CHECKSUMS_FILE = "prep-checksums.bin"
 CHECKSUM_METHOD = "xxh3_64"
@@ -83,7 +84,7 @@ def write_checksums(folder: Path, sums: npt.NDArray[np.uint64]) -> dict[str, str
 
 
 def read_checksums(
-    folder: Path, manifest: Manifest, arrays: Sequence[ArrayMeta]
+    folder: AnyPath, manifest: Manifest, arrays: Sequence[Array]
 ) -> BlockChecksums | None:
     """Read the block checksums of an Orbax item.
 
@@ -116,7 +117,7 @@ def read_checksums(
     return BlockChecksums(leaves, np.frombuffer(data, CHECKSUM_DTYPE))
 
 
-def read_checksum_bytes(folder: Path, manifest: Manifest) -> bytes | None:
+def read_checksum_bytes(folder: AnyPath, manifest: Manifest) -> bytes | None:
     """Return the bytes of the checksum file, checked against the manifest's digest. None if the manifest has none."""
     record = manifest.checksums
     if record is None:
@@ -145,7 +146,7 @@ def read_checksum_bytes(folder: Path, manifest: Manifest) -> bytes | None:
 
 
 def _numbered_blocks_by_leaf(
-    folder: Path, manifest: Manifest, arrays: Sequence[ArrayMeta]
+    folder: AnyPath, manifest: Manifest, arrays: Sequence[Array]
 ) -> dict[str, LeafBlocks]:
     """Return the numbered blocks of each array, in the order of the manifest's leaves."""
     metas = {meta.name: meta for meta in arrays}

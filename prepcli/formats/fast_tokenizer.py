@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tokenizers import Tokenizer
 
 from prepcli.core.errors import PrepError
+from prepcli.stores.paths import AnyPath
 
 
-def load_fast_tokenizer(file: Path, data: bytes) -> Tokenizer:
+def load_fast_tokenizer(file: AnyPath, data: bytes) -> Tokenizer:
     """Return the tokenizer in the bytes of a tokenizer.json, without truncation and padding.
 
     Args:

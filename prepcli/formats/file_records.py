@@ -7,9 +7,8 @@ remaining bytes, instead of `xxh3`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import BinaryIO
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import xxhash
 
@@ -18,12 +17,19 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.manifest import MANIFEST_FILE, accept_hint, read_manifest
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
-from prepcli.formats.untrusted import unreadable_error
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE, METADATA_FILE, ZARR2, ZARR3
 from prepcli.planning.manifest_fields import FileRecord, Manifest
-from prepcli.stores.reading import open_regular_file, resolve_named_path
+from prepcli.stores.paths import AnyPath, StorePath, path_in_folder, read_each
+from prepcli.stores.reading import (
+    open_regular_file,
+    resolve_named_path,
+    stat_file,
+    unreadable_error,
+)
 
 READ_NBYTES = 1 << 20
+# Pieces of a file in a store that are in memory at the same time.
+PIECES_IN_FLIGHT = 16
 # Files that Orbax or Levanter, not prep, names in an item.
 ITEM_FILES = {
     METADATA_FILE,
@@ -38,7 +44,7 @@ ITEM_DATA_FOLDER = "d"
 NO_RECORD: FileRecord = {"bytes": 0}
 
 
-def record_file(path: Path) -> FileRecord:
+def record_file(path: AnyPath) -> FileRecord:
     """Return size and XXH3-128 of a file. Raise PrepError if it cannot be read."""
     state = xxhash.xxh3_128()
     nbytes = 0
@@ -52,12 +58,12 @@ def record_file(path: Path) -> FileRecord:
     return {"bytes": nbytes, "xxh3": state.hexdigest()}
 
 
-def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+def record_files(folder: AnyPath, names: Iterable[str]) -> dict[str, FileRecord]:
     """Return the records of files by their paths in `folder`, in the order of the paths."""
     return {name: record_file(folder / name) for name in sorted(names)}
 
 
-def read_manifest_of_file(file: Path) -> Manifest | None:
+def read_manifest_of_file(file: AnyPath) -> Manifest | None:
     """Read the manifest in the folder of a single file, if it records the file.
 
     A file of another model may be in the folder of an output: a name alone does not make it a part of the output.
@@ -69,7 +75,7 @@ def read_manifest_of_file(file: Path) -> Manifest | None:
 
 
 def check_files(
-    folder: Path,
+    folder: AnyPath,
     manifest: Manifest,
     names: Collection[str] | None = None,
     *,
@@ -94,7 +100,7 @@ def check_files(
             _check_file(folder, name, record, hint)
 
 
-def are_files_intact(folder: Path, manifest: Manifest) -> bool:
+def are_files_intact(folder: AnyPath, manifest: Manifest) -> bool:
     """Return whether all listed files of an output exist and are equal to their records."""
     try:
         check_files(folder, manifest)
@@ -104,7 +110,7 @@ def are_files_intact(folder: Path, manifest: Manifest) -> bool:
 
 
 def _check_file(
-    folder: Path, name: str, record: FileRecord, hint: Callable[[str], str] | None
+    folder: AnyPath, name: str, record: FileRecord, hint: Callable[[str], str] | None
 ) -> None:
     path = resolve_named_path(folder, name, folder / MANIFEST_FILE)
     what = f"{path} does not exist"
@@ -128,11 +134,10 @@ def _describe_record(record: FileRecord) -> str:
     return f"{count_text(record['bytes'], 'byte')} with the digest {record.get('xxh3', ''):.40}"
 
 
-def recorded_xxh3(path: Path, folder: Path, manifest: Manifest) -> str:
+def recorded_xxh3(path: AnyPath, folder: AnyPath, manifest: Manifest) -> str:
     """Return the recorded digest of a file. Empty if the manifest in `folder` lists no such file."""
-    if not path.is_relative_to(folder):
-        return ""
-    record = manifest.files.get(path.relative_to(folder).as_posix(), NO_RECORD)
+    name = path_in_folder(path, folder)
+    record = NO_RECORD if name is None else manifest.files.get(name.as_posix(), NO_RECORD)
     return record.get("xxh3", "")
 
 
@@ -142,7 +147,7 @@ def is_settings_file(name: str) -> bool:
     return file not in ITEM_FILES and ITEM_DATA_FOLDER not in folders
 
 
-def check_header(path: Path, manifest: Manifest, header_digest: str) -> None:
+def check_header(path: AnyPath, manifest: Manifest, header_digest: str) -> None:
     """Raise DamagedError if the XXH3-128 of a data file's bytes outside of its tensors differs from its record."""
     # An earlier version of prep lists no files, and another library's file has no record.
     expected = manifest.files.get(path.name, NO_RECORD).get("header", header_digest)
@@ -151,22 +156,29 @@ def check_header(path: Path, manifest: Manifest, header_digest: str) -> None:
         raise DamagedError(f"{path} is damaged", why, GET_AGAIN_HINT)
 
 
-def bytes_between(file: BinaryIO, ranges: Sequence[Range], size: int) -> Iterator[bytes]:
+def bytes_between(path: AnyPath, ranges: Iterable[Range]) -> Iterator[bytes]:
     """Yield the bytes of a file outside of its tensors: the headers and directories of the archives.
 
     Args:
-        file: The opened file.
+        path: The file. Pieces of a file in a store are requested several at a time.
         ranges: Byte range of each tensor, in ascending order.
-        size: Size of the file.
     """
+    pieces = _pieces_between(ranges, stat_file(path).st_size)
+    if isinstance(path, StorePath):
+        while batch := list(itertools.islice(pieces, PIECES_IN_FLIGHT)):
+            yield from read_each(lambda piece: path.read_exactly(*piece), batch, in_store=True)
+        return
+    with open_regular_file(path) as file:
+        for start, stop in pieces:
+            file.seek(start)
+            yield file.read(stop - start)
+
+
+def _pieces_between(ranges: Iterable[Range], size: int) -> Iterator[Range]:
+    """Yield the byte ranges outside of the given ones, in pieces of at most READ_NBYTES."""
     position = 0
-    for first, stop in [*ranges, (size, size)]:
-        file.seek(position)
+    for first, stop in itertools.chain(ranges, [(size, size)]):
         # A manifest of another origin may come with a file of any size between two tensors.
-        while position < first:
-            content = file.read(min(first - position, READ_NBYTES))
-            if not content:
-                break
-            yield content
-            position += len(content)
+        for start in range(position, min(first, size), READ_NBYTES):
+            yield start, min(start + READ_NBYTES, first, size)
         position = stop

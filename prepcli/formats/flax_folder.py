@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from prepcli.core.errors import PrepError
-from prepcli.formats.msgpack import SUFFIX, MsgpackArray, MsgpackHeader, MsgpackKind
+from prepcli.formats.msgpack import SUFFIX, MsgpackHeader, MsgpackKind
 from prepcli.formats.shard_index import (
     UnindexedTensor,
     find_unindexed,
     list_indexed_files,
     read_weight_map,
 )
-from prepcli.formats.untrusted import list_folder
+from prepcli.planning.arrays import Array
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import list_folder
 
 STEM = "flax_model"
 SINGLE_FILE = f"{STEM}.{SUFFIX}"
@@ -57,7 +58,7 @@ def select_flax_files(names: Sequence[str]) -> list[str]:
     return known[:1] or files
 
 
-def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
+def find_weight_files(path: AnyPath, kind: MsgpackKind) -> tuple[AnyPath, ...]:
     """Return the files of a checkpoint.
 
     Args:
@@ -82,7 +83,7 @@ def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
 
 
 def select_indexed(
-    folder: Path, headers: Sequence[MsgpackHeader]
+    folder: AnyPath, headers: Sequence[MsgpackHeader]
 ) -> tuple[list[MsgpackHeader], list[UnindexedTensor]]:
     """Return the headers with only the arrays that the folder's index names, and the records of the other arrays.
 
@@ -104,23 +105,23 @@ def select_indexed(
     indexed: list[MsgpackHeader] = []
     unindexed: list[UnindexedTensor] = []
     for header in headers:
-        kept: list[MsgpackArray] = []
+        kept: list[Array] = []
         for array in header.arrays:
             if (_index_name(array), header.path.name) in ignored:
-                nbytes = sum(nbytes for _, nbytes in array.runs)
-                unindexed.append(UnindexedTensor(_index_name(array), header.path.name, nbytes))
+                name = _index_name(array)
+                unindexed.append(UnindexedTensor(name, header.path.name, array.nbytes))
             else:
                 kept.append(array)
         indexed.append(replace(header, arrays=tuple(kept)))
     return indexed, unindexed
 
 
-def _index_name(array: MsgpackArray) -> str:
+def _index_name(array: Array) -> str:
     """Return the name of an array in an index."""
-    return "/".join(array.path)
+    return "/".join(map(str, array.path))
 
 
-def _only_file(folder: Path, names: Sequence[str]) -> str:
+def _only_file(folder: AnyPath, names: Sequence[str]) -> str:
     """Return the only msgpack file of a folder. Raise PrepError if there are several."""
     if len(names) == 1:
         return names[0]
@@ -128,7 +129,7 @@ def _only_file(folder: Path, names: Sequence[str]) -> str:
     raise PrepError(what, ", ".join(names[:4]), f"name one of them: `{folder / names[0]}`")
 
 
-def _find_stream_file(folder: Path, names: list[str]) -> str:
+def _find_stream_file(folder: AnyPath, names: list[str]) -> str:
     for name in STREAM_FILES:
         if name in names:
             return name

@@ -18,7 +18,6 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -27,8 +26,8 @@ import xxhash
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.formats.shard_index import damage_hint, download_again_hint
-from prepcli.formats.untrusted import CutShortError, stat_file, unreadable_error
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import CutShortError, open_regular_file, stat_file, unreadable_error
 
 SUFFIX = "gguf"
 MAGIC = b"GGUF"
@@ -198,7 +197,7 @@ def part_names(name: str) -> list[str]:
     return [f"{stem}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
 
 
-def read_gguf_header(path: Path) -> GgufHeader:
+def read_gguf_header(path: AnyPath) -> GgufHeader:
     """Read the header of a GGUF file.
 
     Raises:
@@ -290,7 +289,7 @@ class _Cursor:
             raise ValueError("a string is not UTF-8") from error
 
 
-def _read_header(path: Path, cursor: _Cursor) -> tuple[GgufMetadata, tuple[GgufTensor, ...]]:
+def _read_header(path: AnyPath, cursor: _Cursor) -> tuple[GgufMetadata, tuple[GgufTensor, ...]]:
     """Return metadata and tensors. Raise ValueError if they are broken."""
     if cursor.remaining_nbytes < len(MAGIC) or cursor.take(len(MAGIC)) != MAGIC:
         raise DamagedError(
@@ -427,7 +426,7 @@ def _read_tensor(cursor: _Cursor, name: str) -> GgufTensor:
     return GgufTensor(name, ggml_type, tuple(dims[::-1]), offset, nbytes)
 
 
-def _check_size(path: Path, size: int, tensors: Sequence[GgufTensor], data_start: int) -> None:
+def _check_size(path: AnyPath, size: int, tensors: Sequence[GgufTensor], data_start: int) -> None:
     """Raise DamagedError if a file ends before its last tensor, or long after it."""
     end = data_start
     if tensors:

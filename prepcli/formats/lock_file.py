@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from prepcli.core.errors import Command, DamagedError, text
-from prepcli.formats.untrusted import read_small_file
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import read_small_file
 
 # Kimi-K2 has 139,583 tensors: about 30 MB.
 MAX_LOCK_NBYTES = 256 << 20
@@ -121,7 +121,7 @@ def _entry_lines(entries: Mapping[str, LockedFile] | Mapping[str, LockedTensor])
     return "{\n" + ",\n".join(lines) + "}"
 
 
-def read_lock(path: Path) -> Lock:
+def read_lock(path: AnyPath) -> Lock:
     """Read a lock file.
 
     Raises:

@@ -10,14 +10,12 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.core.json_schema import find_type_fault
 from prepcli.core.json_values import load_json, quote_name
 from prepcli.engine.digest import digest
 from prepcli.formats.orbax import MODEL_ITEMS, find_item
-from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.layout_scales import is_scale_record
 from prepcli.planning.manifest_fields import (
     KEYS_BY_KIND,
@@ -28,6 +26,8 @@ from prepcli.planning.manifest_fields import (
     TensorRecord,
 )
 from prepcli.planning.tensors import ITEM_BITS
+from prepcli.stores.paths import AnyPath, PathT
+from prepcli.stores.reading import read_small_file
 
 MANIFEST_FILE = "prep-manifest.json"
 # Item of a training step. The step's manifest is in the parent folder.
@@ -74,11 +74,13 @@ def adapter_fields(manifest: Manifest) -> Manifest:
 NO_MANIFEST = Manifest()
 
 # The folder and the bytes of `unwritten_manifest`.
-_UNWRITTEN: ContextVar[tuple[Path, bytes] | None] = ContextVar("unwritten_manifest", default=None)
+_UNWRITTEN: ContextVar[tuple[AnyPath, bytes] | None] = ContextVar(
+    "unwritten_manifest", default=None
+)
 
 
 @contextmanager
-def unwritten_manifest(folder: Path, data: bytes) -> Iterator[None]:
+def unwritten_manifest(folder: AnyPath, data: bytes) -> Iterator[None]:
     """Let `read_manifest` return the manifest in `data` for `folder`, inside the `with` block.
 
     The manifest file is not read meanwhile. A command checks an output against new records this way, and writes
@@ -95,7 +97,7 @@ def unwritten_manifest(folder: Path, data: bytes) -> Iterator[None]:
         _UNWRITTEN.reset(token)
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: AnyPath) -> Manifest | None:
     """Read the manifest of a folder, if there is one.
 
     Raises:
@@ -110,7 +112,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     return decode_manifest(path, read_small_file(path))
 
 
-def decode_manifest(path: Path, data: bytes) -> Manifest:
+def decode_manifest(path: AnyPath, data: bytes) -> Manifest:
     """Decode the bytes of a manifest file and check its digest.
 
     Raises:
@@ -125,7 +127,7 @@ def decode_manifest(path: Path, data: bytes) -> Manifest:
     return manifest
 
 
-def parse_manifest(path: Path, data: bytes) -> Manifest:
+def parse_manifest(path: AnyPath, data: bytes) -> Manifest:
     """Decode the bytes of a manifest file without a check of its digest.
 
     Raises:
@@ -167,7 +169,7 @@ def encode_manifest(fields: Mapping[str, object]) -> bytes:
     return json.dumps(content, indent=1).encode() + b"\n"
 
 
-def accept_hint(folder: Path, name: str) -> str:
+def accept_hint(folder: AnyPath, name: str) -> str:
     """Return the hint for a file unequal to its record in a manifest."""
     command = Command("verify", str(folder), Option("accept", name))
     return text("{} if you changed it on purpose, else {}", command, GET_AGAIN_HINT)
@@ -180,7 +182,7 @@ def foreign_output_error(output: str) -> PrepError:
     return PrepError(f"{output} exists and is something else", why, hint)
 
 
-def find_manifest_folder(path: Path) -> Path:
+def find_manifest_folder(path: PathT) -> PathT:
     """Return the folder with the manifest of `path`: its item, training step or last step of a run.
 
     Return `path` itself if it has no item.

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import BinaryIO, Literal
 
 import xxhash
 
+from prepcli.algebra.chunks import run_parts
 from prepcli.core.counts import count_text
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.formats.shard_index import damage_hint
-from prepcli.formats.untrusted import CutShortError, stat_file, unreadable_error
-from prepcli.planning.tensors import ITEM_BITS
-from prepcli.stores.reading import open_regular_file
+from prepcli.planning.arrays import Array, parted_array, whole_array
+from prepcli.planning.tensors import ITEM_BITS, itemsize
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import CutShortError, open_regular_file, stat_file, unreadable_error
 
 # Extension codes of flax.serialization: array and NumPy scalar.
 EXT_ARRAY = 1
@@ -46,16 +46,6 @@ KeyPath = tuple[str, ...]  # keys from the root of a tree to a leaf
 
 
 @dataclass(frozen=True, slots=True)
-class MsgpackArray:
-    """An array in C order, little endian, stored in runs (offset, nbytes) of its file."""
-
-    path: KeyPath
-    dtype: str
-    shape: tuple[int, ...]
-    runs: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class MsgpackNonArray:
     """A leaf other than an array."""
 
@@ -71,19 +61,22 @@ class MsgpackNonArray:
 class MsgpackHeader:
     """Leaves of a file, in file order, without payloads. `digest` is the XXH3-128 of the bytes outside of payloads."""
 
-    path: Path
-    arrays: tuple[MsgpackArray, ...]
+    path: AnyPath
+    arrays: tuple[Array, ...]
     non_arrays: tuple[MsgpackNonArray, ...]
     size: int
     mtime_ns: int
     digest: str
 
 
-def sniff_msgpack_kind(path: Path) -> MsgpackKind | None:
+SNIFFED_NBYTES = 16
+
+
+def sniff_msgpack_kind(path: AnyPath) -> MsgpackKind | None:
     """Return the kind of a regular file by its first bytes. None for any other file."""
     try:
         stat_file(path)
-        with path.open("rb") as file:
+        with open_regular_file(path, buffering=SNIFFED_NBYTES) as file:
             first_bytes = file.read(3)
     except (PrepError, OSError):
         return None
@@ -96,7 +89,7 @@ def sniff_msgpack_kind(path: Path) -> MsgpackKind | None:
     return None
 
 
-def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
+def read_msgpack_header(path: AnyPath, kind: MsgpackKind) -> MsgpackHeader:
     """Read the headers of a Flax file or an EasyLM stream.
 
     Args:
@@ -109,7 +102,7 @@ def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
     stat = stat_file(path)
     try:
         with open_regular_file(path, buffering=0) as file:
-            state = _ParseState(_Cursor(file.fileno(), stat.st_size))
+            state = _ParseState(_Cursor(file, stat.st_size))
             _parse_stream(state) if kind == "easylm" else _parse_flax_file(state)
     except OSError as error:
         raise unreadable_error(path, error) from error
@@ -143,11 +136,11 @@ def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
 class _Cursor:
     """Read position in a file: headers are read through a small window, payloads are skipped."""
 
-    def __init__(self, fd: int, size: int) -> None:
+    def __init__(self, file: BinaryIO, size: int) -> None:
         self.offset = 0
         self.size = size
         self.digest_state = xxhash.xxh3_128()
-        self._fd = fd
+        self._file = file
         self._window = b""
         self._start = 0
 
@@ -157,7 +150,8 @@ class _Cursor:
         if low < 0 or low + count > len(self._window):
             # A header is a few bytes, so a file of 1,000 leaves is read in about 1,000 windows. The
             # payload between two headers is never in memory.
-            self._window = os.pread(self._fd, max(count, WINDOW_NBYTES), self.offset)
+            self._file.seek(self.offset)
+            self._window = self._file.read(max(count, WINDOW_NBYTES))
             self._start = self.offset
             low = 0
         data = self._window[low : low + count]
@@ -256,7 +250,7 @@ class _ParseState:
     """State of parsing a tree: the leaves read so far and counters for the limits."""
 
     cursor: _Cursor
-    arrays: list[MsgpackArray] = field(default_factory=list)
+    arrays: list[Array] = field(default_factory=list)
     non_arrays: list[MsgpackNonArray] = field(default_factory=list)
     entries: int = 0
     paths_nbytes: int = 0
@@ -380,9 +374,7 @@ def _parse_map(state: _ParseState, path: KeyPath, count: int) -> None:
         state.arrays.append(joined)
 
 
-def _join_pieces(
-    path: KeyPath, pieces: list[MsgpackArray], non_arrays: list[MsgpackNonArray]
-) -> MsgpackArray:
+def _join_pieces(path: KeyPath, pieces: list[Array], non_arrays: list[MsgpackNonArray]) -> Array:
     """Join the pieces of a chunked array: 1-d arrays under `chunks`, extents under `shape`."""
     depth = len(path)
     chunks = {
@@ -416,19 +408,24 @@ def _join_pieces(
         raise ValueError(
             f"the pieces of {_quote_path(path)} do not form an array of shape {str(shape)[:100]}"
         )
-    return MsgpackArray(
-        path,
-        flat_pieces[0].dtype,
-        counts,
-        tuple(itertools.chain.from_iterable(piece.runs for piece in flat_pieces)),
-    )
+    dtype = flat_pieces[0].dtype
+    runs = [(piece.offset, piece.nbytes) for piece in flat_pieces]
+    if len(runs) == 1:
+        return _array_at(path, dtype, counts, runs[0][0])
+    parts = run_parts(counts, itemsize(dtype), runs, file=0)
+    return replace(parted_array(".".join(path), dtype, counts, parts), path=path)
 
 
-def _is_child_of(path: KeyPath, depth: int, key: str) -> bool:
+def _array_at(path: KeyPath, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
+    """Return an array in C order at an offset of the file."""
+    return replace(whole_array(".".join(path), dtype, shape, (0, offset)), path=path)
+
+
+def _is_child_of(path: Sequence[str | int], depth: int, key: str) -> bool:
     return len(path) == depth + 2 and path[depth] == key
 
 
-def _read_array(cursor: _Cursor, path: KeyPath, nbytes: int) -> MsgpackArray:
+def _read_array(cursor: _Cursor, path: KeyPath, nbytes: int) -> Array:
     """Read an array [shape, dtype, bytes] that takes `nbytes` bytes."""
     end = cursor.offset + nbytes
     if (header := _read_token(cursor)).kind != "array" or header.count != 3:
@@ -446,7 +443,7 @@ def _read_array(cursor: _Cursor, path: KeyPath, nbytes: int) -> MsgpackArray:
         raise ValueError(
             f"{array} takes {count_text(payload_nbytes, 'byte')}, its payload has another size"
         )
-    return MsgpackArray(path, dtype, shape, ((cursor.skip(payload_nbytes), payload_nbytes),))
+    return _array_at(path, dtype, shape, cursor.skip(payload_nbytes))
 
 
 def _iter_shape(cursor: _Cursor, path: KeyPath) -> Iterator[int]:

@@ -13,7 +13,6 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +30,14 @@ from prepcli.formats.ocdbt_frames import (
     encode_varints,
     iter_ints,
 )
-from prepcli.formats.untrusted import list_folder, read_bytes, stat_file, stat_indexed_file
-from prepcli.stores.reading import resolve_named_path
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import (
+    list_folder,
+    read_bytes,
+    resolve_named_path,
+    stat_file,
+    stat_indexed_file,
+)
 
 OCDBT_MANIFEST = "manifest.ocdbt"
 NODE_MAGIC = 0x0CDB20DE
@@ -272,7 +277,7 @@ class _NodeRef:
     key_prefix: bytes = b""
 
 
-def read_ocdbt_index(folder: Path, before_read: BeforeRead = ignore_read) -> Iterator[OcdbtEntry]:
+def read_ocdbt_index(folder: AnyPath) -> Iterator[OcdbtEntry]:
     """Yield all entries of the newest version in ascending order of keys, node by node.
 
     Paths are checked to stay in the folder and nodes to be inside their files. The caller checks the
@@ -280,7 +285,6 @@ def read_ocdbt_index(folder: Path, before_read: BeforeRead = ignore_read) -> Ite
 
     Args:
         folder: Folder of the database.
-        before_read: Called with the location of each node before it is read, for example to download it.
 
     Raises:
         PrepError: The database is missing, invalid, or exceeds a limit of this module.
@@ -291,14 +295,14 @@ def read_ocdbt_index(folder: Path, before_read: BeforeRead = ignore_read) -> Ite
     try:
         root = _read_root(folder)
         if root is not None:
-            yield from _IndexReader(folder, before_read).iter_entries(root)
+            yield from _IndexReader(folder).iter_entries(root)
     except ValueError as error:
         raise DamagedError(
             f"the index of {folder} cannot be read", str(error), GET_AGAIN_HINT
         ) from error
 
 
-def _read_root(folder: Path) -> _NodeRef | None:
+def _read_root(folder: AnyPath) -> _NodeRef | None:
     """Return a reference to the root of the newest version. None for an empty database."""
     body, is_numbered = _open_manifest(folder / OCDBT_MANIFEST)
     if is_numbered:
@@ -324,7 +328,7 @@ def _read_root(folder: Path) -> _NodeRef | None:
     return _NodeRef(file.make_reference(offset, nbytes), file.base_path, height)
 
 
-def _open_manifest(path: Path) -> tuple[BodyReader, bool]:
+def _open_manifest(path: AnyPath) -> tuple[BodyReader, bool]:
     """Return a reader at a manifest's file table, and whether its versions are in numbered manifests instead."""
     nbytes = stat_file(path).st_size
     if nbytes > MAX_MANIFEST_NBYTES:
@@ -339,7 +343,7 @@ def _open_manifest(path: Path) -> tuple[BodyReader, bool]:
     return body, kind == 1
 
 
-def _read_file_table(body: BodyReader, folder: Path, base_path: bytes) -> list[_DataFile]:
+def _read_file_table(body: BodyReader, folder: AnyPath, base_path: bytes) -> list[_DataFile]:
     """Read the file table of a node or manifest. `base_path` is prepended to all paths."""
     count = body.read_varint(_MAX_FILES)
     max_path_nbytes = _MAX_PATH_NBYTES - len(base_path)
@@ -379,9 +383,8 @@ def _read_references(
 class _IndexReader:
     """Reader of the nodes of a database, with counters for the limits."""
 
-    def __init__(self, folder: Path, before_read: BeforeRead) -> None:
+    def __init__(self, folder: AnyPath) -> None:
         self._folder = folder
-        self._before_read = before_read
         self._seen: set[ValueLocation] = set()
         self._nbytes = 0
         self._stored_nbytes = 0
@@ -455,7 +458,6 @@ class _IndexReader:
             raise DamagedError(f"{path} is cut short", why, GET_AGAIN_HINT)
         if location.nbytes > MAX_INDEX_NBYTES - self._nbytes:
             raise ValueError(f"its nodes have more than {MAX_INDEX_NBYTES:,} bytes")
-        self._before_read(location)
         self._stored_nbytes += location.nbytes
         return read_bytes(path, location.offset, location.nbytes)
 

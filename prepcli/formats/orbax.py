@@ -15,31 +15,29 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from prepcli.algebra.chunks import ChunkTable
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import JsonObject
-from prepcli.core.json_values import quote_name
+from prepcli.core.json_values import parse_json, quote_name
 from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import write_no_follow
 from prepcli.formats.ocdbt import (
     NODE_NBYTES,
     OCDBT_MANIFEST,
-    BeforeRead,
     encode_ocdbt_index,
-    ignore_read,
 )
 from prepcli.formats.orbax_chunks import (
     BUG_HINT,
     ArrayMeta,
-    ChunkTable,
     ItemValues,
+    StoredChunks,
     TreePath,
     WrittenChunk,
     build_chunk_table,
@@ -49,8 +47,8 @@ from prepcli.formats.orbax_chunks import (
     encode_documents,
     iter_index_entries,
 )
-from prepcli.formats.untrusted import list_folder, parse_json, read_small_file
 from prepcli.formats.zarr import ZARR_TYPESTRS, parse_zarr_document
+from prepcli.planning.arrays import Array
 from prepcli.planning.item_storage import (
     LEVANTER,
     LEVANTER_METADATA_FILE,
@@ -63,6 +61,8 @@ from prepcli.planning.item_storage import (
     ItemStorage,
 )
 from prepcli.planning.libraries import LIBRARIES
+from prepcli.stores.paths import AnyPath, PathT
+from prepcli.stores.reading import list_folder, read_small_file
 
 STRINGS_FILE = "_strings.json"
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
@@ -104,33 +104,25 @@ class OrbaxNonArray:
 
 @dataclass(frozen=True, slots=True)
 class OrbaxItem:
-    """Arrays of an item and the locations of their chunks.
-
-    `chunks`, `codec_names` and `value_types` are parallel to `arrays`.
+    """Arrays of an item. `value_types` is parallel to `arrays`.
 
     Attributes:
         folder: Folder of the item.
-        arrays: Arrays in the order of the tree.
-        chunks: Stored chunks of each array. Missing chunks read as zeros.
-        codec_names: Codecs of each array's chunks, in encoding order.
-        files: Files that the locations of chunks refer to by number.
+        arrays: Arrays in the order of the tree, with their chunks as stored. Missing chunks read as zeros.
+        files: Files, by the file number of chunks.
         value_types: Orbax's type of each leaf: `jax.Array`, `np.ndarray` or `scalar`.
         non_arrays: Leaves other than arrays.
         unlisted_names: Names in the index without a leaf in the tree. Orbax ignores them too.
         metadata_digest: Digest of all metadata of the item.
-        is_remote: Whether the files are placeholders of remote files, which are read without open files.
     """
 
-    folder: Path
-    arrays: tuple[ArrayMeta, ...]
-    chunks: tuple[ChunkTable, ...]
-    codec_names: tuple[tuple[str, ...], ...]
-    files: tuple[Path, ...]
+    folder: AnyPath
+    arrays: tuple[Array, ...]
+    files: tuple[AnyPath, ...]
     value_types: tuple[str, ...]
     non_arrays: tuple[OrbaxNonArray, ...]
     unlisted_names: tuple[str, ...]
     metadata_digest: str
-    is_remote: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +143,7 @@ class _TreeLeaf:
 _StoredTree = tuple[list[_TreeLeaf], ItemValues, bool]
 
 
-def item_metadata_file(folder: Path) -> str | None:
+def item_metadata_file(folder: AnyPath) -> str | None:
     """Return the name of the file with the metadata of an item, or None if the folder is no item.
 
     A checkpoint of Levanter is an item too: a tree of zarr arrays, without Orbax's description of the tree.
@@ -162,23 +154,23 @@ def item_metadata_file(folder: Path) -> str | None:
     return None
 
 
-def find_item(path: Path) -> Path | None:
+def find_item(path: PathT) -> PathT | None:
     """Return the item that `path` is or holds: the item of a step folder, or of a run folder's last step."""
     if (item := _find_item_of_step(path)) is not None:
         return item
-    steps: list[tuple[int, Path]] = []
+    steps: list[tuple[int, PathT]] = []
     for child in _list_subfolders(path):
         if match := _STEP_NAME.fullmatch(child.name):
             steps.append((int(match[1]), child))
     # A killed writer may have left the last step without an item.
-    for _, step in sorted(steps, reverse=True):
+    for _, step in sorted(steps, key=lambda numbered: numbered[0], reverse=True):
         item = _find_item_of_step(step)
         if item is not None:
             return item
     return None
 
 
-def _find_item_of_step(step: Path) -> Path | None:
+def _find_item_of_step(step: PathT) -> PathT | None:
     """Return the item of a step folder.
 
     The names that Orbax uses come first, then the only item, then one of `PARAMS_ITEMS` next to an optimizer state. A
@@ -189,7 +181,7 @@ def _find_item_of_step(step: Path) -> Path | None:
     for candidate in (step, step / "default", step / "state", step / "items"):
         if item_metadata_file(candidate) is not None:
             return candidate
-    items: list[Path] = []
+    items: list[PathT] = []
     for child in _list_subfolders(step):
         if (child / METADATA_FILE).is_file() and not child.name.isdigit():
             items.append(child)
@@ -203,23 +195,23 @@ def _find_item_of_step(step: Path) -> Path | None:
     return None
 
 
-def list_checkpoint_folders(path: Path) -> list[Path]:
+def list_checkpoint_folders(path: AnyPath) -> list[AnyPath]:
     """Return the subfolders with weights of any format or with files of prep. Steps are omitted."""
     children = [child for child in _list_subfolders(path) if not child.name.isdigit()]
     return [child for child in children if not child.name.startswith(".") and _is_checkpoint(child)]
 
 
-def _is_checkpoint(folder: Path) -> bool:
+def _is_checkpoint(folder: AnyPath) -> bool:
     if folder.name.endswith(".partial"):
         return False
     try:
-        names = os.listdir(folder)
-    except OSError:  # a folder of someone else
+        names = list_folder(folder)
+    except PrepError:  # a folder of someone else
         return False
     return any(name in CHECKPOINT_FILES or Path(name).suffix in READABLE_SUFFIXES for name in names)
 
 
-def _list_subfolders(path: Path) -> list[Path]:
+def _list_subfolders(path: PathT) -> list[PathT]:
     if path.is_dir():
         return [path / name for name in list_folder(path) if (path / name).is_dir()]
     return []
@@ -239,24 +231,20 @@ def find_name_clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:
     return None
 
 
-def read_item(
-    folder: Path, *, is_remote: bool = False, before_read: BeforeRead = ignore_read
-) -> OrbaxItem:
+def read_item(folder: AnyPath) -> OrbaxItem:
     """Read and check the metadata of an item.
 
     Args:
         folder: Folder of the item.
-        is_remote: The data files in the folder are placeholders.
-        before_read: Called with each location in a data file before it is read, for example to download it.
 
     Raises:
         PrepError: The metadata is invalid, or the storage is not supported.
     """
     metadata_file = _require_item(folder)
     if metadata_file == LEVANTER_METADATA_FILE:
-        all_leaves, values, is_complete = _read_levanter_tree(folder, before_read)
+        all_leaves, values, is_complete = _read_levanter_tree(folder)
     else:
-        all_leaves, values, is_complete = _read_orbax_tree(folder, before_read)
+        all_leaves, values, is_complete = _read_orbax_tree(folder)
     if clash := find_name_clash(leaf.path for leaf in all_leaves):
         raise _broken_file_error(
             folder / metadata_file,
@@ -266,8 +254,8 @@ def read_item(
     storage = values.storage
     names = [storage.name_separator.join(map(str, leaf.path)) for leaf in leaves]
     documents = [values.pop_document(name) for name in names]
-    arrays: list[ArrayMeta] = []
-    tables: list[ChunkTable] = []
+    metas: list[ArrayMeta] = []
+    tables: list[StoredChunks] = []
     codec_names: list[tuple[str, ...]] = []
     zarrs = [
         parse_zarr_document(quote_name(name), storage.zarr, document)
@@ -276,28 +264,29 @@ def read_item(
     for leaf, name, zarr in zip(leaves, names, zarrs):
         chunks_by_key = values.by_name.pop(name)
         tables.append(build_chunk_table(quote_name(name), zarr, chunks_by_key, values, is_complete))
-        is_scalar = leaf.value_type == "scalar" and not zarr.shape
-        arrays.append(ArrayMeta(leaf.path, zarr.shape, zarr.dtype, zarr.chunk_shape, is_scalar))
+        metas.append(ArrayMeta(leaf.path, zarr.shape, zarr.dtype, zarr.chunk_shape))
         codec_names.append(zarr.codec_names)
-    check_chunk_tables(folder, arrays, codec_names, tables, values.files)
+    check_chunk_tables(folder, metas, codec_names, tables, values.files)
+    arrays: list[Array] = []
+    for meta, chunks, codecs in zip(metas, tables, codec_names):
+        table = ChunkTable.from_stored(meta.grid, chunks)
+        array = Array(meta.name, meta.dtype, meta.shape, meta.chunk_shape, table)
+        arrays.append(replace(array, path=meta.path, codecs=codecs))
     metadata = [read_small_file(folder / metadata_file)]
     if (folder / OCDBT_MANIFEST).exists():
         metadata.append(read_small_file(folder / OCDBT_MANIFEST))
     return OrbaxItem(
         folder=folder,
         arrays=tuple(arrays),
-        chunks=tuple(tables),
-        codec_names=tuple(codec_names),
         files=values.files,
         value_types=tuple(leaf.value_type for leaf in leaves),
         non_arrays=_read_non_arrays(folder, all_leaves),
         unlisted_names=tuple(sorted(values.by_name)),
         metadata_digest=digest(b"".join([*metadata, *documents])),
-        is_remote=is_remote,
     )
 
 
-def _require_item(folder: Path) -> str:
+def _require_item(folder: AnyPath) -> str:
     """Return the name of the metadata file of an item. Raise PrepError if the folder is not a finished item."""
     for part in folder.absolute().parts:
         if _UNFINISHED_MARK in part:
@@ -318,7 +307,7 @@ def _require_item(folder: Path) -> str:
     return metadata_file
 
 
-def _read_orbax_tree(folder: Path, before_read: BeforeRead) -> _StoredTree:
+def _read_orbax_tree(folder: AnyPath) -> _StoredTree:
     """Read the tree in the metadata file of Orbax."""
     tree = _read_json(folder / METADATA_FILE)
     entries = tree.get("tree_metadata")
@@ -337,12 +326,12 @@ def _read_orbax_tree(folder: Path, before_read: BeforeRead) -> _StoredTree:
     # By default TensorStore omits chunks that equal the fill value. With this key it stores all of
     # them, so that a missing chunk is damage and not zeros.
     is_complete = tree.get("store_array_data_equal_to_fill_value") is True
-    return leaves, ItemValues(folder, names, storage, before_read), is_complete
+    return leaves, ItemValues(folder, names, storage), is_complete
 
 
-def _read_levanter_tree(folder: Path, before_read: BeforeRead) -> _StoredTree:
+def _read_levanter_tree(folder: AnyPath) -> _StoredTree:
     """Read the tree from the keys of the database: each array has a document below its path."""
-    values = ItemValues(folder, (), LEVANTER, before_read)
+    values = ItemValues(folder, (), LEVANTER)
     leaves: list[_TreeLeaf] = []
     for name, chunks_by_key in values.by_name.items():
         if LEVANTER.zarr.document in chunks_by_key:
@@ -350,7 +339,7 @@ def _read_levanter_tree(folder: Path, before_read: BeforeRead) -> _StoredTree:
     return leaves, values, False
 
 
-def _read_json(path: Path) -> JsonObject:
+def _read_json(path: AnyPath) -> JsonObject:
     try:
         document = parse_json(read_small_file(path))
     except ValueError as error:
@@ -360,11 +349,11 @@ def _read_json(path: Path) -> JsonObject:
     return document
 
 
-def _broken_file_error(path: Path, why: str) -> DamagedError:
+def _broken_file_error(path: AnyPath, why: str) -> DamagedError:
     return DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
 
 
-def _parse_leaf(folder: Path, entry: Any) -> _TreeLeaf:
+def _parse_leaf(folder: AnyPath, entry: Any) -> _TreeLeaf:
     match entry:
         # `skip_deserialize` marks leaves without stored values: None and empty containers
         case {
@@ -376,7 +365,7 @@ def _parse_leaf(folder: Path, entry: Any) -> _TreeLeaf:
     raise _broken_file_error(folder / METADATA_FILE, "it describes a leaf without a path or a type")
 
 
-def _parse_path_part(folder: Path, key: Any) -> str | int:
+def _parse_path_part(folder: AnyPath, key: Any) -> str | int:
     # Orbax's KeyType: 1 is an index of a sequence, 2 a key of a dict. Nine digits bound the list that a
     # hostile index can ask for.
     match key:
@@ -389,7 +378,7 @@ def _parse_path_part(folder: Path, key: Any) -> str | int:
     )
 
 
-def _read_non_arrays(folder: Path, leaves: Sequence[_TreeLeaf]) -> tuple[OrbaxNonArray, ...]:
+def _read_non_arrays(folder: AnyPath, leaves: Sequence[_TreeLeaf]) -> tuple[OrbaxNonArray, ...]:
     """Return the empty leaves and the strings of a tree, with the texts of the strings."""
     empty_leaves: list[OrbaxNonArray] = []
     strings: list[_TreeLeaf] = []

@@ -13,22 +13,19 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
+from prepcli.algebra.chunks import ChunkIndex, StoredRange, StoredValue
 from prepcli.algebra.grids import ChunkGrid
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.formats.codecs import CODECS, CRC32C_NBYTES
 from prepcli.formats.ocdbt import (
-    BeforeRead,
     OcdbtEntry,
     ValueLocation,
-    ignore_read,
     read_ocdbt_index,
 )
-from prepcli.formats.untrusted import list_folder, read_bytes, stat_file, stat_indexed_file
 from prepcli.formats.zarr import (
     MAX_SHARD_INDEX_NBYTES,
     ZarrArray,
@@ -36,9 +33,17 @@ from prepcli.formats.zarr import (
     broken_document_error,
     encode_zarr_document,
 )
-from prepcli.planning.item_storage import ZARR2, ZARR3, ChunkIndex, Compression, ItemStorage
+from prepcli.planning.item_storage import ZARR2, ZARR3, Compression, ItemStorage
 from prepcli.planning.tensors import itemsize
-from prepcli.stores.reading import resolve_named_path
+from prepcli.stores.paths import AnyPath, fetch_copies
+from prepcli.stores.reading import (
+    list_folder,
+    read_bytes,
+    read_small_file,
+    resolve_named_path,
+    stat_file,
+    stat_indexed_file,
+)
 
 # Values of an item: far above any model. A small malicious index may claim more.
 MAX_VALUES = 1 << 21
@@ -57,7 +62,7 @@ TreePath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ArrayMeta:
-    """An array of the tree. `is_scalar` marks a Python number, stored as a 0-d array."""
+    """Metadata of an array to write. `is_scalar` marks a Python number, stored as a 0-d array."""
 
     path: TreePath
     shape: tuple[int, ...]
@@ -82,17 +87,7 @@ class ArrayMeta:
         return math.prod(self.chunk_shape) * itemsize(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRange:
-    """Byte range of a value in file number `file` of the item."""
-
-    file: int
-    offset: int
-    nbytes: int
-
-
-StoredValue = StoredRange | bytes  # a location, or the bytes themselves
-ChunkTable = dict[ChunkIndex, StoredValue]  # by index in the array's grid
+StoredChunks = dict[ChunkIndex, StoredValue]  # by index in the array's grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +126,17 @@ class ItemValues:
 
     def __init__(
         self,
-        folder: Path,
+        folder: AnyPath,
         names: Iterable[str],
         storage: ItemStorage,
-        before_read: BeforeRead = ignore_read,
     ) -> None:
         """Read the index of an item, or the folders of the arrays `names`. Raise PrepError if it is invalid."""
         self.folder = folder
         self.storage = storage
-        self._before_read = before_read
         self._file_numbers: dict[str, int] = {}  # by path
         self._num_chunks = 0
         # Metadata document of each array, if arrays are folders. It is no data file.
-        self._document_paths: dict[str, Path] = {}
+        self._document_paths: dict[str, AnyPath] = {}
         self.by_name: dict[str, dict[str, StoredValue]] = {}
         if storage.has_chunk_files:
             values_by_key = self._iter_folders(names)
@@ -152,8 +145,8 @@ class ItemValues:
         for name, key, value in values_by_key:
             self.count_chunks(1)
             self.by_name.setdefault(name, {})[key] = value
-        self._paths = tuple(self._file_numbers)
-        self.files = tuple(folder / path for path in self._paths)
+        self.files = tuple(folder / path for path in self._file_numbers)
+        fetch_copies(self._document_paths.values())
 
     def count_chunks(self, num_chunks: int) -> None:
         """Add to the total of values and of chunks in shards. Raise PrepError if the total exceeds `MAX_VALUES`."""
@@ -164,7 +157,7 @@ class ItemValues:
 
     def _iter_database(self) -> Iterator[tuple[str, str, StoredValue]]:
         is_zarr3 = self.storage.zarr == ZARR3
-        for key, value in read_ocdbt_index(self.folder, self._before_read):
+        for key, value in read_ocdbt_index(self.folder):
             # The name of an array may have slashes.
             text = key.decode(errors="replace")
             if is_zarr3 and (match := _ZARR3_CHUNK_KEY.fullmatch(text)):
@@ -206,7 +199,7 @@ class ItemValues:
             nbytes = stat_file(path).st_size
             if nbytes > MAX_DOCUMENT_NBYTES:
                 raise ValueError(f"it has {nbytes:,} bytes, the limit is {MAX_DOCUMENT_NBYTES:,}")
-            return read_bytes(path, 0, nbytes)
+            return read_small_file(path)
         except ValueError as error:
             raise broken_document_error(quote_name(name), self.storage.zarr, str(error)) from error
 
@@ -218,11 +211,10 @@ class ItemValues:
         end = value.offset + value.nbytes
         if value.nbytes > max_nbytes or end > stat_indexed_file(path).st_size:
             raise ValueError(f"its {value.nbytes:,} bytes are not in {path}")
-        self._before_read(ValueLocation(self._paths[value.file], value.offset, value.nbytes))
         return read_bytes(path, value.offset, value.nbytes)
 
 
-def _iter_files(folder: Path) -> Iterator[str]:
+def _iter_files(folder: AnyPath) -> Iterator[str]:
     """Yield the relative paths of all files of an array. Links to folders are not followed."""
     pending = [""]
     while pending:
@@ -247,7 +239,7 @@ def build_chunk_table(
     chunks_by_key: Mapping[str, StoredValue],
     values: ItemValues,
     is_complete: bool,
-) -> ChunkTable:
+) -> StoredChunks:
     """Return the stored chunks of an array by index. Shards are split into their chunks.
 
     Raise PrepError if a chunk is missing that must be stored, or if a key is not a chunk of the array.
@@ -256,7 +248,7 @@ def build_chunk_table(
     # are stored values; otherwise the indices are parsed from the keys.
     missing = math.prod(zarr.stored_grid) - len(chunks_by_key)
     if missing > 0 and not is_complete and zarr.missing_is_zero:
-        chunks: ChunkTable = {}
+        chunks: StoredChunks = {}
         for key, value in chunks_by_key.items():
             index = _index_of_key(zarr, key)
             if index is not None:
@@ -274,8 +266,8 @@ def build_chunk_table(
 
 def _require_every_chunk(
     name: str, zarr: ZarrArray, chunks_by_key: Mapping[str, StoredValue], is_complete: bool
-) -> ChunkTable:
-    chunks: ChunkTable = {}
+) -> StoredChunks:
+    chunks: StoredChunks = {}
     # The grid of a malicious document may be huge: at most one index more than values is visited.
     for index in itertools.islice(_iter_indices(zarr.stored_grid), len(chunks_by_key) + 1):
         key = zarr.chunk_keys.key(index)
@@ -328,7 +320,7 @@ def _iter_shard_chunks(
     name: str,
     zarr: ZarrArray,
     sharding: ZarrSharding,
-    shards: ChunkTable,
+    shards: StoredChunks,
     values: ItemValues,
     is_complete: bool,
 ) -> Iterator[tuple[ChunkIndex, StoredValue]]:
@@ -384,11 +376,11 @@ def _read_shard_index(
 
 
 def check_chunk_tables(
-    folder: Path,
+    folder: AnyPath,
     arrays: Sequence[ArrayMeta],
     codec_names: Sequence[Sequence[str]],
-    tables: Sequence[ChunkTable],
-    files: Sequence[Path],
+    tables: Sequence[StoredChunks],
+    files: Sequence[AnyPath],
 ) -> None:
     """Raise PrepError if chunks have wrong sizes, overlap, leave their files, or if too many are missing."""
     for meta, names, chunks in zip(arrays, codec_names, tables):
@@ -401,7 +393,7 @@ def check_chunk_tables(
     _check_chunk_ranges(arrays, tables, files)
 
 
-def _check_chunk_sizes(meta: ArrayMeta, codec_names: Sequence[str], chunks: ChunkTable) -> None:
+def _check_chunk_sizes(meta: ArrayMeta, codec_names: Sequence[str], chunks: StoredChunks) -> None:
     """Raise PrepError if a chunk without compression does not have the size of its elements."""
     expected_nbytes = meta.chunk_nbytes
     for name in codec_names:
@@ -417,7 +409,7 @@ def _check_chunk_sizes(meta: ArrayMeta, codec_names: Sequence[str], chunks: Chun
 
 
 def _check_chunk_ranges(
-    arrays: Sequence[ArrayMeta], chunks: Sequence[ChunkTable], files: Sequence[Path]
+    arrays: Sequence[ArrayMeta], chunks: Sequence[StoredChunks], files: Sequence[AnyPath]
 ) -> None:
     """Raise PrepError if a chunk exceeds its file or overlaps another chunk."""
     sizes = [stat_indexed_file(file).st_size for file in files]

@@ -6,17 +6,16 @@ Folders of an object store are only prefixes of names, so a step exists there if
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from prepcli.core.errors import Command, Option, PrepError, text
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, STATE_ITEM, read_manifest
-from prepcli.formats.untrusted import unreadable_error
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.manifest_fields import Manifest
+from prepcli.stores.paths import AnyPath, PathT
+from prepcli.stores.reading import unreadable_error
 
 # Files of each run, from its first start on.
 RECIPE_FILE = "recipe.toml"
@@ -25,19 +24,20 @@ STEP_NAME = re.compile("0|[1-9][0-9]{0,17}")
 LISTED_MANIFEST = re.compile(f"({STEP_NAME.pattern})/{re.escape(MANIFEST_FILE)}")
 
 
-def step_folder(run: Path, step: int) -> Path:
+def step_folder(run: PathT, step: int) -> PathT:
     """Return the folder of a step's checkpoint."""
     return run / str(step)
 
 
-def saved_steps(run: Path) -> list[int]:
+def saved_steps(run: AnyPath) -> list[int]:
     """Return the steps with complete checkpoints, ascending. An empty list if the run does not exist."""
     try:
-        names = [name for name in os.listdir(run) if STEP_NAME.fullmatch(name)]
+        children = [child.name for child in run.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise unreadable_error(run, error) from error
+    names = [name for name in children if STEP_NAME.fullmatch(name)]
     return sorted(int(name) for name in names if _is_step(run / name))
 
 
@@ -53,7 +53,7 @@ def no_step_error(run: str) -> PrepError:
     return PrepError(f"no step of the run {run} is saved yet", why, hint)
 
 
-def _is_step(folder: Path) -> bool:
+def _is_step(folder: AnyPath) -> bool:
     return (folder / MANIFEST_FILE).is_file() and (folder / STATE_ITEM / METADATA_FILE).is_file()
 
 
@@ -93,7 +93,7 @@ def score_group(metric: str, manifest: Manifest) -> ScoreGroup:
     return metric, manifest.eval_sequences, manifest.eval_stride
 
 
-def best_step(run: Path) -> int | None:
+def best_step(run: AnyPath) -> int | None:
     """Return the best step of a run. None if no step has an evaluation.
 
     Only the steps with the metric and the sequences of the newest evaluation are compared.

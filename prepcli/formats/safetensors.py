@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeGuard
 
 import xxhash
@@ -19,7 +18,7 @@ import xxhash
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
 from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import quote_name
+from prepcli.core.json_values import parse_json, quote_name
 from prepcli.formats.shard_index import (
     UnindexedTensor,
     check_numbered_files,
@@ -29,9 +28,10 @@ from prepcli.formats.shard_index import (
     list_indexed_files,
     read_weight_map,
 )
-from prepcli.formats.untrusted import list_folder, parse_json, stat_file, unreadable_error
-from prepcli.planning.tensors import FileTensor, array_bits
-from prepcli.stores.reading import open_regular_file
+from prepcli.planning.arrays import Array, whole_array
+from prepcli.planning.tensors import array_bits
+from prepcli.stores.paths import AnyPath, StoreStat, map_files
+from prepcli.stores.reading import list_folder, open_regular_file, stat_file, unreadable_error
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -122,7 +122,7 @@ class SafetensorsHeader:
     file_name: str
     size: int  # size of the whole file in bytes
     data_start: int
-    tensors: tuple[FileTensor, ...]
+    tensors: tuple[Array, ...]
     metadata: tuple[tuple[str, str], ...]
     # Hexadecimal XXH3-128 of the first data_start bytes.
     digest: str
@@ -136,14 +136,14 @@ class SafetensorsFolder:
     `unindexed` has the records of further tensors in the files, which the index does not name.
     """
 
-    path: Path
+    path: AnyPath
     headers: tuple[SafetensorsHeader, ...]
-    tensors: tuple[FileTensor, ...]
+    tensors: tuple[Array, ...]
     has_index: bool
     unindexed: tuple[UnindexedTensor, ...] = ()
 
 
-def read_safetensors_header(path: Path, file_number: int) -> SafetensorsHeader:
+def read_safetensors_header(path: AnyPath, file_number: int) -> SafetensorsHeader:
     """Read the header of a safetensors file.
 
     Args:
@@ -180,7 +180,7 @@ def select_safetensors_files(names: Iterable[str]) -> list[str]:
     return next(([name] for name in (INDEX_FILE, SINGLE_FILE) if name in visible), visible)
 
 
-def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
+def read_safetensors_folder(folder: AnyPath) -> SafetensorsFolder:
     """Read the headers of a model's files, in the order of file names. Links are followed.
 
     The files and tensors are the ones in the index, else model.safetensors, else all *.safetensors.
@@ -191,14 +191,12 @@ def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
     names, weight_map = _list_weight_files(folder)
     if weight_map is None:
         _check_model(folder, names)
-    headers = tuple(
-        read_safetensors_header(folder / name, file_number)
-        for file_number, name in enumerate(names)
-    )
+    paths = [folder / name for name in names]
+    headers = tuple(map_files(read_safetensors_header, paths, range(len(paths))))
     stored = list(itertools.chain.from_iterable(header.tensors for header in headers))
     pairs = ((tensor.name, names[tensor.file]) for tensor in stored)
     ignored = find_unindexed(folder, pairs, weight_map)
-    tensors: list[FileTensor] = []
+    tensors: list[Array] = []
     unindexed: list[UnindexedTensor] = []
     for tensor in stored:
         file_name = names[tensor.file]
@@ -210,7 +208,7 @@ def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
     return SafetensorsFolder(folder, headers, tuple(tensors), has_index, tuple(unindexed))
 
 
-def iter_folder_tensors(folder: Path) -> Iterator[FileTensor]:
+def iter_folder_tensors(folder: AnyPath) -> Iterator[Array]:
     """Yield the tensors of a model's files, of the index if there is one. A file is read when its first one is needed.
 
     Raises:
@@ -223,7 +221,7 @@ def iter_folder_tensors(folder: Path) -> Iterator[FileTensor]:
                 yield tensor
 
 
-def _list_weight_files(folder: Path) -> tuple[Sequence[str], Mapping[str, str] | None]:
+def _list_weight_files(folder: AnyPath) -> tuple[Sequence[str], Mapping[str, str] | None]:
     """Return the names of a model's files, and the index: the file of each tensor, or None without an index."""
     names = select_safetensors_files(list_folder(folder))
     if names != [INDEX_FILE]:
@@ -235,7 +233,7 @@ def _list_weight_files(folder: Path) -> tuple[Sequence[str], Mapping[str, str] |
 # Functions for a single file
 
 
-def _read_header_bytes(path: Path) -> tuple[os.stat_result, bytes]:
+def _read_header_bytes(path: AnyPath) -> tuple[os.stat_result | StoreStat, bytes]:
     """Return the file's stat and its bytes before the payload: the length and the JSON header."""
     file_stat = stat_file(path)
     try:
@@ -253,7 +251,7 @@ def _read_header_bytes(path: Path) -> tuple[os.stat_result, bytes]:
     return file_stat, header_bytes
 
 
-def _wrong_format_error(path: Path, first_bytes: bytes, nbytes: int) -> PrepError:
+def _wrong_format_error(path: AnyPath, first_bytes: bytes, nbytes: int) -> PrepError:
     """Return the error for a file that does not start with a valid header length."""
     for magic, format_name, explanation, hint in _OTHER_FORMATS:
         if first_bytes.lstrip().startswith(magic):
@@ -269,12 +267,10 @@ def _wrong_format_error(path: Path, first_bytes: bytes, nbytes: int) -> PrepErro
     return DamagedError(f"{path.name} is not a safetensors file", why, GET_AGAIN_HINT)
 
 
-def _parse_header(
-    raw: bytes, file_number: int
-) -> tuple[tuple[tuple[str, str], ...], list[FileTensor]]:
+def _parse_header(raw: bytes, file_number: int) -> tuple[tuple[tuple[str, str], ...], list[Array]]:
     """Return metadata and tensors in the order of the header. Raise ValueError if it is invalid."""
     metadata: tuple[tuple[str, str], ...] = ()
-    tensors: list[FileTensor] = []
+    tensors: list[Array] = []
     names: set[str] = set()
     for name, entry in _iter_entries(raw):
         if name in names:
@@ -348,7 +344,7 @@ def _parse_metadata(entry: JsonObject) -> tuple[tuple[str, str], ...]:
     return tuple(metadata)
 
 
-def _parse_tensor(name: str, entry: JsonObject, file_number: int, data_start: int) -> FileTensor:
+def _parse_tensor(name: str, entry: JsonObject, file_number: int, data_start: int) -> Array:
     """Check a tensor's entry in a header, and return the tensor. Raise ValueError if the entry is invalid."""
     if entry.keys() != _ENTRY_FIELDS:
         raise ValueError(
@@ -373,9 +369,7 @@ def _parse_tensor(name: str, entry: JsonObject, file_number: int, data_start: in
         raise ValueError(
             f"{quote_name(name)} {code} {shape} takes {bits:,} bits, its data_offsets {8 * (stop - start):,}"
         )
-    return FileTensor(
-        name, DTYPES[code], tuple(shape), file_number, data_start + start, stop - start
-    )
+    return whole_array(name, DTYPES[code], tuple(shape), (file_number, data_start + start))
 
 
 def _are_counts(values: object) -> TypeGuard[list[int]]:
@@ -385,7 +379,7 @@ def _are_counts(values: object) -> TypeGuard[list[int]]:
     return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
-def _check_contiguous(tensors: Sequence[FileTensor], data_start: int) -> int:
+def _check_contiguous(tensors: Sequence[Array], data_start: int) -> int:
     """Return the end offset of tensors in layout order. Raise ValueError for holes and overlaps."""
     end = data_start
     for tensor in tensors:
@@ -404,7 +398,7 @@ def _check_contiguous(tensors: Sequence[FileTensor], data_start: int) -> int:
 # Functions for a folder
 
 
-def _check_model(folder: Path, names: Sequence[str]) -> None:
+def _check_model(folder: AnyPath, names: Sequence[str]) -> None:
     """Raise PrepError if files without an index are not a model, or a numbered file is missing."""
     if not names:
         raise PrepError(
@@ -418,7 +412,7 @@ def _check_model(folder: Path, names: Sequence[str]) -> None:
     check_numbered_files(folder, names)
 
 
-def _wrong_size_error(path: Path, expected_nbytes: int, actual_nbytes: int) -> PrepError:
+def _wrong_size_error(path: AnyPath, expected_nbytes: int, actual_nbytes: int) -> PrepError:
     if actual_nbytes < expected_nbytes:
         what = f"{path.name} is cut short"
         hint = download_again_hint(path)

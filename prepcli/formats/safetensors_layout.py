@@ -11,7 +11,8 @@ from typing import TypeAlias
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.formats.safetensors import DTYPE_CODES, LENGTH_NBYTES, MAX_HEADER_NBYTES, METADATA_KEY
 from prepcli.formats.shard_index import shard_name
-from prepcli.planning.tensors import FileTensor, array_bits
+from prepcli.planning.arrays import Array, whole_array
+from prepcli.planning.tensors import array_bits
 
 PAGE_NBYTES = 4096
 ALIGN_NBYTES = 8
@@ -27,7 +28,7 @@ class SafetensorsLayout:
 
     name: str
     header: bytes
-    tensors: tuple[FileTensor, ...]
+    tensors: tuple[Array, ...]
     size: int
 
 
@@ -150,7 +151,7 @@ def _lay_out_file(
     header = encode_header(entries, page_offset)
     offsets = list(accumulate((nbytes for *_, nbytes in entries), initial=len(header)))
     tensors = tuple(
-        FileTensor(tensor, dtype, shape, file_number, offset, nbytes)
-        for (tensor, dtype, shape, nbytes), offset in zip(entries, offsets)
+        whole_array(tensor, dtype, shape, (file_number, offset))
+        for (tensor, dtype, shape, _), offset in zip(entries, offsets)
     )
     return SafetensorsLayout(name, header, tensors, offsets[-1])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from prepcli.core.errors import PrepError
+from prepcli.stores.paths import AnyPath
 
 
-def load_sentencepiece(file: Path, data: bytes) -> Any:
+def load_sentencepiece(file: AnyPath, data: bytes) -> Any:
     """Return the library's processor of a SentencePiece model.
 
     Args:

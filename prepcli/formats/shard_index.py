@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.core.json_values import quote_name
+from prepcli.core.json_values import parse_json, quote_name
 from prepcli.core.lists import join_names
-from prepcli.formats.untrusted import CutShortError, parse_json, read_bytes, stat_file
-from prepcli.stores.reading import resolve_named_path
+from prepcli.stores.paths import AnyPath, StorePath
+from prepcli.stores.reading import (
+    CutShortError,
+    is_there,
+    read_small_file,
+    resolve_named_path,
+    stat_file,
+)
 
 MAX_INDEX_NBYTES = 100_000_000
 _NUMBERED_FILE = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.([^.]+)", re.ASCII)
@@ -39,7 +43,7 @@ def shard_name(stem: str, number: int, count: int, suffix: str) -> str:
     return f"{stem}-{number:05d}-of-{count:05d}.{suffix}"
 
 
-def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
+def read_weight_map(path: AnyPath, suffix: str) -> dict[str, str]:
     """Read the file name of each tensor from an index file.
 
     Args:
@@ -53,7 +57,9 @@ def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
     try:
         if stat.st_size > MAX_INDEX_NBYTES:
             raise ValueError(f"it has {stat.st_size:,} bytes, the limit is {MAX_INDEX_NBYTES:,}")
-        weight_map = _parse_weight_map(_parse_index(read_bytes(path)), suffix)
+        weight_map = _parse_weight_map(
+            _parse_index(read_small_file(path, MAX_INDEX_NBYTES)), suffix
+        )
     except ValueError as error:
         raise DamagedError(
             f"{path} is not a usable index", str(error), damage_hint(path, error)
@@ -63,12 +69,12 @@ def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
     return weight_map
 
 
-def list_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
+def list_indexed_files(folder: AnyPath, weight_map: Mapping[str, str]) -> list[str]:
     """Return the sorted file names of an index. Raise PrepError if a file is missing."""
     tensor_counts = Counter(weight_map.values())
     missing: list[str] = []
     for name, count in sorted(tensor_counts.items()):
-        if os.path.exists(folder / name):
+        if is_there(folder / name, follow_links=True):
             continue
         noun = "tensor" if count == 1 else "tensors"
         missing.append(f"{name} ({count} {noun})")
@@ -78,7 +84,7 @@ def list_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> list[str]
     return sorted(tensor_counts)
 
 
-def check_numbered_files(folder: Path, names: Sequence[str]) -> None:
+def check_numbered_files(folder: AnyPath, names: Sequence[str]) -> None:
     """Raise PrepError if a file of a set numbered `-00001-of-00003` is missing."""
     present: set[str] = set()
     file_sets: set[tuple[str, int, str]] = set()
@@ -111,7 +117,7 @@ def _missing_shards(
 
 
 def find_unindexed(
-    folder: Path, tensors: Iterable[tuple[str, str]], weight_map: Mapping[str, str] | None
+    folder: AnyPath, tensors: Iterable[tuple[str, str]], weight_map: Mapping[str, str] | None
 ) -> frozenset[tuple[str, str]]:
     """Return the (tensor, file) pairs that the index of a folder does not name.
 
@@ -137,7 +143,7 @@ def find_unindexed(
     return frozenset((name, file) for name, file in pairs if weight_map.get(name) != file)
 
 
-def _check_one_file_each(folder: Path, tensors: Iterable[tuple[str, str]]) -> None:
+def _check_one_file_each(folder: AnyPath, tensors: Iterable[tuple[str, str]]) -> None:
     """Raise PrepError if two files hold a tensor."""
     file_by_tensor: dict[str, str] = {}
     for name, file in tensors:
@@ -151,7 +157,7 @@ def _check_one_file_each(folder: Path, tensors: Iterable[tuple[str, str]]) -> No
 
 
 def _missing_tensors_error(
-    folder: Path,
+    folder: AnyPath,
     weight_map: Mapping[str, str],
     missing: Sequence[str],
     file_by_tensor: Mapping[str, str],
@@ -171,11 +177,11 @@ def _missing_tensors_error(
     return DamagedError(
         f"files of {folder} lack tensors that the index names",
         "; ".join(reasons),
-        f"get {files} again, in the version of the index: `{_download_command(folder)}`",
+        _download_hint(folder, what=f"get {files} again, in the version of the index"),
     )
 
 
-def damage_hint(path: Path, error: BaseException | None) -> str:
+def damage_hint(path: AnyPath, error: BaseException | None) -> str:
     """Return the hint for a file with invalid content: the command that downloads it again if bytes are missing."""
     while error is not None:
         if isinstance(error, CutShortError):
@@ -184,9 +190,10 @@ def damage_hint(path: Path, error: BaseException | None) -> str:
     return GET_AGAIN_HINT
 
 
-def download_again_hint(path: Path) -> str:
+def download_again_hint(path: AnyPath) -> str:
     """Return the hint for a file without all of its bytes: the command that downloads it again."""
-    return f"download it again: `{_download_command(path.parent, path.name, '--force-download')}`"
+    arguments = (path.name, "--force-download")
+    return _download_hint(path.parent, *arguments, what="download it again")
 
 
 def _parse_index(content: bytes) -> object:
@@ -218,7 +225,9 @@ def _parse_weight_map(index: object, suffix: str) -> dict[str, str]:
     return weight_map
 
 
-def _missing_files_error(folder: Path, missing_count: int, file_count: int, why: str) -> PrepError:
+def _missing_files_error(
+    folder: AnyPath, missing_count: int, file_count: int, why: str
+) -> PrepError:
     if missing_count == 1:
         verb = "is"
     else:
@@ -226,15 +235,18 @@ def _missing_files_error(folder: Path, missing_count: int, file_count: int, why:
     return DamagedError(
         f"{missing_count} of {file_count} files of {folder} {verb} missing",
         why,
-        f"`{_download_command(folder)}`",
+        _download_hint(folder),
     )
 
 
-def _download_command(folder: Path, *arguments: str) -> str:
-    """Return the command that downloads a folder or a file of it. A hub cache path contains the repository."""
+def _download_hint(folder: AnyPath, *arguments: str, what: str = "") -> str:
+    """Return a hint with the command that downloads a folder or a file of it. No command downloads to a store."""
+    if isinstance(folder, StorePath):
+        return GET_AGAIN_HINT
+    command = ["hf", "download", "OWNER/NAME", *arguments, "--local-dir", str(folder)]
     # huggingface_hub caches OWNER/NAME as models--OWNER--NAME/snapshots/COMMIT. Names cannot contain `--`.
-    for part in reversed(folder.absolute().parts):
+    for part in folder.absolute().parts:
         if part.startswith("models--"):
             repository = part.removeprefix("models--").replace("--", "/")
-            return shlex.join(["hf", "download", repository, *arguments])
-    return shlex.join(["hf", "download", "OWNER/NAME", *arguments, "--local-dir", str(folder)])
+            command = ["hf", "download", repository, *arguments]
+    return f"{what}: `{shlex.join(command)}`" if what else f"`{shlex.join(command)}`"

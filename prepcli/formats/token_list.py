@@ -12,8 +12,8 @@ from prepcli.core.errors import Option, UsageError, text, usage_error
 from prepcli.core.json_types import JsonObject, JsonValue
 from prepcli.core.json_values import load_json
 from prepcli.core.lists import join_names
-from prepcli.formats.untrusted import unreadable_error
-from prepcli.stores.reading import read_file_or_pipe
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import read_file_or_pipe, unreadable_error
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 LIST_HINT = "write one token per line, or a JSON list of strings and objects in a file named *.json"
@@ -93,7 +93,7 @@ def _contained_pairs(texts: Iterable[str], parts: Collection[str]) -> Iterator[t
                     yield content, part
 
 
-def _lines(path: Path, data: bytes) -> list[str]:
+def _lines(path: AnyPath, data: bytes) -> list[str]:
     try:
         # Some editors write a byte order mark.
         lines = data.removeprefix(codecs.BOM_UTF8).decode().split("\n")
@@ -105,7 +105,7 @@ def _lines(path: Path, data: bytes) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
-def _json_tokens(path: Path, data: bytes) -> list[AddedToken]:
+def _json_tokens(path: AnyPath, data: bytes) -> list[AddedToken]:
     try:
         document = load_json(data)
     except ValueError as error:
@@ -116,7 +116,7 @@ def _json_tokens(path: Path, data: bytes) -> list[AddedToken]:
     return [_json_token(path, number, item) for number, item in enumerate(items, 1)]
 
 
-def _json_token(path: Path, number: int, item: JsonValue) -> AddedToken:
+def _json_token(path: AnyPath, number: int, item: JsonValue) -> AddedToken:
     if isinstance(item, str):
         return make_token(item)
     if not isinstance(item, dict) or not isinstance(item.get("content"), str):
@@ -131,7 +131,7 @@ def _json_token(path: Path, number: int, item: JsonValue) -> AddedToken:
     return make_token(cast(str, item["content"]), flags)
 
 
-def _check_texts(path: Path, contents: list[str]) -> None:
+def _check_texts(path: AnyPath, contents: list[str]) -> None:
     """Raise UsageError for empty, doubled and overlapping tokens."""
     empty = [str(number) for number, content in enumerate(contents, 1) if not content]
     if empty:
@@ -145,5 +145,5 @@ def _check_texts(path: Path, contents: list[str]) -> None:
         raise _list_error(path, why, "remove one token of each pair")
 
 
-def _list_error(path: Path, why: str, hint: str = LIST_HINT) -> UsageError:
+def _list_error(path: AnyPath, why: str, hint: str = LIST_HINT) -> UsageError:
     return usage_error(text("{} is invalid", Option("tokens", str(path))), why, hint)

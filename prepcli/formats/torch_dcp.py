@@ -1,4 +1,4 @@
-"""Read and write torch distributed checkpoints (DCP) without torch.
+"""Read torch distributed checkpoints (DCP) without torch.
 
 `.metadata` is a pickle of dataclasses, interpreted without running code. It has the boxes of each tensor (one per rank
 that saved a part) and for each box a byte range of a file. The range is an archive of one tensor, as
@@ -10,13 +10,14 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from prepcli.algebra.boxes import Box, strides
+from prepcli.algebra.chunks import ArrayPart, ArrayParts
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.engine.digest import digest
@@ -25,38 +26,44 @@ from prepcli.formats.torch_files import to_python
 from prepcli.formats.torch_pickle import (
     MAPPING_TYPES,
     MAX_NBYTES,
-    PROTO,
     PickledCall,
     PickledMapping,
     PickledName,
     UnexpectedNameError,
     interpret_pickle,
-    pickle_call,
-    pickle_global,
-    pickle_mapping,
-    pickle_tuple,
-    pickle_value,
 )
 from prepcli.formats.torch_tensors import DTYPES, SIZE_TYPE, TorchArchive, parse_counts
-from prepcli.formats.untrusted import CutShortError, read_small_file, stat_file, unreadable_error
-from prepcli.stores.reading import open_regular_file
+from prepcli.planning.arrays import Array, parted_array, whole_array
+from prepcli.planning.tensors import itemsize
+from prepcli.stores.paths import AnyPath, StorePath, is_remote, read_each
+from prepcli.stores.reading import (
+    CutShortError,
+    open_regular_file,
+    read_small_file,
+    stat_file,
+    unreadable_error,
+)
 
 METADATA_FILE = ".metadata"
 SUFFIX = ".distcp"
-DATA_FILE = "__0_{}.distcp"
 # A tensor takes about 110 as PyTorch writes it. DeepSeek-V3 has 46,000 tensors.
 MAX_METADATA_OPCODES = 6_000_000
 # Maximum number of cells of a grid. The edges of a tensor's boxes divide the tensor into the cells.
 MAX_CELLS = 1 << 20
-_MODULE = "torch.distributed.checkpoint.metadata"
-_TENSOR = f"{_MODULE}.TensorStorageMetadata"
-_BYTES = f"{_MODULE}.BytesStorageMetadata"
+# In a store, the header of a tensor at the start of its archive and the directory at the end are requested. Each has
+# less than 2 KiB.
+_ARCHIVE_END_NBYTES = 4 << 10
+# Boxes of a file that one thread reads, with one more request than boxes.
+_BOXES_PER_RUN = 32
+DCP_MODULE = "torch.distributed.checkpoint.metadata"
+_TENSOR = f"{DCP_MODULE}.TensorStorageMetadata"
+_BYTES = f"{DCP_MODULE}.BytesStorageMetadata"
 _CLASSES = ("Metadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties", "StorageMeta")
 _ALLOWED_NAMES = frozenset(
     {
         *MAPPING_TYPES,
         *DTYPES,
-        *(f"{_MODULE}.{name}" for name in (*_CLASSES, "_MEM_FORMAT_ENCODING")),
+        *(f"{DCP_MODULE}.{name}" for name in (*_CLASSES, "_MEM_FORMAT_ENCODING")),
         _TENSOR,
         _BYTES,
         SIZE_TYPE,
@@ -73,54 +80,25 @@ _Ranges = Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class DcpBox:
-    """A box of a tensor and its elements in a file.
-
-    Attributes:
-        start: First index of the box along each dim.
-        shape: Shape of the box.
-        file: Number of the file.
-        offset: Offset of the first element in the file.
-        byte_strides: Bytes between elements along each dim, or None for C order.
-    """
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: int
-    offset: int
-    byte_strides: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class DcpTensor:
-    """A tensor. Its boxes cover every element once."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: tuple[DcpBox, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class DcpFolder:
     """A checkpoint.
 
     Attributes:
-        tensors: Its tensors.
+        tensors: Its tensors, each in one piece or in boxes.
         files: Files of the tensors, by number.
         non_tensors: Names of its other values.
         digest: Digest of `.metadata`.
         archives: File, first byte and length of the archive of each other value, by name.
     """
 
-    tensors: tuple[DcpTensor, ...]
-    files: tuple[Path, ...]
+    tensors: tuple[Array, ...]
+    files: tuple[AnyPath, ...]
     non_tensors: tuple[str, ...]
     digest: str
-    archives: Mapping[str, tuple[Path, int, int]]
+    archives: Mapping[str, tuple[AnyPath, int, int]]
 
 
-def read_dcp_folder(folder: Path) -> DcpFolder:
+def read_dcp_folder(folder: AnyPath) -> DcpFolder:
     """Read the metadata of a checkpoint, and the header of each box.
 
     Raises:
@@ -128,32 +106,37 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
     """
     path = folder / METADATA_FILE
     entries, ranges, metadata_digest = _read_metadata(path)
-    # Name of a file -> number.
-    numbers: dict[str, int] = {}
-    tensors: list[DcpTensor] = []
-    archives: dict[str, tuple[Path, int, int]] = {}
+    named_tensors: list[tuple[str, PickledCall]] = []
+    archives: dict[str, tuple[AnyPath, int, int]] = {}
     non_tensors: list[str] = []
     for name, entry in entries.items():
         if entry.callee.qualified_name != _BYTES:
-            with _damage_of(path, name):
-                tensors.append(_read_tensor(folder, name, entry, ranges, numbers))
+            named_tensors.append((name, entry))
             continue
         non_tensors.append(name)
         if (name, None) in ranges:
             file, start, length = ranges[name, None]
             archives[name] = (folder / file, start, length)
+    layouts: list[_TensorLayout] = []
+    for name, entry in named_tensors:
+        with _damage_of(path, name):
+            layouts.append(_parse_tensor(name, entry, ranges))
+    stored_boxes = _read_archives(folder, [box for layout in layouts for box in layout.boxes])
+    # The files of tensors, numbered in the order of their first box.
+    numbers: dict[str, int] = {}
+    tensors: list[Array] = []
+    for layout in layouts:
+        parts: list[ArrayPart] = []
+        for archive in layout.boxes:
+            number = numbers.setdefault(archive.file, len(numbers))
+            stored = stored_boxes[archive]
+            offset = archive.first + stored.offset
+            parts.append(ArrayPart(archive.box, number, offset, stored.element_strides))
+        with _damage_of(path, layout.name):
+            _check_tiling(layout.shape, parts)
+        tensors.append(_join_parts(layout, parts))
     files = tuple(folder / file for file in numbers)
     return DcpFolder(tuple(tensors), files, tuple(non_tensors), metadata_digest, archives)
-
-
-def read_dcp_ranges(folder: Path) -> list[tuple[str, int, int]]:
-    """Return the file, the first byte and the length of each archive. Only the metadata is read.
-
-    Raises:
-        PrepError: The metadata is missing, unreadable or invalid.
-    """
-    _, ranges, _ = _read_metadata(folder / METADATA_FILE)
-    return list(ranges.values())
 
 
 def read_dcp_value(folder: DcpFolder, name: str) -> object:
@@ -171,7 +154,7 @@ def read_dcp_value(folder: DcpFolder, name: str) -> object:
 
 
 @contextmanager
-def _damage_of(path: Path, name: str = "") -> Iterator[None]:
+def _damage_of(path: AnyPath, name: str = "") -> Iterator[None]:
     """Raise PrepError for the errors of reading a file, with the name of the tensor or value."""
     try:
         yield
@@ -186,10 +169,25 @@ def _damage_of(path: Path, name: str = "") -> Iterator[None]:
 class _Window(io.RawIOBase):
     """A byte range of a file as a file object."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        start: int,
+        length: int,
+        pieces: Sequence[tuple[int, bytes]] = (),
+    ) -> None:
+        """Describe a byte range.
+
+        Args:
+            file: The file.
+            start: First byte of the range.
+            length: Number of bytes.
+            pieces: Bytes of the file in memory, with their offsets.
+        """
         self._file = file
         self._start = start
         self._length = length
+        self._pieces = pieces
         self._position = 0
 
     def readable(self) -> bool:
@@ -209,17 +207,24 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: bytearray | memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Read bytes at the position, at most to the end of the window."""
         nbytes = min(len(buffer), max(0, self._length - self._position))
-        self._file.seek(self._start + self._position)
-        data = self._file.read(nbytes)
+        data = self._read(self._start + self._position, nbytes)
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes of the file. A piece in memory may have fewer."""
+        for start, content in self._pieces:
+            if start <= offset < start + len(content):
+                return content[offset - start : offset - start + nbytes]
+        self._file.seek(offset)
+        return self._file.read(nbytes)
 
 
 # The metadata
 
 
-def _read_metadata(path: Path) -> tuple[dict[str, PickledCall], _Ranges, str]:
+def _read_metadata(path: AnyPath) -> tuple[dict[str, PickledCall], _Ranges, str]:
     """Return the entries of a checkpoint by name, the byte ranges of the archives, and the digest of the file."""
     data = read_small_file(path, MAX_NBYTES)
     with _damage_of(path):
@@ -294,10 +299,40 @@ def _iter_ranges(
 # Tensors
 
 
-def _read_tensor(
-    folder: Path, name: str, entry: PickledCall, ranges: _Ranges, numbers: dict[str, int]
-) -> DcpTensor:
-    """Read the boxes of a tensor, and number their files."""
+@dataclass(frozen=True, slots=True)
+class _BoxArchive:
+    """A box of a tensor, and the byte range of its archive in a file."""
+
+    name: str
+    dtype: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    first: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.length
+
+    @property
+    def box(self) -> Box:
+        """The box in the tensor."""
+        return tuple((first, first + extent) for first, extent in zip(self.start, self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorLayout:
+    """A tensor in the metadata. Empty boxes are left out."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[_BoxArchive, ...]
+
+
+def _parse_tensor(name: str, entry: PickledCall, ranges: _Ranges) -> _TensorLayout:
+    """Return the boxes of a tensor in the metadata."""
     if entry.callee.qualified_name != _TENSOR:
         raise ValueError(f"it is a {entry.callee.qualified_name}")
     attributes = _attributes(entry)
@@ -306,22 +341,16 @@ def _read_tensor(
     chunks = attributes.get("chunks")
     if not isinstance(chunks, list):
         raise ValueError("it has no boxes")
-    boxes: list[DcpBox] = []
+    boxes: list[_BoxArchive] = []
     for chunk in chunks:
         chunk_attributes = _attributes(chunk)
         start = parse_counts(chunk_attributes.get("offsets"))
         box_shape = parse_counts(chunk_attributes.get("sizes"))
         if (name, start) not in ranges:
             raise ValueError(f"its box at {list(start)} has no byte range")
-        if 0 in box_shape:
-            continue
-        file, *byte_range = ranges[name, start]
-        with _damage_of(folder / file, name):
-            offset, strides = _read_box(folder / file, byte_range, dtype, box_shape)
-        number = numbers.setdefault(file, len(numbers))
-        boxes.append(DcpBox(start, box_shape, number, offset, strides))
-    _check_tiling(shape, boxes)
-    return DcpTensor(name, dtype, shape, tuple(boxes))
+        if 0 not in box_shape:
+            boxes.append(_BoxArchive(name, dtype, start, box_shape, *ranges[name, start]))
+    return _TensorLayout(name, dtype, shape, tuple(boxes))
 
 
 def _read_dtype(properties: object) -> str:
@@ -338,23 +367,90 @@ def _read_dtype(properties: object) -> str:
     raise ValueError("it has no dtype that prep supports")
 
 
-def _read_box(
-    path: Path, byte_range: list[int], dtype: str, shape: tuple[int, ...]
-) -> tuple[int, tuple[int, ...] | None]:
-    """Return the offset of a box's first element in its file, and its strides."""
-    start, length = byte_range
-    if start + length > stat_file(path).st_size:
-        raise CutShortError(f"it is cut short: it ends before byte {start + length:,}")
-    with open_regular_file(path) as file:
-        archive = TorchArchive(io.BufferedReader(_Window(file, start, length)))
-        tensor = archive.find_tensor(archive.root)
-    if (tensor.dtype, tensor.shape) != (dtype, shape):
+def _join_parts(layout: _TensorLayout, parts: Sequence[ArrayPart]) -> Array:
+    """Return the tensor of all its boxes."""
+    name = layout.name
+    dtype = layout.dtype
+    shape = layout.shape
+    if not parts:
+        return whole_array(name, dtype, shape, (0, 0))
+    if len(parts) > 1:
+        return parted_array(name, dtype, shape, ArrayParts(tuple(parts)))
+    part = parts[0]
+    position = (part.file, part.offset)
+    if part.strides == strides(shape, itemsize(dtype)):
+        return whole_array(name, dtype, shape, position)
+    return whole_array(name, dtype, shape, position, part.strides)
+
+
+def _read_archives(folder: AnyPath, boxes: Iterable[_BoxArchive]) -> dict[_BoxArchive, Array]:
+    """Read the headers of boxes in the order of their bytes. Files in a store are read several at a time.
+
+    Returns:
+        The elements of each box. Their offset counts from the start of the archive.
+    """
+    in_order = sorted(boxes, key=lambda box: (box.file, box.first))
+    runs: list[list[_BoxArchive]] = []
+    for _, boxes_of_file in itertools.groupby(in_order, key=lambda box: box.file):
+        while run := list(itertools.islice(boxes_of_file, _BOXES_PER_RUN)):
+            runs.append(run)
+
+    def read(run: list[_BoxArchive]) -> list[Array]:
+        return _read_run(folder / run[0].file, run)
+
+    headers: dict[_BoxArchive, Array] = {}
+    for run, run_headers in zip(runs, read_each(read, runs, is_remote([folder]))):
+        headers.update(zip(run, run_headers))
+    return headers
+
+
+def _read_run(path: AnyPath, boxes: Sequence[_BoxArchive]) -> list[Array]:
+    """Read the headers of boxes in one file, in the order of their bytes."""
+    headers: list[Array] = []
+    nbytes = stat_file(path).st_size
+    with (
+        _damage_of(path, boxes[0].name),
+        open_regular_file(path, buffering=_ARCHIVE_END_NBYTES) as file,
+    ):
+        for box in boxes:
+            with _damage_of(path, box.name):
+                if box.stop > nbytes:
+                    raise CutShortError(f"it is cut short: it ends before byte {box.stop:,}")
+        pieces = _read_archive_ends(path, boxes) if isinstance(path, StorePath) else ()
+        for box in boxes:
+            with _damage_of(path, box.name):
+                window = _Window(file, box.first, box.length, pieces)
+                headers.append(_read_box(TorchArchive(io.BufferedReader(window)), box))
+    return headers
+
+
+def _read_archive_ends(path: StorePath, boxes: Sequence[_BoxArchive]) -> list[tuple[int, bytes]]:
+    """Return the first and last bytes of archives with their offsets in the file.
+
+    One request reads the end of an archive and the start of the next one.
+    """
+    ranges: list[tuple[int, int]] = []
+    for box in boxes:
+        first_stop = min(box.stop, box.first + _ARCHIVE_END_NBYTES)
+        last_start = max(box.first, box.stop - _ARCHIVE_END_NBYTES)
+        for start, stop in ((box.first, first_stop), (last_start, box.stop)):
+            if ranges and start <= ranges[-1][1]:
+                ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))
+            else:
+                ranges.append((start, stop))
+    return [(start, path.read_exactly(start, stop)) for start, stop in ranges]
+
+
+def _read_box(archive: TorchArchive, box: _BoxArchive) -> Array:
+    """Return the elements of a box. Their offset counts from the start of the archive."""
+    tensor = archive.find_tensor(archive.root)
+    if (tensor.dtype, tensor.shape) != (box.dtype, box.shape):
         stored = f"{tensor.dtype} {list(tensor.shape)}"
-        raise ValueError(f"it has {stored} where {dtype} {list(shape)} should be")
-    return start + tensor.offset, tensor.byte_strides
+        raise ValueError(f"it has {stored} where {box.dtype} {list(box.shape)} should be")
+    return tensor
 
 
-def _check_tiling(shape: tuple[int, ...], boxes: list[DcpBox]) -> None:
+def _check_tiling(shape: tuple[int, ...], parts: Sequence[ArrayPart]) -> None:
     """Raise ValueError unless boxes cover every element of a tensor once."""
     # The edges of all boxes cut each dim into intervals, e.g. the boxes [0, 4) and [4, 7) of 7 rows. Each cell of
     # this grid must be in one box.
@@ -363,8 +459,8 @@ def _check_tiling(shape: tuple[int, ...], boxes: list[DcpBox]) -> None:
     edges: list[list[int]] = []
     for dim, extent in enumerate(shape):
         ends = {0, extent}
-        for box in boxes:
-            ends |= {box.start[dim], box.start[dim] + box.shape[dim]}
+        for part in parts:
+            ends |= {*part.box[dim]}
         if max(ends) > extent:
             raise ValueError("a box of it ends outside of the tensor")
         edges.append(sorted(ends))
@@ -372,133 +468,13 @@ def _check_tiling(shape: tuple[int, ...], boxes: list[DcpBox]) -> None:
     if num_cells > MAX_CELLS:
         raise ValueError(f"its boxes make a grid of {num_cells:,} cells")
     covered: set[tuple[int, ...]] = set()
-    for box in boxes:
+    for part in parts:
         ranges: list[range] = []
-        for line, start, extent in zip(edges, box.start, box.shape):
-            ranges.append(range(line.index(start), line.index(start + extent)))
+        for line, (start, stop) in zip(edges, part.box):
+            ranges.append(range(line.index(start), line.index(stop)))
         for cell in itertools.product(*ranges):
             if cell in covered:
                 raise ValueError("two boxes of it overlap")
             covered.add(cell)
     if len(covered) < num_cells:
         raise ValueError("its boxes do not cover all elements")
-
-
-# Writing. A file is a row of archives, see `torch_zip.encode_object`.
-
-
-@dataclass(frozen=True, slots=True)
-class DcpEntry:
-    """A tensor or another object, and the byte range of its archive in a file.
-
-    Attributes:
-        name: The keys of `path`, joined by dots.
-        dtype: Dtype of a tensor. Empty for another object.
-        shape: Shape of a tensor.
-        file: Name of the file.
-        offset: First byte of the archive.
-        length: Size of the archive.
-        path: Keys in the nested state dict. Empty for the name alone.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    offset: int
-    length: int
-    path: tuple[str | int, ...] = ()
-
-
-def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
-    """Return the content of `.metadata` for whole tensors."""
-    memo = _Memo()
-    stored: list[bytes] = []
-    planner: list[bytes] = []
-    ranges: list[bytes] = []
-    for entry in entries:
-        name = memo.refer(pickle_value(entry.name))
-        zeros = memo.refer(_pickle_size([0] * len(entry.shape)))
-        index = {"fqn": name, "index": b"N", "offset": b"N"}
-        if entry.dtype:
-            index = {"fqn": name, "index": pickle_value(0), "offset": zeros}
-            stored += [name, _tensor_metadata(memo, entry, zeros)]
-        else:
-            stored += [name, memo.instance("BytesStorageMetadata", {})]
-        keys = [memo.refer(pickle_value(key)) for key in entry.path or (entry.name,)]
-        planner += [name, pickle_tuple(keys)]
-        info = {
-            "relative_path": memo.refer(pickle_value(entry.file)),
-            "offset": pickle_value(entry.offset),
-            "length": pickle_value(entry.length),
-        }
-        ranges += [
-            memo.instance("MetadataIndex", index),
-            memo.instance("_StorageInfo", info, "torch.distributed.checkpoint.filesystem"),
-        ]
-    fields = {
-        "state_dict_metadata": pickle_mapping(stored),
-        "planner_data": pickle_mapping(planner),
-        "storage_data": pickle_mapping(ranges),
-        "storage_meta": b"N",
-        "version": pickle_value("1.0.0"),
-    }
-    metadata = memo.instance("Metadata", fields)
-    return PROTO + b"".join(memo.definitions) + metadata + b"."
-
-
-def _tensor_metadata(memo: _Memo, entry: DcpEntry, zeros: bytes) -> bytes:
-    """Return a pickled TensorStorageMetadata with one chunk."""
-    size = memo.refer(_pickle_size(entry.shape))
-    chunk = memo.instance("ChunkStorageMetadata", {"offsets": zeros, "sizes": size})
-    fields = {
-        "properties": memo.refer(_pickle_properties(entry.dtype)),
-        "size": size,
-        "chunks": b"](" + chunk + b"e",
-    }
-    return memo.instance("TensorStorageMetadata", fields)
-
-
-def _pickle_properties(dtype: str) -> bytes:
-    """Return a pickled TensorProperties: dtype, layout, requires_grad, memory format and pin_memory."""
-    layout = pickle_call("torch.serialization _get_layout", [pickle_value("torch.strided")])
-    memory_format = pickle_call(f"{_MODULE} _MEM_FORMAT_ENCODING", [pickle_value(0)])
-    false = pickle_value(False)
-    state = [pickle_global(f"torch {dtype}"), layout, false, memory_format, false]
-    return pickle_global(f"{_MODULE} TensorProperties") + b")\x81" + pickle_tuple(state) + b"b"
-
-
-def _pickle_size(numbers: Iterable[int]) -> bytes:
-    """Return a pickled `torch.Size`."""
-    return pickle_call("torch Size", [pickle_value(tuple(numbers))])
-
-
-class _Memo:
-    """Objects with one definition in a pickle and references by number.
-
-    Each is pushed, stored and popped at the start of the pickle. Without the memo a tensor takes four times the bytes.
-
-    Attributes:
-        definitions: Pickled definitions of the objects, in order.
-    """
-
-    def __init__(self) -> None:
-        self.definitions: list[bytes] = []
-        self._references: dict[bytes, bytes] = {}
-
-    def refer(self, value: bytes) -> bytes:
-        """Return a reference to an immutable object, given in its pickled form."""
-        if value not in self._references:
-            number = struct.pack("<I", len(self._references))
-            self.definitions.append(value + b"r" + number + b"0")
-            self._references[value] = b"j" + number
-        return self._references[value]
-
-    def instance(self, name: str, fields: Mapping[str, bytes], module: str = _MODULE) -> bytes:
-        """Return a pickled dataclass."""
-        items: list[bytes] = []
-        for key, value in fields.items():
-            items += [self.refer(pickle_value(key)), value]
-        return (
-            self.refer(pickle_global(f"{module} {name}")) + b")\x81" + pickle_mapping(items) + b"b"
-        )

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import BinaryIO, Literal
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
@@ -37,13 +36,13 @@ from prepcli.formats.torch_pickle import (
 from prepcli.formats.torch_tensors import (
     INT64_LIMIT,
     UNSUPPORTED_NAMES,
+    Array,
     TorchArchive,
-    TorchTensor,
     is_tensor,
 )
 from prepcli.formats.torch_zip import ZIP_MAGIC
-from prepcli.formats.untrusted import list_folder, stat_file, unreadable_error
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.paths import AnyPath, map_files
+from prepcli.stores.reading import list_folder, open_regular_file, stat_file, unreadable_error
 
 INDEX_FILE = "pytorch_model.bin.index.json"
 INDEXED_SUFFIX = "bin"
@@ -87,7 +86,7 @@ class TorchHeader:
     size: int
     mtime_ns: int
     digest: str  # XXH3-128 of the metadata
-    tensors: tuple[TorchTensor, ...]
+    tensors: tuple[Array, ...]
     non_tensors: tuple[str, ...]
     # Key of the state dict, and the other keys beside it. Empty if the file has nothing else.
     key: str = ""
@@ -127,22 +126,22 @@ class TorchFolder:
     `unindexed` has the records of further tensors in the files, which the index does not name.
     """
 
-    path: Path
+    path: AnyPath
     headers: tuple[TorchHeader, ...]
     unindexed: tuple[UnindexedTensor, ...] = ()
 
     @property
-    def tensors(self) -> tuple[TorchTensor, ...]:
+    def tensors(self) -> tuple[Array, ...]:
         """Return the tensors of all files."""
         return tuple(itertools.chain.from_iterable(header.tensors for header in self.headers))
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[AnyPath, ...]:
         """Return the paths of all files."""
         return tuple(self.path / checkpoint.file_name for checkpoint in self.headers)
 
 
-def read_torch_header(path: Path, file_number: int) -> TorchHeader:
+def read_torch_header(path: AnyPath, file_number: int) -> TorchHeader:
     """Read the header of a PyTorch file.
 
     Args:
@@ -179,25 +178,24 @@ def read_torch_header(path: Path, file_number: int) -> TorchHeader:
     )
 
 
-def read_torch_object(path: Path, file: BinaryIO) -> TorchObject:
+def read_torch_object(path: AnyPath) -> TorchObject:
     """Read the object of a file, such as the state dict of an optimizer.
 
     Args:
-        path: The file, or its placeholder with its size.
-        file: The opened file.
+        path: The file.
 
     Raises:
         PrepError: The file is unreadable, damaged, or of a format before PyTorch 1.6.
     """
     stat = stat_file(path)
-    with _file_errors(path):
+    with _file_errors(path), open_regular_file(path) as file:
         archive = _open_archive(path, file)
         root = to_python(archive)
     return TorchObject(root, archive.digest, stat.st_size, stat.st_mtime_ns)
 
 
 def to_python(archive: TorchArchive) -> object:
-    """Return the object of an archive, of dicts, lists, tuples, plain values and `TorchTensor`. Others are None."""
+    """Return the object of an archive, of dicts, lists, tuples, plain values and `Array`. Others are None."""
     # A pickle may repeat one large container again and again. It is converted once.
     converted: dict[int, object] = {}
 
@@ -279,7 +277,7 @@ def select_torch_files(names: Iterable[str]) -> list[str]:
     return []
 
 
-def read_torch_folder(folder: Path) -> TorchFolder:
+def read_torch_folder(folder: AnyPath) -> TorchFolder:
     """Read the headers of a model's files: the ones in the index, else pytorch_model.bin, else the only file.
 
     Headers have only the tensors that the index assigns to their file.
@@ -297,16 +295,17 @@ def read_torch_folder(folder: Path) -> TorchFolder:
         _check_model(folder, names)
     headers: list[TorchHeader] = []
     pairs: list[tuple[str, str]] = []
-    for file_number, name in enumerate(names):
-        header = read_torch_header(folder / name, file_number)
+    for header in map_files(
+        read_torch_header, [folder / name for name in names], range(len(names))
+    ):
         headers.append(header)
         for tensor in header.tensors:
-            pairs.append((tensor.name, name))
+            pairs.append((tensor.name, header.file_name))
     ignored = find_unindexed(folder, pairs, weight_map)
     indexed: list[TorchHeader] = []
     unindexed: list[UnindexedTensor] = []
     for header in headers:
-        kept: list[TorchTensor] = []
+        kept: list[Array] = []
         for tensor in header.tensors:
             if (tensor.name, header.file_name) in ignored:
                 unindexed.append(UnindexedTensor(tensor.name, header.file_name, tensor.nbytes))
@@ -319,7 +318,7 @@ def read_torch_folder(folder: Path) -> TorchFolder:
 # One file
 
 
-def _open_archive(path: Path, file: BinaryIO) -> TorchArchive:
+def _open_archive(path: AnyPath, file: BinaryIO) -> TorchArchive:
     """Read the directory and the pickle of a file. Raise PrepError if it has another format."""
     first_bytes = file.read(512)
     if not first_bytes.startswith(ZIP_MAGIC):
@@ -328,7 +327,7 @@ def _open_archive(path: Path, file: BinaryIO) -> TorchArchive:
 
 
 @contextmanager
-def _file_errors(path: Path) -> Iterator[None]:
+def _file_errors(path: AnyPath) -> Iterator[None]:
     """Raise PrepError for the errors of reading a file."""
     what = f"{path.name} is not a usable PyTorch file"
     try:
@@ -343,7 +342,7 @@ def _file_errors(path: Path) -> Iterator[None]:
         raise DamagedError(what, str(error), damage_hint(path, error)) from error
 
 
-def _unexpected_name_error(path: Path, name: str) -> PrepError:
+def _unexpected_name_error(path: AnyPath, name: str) -> PrepError:
     """Return the error for a pickle with a name outside of the allowed ones."""
     if name in UNSUPPORTED_NAMES:
         why = f"{UNSUPPORTED_NAMES[name]} (`{name}`)"
@@ -353,7 +352,7 @@ def _unexpected_name_error(path: Path, name: str) -> PrepError:
     return PrepError(what, why, f"if you trust it, {_SAVE_AGAIN_HINT}")
 
 
-def _wrong_format_error(path: Path, first_bytes: bytes) -> PrepError:
+def _wrong_format_error(path: AnyPath, first_bytes: bytes) -> PrepError:
     """Return the error for a file that is no zip archive."""
     what = f"{path.name} is not a PyTorch file"
     for magic, format_name, why, hint in _OTHER_FORMATS:
@@ -368,7 +367,7 @@ def _wrong_format_error(path: Path, first_bytes: bytes) -> PrepError:
         return PrepError(f"{path.name} is not supported", why, hint)
     # A safetensors file has 8 bytes of length before its JSON header.
     if first_bytes[8:9] == b"{":
-        hint = f"if it is a safetensors file, rename it to {path.with_suffix('.safetensors').name}"
+        hint = f"if it is a safetensors file, rename it to {path.name.removesuffix(path.suffix)}.safetensors"
         return PrepError(what, "it starts like a safetensors file", hint)
     if first_bytes:
         return DamagedError(what, f"it starts with {first_bytes[:8].hex(' ')}", GET_AGAIN_HINT)
@@ -453,9 +452,9 @@ def _has_tensors(mapping: PickledMapping) -> bool:
 
 def _read_state_dict(
     archive: TorchArchive, state_dict: PickledMapping, file_number: int
-) -> tuple[list[TorchTensor], list[_Item]]:
+) -> tuple[list[Array], list[_Item]]:
     """Return the tensors and the other values of a state dict."""
-    tensors: dict[str, TorchTensor] = {}
+    tensors: dict[str, Array] = {}
     non_tensors: list[_Item] = []
     for key, value in state_dict.items:
         if not is_tensor(value):
@@ -509,7 +508,7 @@ def _describe_value(value: object) -> str:
 # A folder
 
 
-def _check_model(folder: Path, names: Sequence[str]) -> None:
+def _check_model(folder: AnyPath, names: Sequence[str]) -> None:
     """Raise PrepError if files without an index are not one model, or a numbered file is missing."""
     if ADAPTER_FILE in names:
         why = f"{ADAPTER_FILE} has only the weights that are added to a base model"

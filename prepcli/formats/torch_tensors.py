@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import BinaryIO
 
 from prepcli.algebra.boxes import strides
@@ -24,7 +23,8 @@ from prepcli.formats.torch_pickle import (
     interpret_pickle,
 )
 from prepcli.formats.torch_zip import ZipArchive
-from prepcli.planning.tensors import array_bits, itemsize
+from prepcli.planning.arrays import Array, whole_array
+from prepcli.planning.tensors import itemsize
 
 MAX_DIMS = 64
 # Contiguous runs of a view: each is read separately.
@@ -100,35 +100,6 @@ UNSUPPORTED_NAMES: Mapping[str, str] = {
 _NOT_BUILT = "it is not built as PyTorch builds a tensor"
 
 
-@dataclass(frozen=True, slots=True)
-class TorchTensor:
-    """A tensor in file number `file` at `offset`, in C order or with `byte_strides` along each dim."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: int
-    offset: int
-    byte_strides: tuple[int, ...] | None
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the tensor's elements in bytes."""
-        return array_bits(self.dtype, self.shape) // 8
-
-    @property
-    def byte_range(self) -> tuple[int, int]:
-        """Return start and stop offset of the tensor's bytes in its file."""
-        if self.byte_strides is None:
-            return self.offset, self.offset + self.nbytes
-        # E.g. the transpose [3, 2] of a float32 [2, 3] has the strides (4, 12): its last element is at
-        # 2 * 4 + 1 * 12 = 20, and its bytes end at 24.
-        last_offset = 0
-        for extent, step in zip(self.shape, self.byte_strides):
-            last_offset += (extent - 1) * step
-        return self.offset, self.offset + last_offset + array_bits(self.dtype, ()) // 8
-
-
 class TorchArchive:
     """An archive of `torch.save`.
 
@@ -151,7 +122,7 @@ class TorchArchive:
         # Storage key -> offset and size.
         self._storages: dict[str, tuple[int, int]] = {}
 
-    def find_tensor(self, value: object, name: str = "", file: int = 0) -> TorchTensor:
+    def find_tensor(self, value: object, name: str = "", file: int = 0) -> Array:
         """Return a tensor of the pickle. Raise ValueError if it is invalid."""
         call = _unwrap_parameter(value)
         num_args = TENSOR_REBUILDERS.get(call.callee.qualified_name)
@@ -177,7 +148,7 @@ class TorchArchive:
         offset = self._locate_storage(key, storage_nbytes)
         if 0 not in shape:
             offset += first * itemsize(dtype)
-        return TorchTensor(name, dtype, shape, file, offset, byte_strides)
+        return whole_array(name, dtype, shape, (file, offset), byte_strides)
 
     def _locate_storage(self, key: str, nbytes: int) -> int:
         """Return the offset of a storage. Raise ValueError if it has fewer bytes."""

@@ -2,65 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TypedDict
 
+from prepcli.algebra.chunks import FilePosition
 from prepcli.core.json_types import HFConfig
-from prepcli.engine.blobs import Blob
-from prepcli.formats.orbax_chunks import StoredRange, StoredValue
 from prepcli.models.parameters import VERBATIM, Family
 from prepcli.models.registry import FAMILIES
 from prepcli.models.text_part import TextPart
-from prepcli.planning.item_storage import ChunkIndex
+from prepcli.planning.arrays import location_copies
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Locations
-from prepcli.planning.tensors import array_bits
 from prepcli.quantized.decoder import Decoder
 from prepcli.sources.folders import Kind
+from prepcli.sources.source import SourceTensor
+from prepcli.stores.buffers import Blob
+from prepcli.stores.paths import AnyPath, path_in_folder
 
 MAX_PATH_PARTS = 32  # a hostile name may have millions of dots
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A stored tensor or leaf.
+def name_path(tensor: SourceTensor) -> tuple[str, ...]:
+    """Return the parts of the name of a stored tensor or leaf, at most MAX_PATH_PARTS."""
+    path = tuple(map(str, tensor.placement[0].array.path[: MAX_PATH_PARTS - 1]))
+    if not path:
+        return tuple(tensor.name.split(".", MAX_PATH_PARTS - 1))
+    rest = tensor.placement[0].array.path[MAX_PATH_PARTS - 1 :]
+    return (*path, ".".join(map(str, rest))) if rest else path
 
-    Attributes:
-        name: Dotted name.
-        path: Parts of the name, at most MAX_PATH_PARTS.
-        dtype: Stored dtype.
-        shape: Shape of the tensor.
-        chunk_shape: Shape of a chunk. Chunks at the edge may extend beyond the tensor.
-        chunks: Byte range of each chunk, in the checkpoint's byte sources.
-        encoded_first_chunk: The first chunk as stored, if `chunks` refer to decoded or strided bytes.
-        placement: Location of the tensor, if it is not stored in chunks.
-    """
 
-    name: str
-    path: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    chunk_shape: tuple[int, ...]
-    chunks: Mapping[ChunkIndex, StoredRange]
-    encoded_first_chunk: StoredValue | None = None
-    placement: Locations = ()
+def first_element(tensor: SourceTensor) -> FilePosition:
+    """Return the file number and the offset of the first element of a tensor."""
+    first = tensor.placement[0]
+    if first.is_contiguous or not tensor.nbytes:
+        return first.position
+    copy = next(location_copies(tensor.placement, ((0, 1),) * len(tensor.shape)))
+    return copy.file, copy.file_offset
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
-        return array_bits(self.dtype, self.shape) // 8
 
-    @property
-    def first_chunk(self) -> StoredRange | None:
-        """Byte range of the first chunk, or None if the chunk is inline in an index, or not stored."""
-        stored = self.encoded_first_chunk
-        if stored is None:
-            stored = next(iter(self.chunks.values()), None)
-        if isinstance(stored, StoredRange):
-            return stored
-        return None
+def num_chunks(tensor: SourceTensor) -> int:
+    """Return the number of stored chunks of a tensor."""
+    return sum(math.prod(location.array.grid.chunk_counts) for location in tensor.placement)
 
 
 class AdapterSummary(TypedDict):
@@ -81,12 +64,14 @@ class CheckpointContents:
         display_name: Name of the checkpoint in messages.
         kind: Format.
         folder: Folder or file.
-        entries: Tensors, in the order of the files.
+        entries: Tensors as they are stored, in the order of the files.
         files: Data files.
         config: The model's config.json, empty if there is none. Of a multimodal model, the config of its text part.
         manifest: The manifest that prep wrote, empty if there is none.
         non_arrays: Descriptions of entries other than arrays.
-        blobs: Byte sources of the chunks, if these are not `files`.
+        blobs: Byte sources of the tensors, if these are not `files`.
+        encoded_places: File in `files` and offset of the first chunk of each encoded tensor, by name. None for a chunk
+            inline in an index, or not stored.
         codecs: Names of the compression codecs.
         adapter: Settings of an adapter, None for a model.
         decoders: Decoders of quantised weights.
@@ -98,13 +83,14 @@ class CheckpointContents:
 
     display_name: str
     kind: Kind
-    folder: Path
-    entries: tuple[TensorEntry, ...]
-    files: tuple[Path, ...]
+    folder: AnyPath
+    entries: tuple[SourceTensor, ...]
+    files: tuple[AnyPath, ...]
     config: HFConfig
     manifest: Manifest
     non_arrays: tuple[str, ...] = ()
-    blobs: tuple[Path | Blob, ...] = ()
+    blobs: tuple[AnyPath | Blob, ...] = ()
+    encoded_places: Mapping[str, FilePosition | None] = field(default_factory=dict)
     codecs: tuple[str, ...] = ()
     adapter: AdapterSummary | None = None
     decoders: tuple[Decoder, ...] = ()
@@ -113,7 +99,7 @@ class CheckpointContents:
     wrapper_prefix: str = ""
 
     @property
-    def byte_sources(self) -> tuple[Path | Blob, ...]:
+    def byte_sources(self) -> tuple[AnyPath | Blob, ...]:
         """Files and blobs, in the order of the file numbers of the chunks."""
         return self.blobs or self.files
 
@@ -134,4 +120,18 @@ class CheckpointContents:
     @property
     def num_chunks(self) -> int:
         """Number of stored chunks of all tensors."""
-        return sum(len(entry.chunks) for entry in self.entries)
+        return sum(map(num_chunks, self.entries))
+
+    def first_place(self, tensor: SourceTensor) -> tuple[str, int] | None:
+        """Return file name and offset of a tensor's first chunk as stored, or None if it is inline or not stored."""
+        if tensor.name in self.encoded_places:
+            position = self.encoded_places[tensor.name]
+            if position is None:
+                return None
+            file: AnyPath | Blob = self.files[position[0]]
+        else:
+            position = first_element(tensor)
+            file = self.byte_sources[position[0]]
+        if isinstance(file, AnyPath) and self.folder.is_dir():
+            return str(path_in_folder(file, self.folder) or file.name), position[1]
+        return file.name, position[1]

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from prepcli.algebra.chunks import FilePosition, StoredRange
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.core.json_types import HFConfig
 from prepcli.formats import msgpack
 from prepcli.formats.codecs import CODECS
 from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest
-from prepcli.formats.orbax import OrbaxItem, OrbaxNonArray, find_item, read_item
-from prepcli.formats.orbax_chunks import StoredRange, dotted_name, unravel_chunk_index
+from prepcli.formats.orbax import OrbaxNonArray, find_item, read_item
+from prepcli.formats.orbax_chunks import dotted_name
 from prepcli.formats.safetensors import read_safetensors_folder
 from prepcli.formats.torch_dcp import read_dcp_folder
 from prepcli.formats.torch_files import read_torch_folder
 from prepcli.inspection.checkpoint_contents import (
-    MAX_PATH_PARTS,
     AdapterSummary,
     CheckpointContents,
-    TensorEntry,
 )
-from prepcli.planning.item_storage import ChunkIndex
+from prepcli.planning.arrays import whole_array
 from prepcli.planning.map_file import TensorMap
-from prepcli.planning.plan import Contiguous, Locations, location_copies
-from prepcli.planning.tensors import FileTensor, array_bits, itemsize
 from prepcli.quantized.find_weights import QuantizedWeights, without_quantization
 from prepcli.quantized.gguf_blocks import FLOAT_TYPES, GgufDecoder
 from prepcli.sources.decoded_arrays import DecodedArray
@@ -49,23 +45,24 @@ from prepcli.sources.multimodal import (
     find_text_part,
     multimodal_wrapper_prefix,
 )
-from prepcli.sources.openers.dcp_folder import box_locations
 from prepcli.sources.openers.flax_tree import read_flax_files
 from prepcli.sources.openers.gguf_file import open_gguf
 from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import find_config, stored_leaves
 from prepcli.sources.openers.peft_folder import read_header
-from prepcli.sources.openers.torch_folder import placement_of
-from prepcli.sources.opening import check_local_files, open_source
+from prepcli.sources.opening import check_recorded_files, open_source
 from prepcli.sources.source import (
     CONFIG,
+    Source,
     SourceTensor,
     check_headers,
     file_stamps,
     read_config,
+    stored_tensor,
 )
 from prepcli.sources.source_hints import NO_HINTS, SourceHints
 from prepcli.sources.unused_quantization import unused_quantization_note
+from prepcli.stores.paths import AnyPath
 
 
 def read_contents(
@@ -82,26 +79,15 @@ def read_contents(
         UsageError: `dequantize` is set, and no weight is quantised.
         PrepError: The checkpoint is broken or not supported.
     """
-    local_files = located.local_files
-    display_name = located.display_name
-    with local_files.rename_in_errors(display_name):
-        check_local_files(local_files, located.manifest)
-        if located.kind == "orbax":
-            is_remote = local_files.remote is not None
-            contents = _read_orbax(local_files.path, display_name, is_remote=is_remote)
-        else:
-            contents = READERS[located.kind](local_files.path, display_name)
-        if config_path is not None:
-            hints = SourceHints(config_path)
-            config = read_config(hints.resolve_config_path(contents.folder, display_name))
-            contents = replace(contents, config=config)
-        if local_files.remote is not None:
-            files = local_files.remote.remote_files(contents.files)
-            blobs = local_files.remote.remote_blobs(contents.blobs, contents.files, files)
-            contents = replace(contents, blobs=blobs)
-        if dequantize:
-            return _with_text_part(_decoded(contents))
-        return _with_text_part(_with_decoders(contents))
+    check_recorded_files(located.files, located.manifest)
+    contents = READERS[located.kind](located.files.path, located.display_name)
+    if config_path is not None:
+        hints = SourceHints(config_path)
+        config = read_config(hints.resolve_config_path(contents.folder, located.display_name))
+        contents = replace(contents, config=config)
+    if dequantize:
+        return _with_text_part(_decoded(contents))
+    return _with_text_part(_with_decoders(contents))
 
 
 def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
@@ -148,14 +134,8 @@ def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
 
 def _find_weights(contents: CheckpointContents) -> QuantizedWeights:
     """Return the quantised weights of safetensors files."""
-    tensors: list[FileTensor] = []
-    for entry in contents.entries:
-        (stored,) = entry.chunks.values()
-        tensors.append(
-            FileTensor(
-                entry.name, entry.dtype, entry.shape, stored.file, stored.offset, stored.nbytes
-            )
-        )
+    # A tensor of safetensors files is one array.
+    tensors = [entry.placement[0].array for entry in contents.entries]
     return find_stored_weights(
         model_quantization(contents.config, contents.folder),
         tensors,
@@ -178,17 +158,15 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
     files = contents.byte_sources
     blob = DequantizedBlob(contents.display_name, weights.decoders, files, DECODED_DTYPE)
     number = len(files)
-    decoded: dict[str, TensorEntry] = {}
+    decoded: dict[str, SourceTensor] = {}
+    places: dict[str, FilePosition | None] = {}
     for decoder, start in zip(weights.decoders, blob.weight_offsets):
-        nbytes = math.prod(decoder.shape) * itemsize(DECODED_DTYPE)
-        entry = _single_chunk_entry(
-            decoder.name, DECODED_DTYPE, decoder.shape, StoredRange(number, start, nbytes)
-        )
+        values = whole_array(decoder.name, DECODED_DTYPE, decoder.shape, (number, start))
         codes = decoder.stored[0]
-        stored = StoredRange(codes.file, codes.offset, codes.nbytes)
-        decoded[codes.name] = replace(entry, encoded_first_chunk=stored)
+        decoded[codes.name] = stored_tensor(values)
+        places[decoder.name] = codes.position
     stored_names = weights.stored_names | weights.activation_scales
-    entries: list[TensorEntry] = []
+    entries: list[SourceTensor] = []
     for entry in contents.entries:
         if entry.name in decoded:
             entries.append(decoded[entry.name])
@@ -199,10 +177,11 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
         entries=tuple(entries),
         config=without_quantization(contents.config),
         blobs=(*files, blob),
+        encoded_places=places,
     )
 
 
-def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
+def _read_safetensors(path: AnyPath, display_name: str) -> CheckpointContents:
     folder = read_safetensors_folder(path)
     manifest = read_manifest(path) or NO_MANIFEST
     check_headers(path, manifest, file_stamps(folder.headers))
@@ -210,7 +189,7 @@ def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
         display_name=display_name,
         kind="safetensors",
         folder=path,
-        entries=tuple(map(_safetensors_entry, folder.tensors)),
+        entries=tuple(map(stored_tensor, folder.tensors)),
         files=tuple(path / header.file_name for header in folder.headers),
         config=_read_config_if_present(path),
         manifest=manifest,
@@ -218,7 +197,7 @@ def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
+def _read_adapter(path: AnyPath, display_name: str) -> CheckpointContents:
     """Read an adapter of PEFT. Adapters with unsupported settings can be shown, but not merged."""
     from prepcli.sources.openers.peft_settings import read_settings
 
@@ -243,7 +222,7 @@ def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
         display_name=display_name,
         kind="adapter",
         folder=path,
-        entries=tuple(map(_safetensors_entry, header.tensors)),
+        entries=tuple(map(stored_tensor, header.tensors)),
         files=(path / header.file_name,),
         config={},
         manifest=manifest,
@@ -252,43 +231,15 @@ def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _read_config_if_present(folder: Path) -> HFConfig:
+def _read_config_if_present(folder: AnyPath) -> HFConfig:
     if (folder / CONFIG).exists():
         return read_config(folder / CONFIG)
     return {}
 
 
-def _safetensors_entry(tensor: FileTensor) -> TensorEntry:
-    stored = StoredRange(tensor.file, tensor.offset, tensor.nbytes)
-    return _single_chunk_entry(tensor.name, tensor.dtype, tensor.shape, stored)
-
-
-def _single_chunk_entry(
-    name: str, dtype: str, shape: tuple[int, ...], stored: StoredRange
-) -> TensorEntry:
-    path = tuple(name.split(".", MAX_PATH_PARTS - 1))
-    return TensorEntry(name, path, dtype, shape, shape, _single_chunk_table(shape, stored))
-
-
-def _single_chunk_table(
-    shape: tuple[int, ...], stored: StoredRange
-) -> dict[ChunkIndex, StoredRange]:
-    return {(0,) * len(shape): stored}
-
-
-def _read_torch(path: Path, display_name: str) -> CheckpointContents:
+def _read_torch(path: AnyPath, display_name: str) -> CheckpointContents:
     """Read the contents of PyTorch weight files."""
     folder = read_torch_folder(path)
-    entries = tuple(
-        _entry_from_placement(
-            tensor.name,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            placement=(placement_of(tensor, tensor.file),),
-            first_element=(tensor.file, tensor.offset),
-        )
-        for tensor in folder.tensors
-    )
     non_arrays = [str(tensor) for tensor in folder.unindexed]
     for header in folder.headers:
         non_arrays += [f"{header.file_name}: {text}" for text in header.non_tensors]
@@ -296,7 +247,7 @@ def _read_torch(path: Path, display_name: str) -> CheckpointContents:
         display_name=display_name,
         kind="torch",
         folder=path,
-        entries=entries,
+        entries=tuple(map(stored_tensor, folder.tensors)),
         files=folder.files,
         config=_read_config_if_present(path),
         manifest=NO_MANIFEST,
@@ -304,27 +255,14 @@ def _read_torch(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _read_dcp(path: Path, display_name: str) -> CheckpointContents:
+def _read_dcp(path: AnyPath, display_name: str) -> CheckpointContents:
     """Read the contents of a PyTorch distributed checkpoint."""
     folder = read_dcp_folder(path)
-    entries: list[TensorEntry] = []
-    for tensor in folder.tensors:
-        first_element = (0, 0)
-        if tensor.boxes:
-            first_element = (tensor.boxes[0].file, tensor.boxes[0].offset)
-        entry = _entry_from_placement(
-            tensor.name,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            placement=box_locations(tensor),
-            first_element=first_element,
-        )
-        entries.append(entry)
     return CheckpointContents(
         display_name=display_name,
         kind="dcp",
         folder=path,
-        entries=tuple(entries),
+        entries=tuple(map(stored_tensor, folder.tensors)),
         files=folder.files,
         config=_read_config_if_present(path),
         manifest=NO_MANIFEST,
@@ -332,29 +270,17 @@ def _read_dcp(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _read_meta_llama(path: Path, display_name: str) -> CheckpointContents:
+def _read_meta_llama(path: AnyPath, display_name: str) -> CheckpointContents:
     """Read a LLaMA checkpoint in Meta's own format: `params.json` and one file per shard.
 
     The entries are the Hugging Face tensors, each assembled from the shards.
     """
     source = open_meta(path, display_name, NO_HINTS)
-    file_of_blob = [source.files.index(blob) for blob in source.byte_sources]
-    entries: list[TensorEntry] = []
-    for tensor in source.tensors:
-        blob, offset = _first_element(tensor)
-        entry = _entry_from_placement(
-            source.names.display_name(tensor.name),
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            placement=tensor.placement,
-            first_element=(file_of_blob[blob], offset),
-        )
-        entries.append(entry)
     return CheckpointContents(
         display_name=display_name,
         kind="meta",
         folder=path,
-        entries=tuple(entries),
+        entries=_renamed(source, _display_names(source)),
         files=source.files,
         config=source.config,
         manifest=NO_MANIFEST,
@@ -362,47 +288,23 @@ def _read_meta_llama(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _first_element(tensor: SourceTensor) -> tuple[int, int]:
-    """Return the file and the offset of the first element of a tensor, which may be split among files."""
-    box = ((0, 1),) * len(tensor.shape)
-    item_nbytes = itemsize(tensor.dtype)
-    copy = next(location_copies(tensor.placement, tensor.shape, item_nbytes=item_nbytes, box=box))
-    return copy.file, copy.file_offset
+def _renamed(source: Source, names: Iterable[str]) -> tuple[SourceTensor, ...]:
+    """Return the parameters of a source under other names."""
+    tensors: list[SourceTensor] = []
+    for tensor, name in zip(source.tensors, names, strict=True):
+        tensors.append(replace(tensor, name=name, digests=()))
+    return tuple(tensors)
 
 
-def _entry_from_placement(
-    name: str,
-    *,
-    dtype: str,
-    shape: tuple[int, ...],
-    placement: Locations,
-    first_element: tuple[int, int],
-) -> TensorEntry:
-    """Return a tensor, as one chunk if it is contiguous.
-
-    `first_element` is the file and offset of its first element.
-    """
-    path = tuple(name.split(".", MAX_PATH_PARTS - 1))
-    stored = StoredRange(*first_element, array_bits(dtype, shape) // 8)
-    location = placement[0]
-    if isinstance(location, Contiguous):
-        chunks = _single_chunk_table(
-            shape, StoredRange(location.file, location.offset, stored.nbytes)
-        )
-        return TensorEntry(name, path, dtype, shape, shape, chunks, stored)
-    return TensorEntry(name, path, dtype, shape, shape, {}, stored, placement)
+def _display_names(source: Source) -> Iterator[str]:
+    return (source.names.display_name(tensor.name) for tensor in source.tensors)
 
 
-def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> CheckpointContents:
+def _read_flax(kind: msgpack.MsgpackKind, path: AnyPath, display_name: str) -> CheckpointContents:
     flax_files = read_flax_files(path, kind)
     non_arrays = [str(tensor) for tensor in flax_files.unindexed]
     for document in flax_files.documents:
         non_arrays += map(str, document.non_arrays)
-    entries: list[TensorEntry] = []
-    for array, file, offset in flax_files.array_locations():
-        stored = StoredRange(file, offset, sum(length for _, length in array.runs))
-        entry = _single_chunk_entry(".".join(array.path), array.dtype, array.shape, stored)
-        entries.append(replace(entry, path=array.path))
     folder = path if path.is_dir() else path.parent
     manifest = (read_manifest(path) or NO_MANIFEST) if path.is_dir() else NO_MANIFEST
     check_headers(folder, manifest, flax_files.stamps)
@@ -410,28 +312,28 @@ def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> Chec
         display_name=display_name,
         kind=kind,
         folder=path,
-        entries=tuple(entries),
+        entries=tuple(map(stored_tensor, flax_files.arrays)),
         files=flax_files.files,
         config=_read_config_if_present(folder),
         manifest=manifest,
         non_arrays=tuple(non_arrays),
-        blobs=flax_files.blobs,
     )
 
 
-def _read_orbax(path: Path, display_name: str, *, is_remote: bool) -> CheckpointContents:
-    """Read the contents of an Orbax checkpoint. With `is_remote`, its data files are placeholders."""
-    item = read_item(find_item(path) or path, is_remote=is_remote)
+def _read_orbax(path: AnyPath, display_name: str) -> CheckpointContents:
+    """Read the contents of an Orbax checkpoint."""
+    item = read_item(find_item(path) or path)
     manifest = read_manifest(find_manifest_folder(item.folder)) or NO_MANIFEST
     config_path = find_config(item.folder, path)
     near_config = read_config(config_path) if config_path else {}
-    blobs, _ = stored_leaves(item)
-    blob_of_array = {
-        blob.array_number: number
-        for number, blob in enumerate(blobs)
-        if isinstance(blob, DecodedArray)
-    }
-    names = dict.fromkeys(chain.from_iterable(item.codec_names))
+    blobs, leaves = stored_leaves(item)
+    places: dict[str, FilePosition | None] = {}
+    for blob in blobs:
+        if isinstance(blob, DecodedArray):
+            _, first = next(blob.meta.stored_chunks(), (None, b""))
+            is_in_file = isinstance(first, StoredRange)
+            places[blob.meta.name] = (first.file, first.offset) if is_in_file else None
+    names = dict.fromkeys(chain.from_iterable(array.codecs for array in item.arrays))
     # A checksum compresses nothing.
     codecs = [name for name in names if not CODECS[name].is_checksum]
     unlisted = (f"{name} is in the index, but not in the tree" for name in item.unlisted_names)
@@ -439,50 +341,14 @@ def _read_orbax(path: Path, display_name: str, *, is_remote: bool) -> Checkpoint
         display_name=display_name,
         kind="orbax",
         folder=item.folder,
-        entries=tuple(
-            _orbax_entry(item, number, blob_of_array.get(number))
-            for number in range(len(item.arrays))
-        ),
+        entries=tuple(map(stored_tensor, leaves.values())),
         files=item.files,
         config=manifest.config or near_config,
         manifest=manifest,
         non_arrays=(*map(_describe_non_array, item.non_arrays), *unlisted),
         blobs=blobs,
+        encoded_places=places,
         codecs=tuple(codecs),
-    )
-
-
-def _orbax_entry(item: OrbaxItem, array_number: int, blob: int | None) -> TensorEntry:
-    """Return the entry of an array.
-
-    Its chunks are in data files, or decoded in blob number `blob`.
-    """
-    meta = item.arrays[array_number]
-    stored_values = item.chunks[array_number]
-    if blob is None:
-        # OCDBT may keep a small chunk inline in its index. Such a chunk has no byte range.
-        first = None
-        chunks = {
-            index: value for index, value in stored_values.items() if isinstance(value, StoredRange)
-        }
-    else:
-        # b'' and not None if no chunk is stored. For None, `first_chunk` would return a range of the decoded
-        # blob, which is not a byte range of a file.
-        first = next(iter(stored_values.values()), b"")
-        # The blob has all chunks decoded, in C order of the grid: in a grid [2, 3] with chunks of 64 bytes,
-        # chunk [1, 0] is number 3 and begins at byte 192.
-        nbytes = meta.chunk_nbytes
-        chunks = {
-            unravel_chunk_index(meta.grid, number): StoredRange(blob, number * nbytes, nbytes)
-            for number in range(math.prod(meta.grid))
-        }
-    path = tuple(map(str, meta.path[: MAX_PATH_PARTS - 1]))
-    if len(meta.path) >= MAX_PATH_PARTS:
-        rest = (dotted_name(meta.path[MAX_PATH_PARTS - 1 :]),)
-    else:
-        rest = ()
-    return TensorEntry(
-        meta.name, path + rest, meta.dtype, meta.shape, meta.chunk_shape, chunks, first
     )
 
 
@@ -512,19 +378,12 @@ def read_mapped_contents(
         PrepError: The checkpoint is broken, or the map or layout does not fit it.
     """
     source = open_source(located, config_path, verbatim=None, tensor_map=tensor_map, layout=layout)
-    entries: list[TensorEntry] = []
-    for tensor in source.tensors:
-        name = source.file_name(tensor)
-        stored = StoredRange(*_first_element(tensor), tensor.nbytes)
-        path = tuple(name.split(".", MAX_PATH_PARTS - 1))
-        dtype, shape = tensor.dtype, tensor.shape
-        entries.append(TensorEntry(name, path, dtype, shape, shape, {}, stored, tensor.placement))
     return CheckpointContents(
         display_name=source.display_name,
         # The names and shapes are those of a Hugging Face folder, in whatever format they are stored.
         kind="safetensors",
         folder=source.root,
-        entries=tuple(entries),
+        entries=_renamed(source, map(source.file_name, source.tensors)),
         files=source.files,
         config=source.config,
         manifest=NO_MANIFEST,
@@ -533,7 +392,7 @@ def read_mapped_contents(
 
 
 def read_gguf_contents(
-    path: Path, display_name: str, config_path: Path | None = None
+    path: AnyPath, display_name: str, config_path: Path | None = None
 ) -> CheckpointContents:
     """Return the contents of a GGUF model.
 
@@ -546,42 +405,36 @@ def read_gguf_contents(
         PrepError: The file is broken, or its architecture or one of its types is not supported.
     """
     source = cast_decoded(open_gguf(path, display_name, SourceHints(config_path)), DECODED_DTYPE)
-    entries: list[TensorEntry] = []
+    entries = _renamed(source, _display_names(source))
     decoders: dict[str, GgufDecoder] = {}
-    for tensor in source.tensors:
+    places: dict[str, FilePosition | None] = {}
+    for tensor, entry in zip(source.tensors, entries):
         decoder = decoder_of_tensor(source, tensor)
         assert isinstance(decoder, GgufDecoder)
-        blocks = decoder.stored[0]
-        entry = _entry_from_placement(
-            source.names.display_name(tensor.name),
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            placement=tensor.placement,
-            first_element=(blocks.file, blocks.offset),
-        )
-        stored = StoredRange(blocks.file, blocks.offset, blocks.nbytes)
-        entries.append(replace(entry, encoded_first_chunk=stored))
+        places[entry.name] = decoder.stored[0].position
         if decoder.type_name not in FLOAT_TYPES:
             decoders[decoder.name] = decoder
     return CheckpointContents(
         display_name=display_name,
         kind="gguf",
         folder=path,
-        entries=tuple(entries),
+        entries=entries,
         files=source.files,
         config={**source.config, "quantization_config": dict(source.quantization)},
         manifest=NO_MANIFEST,
         blobs=source.blobs,
+        encoded_places=places,
         decoders=tuple(decoders.values()),
     )
 
 
-READERS: Mapping[Kind, Callable[[Path, str], CheckpointContents]] = {
+READERS: Mapping[Kind, Callable[[AnyPath, str], CheckpointContents]] = {
     "safetensors": _read_safetensors,
     "flax": partial(_read_flax, "flax"),
     "easylm": partial(_read_flax, "easylm"),
     "torch": _read_torch,
     "meta": _read_meta_llama,
     "dcp": _read_dcp,
+    "orbax": _read_orbax,
     "adapter": _read_adapter,
 }

@@ -14,7 +14,7 @@ from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.lists import join_names
 from prepcli.core.suggest import did_you_mean
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.inspection.checkpoint_contents import CheckpointContents, TensorEntry
+from prepcli.inspection.checkpoint_contents import CheckpointContents
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family, parameter_rows
 from prepcli.models.rule_text import with_default_preset
@@ -22,6 +22,7 @@ from prepcli.planning.quantization_leaves import is_quantization_leaf
 from prepcli.planning.state_names import PARAMS, TOWERS
 from prepcli.planning.tensor_match import detect_names
 from prepcli.sources.model_family import select_family
+from prepcli.sources.source import SourceTensor
 from prepcli.sources.source_hints import SourceHints
 from prepcli.targets.orbax_item import is_tower_leaf
 
@@ -78,7 +79,7 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
         layout = NO_MANIFEST
     names = detect_names(family, config, full_names=[entry.name for entry in contents.entries])
     # An item has leaves, and a Hugging Face file has tensors: several of them may form one leaf.
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[str, SourceTensor] = {}
     for entry in contents.entries:
         name = entry.name
         if not is_item:
@@ -150,7 +151,7 @@ def _is_kept(contents: CheckpointContents) -> bool:
 
 
 def _check_shape(
-    contents: CheckpointContents, entry: TensorEntry, expected: tuple[int, ...]
+    contents: CheckpointContents, entry: SourceTensor, expected: tuple[int, ...]
 ) -> None:
     if entry.shape != expected:
         why = f"its shape is {list(entry.shape)}, its config implies {list(expected)}"

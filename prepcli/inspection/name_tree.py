@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prepcli.core.formatting import format_bytes
-from prepcli.inspection.checkpoint_contents import TensorEntry
+from prepcli.inspection.checkpoint_contents import name_path
+from prepcli.sources.source import SourceTensor
 
 # Without leading zeros: `int` and `str` must give the label back. 9 digits bound the conversion.
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
@@ -45,16 +46,16 @@ class TreeNode:
 
 @dataclass(slots=True)
 class _TreeBuilder:
-    entry: TensorEntry | None = None
+    entry: SourceTensor | None = None
     children: dict[str, _TreeBuilder] = field(default_factory=dict)
 
 
-def build_tree(entries: Iterable[TensorEntry]) -> tuple[TreeNode, ...]:
+def build_tree(entries: Iterable[SourceTensor]) -> tuple[TreeNode, ...]:
     """Build the tree of the entries, in their order."""
     root = _TreeBuilder()
     for entry in entries:
         builder = root
-        for part in entry.path:
+        for part in name_path(entry):
             builder = builder.children.setdefault(part, _TreeBuilder())
         builder.entry = entry
     tree = _to_node(root)

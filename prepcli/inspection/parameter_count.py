@@ -6,24 +6,22 @@ import math
 import re
 
 from prepcli.algebra.axis_map import ParsedAxisMap, bind_row
-from prepcli.algebra.grids import StridedPlacement
 from prepcli.core.errors import PrepError
 from prepcli.core.json_types import HFConfig
-from prepcli.inspection.checkpoint_contents import CheckpointContents
+from prepcli.inspection.checkpoint_contents import CheckpointContents, name_path
 from prepcli.models.parameters import Family, StoredShapes, parameter_rows
 from prepcli.models.prediction import prediction_names
-from prepcli.planning.chunk_placement import LeafPiece
+from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.libraries import find_marked_library
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensor_match import TensorNames, detect_names
 from prepcli.sources.foreign_trees import match_foreign_tree
 from prepcli.sources.multimodal import MULTIMODAL_KINDS
-from prepcli.sources.tree_tensors import StoredLeaf
 
 
 def nbytes_below(contents: CheckpointContents, root: str) -> int:
     """Return the bytes of the entries below a root key, such as `opt_state`."""
-    return sum(entry.nbytes for entry in contents.entries if entry.path[0] == root)
+    return sum(entry.nbytes for entry in contents.entries if name_path(entry)[0] == root)
 
 
 def count_parameters(contents: CheckpointContents) -> int | None:
@@ -37,7 +35,7 @@ def count_parameters(contents: CheckpointContents) -> int | None:
     if family is None:
         return None
     if contents.kind == "orbax":
-        params = [entry for entry in contents.entries if entry.path[0] == PARAMS]
+        params = [entry for entry in contents.entries if name_path(entry)[0] == PARAMS]
         # The items of Tunix and Levanter have other root keys.
         if params:
             return sum(math.prod(entry.shape) for entry in params)
@@ -114,18 +112,12 @@ def _count_parameters(family: Family, contents: CheckpointContents) -> int | Non
 
 def _tree_tensor_shapes(family: Family, contents: CheckpointContents) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the family's tensors in another library's tree, by bare name."""
-    leaves: dict[str, StoredLeaf] = {}
+    leaves: dict[str, Array] = {}
     for entry in contents.entries:
-        chunk_shape = tuple(max(1, n) for n in entry.shape)
-        leaves[entry.name] = StoredLeaf(entry.shape, entry.dtype, chunk_shape, _no_placement)
+        # Only names, dtypes and shapes are matched, not places.
+        leaves[entry.name] = whole_array(entry.name, entry.dtype, entry.shape, (0, 0))
     tree = match_foreign_tree(leaves, family, contents.config, contents.display_name)
     return {tensor.name: tensor.shape for tensor in tree.tensors}
-
-
-def _no_placement(piece: LeafPiece) -> StridedPlacement:
-    """Return a placeholder: only the shape of the chunk is used."""
-    zeros = (0,) * len(piece.grid.shape)
-    return StridedPlacement(0, 0, zeros, zeros)
 
 
 def _name_pattern(row: ParsedAxisMap) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,15 +10,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from prepcli.algebra.boxes import strides
+from prepcli.algebra.chunks import ArrayParts, FilePosition
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.engine.files import ByteArray, RunReader, allocate_buffer
+from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
-from prepcli.inspection.checkpoint_contents import TensorEntry
-from prepcli.planning.plan import Contiguous, Locations, Stream
+from prepcli.inspection.checkpoint_contents import num_chunks
+from prepcli.planning.arrays import Array, whole_array
+from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import Slab, split_stream_evenly
-from prepcli.planning.tensors import ITEM_BITS, itemsize
-from prepcli.remote.remote_files import PART_NBYTES
+from prepcli.planning.tensors import ITEM_BITS
+from prepcli.sources.source import SourceTensor, stored_tensor
+from prepcli.stores.buffers import ByteArray, allocate_buffer
+from prepcli.stores.byte_ranges import PART_NBYTES
 
 # Bytes per read. The values fit into a CPU cache, even after the conversion to float32 and with the 8-byte indices
 # that select the elements without padding.
@@ -82,7 +87,7 @@ class _Accumulator:
 
 
 def compute_stats(
-    entry: TensorEntry,
+    entry: SourceTensor,
     files: RunReader,
     on_read: Callable[[int], object],
     *,
@@ -143,18 +148,17 @@ def stats_cells(statistics: TensorStats | None) -> list[str]:
     return cells
 
 
-def stored_nbytes(entry: TensorEntry) -> int:
+def stored_nbytes(entry: SourceTensor) -> int:
     """Return the number of bytes that `compute_stats` reads, in whole chunks."""
+    location = entry.placement[0]
+    if location.axis_map is not None or len(entry.placement) > 1:
+        return entry.nbytes
     # Chunks at the edge are stored whole, with padding beyond the tensor.
-    chunk_nbytes = math.prod(entry.chunk_shape) * itemsize(entry.dtype)
-    nbytes = len(entry.chunks) * chunk_nbytes
-    if entry.placement:
-        nbytes += entry.nbytes
-    return nbytes
+    return num_chunks(entry) * location.chunk_nbytes
 
 
 def _entry_values(
-    entry: TensorEntry, runs: _TensorReader, on_read: Callable[[int], object]
+    entry: SourceTensor, runs: _TensorReader, on_read: Callable[[int], object]
 ) -> Iterator[np.ndarray]:
     """Yield the values of an entry, chunk by chunk, without padding beyond its edge."""
     # A file may hold other bytes than 0 and 1, which are undefined values of a NumPy bool.
@@ -162,24 +166,40 @@ def _entry_values(
         dtype = np.dtype(np.uint8)
     else:
         dtype = numpy_dtype(entry.dtype)
-    if entry.placement:
-        for _, data in runs.read_in_element_order(entry, entry.placement):
+    array = entry.placement[0].array
+    if array.is_contiguous or not _is_in_chunks(entry):
+        for _, data in runs.read_in_element_order(entry):
             on_read(data.size)
             yield data.view(dtype)
-    for index, stored in entry.chunks.items():
-        inside: list[int] = []
-        for i, length, extent in zip(index, entry.chunk_shape, entry.shape):
-            # E.g. extent 10 in chunks of 4: chunk 2 has 10 - 2 * 4 = 2 rows inside.
-            inside.append(min(length, extent - i * length))
-        is_padded = inside != list(entry.chunk_shape)
-        chunk = (Contiguous(stored.file, stored.offset),)
-        for start, data in runs.read_in_element_order(entry, chunk):
+        return
+    for chunk, inside in _iter_chunks(array):
+        for start, data in runs.read_in_element_order(chunk):
             on_read(data.size)
             values = data.view(dtype)
-            if is_padded:
+            if inside != array.chunk_shape:
                 first = start // dtype.itemsize
-                values = values[_unpadded_mask(first, values.size, entry.chunk_shape, inside)]
+                values = values[_unpadded_mask(first, values.size, array.chunk_shape, inside)]
             yield values
+
+
+def _is_in_chunks(tensor: SourceTensor) -> bool:
+    """Return whether a tensor is an array in chunks, each in C order."""
+    location = tensor.placement[0]
+    has_chunks = not isinstance(location.array.chunks, ArrayParts)
+    return location.axis_map is None and location.array.strides is None and has_chunks
+
+
+def _iter_chunks(array: Array) -> Iterator[tuple[SourceTensor, tuple[int, ...]]]:
+    """Yield each chunk of an array as a tensor, and its shape without the padding beyond the array."""
+    assert not isinstance(array.chunks, ArrayParts)
+    for index in itertools.product(*map(range, array.grid.chunk_counts)):
+        inside: list[int] = []
+        for i, length, extent in zip(index, array.chunk_shape, array.shape):
+            # E.g. extent 10 in chunks of 4: chunk 2 has 10 - 2 * 4 = 2 rows inside.
+            inside.append(min(length, extent - i * length))
+        position = array.chunks.find(index)
+        chunk = whole_array(array.name, array.dtype, array.chunk_shape, position)
+        yield stored_tensor(chunk), tuple(inside)
 
 
 class _TensorReader:
@@ -192,28 +212,26 @@ class _TensorReader:
         if is_remote:
             self._remote_buffer = allocate_buffer(REMOTE_READ_NBYTES)
 
-    def read_in_element_order(
-        self, entry: TensorEntry, locations: Locations
-    ) -> Iterator[tuple[int, ByteArray]]:
-        """Yield the bytes of a tensor or chunk in the order of its elements, each run with its byte offset."""
-        rows = 1
-        if entry.chunk_shape:
-            rows = entry.chunk_shape[0]
-        stream = Stream(entry.name, entry.dtype, entry.chunk_shape, (0, rows), locations, ())
-        if self._remote_buffer is not None and isinstance(locations[0], Contiguous):
-            yield from self._read_remote(stream, locations[0], self._remote_buffer)
+    def read_in_element_order(self, tensor: SourceTensor) -> Iterator[tuple[int, ByteArray]]:
+        """Yield the bytes of a tensor in the order of its elements, each run with its byte offset."""
+        rows = tensor.shape[0] if tensor.shape else 1
+        stream = Stream(tensor.name, tensor.dtype, tensor.shape, (0, rows), tensor.placement, ())
+        location = tensor.placement[0]
+        if self._remote_buffer is not None and location.is_contiguous:
+            yield from self._read_remote(stream, location.position, self._remote_buffer)
         else:
             yield from read_values(self._files, stream, buffers=self._buffers)
 
     def _read_remote(
-        self, stream: Stream, location: Contiguous, buffer: ByteArray
+        self, stream: Stream, position: FilePosition, buffer: ByteArray
     ) -> Iterator[tuple[int, ByteArray]]:
         """Read several runs at once, and yield them one by one."""
         slabs = split_stream_evenly(0, stream, max_nbytes=RUN_NBYTES)
         for group in _slab_groups(slabs, buffer.size):
             first = group[0].start
             nbytes = sum(slab.nbytes for slab in group)
-            copy = StridedCopy(0, location.file, location.offset + first, nbytes)
+            file, offset = position
+            copy = StridedCopy(0, file, offset + first, nbytes)
             data = self._files.read_runs([copy], buffer)
             for slab in group:
                 start = slab.start - first

@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 from prepcli.algebra.axis_map import (
@@ -178,6 +179,30 @@ class WeightTying:
     tied_by_default: bool
     stored_head_unties: Callable[[HFConfig], bool] = lambda config: False
     untied_fields: Callable[[HFConfig], HFConfig] = lambda config: {}
+
+
+class LazyLayouts(Mapping[str, TreeLayout]):
+    """The trees of other libraries. They are made at their first use: most commands need none."""
+
+    def __init__(self, make: Callable[[], Mapping[str, TreeLayout]]) -> None:
+        """Make the trees with `make`."""
+        self._make = make
+
+    @cached_property
+    def _layouts(self) -> Mapping[str, TreeLayout]:
+        return self._make()
+
+    def __getitem__(self, name: str) -> TreeLayout:
+        """Return a tree by name."""
+        return self._layouts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        return iter(self._layouts)
+
+    def __len__(self) -> int:
+        """Return the number of trees."""
+        return len(self._layouts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,7 +208,7 @@ def build_family(
             tied_by_default=tied_by_default,
         ),
         arch_config=arch_config,
-        layouts=layouts or {},
+        layouts={} if layouts is None else layouts,
         dropout_fields=dropout_fields,
         layer_numbers=layer_numbers,
         default_prediction_layers=default_prediction_layers,

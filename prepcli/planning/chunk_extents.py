@@ -57,10 +57,10 @@ def chunk_extents(leaves: Sequence[OutputLeaf]) -> list[ChunkExtent]:
     extents: list[ChunkExtent] = []
     for leaf in leaves:
         for box in leaf.placed_chunks:
-            placement = box.placement
-            stride_nbytes = placement.strides[-1] if placement.strides else leaf.chunk_nbytes
+            chunks = box.chunks
+            stride_nbytes = chunks.strides[-1] if chunks.strides else leaf.chunk_nbytes
             extents.append(
-                ChunkExtent(placement.file, placement.offset, stride_nbytes, box, blocks[leaf.name])
+                ChunkExtent(chunks.file, chunks.offset, stride_nbytes, box, blocks[leaf.name])
             )
     return sorted(extents, key=lambda extent: (extent.file, extent.offset))
 

@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim
-from prepcli.algebra.gapped_regions import GappedRegion
-from prepcli.algebra.grids import ChunkGrid, Placement, StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.planning.arrays import Location, MappedArray
 from prepcli.planning.map_rows import MapRow
-from prepcli.planning.plan import Contiguous, Location, Strided
 
 AxisFactors = tuple[SizedAxis, ...]
 # Prefix of the axes of the stored leaf that are no dims of the stored tensor, e.g. its layers.
@@ -18,8 +15,8 @@ STORED_AXIS = "stored "
 
 
 def compose_location(
-    row: MapRow, indices: Mapping[str, int], stored: Location, itemsize: int
-) -> Location | None:
+    row: MapRow, indices: Mapping[str, int], stored: Location
+) -> MappedArray | None:
     """Return where a target of a map is stored, given the location of one of its sources.
 
     A target [ffn, embed] from a source `embed (half=1 ffn)` is a leaf of the dims of the source. Its axes have the
@@ -29,50 +26,31 @@ def compose_location(
         row: The row of the map.
         indices: Index of each atom in the name of the target or of the source.
         stored: Location of the whole source.
-        itemsize: Bytes per element.
 
     Returns:
         The location. None if the source is stored in several parts.
     """
-    if isinstance(stored, GappedRegion):
-        region = compose_location(row, indices, stored.region, itemsize)
-        if isinstance(region, ChunkedLocation):
-            return replace(stored, region=region)
-        return None
-    shape = row.source.source_shape
-    zeros = (0,) * len(shape)
     dims = [_stored_factors(dim) for dim in row.source.source_dims]
     starts = [dim.start for dim in row.source.source_dims]
     fixed = _fixed_indices(row.source)
-    if isinstance(stored, Contiguous):
-        grid = ChunkGrid(shape, shape)
-        placement: Placement = StridedPlacement(stored.file, stored.offset, zeros, zeros)
-    elif isinstance(stored, Strided):
-        # Each element is a chunk, because the elements of a view may have gaps.
-        grid = ChunkGrid(shape, (1,) * len(shape))
-        placement = StridedPlacement(stored.file, stored.offset, zeros, stored.strides)
-    else:
+    if stored.axis_map is not None:
         order = _dims_of_leaf(stored)
         if order is None:
             return None
-        grid = stored.grid
-        placement = stored.placement
         dims = [dims[dim] if isinstance(dim, int) else dim for dim in order]
         starts = [starts[dim] if isinstance(dim, int) else 0 for dim in order]
         for atom, index in stored.stacked_indices:
             fixed[STORED_AXIS + atom] = index
     axis_map = AxisMap(row.target.text, tuple(dims), (row.target.text,), _target_dims(row, indices))
-    return ChunkedLocation(
+    return MappedArray(
         axis_map,
         (*indices.items(), *fixed.items()),
-        grid,
-        placement,
-        itemsize,
+        stored.array,
         tuple(starts) if any(starts) else None,
     )
 
 
-def _dims_of_leaf(stored: ChunkedLocation) -> list[int | AxisFactors] | None:
+def _dims_of_leaf(stored: MappedArray) -> list[int | AxisFactors] | None:
     """Return the dim of the tensor for each dim of its leaf, or the stacked axes of the leaf dim.
 
     None if a dim of the tensor is only a part of the leaf dim, or several of them.

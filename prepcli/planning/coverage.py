@@ -9,12 +9,12 @@ from typing import Literal
 
 from prepcli.algebra.axis_map import TensorDim
 from prepcli.algebra.boxes import Range, strides
-from prepcli.algebra.strided_copies import ChunkedLocation, StridedCopy
+from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
-from prepcli.planning.plan import Contiguous, Locations, OutputLeaf, Plan, Stream, location_copies
+from prepcli.planning.arrays import Locations, MappedArray, location_copies
+from prepcli.planning.plan import OutputLeaf, Plan, Stream
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.slabs import Slab
-from prepcli.planning.tensors import itemsize
 
 # File number, start byte, stop byte.
 FileSpan = tuple[int, int, int]
@@ -56,7 +56,7 @@ def check(plan: Plan, make_slabs: Callable[[], Iterable[Slab]]) -> None:
         expected_reads: list[FileSpan] = []
         for stream in plan.streams:
             if is_decoded_tensor(stream.name) == is_check:
-                expected_reads += _stream_spans(stream, stream.reads, itemsize(stream.dtype))
+                expected_reads += _stream_spans(stream, stream.reads)
         _check_equal_spans("read", actual, _merge_spans("read", expected_reads))
     actual = _merge_spans("written", _slab_spans(plan, make_slabs(), "writes"))
     _check_equal_spans("written", actual, _merge_spans("written", _expected_write_spans(plan)))
@@ -93,7 +93,7 @@ def written_spans(plan: Plan) -> list[FileSpan]:
 
 def stream_write_spans(stream: Stream) -> list[FileSpan]:
     """Return the byte ranges of the data files written by a stream."""
-    return _stream_spans(stream, stream.writes, itemsize(stream.written_dtype))
+    return _stream_spans(stream, stream.writes)
 
 
 def _check_stream(stream: Stream) -> None:
@@ -101,7 +101,7 @@ def _check_stream(stream: Stream) -> None:
     if not stream.reads and stream.fill is None:
         raise _coverage_error(f"{stream.name} is neither read nor filled")
     for locations in (stream.reads, stream.writes):
-        regions = [location for location in locations if isinstance(location, ChunkedLocation)]
+        regions = [location for location in locations if location.axis_map is not None]
         for a, b in itertools.combinations(regions, 2):
             if _share_elements(a, b):
                 raise _coverage_error(
@@ -109,7 +109,7 @@ def _check_stream(stream: Stream) -> None:
                 )
 
 
-def _share_elements(a: ChunkedLocation, b: ChunkedLocation) -> bool:
+def _share_elements(a: MappedArray, b: MappedArray) -> bool:
     """Return whether two regions of a tensor have a common element: a common index in every dim."""
     for dim_a, dim_b in zip(a.axis_map.source_dims, b.axis_map.source_dims):
         if _row_indices(dim_a).isdisjoint(_row_indices(dim_b)):
@@ -167,27 +167,14 @@ def _expected_write_spans(plan: Plan) -> list[FileSpan]:
     return spans
 
 
-def _stream_spans(stream: Stream, locations: Locations, item_nbytes: int) -> list[FileSpan]:
+def _stream_spans(stream: Stream, locations: Locations) -> list[FileSpan]:
     """Return the byte ranges of a stream's rows in the files of `locations` (its reads or its writes)."""
     if not stream.nbytes:
         return []
-    spans: list[FileSpan] = []
-    for location in locations:
-        if isinstance(location, Contiguous):
-            # The byte range counts bytes as read, but the location may count bytes of a cast.
-            read_nbytes = itemsize(stream.dtype)
-            start, stop = stream.byte_range
-            span_start = location.offset + start // read_nbytes * item_nbytes
-            span_stop = location.offset + stop // read_nbytes * item_nbytes
-            spans.append((location.file, span_start, span_stop))
-        else:
-            runs = _JoinedRuns()
-            for copy in location_copies(
-                (location,), stream.shape, item_nbytes=item_nbytes, box=stream.box
-            ):
-                runs.add(copy)
-            spans += runs.spans()
-    return spans
+    runs = _JoinedRuns()
+    for copy in location_copies(locations, stream.box):
+        runs.add(copy)
+    return runs.spans()
 
 
 def _chunk_spans(leaf: OutputLeaf) -> list[FileSpan]:
@@ -196,7 +183,7 @@ def _chunk_spans(leaf: OutputLeaf) -> list[FileSpan]:
     spans: list[FileSpan] = []
     for box in leaf.placed_chunks:
         for index in box.indices():
-            file, offset = box.placement.find(index)
+            file, offset = box.chunks.find(index)
             spans.append((file, offset, offset + chunk_nbytes))
     chunk_count = math.prod(leaf.grid.chunk_counts)
     if len(spans) != chunk_count:

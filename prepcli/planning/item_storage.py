@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from prepcli.algebra.chunks import ChunkIndex
+
 # The values of `--storage`.
 StorageName = Literal["ocdbt", "files", "zarr3", "zarr3-files"]
 
-ChunkIndex = tuple[int, ...]
 
 # File with the metadata of an item, as Orbax and as Levanter name it.
 METADATA_FILE = "_METADATA"

@@ -1,19 +1,35 @@
 """Checkpoints of other libraries as data: layouts and formats, places of items, and the parts of training states.
 
 Each library is one entry of LIBRARIES. Readers and writers are functions of an entry. The names and shapes of the
-parameters are in `models`, by the name of the layout.
+parameters are in `models`, by the name of the layout. This module imports no NumPy: every start of `prep` reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from prepcli.planning.manifest_fields import TrainingStateRecord
 from prepcli.planning.state_names import NUM_UPDATES, STEP
 
+if TYPE_CHECKING:
+    from prepcli.planning.manifest_fields import TrainingStateRecord
+
+# The trees of other libraries, as options name them. A test compares them with the entries of LIBRARIES.
+Tree = Literal[
+    "hf-flax",
+    "easylm",
+    "easylm-scanned",
+    "maxtext",
+    "maxtext-unscanned",
+    "tunix",
+    "levanter",
+    "levanter-unscanned",
+    "torchtitan",
+]
+TREES: tuple[Tree, ...] = get_args(Tree)
 HF_LAYOUT = "hf"
+Layout = Literal["hf", Tree]
 DCP_FORMAT = "dcp"
 STREAM_FORMAT = "stream"
 ORBAX_FORMAT = "orbax"

@@ -11,14 +11,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from prepcli.algebra.grids import ExplicitPlacement, Placement, StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
-from prepcli.planning.chunk_moves import (
-    ChunkIndex,
-    move_chunks,
-    replace_placements,
-    single_chunks,
-)
+from prepcli.algebra.chunks import ChunkIndex, Chunks, ChunkTable, FilePosition, StridedChunks
+from prepcli.planning.chunk_moves import move_chunks, replace_chunks, single_chunks
 from prepcli.planning.chunk_placement import MIN_ALIGNED_CHUNK_NBYTES
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan
 from prepcli.planning.slabs import PAGE
@@ -86,29 +80,28 @@ def plan_object_files(plan: Plan) -> Plan:
     if plan.storage.has_chunk_files:
         # In a folder, chunks are compressed from large raw files. Raw chunks have files of their own already.
         return plan if plan.compression is None else _plan_chunk_files(plan)
-    num_writers = _tensors_per_placement(plan)
+    num_writers = _tensors_per_group(plan)
     groups: list[tuple[OutputLeaf, PlacedChunks]] = []
     for leaf in plan.leaves:
         for chunks in leaf.placed_chunks:
             groups.append((leaf, chunks))
     # A chunk of several layers is complete only after the last of them, so that its object stays in
     # memory for a long time. These chunks come last, in objects of their own.
-    groups.sort(key=lambda group: _sort_key(group[0], group[1].placement, num_writers))
+    groups.sort(key=lambda group: _sort_key(group[0], group[1].chunks, num_writers))
     total_nbytes = sum(file.size for file in plan.files)
     files = _FileSizes(max(OBJECT_NBYTES, -(-total_nbytes // MAX_DATA_OBJECTS)))
-    placements: dict[StridedPlacement, Placement] = {}
+    moved: dict[Chunks, Chunks] = {}
     boxes: dict[str, list[PlacedChunks]] = {leaf.name: [] for leaf in plan.leaves}
     was_shared = False
     for leaf, chunks in groups:
-        is_shared = num_writers[chunks.placement] > 1
+        is_shared = num_writers[chunks.chunks] > 1
         if is_shared != was_shared:
             files.close()
         was_shared = is_shared
         files.begin_item(leaf.item)
-        placement, moved = _place_group(files, leaf, chunks)
-        placements[chunks.placement] = placement
-        boxes[leaf.name] += moved
-    moved_plan = replace_placements(plan, placements, boxes)
+        moved[chunks.chunks], moved_boxes = _place_group(files, leaf, chunks)
+        boxes[leaf.name] += moved_boxes
+    moved_plan = replace_chunks(plan, moved, boxes)
     return replace(moved_plan, files=tuple(_output_files(files)))
 
 
@@ -126,47 +119,47 @@ def _plan_chunk_files(plan: Plan) -> Plan:
     return replace(move_chunks(plan, places), files=tuple(files))
 
 
-def _tensors_per_placement(plan: Plan) -> dict[StridedPlacement, int]:
+def _tensors_per_group(plan: Plan) -> dict[Chunks, int]:
     """Return the number of tensors with elements in each group of chunks."""
-    names: dict[StridedPlacement, set[str]] = {}
+    names: dict[Chunks, set[str]] = {}
     for stream in plan.streams:
         for write in stream.writes:
-            if isinstance(write, ChunkedLocation) and isinstance(write.placement, StridedPlacement):
-                names.setdefault(write.placement, set()).add(stream.name)
-    return {placement: len(tensors) for placement, tensors in names.items()}
+            names.setdefault(write.array.chunks, set()).add(stream.name)
+    return {chunks: len(tensors) for chunks, tensors in names.items()}
 
 
 def _sort_key(
-    leaf: OutputLeaf, placement: StridedPlacement, num_writers: dict[StridedPlacement, int]
+    leaf: OutputLeaf, chunks: StridedChunks, num_writers: dict[Chunks, int]
 ) -> tuple[str, bool, int, int]:
-    return leaf.item or "", num_writers[placement] > 1, placement.file, placement.offset
+    return leaf.item or "", num_writers[chunks] > 1, chunks.file, chunks.offset
 
 
 def _place_group(
-    files: _FileSizes, leaf: OutputLeaf, chunks: PlacedChunks
-) -> tuple[Placement, tuple[PlacedChunks, ...]]:
+    files: _FileSizes, leaf: OutputLeaf, group: PlacedChunks
+) -> tuple[Chunks, tuple[PlacedChunks, ...]]:
     """Place a group of chunks: in one file if it fits, otherwise in files of its own."""
-    counts = [stop - first for first, stop in zip(chunks.first, chunks.stop)]
-    strides = chunks.placement.strides
+    counts = [stop - first for first, stop in zip(group.first, group.stop)]
+    strides = group.chunks.strides
     # The last chunk begins (count - 1) strides after the first one, in each dim.
     last_offset = sum((count - 1) * stride for count, stride in zip(counts, strides))
     nbytes = last_offset + leaf.chunk_nbytes
     if nbytes <= files.max_nbytes:
         file, offset = files.append(nbytes)
-        placement = StridedPlacement(file, offset, chunks.first, strides)
-        return placement, (replace(chunks, placement=placement),)
+        chunks = replace(group.chunks, file=file, offset=offset)
+        return chunks, (replace(group, chunks=chunks),)
     # No other tensor shares these files, so that one process can write each tensor.
     files.close()
-    places: dict[tuple[int, ...], tuple[int, int]] = {}
-    for index in chunks.indices():
+    places: dict[ChunkIndex, FilePosition] = {}
+    for index in group.indices():
         places[index] = files.append(leaf.chunk_nbytes)
     files.close()
     # A single chunk needs no entry of its own in the plan.
     if math.prod(counts) == 1:
         ((file, offset),) = places.values()
-        placement = StridedPlacement(file, offset, chunks.first, strides)
-        return placement, (replace(chunks, placement=placement),)
-    return ExplicitPlacement(places), single_chunks(leaf, places)
+        chunks = replace(group.chunks, file=file, offset=offset)
+        return chunks, (replace(group, chunks=chunks),)
+    table = ChunkTable.from_places(group.first, group.stop, places)
+    return table, single_chunks(leaf, places)
 
 
 def _output_files(files: _FileSizes) -> Iterable[OutputFile]:

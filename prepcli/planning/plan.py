@@ -1,54 +1,27 @@
 """A plan of a conversion, as pure data. Equal plans write the same bytes.
 
 A conversion streams each tensor in C order, from its locations in the source to its locations in the output. A
-location is contiguous in a file (`Contiguous`), a strided view (`Strided`), or the chunks of a leaf (`ChunkedLocation`,
-`GappedRegion`). A tensor's digest therefore does not depend on how it is stored, and one engine saves, exports and
-reshards. Padding rows form a separate stream.
+location is an array, or a part of one (`planning.arrays`). A tensor's digest therefore does not depend on how it is
+stored, and one engine saves, exports and reshards. Padding rows form a separate stream.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
-from prepcli.algebra.boxes import Box, Range, full_box, strides, volume
-from prepcli.algebra.gapped_regions import GappedRegion
-from prepcli.algebra.grids import ChunkGrid, StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation, StridedCopy, merge_dims, region_copies
+from prepcli.algebra.boxes import Box, Range, full_box
+from prepcli.algebra.chunks import StridedChunks
+from prepcli.algebra.grids import ChunkGrid
+from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.counts import count_text
+from prepcli.planning.arrays import Locations, location_copies
 from prepcli.planning.item_storage import Compression, ItemStorage, recorded_storage
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.tensors import itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Contiguous:
-    """A location that stores a whole tensor in C order, starting at `offset` of a file."""
-
-    file: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Strided:
-    """A location that stores a whole tensor as a strided view of a PyTorch storage.
-
-    Attributes:
-        file: Number of the file.
-        offset: Offset of the first element.
-        strides: Bytes between neighbouring elements along each dim, above 0.
-    """
-
-    file: int
-    offset: int
-    strides: tuple[int, ...]
-
-
-Location = Contiguous | Strided | ChunkedLocation | GappedRegion
-Locations = tuple[Location, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +219,12 @@ class PlacedChunks:
     Attributes:
         first: Index of the first chunk.
         stop: Exclusive upper bound of the chunk indices, per dim.
-        placement: Where the chunks are stored.
+        chunks: Where the chunks are stored.
     """
 
     first: tuple[int, ...]
     stop: tuple[int, ...]
-    placement: StridedPlacement
+    chunks: StridedChunks
 
     def indices(self) -> Iterator[tuple[int, ...]]:
         """Return the index of every chunk, in C order."""
@@ -425,67 +398,10 @@ def _describe_stream(stream: Stream, display_name: str) -> str:
 
 
 def read_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
-    """Yield the copies between a box of a stream's tensor and the source files.
-
-    The box must be contiguous in the tensor's C order.
-    """
-    return location_copies(stream.reads, stream.shape, item_nbytes=itemsize(stream.dtype), box=box)
+    """Yield the copies between a box of a stream's tensor and the source files."""
+    return location_copies(stream.reads, box)
 
 
 def write_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
-    """Yield the copies between a box of a stream's tensor and the output files.
-
-    The box must be contiguous in the tensor's C order.
-    """
-    return location_copies(
-        stream.writes, stream.shape, item_nbytes=itemsize(stream.written_dtype), box=box
-    )
-
-
-def location_copies(
-    locations: Locations, shape: Sequence[int], *, item_nbytes: int, box: Box
-) -> Iterator[StridedCopy]:
-    """Yield the copies between a box of a tensor and its locations.
-
-    Args:
-        locations: Where the tensor is stored.
-        shape: Shape of the tensor.
-        item_nbytes: Bytes per element.
-        box: The box. It must be contiguous in the tensor's C order.
-
-    Yields:
-        Copies with tensor offsets from the tensor's first byte.
-    """
-    for location in locations:
-        if isinstance(location, Contiguous):
-            tensor_offset = _offset_of_box(box, strides(shape, item_nbytes))
-            file_offset = location.offset + tensor_offset
-            yield StridedCopy(tensor_offset, location.file, file_offset, volume(box) * item_nbytes)
-        elif isinstance(location, Strided):
-            yield _strided_copy(location, shape, item_nbytes, box)
-        elif isinstance(location, GappedRegion):
-            yield from location.copies(box)
-        else:
-            yield from region_copies(location, box)
-
-
-def _strided_copy(
-    location: Strided, shape: Sequence[int], item_nbytes: int, box: Box
-) -> StridedCopy:
-    """Return the copy between a box of a tensor and a strided view."""
-    tensor_strides = strides(shape, item_nbytes)
-    counts = [stop - start for start, stop in box]
-    return merge_dims(
-        StridedCopy(
-            _offset_of_box(box, tensor_strides),
-            location.file,
-            location.offset + _offset_of_box(box, location.strides),
-            item_nbytes,
-            tuple(zip(counts, tensor_strides, location.strides)),
-        )
-    )
-
-
-def _offset_of_box(box: Box, byte_strides: Sequence[int]) -> int:
-    """Return the offset of a box's first element."""
-    return sum(start * stride for (start, _), stride in zip(box, byte_strides))
+    """Yield the copies between a box of a stream's tensor and the output files."""
+    return location_copies(stream.writes, box)

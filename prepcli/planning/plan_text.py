@@ -11,13 +11,12 @@ from dataclasses import fields
 from typing import Any
 
 from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
-from prepcli.algebra.gapped_regions import GappedRegion
-from prepcli.algebra.grids import ChunkGrid, ExplicitPlacement, StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.algebra.chunks import ArrayParts, ChunkTable, StridedChunks
+from prepcli.algebra.grids import ChunkGrid
+from prepcli.planning.arrays import Array, MappedArray
 from prepcli.planning.item_storage import Compression
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import (
-    Contiguous,
     DroppedTensor,
     EqualityCheck,
     Fill,
@@ -29,7 +28,6 @@ from prepcli.planning.plan import (
     SmallFile,
     SourceFile,
     Stream,
-    Strided,
 )
 
 # Class -> its name in the text, and the fields whose names in the text differ from those in code
@@ -42,16 +40,8 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
     LowRankUpdate: ("Update", {}),
     LayoutScale: ("RootScale", {}),
     Stream: ("Stream", {"reads": "left", "writes": "right", "cast_to": "cast"}),
-    Contiguous: ("Flat", {}),
-    Strided: ("Strided", {"strides": "steps"}),
-    ChunkedLocation: (
-        "Region",
-        {"axis_map": "row", "stacked_indices": "at", "placement": "places"},
-    ),
-    GappedRegion: ("Gapped", {}),
     ChunkGrid: ("Grid", {"chunk_shape": "chunk"}),
-    StridedPlacement: ("Lattice", {"first_index": "first"}),
-    ExplicitPlacement: ("Scatter", {}),
+    StridedChunks: ("Lattice", {}),
     AxisMap: ("AxisMap", {"leaf_dims": "leaf", "name_parts": "name", "source_dims": "source"}),
     SizedAxis: ("Factor", {"fixed": "held"}),
     TensorDim: ("TensorDim", {}),
@@ -60,11 +50,14 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
     OutputFile: ("OutFile", {"constant_ranges": "fixed"}),
     SmallFile: ("SmallFile", {}),
     OutputLeaf: ("Leaf", {"placed_chunks": "placed"}),
-    PlacedChunks: ("Placed", {"placement": "places"}),
+    PlacedChunks: ("Placed", {"chunks": "places"}),
     DroppedTensor: ("Dropped", {}),
     EqualityCheck: ("Same", {"duplicate_of": "other"}),
     Compression: ("Compression", {}),
 }
+# Classes with a text of their own. A tensor that is a whole array, a view or a part of an array has the name that its
+# class had in the first release.
+OWN_TEXTS = (Array, MappedArray, ChunkTable, ArrayParts)
 # Fields added after the first release. Without a value they are left out of the text, so that digests of older plans on
 # disk stay equal.
 ADDED_FIELDS = {"update", "pieces", "columns", "scale", "starts", "item"}
@@ -108,6 +101,10 @@ def encode_text(value: Any, axis_map_texts: dict[int, str] | None = None) -> str
     if type(value) is tuple:
         end = ",)" if len(value) == 1 else ")"
         return "(" + ", ".join([encode_text(item, axis_map_texts) for item in value]) + end
+    if type(value) is Array:
+        return _array_text(value)
+    if type(value) is MappedArray:
+        return _mapped_array_text(value, axis_map_texts)
     if type(value) not in NAMES:
         # Of other types, such as int and str, `repr` is stable between versions of Python.
         return repr(value)
@@ -130,3 +127,46 @@ def encode_text(value: Any, axis_map_texts: dict[int, str] | None = None) -> str
     if type(value) is AxisMap:
         axis_map_texts[id(value)] = text
     return text
+
+
+def _array_text(array: Array) -> str:
+    """Return the text of a whole array or view. Its dtype and shape are in the text of the stream."""
+    if isinstance(array.chunks, ArrayParts):
+        return _parts_text(array.chunks)
+    position = f"file={array.file}, offset={array.offset}"
+    if array.strides is None:
+        return f"Flat({position})"
+    return f"Strided({position}, steps={array.strides})"
+
+
+def _parts_text(chunks: ArrayParts) -> str:
+    """Return the text of parts: (box, file, offset, strides) of each."""
+    return f"Parts({', '.join(repr(tuple(part)) for part in chunks.parts)})"
+
+
+def _mapped_array_text(tensor: MappedArray, axis_map_texts: dict[int, str]) -> str:
+    """Return the text of a part of an array."""
+    array = tensor.array
+    chunks = array.chunks
+    grid = array.grid
+    if array.strides is not None and isinstance(chunks, StridedChunks):
+        # Elements of a view may have gaps. In the text, each of them is a chunk.
+        grid = ChunkGrid(array.shape, (1,) * len(array.shape))
+        chunks = StridedChunks(chunks.file, chunks.offset, chunks.first, array.strides)
+    if isinstance(chunks, ChunkTable):
+        positions = {index: chunks.find(index) for index in chunks.indices()}
+        places = f"Scatter(chunks={positions})"
+    elif isinstance(chunks, ArrayParts):
+        places = _parts_text(chunks)
+    else:
+        places = encode_text(chunks)
+    fields = [
+        f"row={encode_text(tensor.axis_map, axis_map_texts)}",
+        f"at={encode_text(tensor.stacked_indices)}",
+        f"grid={encode_text(grid)}",
+        f"places={places}",
+        f"itemsize={tensor.itemsize}",
+    ]
+    if tensor.starts is not None:
+        fields.append(f"starts={tensor.starts}")
+    return f"Region({', '.join(fields)})"

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prepcli.algebra.boxes import Box, volume
-from prepcli.algebra.grids import StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.algebra.chunks import ChunkIndex
 from prepcli.core.errors import PrepError
-from prepcli.planning.chunk_moves import ChunkIndex, move_chunks
+from prepcli.planning.chunk_moves import move_chunks
 from prepcli.planning.chunk_placement import MIN_ALIGNED_CHUNK_NBYTES
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan
 from prepcli.planning.slabs import PAGE
@@ -107,7 +106,8 @@ def _leaf_groups(plan: Plan, leaf_names: Sequence[str], holders: Holders) -> Ite
     """Yield the smallest groups of leaves such that each stream (rows of one tensor) reads leaves of one group."""
     leaves_by_stream: list[list[int]] = []
     for stream in plan.streams:
-        leaves_by_stream.append(sorted({_leaf_number(location) for location in stream.reads}))
+        # A step reads leaf n as file n.
+        leaves_by_stream.append(sorted({location.array.file for location in stream.reads}))
     # Leaves of one stream join one group. `group_of` has the group of each leaf, which is the number
     # of one of its leaves.
     group_of = list(range(len(leaf_names)))
@@ -124,13 +124,6 @@ def _leaf_groups(plan: Plan, leaf_names: Sequence[str], holders: Holders) -> Ite
         names = tuple(name for name, leaf_group in zip(leaf_names, group_of) if leaf_group == group)
         owner = _owner_process({name: sizes[name] for name in names}, holders)
         yield LeafGroup(names, tuple(numbers), owner)
-
-
-def _leaf_number(location: object) -> int:
-    """Return the number of the leaf read by a stream of a training step."""
-    assert isinstance(location, ChunkedLocation)
-    assert isinstance(location.placement, StridedPlacement)
-    return location.placement.file
 
 
 def _owner_process(sizes: Mapping[str, int], holders: Holders) -> int | None:

@@ -31,7 +31,7 @@ def shard_copies(leaf: OutputLeaf, box: Box) -> Iterator[tuple[Box, StridedCopy]
                 start = i * length
                 chunk_starts.append(start)
                 part.append(intersect(box_range, (start, start + length)))
-            location = group.placement.find(index)
+            location = group.chunks.find(index)
             copy = _copy_to_chunk(leaf, part, chunk_starts=chunk_starts, location=location)
             yield tuple(part), copy
 

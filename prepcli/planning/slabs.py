@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from prepcli.algebra.boxes import Box, full_box, strides
 from prepcli.algebra.grids import find_split_atom
-from prepcli.algebra.strided_copies import ChunkedLocation, StridedCopy
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.planning.arrays import MappedArray
 from prepcli.planning.plan import Stream, read_copies, write_copies
 from prepcli.planning.tensors import itemsize
 
@@ -253,7 +254,7 @@ def _aligned_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
     # fit a slab, it ends with a whole head of 6 rows: a leaf may have the rows of a head in another order.
     index_bands: list[_ChunkBand] = []
     for location in (*stream.writes, *stream.reads):
-        if not isinstance(location, ChunkedLocation):
+        if location.axis_map is None:
             continue
         atom_lengths = _atom_lengths_in_chunk(location)
         dim = location.axis_map.source_dims[axis]
@@ -274,13 +275,13 @@ def _aligned_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
     yield from index_bands
 
 
-def _atom_lengths_in_chunk(region: ChunkedLocation) -> dict[str, int]:
+def _atom_lengths_in_chunk(region: MappedArray) -> dict[str, int]:
     """Return the number of indices of each named axis in one chunk, e.g. {"heads": 2, "head_dim": 64}.
 
     Axes with uneven chunk boundaries are omitted: they count as split into single indices.
     """
     atom_lengths: dict[str, int] = {}
-    for dim, length in zip(region.axis_map.leaf_dims, region.grid.chunk_shape):
+    for dim, length in zip(region.axis_map.leaf_dims, region.chunk_shape):
         extents = [factor.extent for factor in dim]
         split_atom = find_split_atom(extents, length)
         if split_atom is None:
@@ -297,7 +298,7 @@ def _rows_filling_whole_pages(stream: Stream, axis: int) -> int:
     # common multiple aligns the chunks of every location.
     rows = 1
     for location in (*stream.writes, *stream.reads):
-        if not isinstance(location, ChunkedLocation):
+        if location.axis_map is None:
             continue
         atom_lengths = _atom_lengths_in_chunk(location)
         row_nbytes = location.itemsize

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim
-
 PARAMS = "params"
 OPT_STATE = "opt_state"
 # Tree of the tensors of a multimodal model outside of its text part.
@@ -69,10 +67,3 @@ def find_slots(leaves: Shapes, parameters: Shapes) -> tuple[str, ...]:
         if all(leaves.get(f"{slot}.{path}") == shape for path, shape in parameters.items()):
             slots.append(slot)
     return tuple(sorted(slots))
-
-
-def identity_axis_map(name: str, shape: tuple[int, ...]) -> AxisMap:
-    """Return the axis map of a leaf that equals one tensor, dim by dim."""
-    factors = tuple(SizedAxis(f"d{axis}", extent) for axis, extent in enumerate(shape))
-    source_dims = tuple(TensorDim(factor.extent, 0, (factor,)) for factor in factors)
-    return AxisMap(name, tuple((factor,) for factor in factors), (name,), source_dims)

@@ -1,9 +1,8 @@
-"""Dtypes that prep reads and writes, tensors in files, and casts."""
+"""Dtypes that prep reads and writes, and casts."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 # Bits of a stored element. An int4 of zarr takes a byte.
@@ -15,19 +14,6 @@ ITEM_BITS = {
     "float6_e2m3fn": 6, "float6_e3m2fn": 6, "float4_e2m1fn": 4,
 }  # fmt: skip
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")  # dtypes that can be cast
-
-
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """A tensor in a file: C order, little endian, `nbytes` bytes from `offset` of file number `file` on."""
-
-    name: str
-    # A key of ITEM_BITS: the name of the dtype in NumPy or ml_dtypes.
-    dtype: str
-    shape: tuple[int, ...]
-    file: int
-    offset: int
-    nbytes: int
 
 
 # A cast in a plan or a manifest: the pair of dtypes, the numbers of tensors and values, and the counts of changes if

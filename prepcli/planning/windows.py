@@ -10,53 +10,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from prepcli.algebra.boxes import Box, full_box, strides, volume
-from prepcli.algebra.gapped_regions import GappedRegion
-from prepcli.algebra.strided_copies import StridedCopy, merge_dims, region_copies
-from prepcli.planning.plan import Contiguous, Locations, Strided
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.planning.arrays import Location, location_copies
 
 
-def window_copies(
-    locations: Locations, shape: Sequence[int], *, item_nbytes: int, window: Box
-) -> Iterator[StridedCopy]:
-    """Yield the copies between a window of a tensor and the tensor's locations.
-
-    Args:
-        locations: Where the tensor is stored.
-        shape: Shape of the tensor.
-        item_nbytes: Bytes per element.
-        window: Box of the tensor. It need not be contiguous.
-
-    Yields:
-        Copies with tensor offsets from the first byte of the window.
-    """
-    for location in locations:
-        if isinstance(location, GappedRegion):
-            yield from location.copies(window, window)
-        elif isinstance(location, Contiguous):
-            view = Strided(location.file, location.offset, strides(shape, item_nbytes))
-            yield _strided_copy(view, item_nbytes, window)
-        elif isinstance(location, Strided):
-            yield _strided_copy(location, item_nbytes, window)
-        else:
-            yield from region_copies(location, window, window)
-
-
-def _strided_copy(location: Strided, item_nbytes: int, window: Box) -> StridedCopy:
-    counts = [stop - start for start, stop in window]
-    file_offset = location.offset
-    for (start, _), stride in zip(window, location.strides):
-        file_offset += start * stride
-    dims = tuple(zip(counts, strides(counts, item_nbytes), location.strides))
-    return merge_dims(StridedCopy(0, location.file, file_offset, item_nbytes, dims))
-
-
-def file_strides(locations: Locations, shape: Sequence[int], item_nbytes: int) -> tuple[int, ...]:
+def file_strides(
+    locations: Sequence[Location], shape: Sequence[int], item_nbytes: int
+) -> tuple[int, ...]:
     """Return the bytes in the file from one index to the next, along each axis of a tensor.
 
     A float32 tensor [2, 3] in C order has (12, 4). If an axis has several distances, e.g. within a chunk and between
     chunks, the largest one is returned.
     """
-    copies = window_copies(locations, shape, item_nbytes=item_nbytes, window=full_box(shape))
+    copies = location_copies(locations, full_box(shape))
     first = next(copies, StridedCopy(0, 0, 0, item_nbytes))
     tensor_strides = strides(shape, item_nbytes)
     result = list(tensor_strides)

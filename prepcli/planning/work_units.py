@@ -6,12 +6,11 @@ smallest set of streams and data files without a connection to the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prepcli.algebra.gapped_regions import GappedRegion
-from prepcli.algebra.grids import ExplicitPlacement
-from prepcli.planning.plan import Contiguous, Location, Plan, Stream, Strided
+from prepcli.algebra.chunks import FilePosition
+from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.shares import stream_groups
 
 # Smaller tensors of a folder are joined to units of 1/256 of the output, within these limits: a kill loses little, and
@@ -19,8 +18,6 @@ from prepcli.planning.shares import stream_groups
 JOINED_SHARE = 256
 MIN_JOINED_NBYTES = 16 << 10
 MAX_JOINED_NBYTES = 64 << 20
-# File number and offset
-FilePosition = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ def find_work_units(plan: Plan) -> tuple[WorkUnit, ...]:
     for stream in plan.streams:
         groups.join(stream.name, stream.name)
         for location in stream.writes:
-            for file, _ in _positions(location):
+            for file, _ in location.array.chunks.positions():
                 groups.join(stream.name, file_members[file])
     # Only the process that reads both tensors of a check can compare their digests.
     for check in plan.checks:
@@ -119,25 +116,13 @@ def order_units(units: Sequence[WorkUnit], *, count: int, index: int) -> list[in
     return [*large[large_begin:], *large[:large_begin], *others[begin:], *others[:begin]]
 
 
-def _positions(location: Location) -> Iterator[FilePosition]:
-    """Yield positions of a location: at least one in each of its files, and the first one of each file."""
-    if isinstance(location, Contiguous | Strided):
-        yield location.file, location.offset
-        return
-    region = location.region if isinstance(location, GappedRegion) else location
-    if isinstance(region.placement, ExplicitPlacement):
-        yield from region.placement.chunks.values()
-    else:
-        yield region.placement.file, region.placement.offset
-
-
 def _first_position(stream: Stream) -> FilePosition:
     """Return the first written position of a stream. A stream without writes comes first."""
     # Streams of one tensor have equal positions, and keep their order: the mean of true rows needs
     # these rows before the new ones.
     first: FilePosition = (-1, 0)
     for location in stream.writes:
-        position = min(_positions(location))
+        position = location.position
         if first[0] < 0 or position < first:
             first = position
     return first

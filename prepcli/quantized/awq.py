@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from prepcli.algebra.boxes import Range
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array
 from prepcli.quantized.decoder import (
     VALUE_DTYPES,
     CodeArray,
@@ -39,9 +39,7 @@ class AwqDecoder(Decoder):
     # A word has 8 values along the rows of the decoded tensor, so that 32 rows are whole words.
     row_multiple = 32
 
-    def __init__(
-        self, name: str, weight: FileTensor, zeros: FileTensor, scales: FileTensor
-    ) -> None:
+    def __init__(self, name: str, weight: Array, zeros: Array, scales: Array) -> None:
         """Check the stored tensors.
 
         Args:

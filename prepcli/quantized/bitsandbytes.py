@@ -24,7 +24,7 @@ import numpy as np
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.core.json_values import quote_name
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array
 from prepcli.quantized.decoder import (
     VALUE_DTYPES,
     Decoder,
@@ -105,13 +105,13 @@ class Bits4Decoder(Decoder):
     def __init__(
         self,
         name: str,
-        weight: FileTensor,
-        absmax: FileTensor,
-        quant_map: FileTensor,
+        weight: Array,
+        absmax: Array,
+        quant_map: Array,
         *,
         state: QuantState,
-        nested_absmax: FileTensor | None = None,
-        nested_quant_map: FileTensor | None = None,
+        nested_absmax: Array | None = None,
+        nested_quant_map: Array | None = None,
     ) -> None:
         """Check the stored tensors.
 

@@ -15,7 +15,7 @@ from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.core.json_values import quote_name
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array
 
 FloatArray = npt.NDArray[np.float32]
 CodeArray = npt.NDArray[np.uint8]
@@ -29,7 +29,7 @@ VALUE_DTYPES = ("float32", "bfloat16", "float16")
 class StoredMatrix:
     """A stored tensor as a matrix in C order. Formats group its dims into rows and columns."""
 
-    tensor: FileTensor
+    tensor: Array
     rows: int
     columns: int
 
@@ -64,7 +64,7 @@ class Decoder(ABC):
     row_multiple = 1
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], dtype: str, stored: Sequence[FileTensor]
+        self, name: str, shape: tuple[int, ...], dtype: str, stored: Sequence[Array]
     ) -> None:
         if dtype not in VALUE_DTYPES:
             raise ValueError(f"dtype={dtype!r} of {name!r} is not {', '.join(VALUE_DTYPES)}")
@@ -171,7 +171,7 @@ def unpack_bits(packed: np.ndarray, bits: int, count: int) -> CodeArray:
     return np.packbits(fields, axis=2, bitorder="little")[..., 0]
 
 
-def check_shape(tensor: FileTensor, shapes: Sequence[tuple[int, ...]], owner: str) -> None:
+def check_shape(tensor: Array, shapes: Sequence[tuple[int, ...]], owner: str) -> None:
     """Raise DamagedError if a stored tensor has none of the shapes.
 
     Args:
@@ -189,7 +189,7 @@ def check_shape(tensor: FileTensor, shapes: Sequence[tuple[int, ...]], owner: st
     )
 
 
-def check_dims(tensor: FileTensor, least: int) -> None:
+def check_dims(tensor: Array, least: int) -> None:
     """Raise DamagedError if stored codes have fewer than `least` dims, or no elements."""
     if len(tensor.shape) >= least and 0 not in tensor.shape:
         return
@@ -200,7 +200,7 @@ def check_dims(tensor: FileTensor, least: int) -> None:
     )
 
 
-def check_dtype(tensor: FileTensor, dtypes: Sequence[str], owner: str) -> None:
+def check_dtype(tensor: Array, dtypes: Sequence[str], owner: str) -> None:
     """Raise DamagedError if a stored tensor has none of the dtypes. See `check_shape` for the arguments."""
     if tensor.dtype in dtypes:
         return

@@ -10,9 +10,8 @@ import numpy as np
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_types import HFConfig, JsonObject
-from prepcli.core.json_values import quote_name
-from prepcli.formats.untrusted import parse_json
-from prepcli.planning.tensors import FileTensor
+from prepcli.core.json_values import parse_json, quote_name
+from prepcli.planning.arrays import Array
 from prepcli.quantized import gptq
 from prepcli.quantized.awq import AwqDecoder
 from prepcli.quantized.bitsandbytes import QUANT_TYPES, Bits4Decoder, parse_quant_state
@@ -116,7 +115,7 @@ def without_quantization(config: HFConfig) -> JsonObject:
 
 def find_weights(
     settings: Mapping[str, Any],
-    tensors: Iterable[FileTensor],
+    tensors: Iterable[Array],
     read_payload: PayloadReader,
     *,
     settings_file: str = "config.json",
@@ -265,7 +264,7 @@ def _packed_weight(
 
 
 def _shape_of_scaled_block(
-    schemes: Sequence[Scheme], weight: FileTensor, scale: FileTensor
+    schemes: Sequence[Scheme], weight: Array, scale: Array
 ) -> tuple[int, int]:
     """Return how many rows and columns share a scale, for dense codes of compressed-tensors."""
     rows, columns = weight.shape[-2:]
@@ -302,7 +301,7 @@ def _scheme_block(scheme: Scheme, rows: int, columns: int) -> tuple[int, int] | 
 
 
 def _fitting_schemes(
-    schemes: Sequence[Scheme], shape: tuple[int, ...], scale: FileTensor
+    schemes: Sequence[Scheme], shape: tuple[int, ...], scale: Array
 ) -> list[Scheme]:
     """Return the schemes that give scales of this shape.
 
@@ -328,7 +327,7 @@ def _fitting_schemes(
     return fitting
 
 
-def _fits(scheme: Scheme, shape: tuple[int, ...], scale: FileTensor) -> bool:
+def _fits(scheme: Scheme, shape: tuple[int, ...], scale: Array) -> bool:
     """Return whether a weight of a shape can have a scheme and these scales."""
     block = _scheme_block(scheme, *shape[-2:])
     if block is None:
@@ -380,9 +379,7 @@ def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[D
         )
 
 
-def _check_input_groups(
-    group_size: object, scales: FileTensor, inputs: int, weight_name: str
-) -> None:
+def _check_input_groups(group_size: object, scales: Array, inputs: int, weight_name: str) -> None:
     """Raise DamagedError if scales [groups, outputs] contradict the group size of the settings."""
     check_group_size(
         scales,
@@ -437,7 +434,7 @@ def _find_bitsandbytes(settings: Mapping[str, Any], stored: StoredWeights) -> It
             yield _bits4_weight(stored, stored.take(name, weight_name), weight_name)
 
 
-def _bits4_weight(stored: StoredWeights, quant_state: FileTensor, weight_name: str) -> Decoder:
+def _bits4_weight(stored: StoredWeights, quant_state: Array, weight_name: str) -> Decoder:
     """Return the decoder of a 4-bit weight of bitsandbytes."""
     try:
         document = parse_json(stored.payload(quant_state))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prepcli.algebra.boxes import Range
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array
 from prepcli.quantized.decoder import (
     CodeArray,
     Decoder,
@@ -259,7 +259,7 @@ class GgufDecoder(Decoder):
 
     def __init__(
         self,
-        stored: FileTensor,
+        stored: Array,
         type_name: str,
         shape: tuple[int, ...],
         *,

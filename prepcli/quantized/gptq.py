@@ -18,7 +18,7 @@ import numpy as np
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import quote_name
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array
 from prepcli.quantized.decoder import (
     VALUE_DTYPES,
     Decoder,
@@ -50,13 +50,13 @@ class GptqDecoder(Decoder):
     def __init__(
         self,
         name: str,
-        weight: FileTensor,
-        zeros: FileTensor,
-        scales: FileTensor,
+        weight: Array,
+        zeros: Array,
+        scales: Array,
         *,
         bits: int,
         is_zero_stored_minus_1: bool = True,
-        input_groups: FileTensor | None = None,
+        input_groups: Array | None = None,
         group_size: int | None = None,
         settings_file: str = "config.json",
     ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import quote_name
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array
 from prepcli.quantized.gptq import BITS
 from prepcli.quantized.packed_ints import WORD_BITS, word_count
 from prepcli.quantized.stored_weights import USE_ORIGINAL_HINT, setting
@@ -47,7 +47,7 @@ class GptqScheme:
     bits: int
     group_size: int | None
 
-    def fits(self, weight: FileTensor, zeros: FileTensor) -> bool:
+    def fits(self, weight: Array, zeros: Array) -> bool:
         """Return whether words of codes [inputs, outputs] and of zero points [groups, outputs] have the settings."""
         if len(zeros.shape) != 2:
             return False
@@ -99,8 +99,8 @@ def _rule_error(why: str, settings_file: str) -> PrepError:
 def find_gptq_scheme(
     schemes: list[GptqScheme],
     weight_name: str,
-    weight: FileTensor,
-    zeros: FileTensor,
+    weight: Array,
+    zeros: Array,
     *,
     has_input_groups: bool,
 ) -> GptqScheme:

@@ -17,7 +17,7 @@ import math
 import numpy as np
 
 from prepcli.algebra.boxes import Range
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array
 from prepcli.quantized.decoder import (
     CodeArray,
     Decoder,
@@ -47,7 +47,7 @@ class Mxfp4Decoder(Decoder):
     # Blocks have 32 values of the input dim, which is the row dim after the transpose.
     row_multiple = 32
 
-    def __init__(self, name: str, blocks: FileTensor, scales: FileTensor) -> None:
+    def __init__(self, name: str, blocks: Array, scales: Array) -> None:
         """Check the stored tensors.
 
         Args:

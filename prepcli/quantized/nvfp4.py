@@ -17,7 +17,7 @@ import math
 import numpy as np
 
 from prepcli.algebra.boxes import Range
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array
 from prepcli.quantized.decoder import (
     Decoder,
     FloatArray,
@@ -41,9 +41,9 @@ class Nvfp4Decoder(Decoder):
     def __init__(
         self,
         name: str,
-        weight: FileTensor,
-        scales: FileTensor,
-        tensor_scale: FileTensor,
+        weight: Array,
+        scales: Array,
+        tensor_scale: Array,
         *,
         is_divisor: bool,
     ) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.core.json_values import quote_name
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array
 from prepcli.quantized.decoder import (
     VALUE_DTYPES,
     Decoder,
@@ -39,13 +39,13 @@ class PackedIntDecoder(Decoder):
     def __init__(
         self,
         name: str,
-        packed: FileTensor,
-        scale: FileTensor,
+        packed: Array,
+        scale: Array,
         *,
         bits: int,
         columns: int,
-        zero_point: FileTensor | None = None,
-        column_groups: FileTensor | None = None,
+        zero_point: Array | None = None,
+        column_groups: Array | None = None,
     ) -> None:
         """Check the stored tensors.
 

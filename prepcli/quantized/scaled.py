@@ -21,7 +21,7 @@ from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.core.json_values import quote_name
 from prepcli.engine.fills import numpy_dtype
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array
 from prepcli.quantized.decoder import (
     VALUE_DTYPES,
     Decoder,
@@ -48,11 +48,11 @@ class ScaledDecoder(Decoder):
 
     def __init__(
         self,
-        weight: FileTensor,
-        scale: FileTensor,
+        weight: Array,
+        scale: Array,
         *,
         block: tuple[int, int],
-        zero_point: FileTensor | None = None,
+        zero_point: Array | None = None,
         dtype: str = "float32",
     ) -> None:
         """Check the stored tensors.
@@ -126,7 +126,7 @@ class ScaledDecoder(Decoder):
 class Int8Decoder(ScaledDecoder):
     """Codes of LLM.int8() with the largest magnitude of each row, `SCB`."""
 
-    def __init__(self, weight: FileTensor, row_maxima: FileTensor) -> None:
+    def __init__(self, weight: Array, row_maxima: Array) -> None:
         check_dtype(weight, ("int8",), weight.name)
         super().__init__(weight, row_maxima, block=(1, weight.shape[-1]))
 
@@ -147,7 +147,7 @@ def scale_shapes(shape: tuple[int, ...], block: tuple[int, int]) -> list[tuple[i
     return shapes
 
 
-def block_of_grid(weight: FileTensor, scale: FileTensor) -> tuple[int, int]:
+def block_of_grid(weight: Array, scale: Array) -> tuple[int, int]:
     """Return the rows and columns of a block from the shapes of codes and scales.
 
     Raises:

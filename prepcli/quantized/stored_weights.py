@@ -8,11 +8,12 @@ from typing import Any
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
-from prepcli.planning.tensors import FLOAT_DTYPES, FileTensor
+from prepcli.planning.arrays import Array
+from prepcli.planning.tensors import FLOAT_DTYPES
 
 USE_ORIGINAL_HINT = "use the model that it was quantised from"
 # Reads the bytes of a small tensor.
-PayloadReader = Callable[[FileTensor], bytes]
+PayloadReader = Callable[[Array], bytes]
 MAX_PAYLOAD_NBYTES = 1 << 20
 # Scales of activations and of the KV cache, which quantised kernels multiply with.
 ACTIVATION_SUFFIXES = (
@@ -50,7 +51,7 @@ class StoredWeights:
     """The tensors of the files by name, and which of them belong to decoded weights."""
 
     def __init__(
-        self, tensors: Iterable[FileTensor], read_payload: PayloadReader, settings_file: str
+        self, tensors: Iterable[Array], read_payload: PayloadReader, settings_file: str
     ) -> None:
         # Name in messages.
         self.settings_file = settings_file
@@ -58,7 +59,7 @@ class StoredWeights:
         self._used_names: set[str] = set()
         self._read_payload = read_payload
 
-    def __getitem__(self, name: str) -> FileTensor:
+    def __getitem__(self, name: str) -> Array:
         return self._tensors[name]
 
     def names_ending(self, suffix: str) -> Iterator[tuple[str, str]]:
@@ -67,14 +68,14 @@ class StoredWeights:
             if name.endswith(suffix):
                 yield name, name.removesuffix(suffix)
 
-    def tensors_of(self, dtypes: Iterable[str]) -> Iterator[FileTensor]:
+    def tensors_of(self, dtypes: Iterable[str]) -> Iterator[Array]:
         """Yield the tensors that have one of the dtypes and are not taken yet."""
         selected = {*dtypes}
         for tensor in self._tensors.values():
             if tensor.dtype in selected and tensor.name not in self._used_names:
                 yield tensor
 
-    def take(self, name: str, owner: str) -> FileTensor:
+    def take(self, name: str, owner: str) -> Array:
         """Return a tensor that belongs to the weight `owner`.
 
         Raises:
@@ -89,14 +90,14 @@ class StoredWeights:
             )
         return tensor
 
-    def take_optional(self, name: str) -> FileTensor | None:
+    def take_optional(self, name: str) -> Array | None:
         """Return a tensor that belongs to a weight, or None if there is none."""
         if name not in self._tensors:
             return None
         self._used_names.add(name)
         return self._tensors[name]
 
-    def payload(self, tensor: FileTensor) -> bytes:
+    def payload(self, tensor: Array) -> bytes:
         """Return the bytes of a small tensor.
 
         Raises:
@@ -179,7 +180,7 @@ def setting(settings: Mapping[str, Any], key: str, choices: Iterable[Any], defau
 
 
 def check_group_size(
-    scales: FileTensor, *, size: int, groups: int, group_size: object, owner: str
+    scales: Array, *, size: int, groups: int, group_size: object, owner: str
 ) -> None:
     """Raise DamagedError if the number of groups contradicts the group size of the settings.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -10,12 +11,15 @@ import xxhash
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.core.progress import NullProgress, Progress
-from prepcli.engine.blobs import Blob, open_blobs
+from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.pipeline import Pipeline
 from prepcli.formats.again_hint import RECREATE_HINT, again_hint
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.planning.layout_scales import LayoutScale, recorded_scale
 from prepcli.planning.plan import Stream, read_copies
+from prepcli.planning.state_names import qualify, split_name
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.source import (
     Source,
@@ -25,6 +29,8 @@ from prepcli.sources.source import (
     stored_axis_maps,
 )
 from prepcli.sources.tensor_labels import label_tensor
+from prepcli.stores.buffers import Blob
+from prepcli.stores.paths import AnyPath, path_in_folder
 
 # Default memory budget of `check_tensors`.
 CHECK_MEMORY_NBYTES = 256 << 20
@@ -54,9 +60,9 @@ def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedErr
     return DamagedError(what, why, hint)
 
 
-def checkpoint_of(source: Source, item: Path | Blob) -> str:
+def checkpoint_of(source: Source, item: AnyPath | Blob) -> str:
     """Return the name of the checkpoint with a file or blob: the source, or e.g. the adapter of a merge."""
-    if isinstance(item, Path) and not item.is_relative_to(source.root):
+    if isinstance(item, AnyPath) and path_in_folder(item, source.root) is None:
         return str(item.parent)
     return source.display_name
 
@@ -321,3 +327,39 @@ def _digest_streams(
             .run()
             .digests
         )
+
+
+# Tensors with a scale in the layout of another trainer, such as MaxText's queries
+
+
+def stored_scale(output: Source, name: str) -> LayoutScale | None:
+    """Return the scale of the stored values of a tensor. See `SourceHints.kept_scales`.
+
+    Args:
+        output: The output, opened with its stored values.
+        name: Name of the tensor in `output.all_tensors`, e.g. of a moment.
+    """
+    manifest = output.manifest or NO_MANIFEST
+    slot, tensor = split_name(name)
+    record = manifest.scales.get(qualify(slot, output.names.full_name(tensor)))
+    # The opener of Orbax items compares the records with the layout. Other formats have no scale.
+    if record is None or not manifest.lost_values or output.tensor_file_names:
+        return None
+    return recorded_scale(record, record["significant"])
+
+
+def written_stream(
+    tensor: SourceTensor, rows: Range, dtype: str, scale: LayoutScale | None
+) -> Stream:
+    """Return a stream of the rows of an output: scaled, and cast to its dtype.
+
+    Args:
+        tensor: The tensor of the source.
+        rows: The rows.
+        dtype: Dtype in the output.
+        scale: Scale of the values in the output, or None.
+    """
+    stream = row_stream(tensor, rows)
+    if dtype != stream.dtype:
+        stream = replace(stream, cast_to=dtype)
+    return replace(stream, scale=scale)

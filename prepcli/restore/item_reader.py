@@ -5,38 +5,40 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import threading
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from prepcli.algebra.boxes import Box, full_box, intersection, slices, strides, volume
+from prepcli.algebra.chunks import StoredRange
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, DamagedError, PrepError, text
 from prepcli.engine import checkpoint_store
-from prepcli.engine.blobs import Blob, open_blobs
-from prepcli.engine.budget import Budget, BufferPool
+from prepcli.engine.blobs import open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.engine.files import PAGE, ByteArray
+from prepcli.engine.files import PAGE
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import OrbaxItem, find_item, read_item
-from prepcli.formats.orbax_chunks import ArrayMeta, StoredRange, chunk_label
+from prepcli.formats.orbax_chunks import chunk_label
+from prepcli.planning.arrays import Array
 from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensors import itemsize
-from prepcli.remote.remote_files import MAX_READ_THREADS
-from prepcli.restore.job_queue import run_jobs
+from prepcli.restore.leaf_reader import BoxArrays, LeafReader
+from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import MAX_READ_THREADS
+from prepcli.stores.paths import AnyPath, is_remote, without_read_ahead
 
 # Upper limit of one read of a thread.
 PIECE_NBYTES = 4 << 20
@@ -46,19 +48,15 @@ MAX_THREADS = 8
 # Upper limit per thread. Chunks that Orbax writes need about 2 MiB.
 DECODE_MEMORY_NBYTES = 32 << 20
 
-BoxArrays = Mapping[Box, np.ndarray]
-
 
 class DamagedLeafError(DamagedError):
     """Bytes of a leaf differ from their recorded checksum."""
 
 
 def open_reader(
-    path: Path,
+    path: AnyPath,
     verify: bool = True,
     hint: str = RECREATE_HINT,
-    *,
-    remote_files: Sequence[Blob] = (),
 ) -> ItemReader:
     """Open an Orbax item, a training step, or the last step of a run.
 
@@ -66,7 +64,6 @@ def open_reader(
         path: Folder of the checkpoint.
         verify: Check the listed files, and every byte read against the recorded checksums, if there are any.
         hint: Advice in the error for a damaged checkpoint.
-        remote_files: The data files of a remote checkpoint. The folder has their placeholders.
 
     Raises:
         PrepError: There is no checkpoint, it is broken, or prep did not write it.
@@ -79,7 +76,7 @@ def open_reader(
             "name another folder, such as a training step or an output of prep",
         )
     manifest_folder = find_manifest_folder(folder)
-    item = read_item(folder, is_remote=bool(remote_files))
+    item = read_item(folder)
     manifest = read_manifest(manifest_folder)
     if manifest is None:
         raise PrepError(
@@ -88,21 +85,20 @@ def open_reader(
             text("{} converts it", Command("save-init")),
         )
     # The files of a remote checkpoint were checked when it was opened as a source.
-    if verify and not remote_files:
+    if verify and isinstance(path, Path):
         check_files(manifest_folder, manifest)
     checksums = read_checksums(manifest_folder, manifest, item.arrays) if verify else None
-    return ItemReader(item, manifest, checksums, hint, remote_files=remote_files)
+    return ItemReader(item, manifest, checksums, hint)
 
 
-class ItemReader:
-    """CheckpointReader of an Orbax item. Several threads may call `read`.
+class ItemReader(LeafReader):
+    """CheckpointReader of an Orbax item.
 
     Attributes:
         manifest: Manifest of the checkpoint.
         folder: Folder of the item.
         leaves: Shape, dtype and read unit of each leaf, by dotted name.
         is_remote: Whether the data files are on a server.
-        read_nbytes: Bytes read so far.
     """
 
     def __init__(
@@ -111,8 +107,6 @@ class ItemReader:
         manifest: Manifest,
         checksums: BlockChecksums | None = None,
         hint: str = RECREATE_HINT,
-        *,
-        remote_files: Sequence[Blob] = (),
     ) -> None:
         """Open the data files of an item.
 
@@ -121,13 +115,12 @@ class ItemReader:
             manifest: Manifest of the checkpoint.
             checksums: Recorded checksums, checked for every byte read.
             hint: Advice in the error for a damaged checkpoint.
-            remote_files: Data files to read in place of the item's.
         """
         self.manifest = manifest
         self.folder = item.folder
-        self.read_nbytes = 0
         self._checksums = checksums
         self._hint = hint
+        item = replace(item, files=tuple(without_read_ahead(item.files)))
         self._item = item
         self._array_numbers: dict[str, int] = {}
         self.leaves: dict[str, checkpoint_store.LeafSpec] = {}
@@ -135,38 +128,18 @@ class ItemReader:
             read_unit = _read_unit_shape(item, number)
             self._array_numbers[meta.name] = number
             self.leaves[meta.name] = checkpoint_store.LeafSpec(meta.shape, meta.dtype, read_unit)
-        self.is_remote = bool(remote_files)
-        self._num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
+        self.is_remote = is_remote(item.files)
+        num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
         if self.is_remote:
-            self._num_threads = MAX_READ_THREADS
-        self._buffers = BufferPool(
-            Budget(self._num_threads * PIECE_NBYTES, PIECE_NBYTES, self._num_threads)
-        )
+            num_threads = MAX_READ_THREADS
         # An item with more files than a process may hold open has no chunks that are read directly.
-        self._remote_files = tuple(remote_files)
-        blobs: Sequence[Path | Blob] = self._remote_files
-        if not blobs and len(item.files) <= MAX_OPEN_FILES:
+        blobs: Sequence[AnyPath] = ()
+        if self.is_remote or len(item.files) <= MAX_OPEN_FILES:
             blobs = item.files
-        self._files = open_blobs(blobs)
-        self._count_lock = threading.Lock()
-        self._is_stopped = False
-        # Closes the files also if a caller drops the reader without `close`.
-        self._finalizer = weakref.finalize(self, self._files.close)
+        super().__init__(open_blobs(blobs), num_threads=num_threads, buffer_nbytes=PIECE_NBYTES)
 
     def __enter__(self) -> ItemReader:
         return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files."""
-        self._finalizer()
 
     @property
     def is_checked(self) -> bool:
@@ -190,16 +163,10 @@ class ItemReader:
                 f"it has {count_text(len(self._array_numbers), 'other leaf', 'other leaves')}",
                 text("{} shows their names", Command("inspect", str(self.folder))),
             )
-        blob = DecodedArray(self._item, self._array_numbers[name], self._remote_files)
+        blob = DecodedArray(self._item, self._array_numbers[name])
         _check_arrays(blob.meta, parts)
         jobs = _split_into_jobs(blob, parts, self.is_checked)
-        errors = run_jobs(
-            jobs,
-            self._run_job,
-            self._buffers,
-            self._num_threads,
-            is_stopped=lambda: self._is_stopped,
-        )
+        errors = self.run_reads(jobs, self._run_job)
         if not errors:
             return
         error = errors[0]
@@ -211,19 +178,25 @@ class ItemReader:
             raise error_type(f"cannot read {name} of {self.folder}", why, error.hint) from error
         raise error
 
-    def stop_reads(self) -> None:
-        """Drop the remaining requests of all reads. They raise StoppedReadsError, and so do later reads."""
-        self._is_stopped = True
+    def use_averages(self) -> None:
+        """Read the moving averages (EMA) of all parameters under the names of the parameters from now on."""
+        numbers: dict[str, int] = {}
+        leaves: dict[str, checkpoint_store.LeafSpec] = {}
+        for name, leaf in self.leaves.items():
+            if name.startswith(f"{AVERAGE_SLOT}."):
+                parameter = f"{PARAMS}.{name.removeprefix(f'{AVERAGE_SLOT}.')}"
+                numbers[parameter] = self._array_numbers[name]
+                leaves[parameter] = leaf
+        self._array_numbers = numbers
+        self.leaves = leaves
 
-    def _run_job(self, job: _PieceJob | _ChunkJob, buffer: ByteArray) -> None:
-        """Read a piece or decode a chunk, and count its bytes."""
+    def _run_job(self, job: _PieceJob | _ChunkJob, buffer: ByteArray) -> int:
+        """Read a piece or decode a chunk. Return the number of bytes."""
         if isinstance(job, _ChunkJob):
             self._decode_chunk(job, buffer)
         else:
             self._read_piece(job, buffer)
-        # `+=` of an attribute is not atomic between threads
-        with self._count_lock:
-            self.read_nbytes += job.nbytes
+        return job.nbytes
 
     def _read_piece(self, piece: _PieceJob, scratch: ByteArray) -> None:
         """Read a piece (a byte range of a chunk) into its array, or through `scratch` into all of its arrays."""
@@ -249,7 +222,7 @@ class ItemReader:
         damaged = self._checksums.first_damaged_block(piece.name, piece.index, piece.start, data)
         if damaged is None:
             return
-        value = self._item.chunks[self._array_numbers[piece.name]].get(piece.index)
+        value = self._item.arrays[self._array_numbers[piece.name]].stored_chunk(piece.index)
         path = self._item.files[value.file] if isinstance(value, StoredRange) else self.folder
         chunk_offset = piece.stored.offset if piece.stored else 0
         start = chunk_offset + damaged[0]
@@ -333,7 +306,7 @@ class _ChunkJob:
         return sum(piece.nbytes for piece in self.pieces)
 
 
-def _check_arrays(meta: ArrayMeta, arrays: BoxArrays) -> None:
+def _check_arrays(meta: Array, arrays: BoxArrays) -> None:
     """Raise ValueError unless each box is inside the leaf and each array is contiguous and of its box's shape."""
     for box, array in arrays.items():
         is_inside = len(box) == len(meta.shape)
@@ -388,7 +361,7 @@ def _touched_chunks(
 
 
 def _piece_jobs(
-    meta: ArrayMeta,
+    meta: Array,
     stored: StoredRange | None,
     *,
     index: tuple[int, ...],
@@ -488,7 +461,7 @@ def _single_index_box(index: Sequence[int]) -> Box:
     return tuple((i, i + 1) for i in index)
 
 
-def _block_pieces(boxes: Sequence[Box], meta: ArrayMeta) -> Iterator[Box]:
+def _block_pieces(boxes: Sequence[Box], meta: Array) -> Iterator[Box]:
     """Cover boxes of a chunk with boxes of whole checksum blocks.
 
     Blocks outside of them are omitted. Each yielded box is contiguous in the chunk. It has at most

@@ -15,11 +15,12 @@ from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.boxes import Box, Range, full_box, split_merged_range, volume
 from prepcli.algebra.strided_copies import LeafBoxPart, StridedCopy, part_copies, tensor_box
 from prepcli.engine.blobs import FilesAndBlobs
-from prepcli.engine.files import PAGE, ByteArray, Files
+from prepcli.engine.files import PAGE, Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.permute import assign_tiled
 from prepcli.engine.stream_values import read_values
 from prepcli.formats.again_hint import RECREATE_HINT
+from prepcli.planning.arrays import location_copies
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import itemsize
 from prepcli.planning.windows import (
@@ -28,10 +29,10 @@ from prepcli.planning.windows import (
     span_nbytes,
     split_into_spans,
     split_window,
-    window_copies,
 )
 from prepcli.restore.digest_checks import damaged_error
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.stores.buffers import ByteArray
 
 # Upper limit of a window, and of one read. Half for a tensor with duplicates.
 PIECE_NBYTES = 4 << 20
@@ -200,7 +201,7 @@ def _read_box(
     data = ordered[: volume(window) * item_nbytes]
     # A run may start anywhere in its first page, so a page of the buffer is kept for alignment.
     max_nbytes = read_buffer.size - PAGE
-    copies = window_copies(tensor.placement, tensor.shape, item_nbytes=item_nbytes, window=window)
+    copies = location_copies(tensor.placement, window, window)
     for copy in copies:
         for span in split_into_spans(
             copy, max_nbytes=max_nbytes, min_skipped_gap_nbytes=min_skipped_gap_nbytes

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-
-import numpy as np
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.boxes import Box, volume
 from prepcli.algebra.strided_copies import leaf_box_parts
+from prepcli.core.counts import count_text
 from prepcli.core.errors import RERUN_HINT, PrepError
 from prepcli.core.progress import NullProgress
 from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import CachedBlob, open_blobs
-from prepcli.engine.budget import Budget, BufferPool
-from prepcli.engine.files import ByteArray
+from prepcli.engine.compare import compare_streams
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import EqualityCheck
@@ -28,22 +24,17 @@ from prepcli.planning.tensor_match import (
     VOCAB_ATOM,
     TensorMatch,
     TensorUse,
+    not_equal_error,
 )
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
-from prepcli.remote.remote_files import (
-    MAX_READ_THREADS,
-    MIN_READ_AHEAD_NBYTES,
-    without_read_ahead,
-)
 from prepcli.restore.digest_checks import (
     CHECK_MEMORY_NBYTES,
     check_before_reading,
     num_rows,
     row_stream,
 )
-from prepcli.restore.duplicates import check_equal, find_duplicates
 from prepcli.restore.item_reader import MIN_RUN_NBYTES
-from prepcli.restore.job_queue import run_jobs
+from prepcli.restore.leaf_reader import BoxArrays, LeafReader
 from prepcli.restore.tensor_jobs import (
     BUFFER_NBYTES,
     Target,
@@ -54,8 +45,12 @@ from prepcli.restore.tensor_jobs import (
     tensor_jobs,
 )
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.byte_ranges import MAX_READ_THREADS, MIN_READ_AHEAD_NBYTES
+from prepcli.stores.paths import is_remote, without_read_ahead
 
-BoxArrays = Mapping[Box, np.ndarray]
+# Duplicates of each tensor, by its name. Tensors without duplicates are absent.
+Duplicates = Mapping[str, Sequence[SourceTensor]]
 # Each thread has a buffer of 8 MiB.
 MAX_THREADS = 4
 # In a remote tensor that several leaves share, smaller gaps between the runs of a leaf are read too. Requests
@@ -73,7 +68,7 @@ class _LeafTensors:
     tensors: dict[str, SourceTensor]
 
 
-class WeightsReader:
+class WeightsReader(LeafReader):
     """CheckpointReader of the parameters of a source, with layers stacked on axis 0.
 
     Attributes:
@@ -82,7 +77,6 @@ class WeightsReader:
         leaves: Shape, dtype and read unit of each leaf, by dotted name.
         is_remote: Whether the source's files are on a server.
         vocabulary: Vocabulary sizes of the leaves, padding included.
-        read_nbytes: Bytes of tensors read so far.
     """
 
     def __init__(self, source: Source, vocab_multiple: int = 1, verify: bool = True) -> None:
@@ -129,36 +123,25 @@ class WeightsReader:
                 _common_dtype(leaf),
                 _read_unit_shape(leaf, is_whole=is_whole),
             )
-        self.is_remote = bool(source.remote_files)
+        self.is_remote = is_remote(source.files)
         self.source = source
-        self.read_nbytes = 0
         self._verify = verify
         if verify:
             # Tensors with digests of their own are compared while they are read.
             transformed = [tensors[name] for name in match.uses if tensors[name].made_from]
             streams = [row_stream(tensor, (0, num_rows(tensor))) for tensor in transformed]
             check_before_reading(source, streams, CHECK_MEMORY_NBYTES, NullProgress())
-        self._count_lock = threading.Lock()
-        self._is_stopped = False
-        self._files = open_blobs(without_read_ahead(source.byte_sources))
-        self._num_threads = _thread_count(is_decoded=is_decoded, is_remote=self.is_remote)
+        super().__init__(
+            open_blobs(without_read_ahead(source.byte_sources)),
+            num_threads=_thread_count(is_decoded=is_decoded, is_remote=self.is_remote),
+            buffer_nbytes=BUFFER_NBYTES,
+        )
         # In a remote file, another process of the job requests the bytes of a gap. The store would send them twice.
         self._min_skipped_gap_nbytes = 1 if self.is_remote else MIN_RUN_NBYTES
         self._shared_tensors = {name for name, uses in match.uses.items() if len(uses) > 1}
-        self._buffers = BufferPool(
-            Budget(self._num_threads * BUFFER_NBYTES, BUFFER_NBYTES, self._num_threads)
-        )
 
     def __enter__(self) -> WeightsReader:
         return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._files.__exit__(exc_type, error, traceback)
 
     def read(self, name: str, parts: BoxArrays) -> None:
         """Fill each array (C order) with its box of a leaf, cast to the array's dtype.
@@ -179,19 +162,9 @@ class WeightsReader:
             # Zeros in arrays without padding would cost one more pass over all their pages, before the first read.
             if _has_padding(leaf, box):
                 array.fill(0)
-        errors = run_jobs(
-            self._leaf_jobs(leaf, parts),
-            self._run_job,
-            self._buffers,
-            self._num_threads,
-            is_stopped=lambda: self._is_stopped,
-        )
+        errors = self.run_reads(self._leaf_jobs(leaf, parts), self._run_job)
         if errors:
             raise errors[0]
-
-    def stop_reads(self) -> None:
-        """Drop the remaining requests of all reads. They raise StoppedReadsError, and so do later reads."""
-        self._is_stopped = True
 
     def _leaf_jobs(self, leaf: _LeafTensors, parts: BoxArrays) -> Iterator[TensorRead]:
         """Yield the reads of all tensors with elements in the boxes."""
@@ -214,15 +187,11 @@ class WeightsReader:
         is_shared = self.is_remote and tensor_name in self._shared_tensors
         return SHARED_GAP_NBYTES if is_shared else self._min_skipped_gap_nbytes
 
-    def _run_job(self, job: TensorRead, buffer: ByteArray) -> None:
-        """Read a window or a whole tensor, and count its bytes."""
+    def _run_job(self, job: TensorRead, buffer: ByteArray) -> int:
+        """Read a window or a whole tensor. Return the number of bytes."""
         if job.window is None:
-            nbytes = read_checked(job, self.source, self._files, buffer)
-        else:
-            nbytes = self._read_window(job, job.window, buffer)
-        # `+=` of an attribute is not atomic between threads.
-        with self._count_lock:
-            self.read_nbytes += nbytes
+            return read_checked(job, self.source, self._files, buffer)
+        return self._read_window(job, job.window, buffer)
 
     def _read_window(self, job: TensorRead, window: Box, buffer: ByteArray) -> int:
         try:
@@ -320,3 +289,59 @@ def _common_dtype(leaf: _LeafTensors) -> str:
     if len(dtypes) == 1:
         return dtypes.pop()
     return "float64" if "float64" in dtypes else "float32"
+
+
+# Stored duplicates of tensors, such as the head of a tied model. They must equal their originals.
+
+
+def find_duplicates(source: Source, checks: Sequence[EqualityCheck], *, verify: bool) -> Duplicates:
+    """Return the duplicates to compare byte by byte while parts of their originals are read.
+
+    A tensor with digests to check is always read completely. Its duplicates are compared here: by their digests, or by
+    their bytes if the digests differ.
+
+    Args:
+        source: The checkpoint.
+        checks: Each duplicate with its original.
+        verify: Whether tensors with digests are compared with them when they are read.
+
+    Raises:
+        PrepError: A duplicate differs.
+    """
+    tensors = {tensor.name: tensor for tensor in source.tensors}
+    duplicates: dict[str, list[SourceTensor]] = {}
+    for check in checks:
+        duplicate = tensors[check.name]
+        original = tensors[check.duplicate_of]
+        # A window of the original is read together with the same window of the duplicate, so that both
+        # are read once. Whole tensors are compared by digests alone.
+        if not (verify and original.digests):
+            duplicates.setdefault(original.name, []).append(duplicate)
+        elif duplicate.digests != original.digests:
+            check_equal(source, check)
+    return duplicates
+
+
+def check_equal(source: Source, check: EqualityCheck) -> None:
+    """Read a tensor and its duplicate.
+
+    Raises:
+        PrepError: They differ. The error has the number of differences and the first one.
+    """
+    tensors = {tensor.name: tensor for tensor in source.tensors}
+    pair = [tensors[name] for name in (check.name, check.duplicate_of)]
+    result = compare_streams(
+        source.byte_sources,
+        row_stream(pair[0], (0, num_rows(pair[0]))),
+        blobs_b=source.byte_sources,
+        stream_b=row_stream(pair[1], (0, num_rows(pair[1]))),
+    )
+    if result.count:
+        first = f"{list(result.index)}: {result.value_a}, {result.value_b}"
+        difference = (
+            f"{count_text(result.count, 'value differs', 'values differ')}, the first at {first}"
+        )
+        display_names = {tensor.name: source.names.display_name(tensor.name) for tensor in pair}
+        raise not_equal_error(
+            source.family, check, display_names=display_names, difference=difference
+        )

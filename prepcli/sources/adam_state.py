@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -20,9 +19,10 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.decayed_leaves import DecayRule
+from prepcli.planning.arrays import whole_array
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.libraries import AdamNumbers, AdamSettings
-from prepcli.planning.plan import Contiguous, SourceFile, Stream
+from prepcli.planning.plan import SourceFile, Stream
 from prepcli.planning.state_names import (
     COUNTERS,
     FIRST_MOMENT,
@@ -40,6 +40,7 @@ from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
+from prepcli.stores.paths import AnyPath
 
 WITHOUT_STATE_HINT = text("convert it without {}", Option("training_state", True))
 # Counters are stored as int32.
@@ -251,7 +252,7 @@ def add_training_state(
     moments: Sequence[SourceTensor],
     left_out: Sequence[str],
     *,
-    files: tuple[Path, ...] = (),
+    files: tuple[AnyPath, ...] = (),
     stamps: tuple[SourceFile, ...] = (),
 ) -> Source:
     """Return a source with the training state of another library.
@@ -288,9 +289,9 @@ def add_training_state(
     blobs = (*source.byte_sources, *files)
     tensors: list[SourceTensor] = []
     for number, name in enumerate(counters):
-        placement = Contiguous(len(blobs), number * values.itemsize)
+        counter = whole_array(name, "int32", (), (len(blobs), number * values.itemsize))
         whole = ((0, 1, digest(values[number].tobytes())),)
-        tensors.append(SourceTensor(qualify("", name), "int32", (), (placement,), whole))
+        tensors.append(SourceTensor(qualify("", name), "int32", (), (counter,), whole))
     return replace(
         source,
         state_tensors=(*source.state_tensors, *moments, *tensors),

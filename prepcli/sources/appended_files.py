@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from prepcli.algebra.gapped_regions import GappedRegion
-from prepcli.algebra.grids import StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
-from prepcli.engine.blobs import Blob
-from prepcli.planning.plan import Contiguous, Location, Strided
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.stores.buffers import Blob
+from prepcli.stores.paths import AnyPath
 
 
 def append_files(source: Source, other: Source) -> Source:
@@ -18,7 +14,7 @@ def append_files(source: Source, other: Source) -> Source:
 
     Its tensors stay the same. To add a tensor of the other source, see `shift_file_numbers`.
     """
-    blobs: tuple[Path | Blob, ...] = ()
+    blobs: tuple[AnyPath | Blob, ...] = ()
     if source.blobs or other.blobs:
         blobs = (*source.byte_sources, *other.byte_sources)
     return replace(
@@ -26,7 +22,6 @@ def append_files(source: Source, other: Source) -> Source:
         files=(*source.files, *other.files),
         file_stamps=(*source.file_stamps, *other.file_stamps),
         blobs=blobs,
-        remote_files=(*source.remote_files, *other.remote_files),
     )
 
 
@@ -35,24 +30,6 @@ def shift_file_numbers(tensor: SourceTensor, count: int) -> SourceTensor:
 
     Placements name files by number. After the files 0 to 2 of one source, file 0 of an appended source is file 3.
     """
-    placement = tuple(_shift_location(location, count) for location in tensor.placement)
+    placement = tuple(location.moved(count) for location in tensor.placement)
     made_from = tuple(shift_file_numbers(stored, count) for stored in tensor.made_from)
     return replace(tensor, placement=placement, made_from=made_from)
-
-
-def _shift_location(location: Location, count: int) -> Location:
-    if isinstance(location, Contiguous | Strided):
-        return replace(location, file=location.file + count)
-    if isinstance(location, GappedRegion):
-        return replace(location, region=_shift_region(location.region, count))
-    return _shift_region(location, count)
-
-
-def _shift_region(region: ChunkedLocation, count: int) -> ChunkedLocation:
-    placement = region.placement
-    if isinstance(placement, StridedPlacement):
-        return replace(region, placement=replace(placement, file=placement.file + count))
-    chunks: dict[tuple[int, ...], tuple[int, int]] = {}
-    for index, (file, offset) in placement.chunks.items():
-        chunks[index] = (file + count, offset)
-    return replace(region, placement=replace(placement, chunks=chunks))

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from prepcli.algebra.chunks import StoredRange, StoredValue
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
-from prepcli.engine.blobs import Blob
 from prepcli.engine.chunk_cache import ChunkCache, ChunkReader
-from prepcli.engine.files import ByteArray, io_error
 from prepcli.formats.codecs import (
     CHUNK_HEADER_NBYTES,
     READ_BLOCK_NBYTES,
@@ -30,13 +29,11 @@ from prepcli.formats.codecs import (
     open_decoder,
 )
 from prepcli.formats.orbax import OrbaxItem
-from prepcli.formats.orbax_chunks import (
-    ArrayMeta,
-    StoredRange,
-    StoredValue,
-    chunk_label,
-    unravel_chunk_index,
-)
+from prepcli.formats.orbax_chunks import chunk_label, unravel_chunk_index
+from prepcli.planning.arrays import Array
+from prepcli.stores.buffers import ByteArray
+from prepcli.stores.paths import AnyPath, StorePath
+from prepcli.stores.reading import io_error
 
 # A chunk of at most 1/8 of the cache size is decoded at once and kept.
 WHOLE_CHUNK_DIVISOR = 8
@@ -51,16 +48,14 @@ class DecodedArray:
     Attributes:
         item: The item.
         array_number: Number of the array in the item.
-        remote_files: Files on a server to read in place of the item's, by number. Empty for local files.
     """
 
     item: OrbaxItem
     array_number: int
-    remote_files: tuple[Blob, ...] = ()
 
     @property
-    def meta(self) -> ArrayMeta:
-        """Metadata of the array."""
+    def meta(self) -> Array:
+        """The array as stored."""
         return self.item.arrays[self.array_number]
 
     @property
@@ -70,18 +65,14 @@ class DecodedArray:
 
     def stored_value(self, index: tuple[int, ...]) -> StoredValue | None:
         """Return the stored value of a chunk. None for a chunk of zeros without stored bytes."""
-        return self.item.chunks[self.array_number].get(index)
+        return self.meta.stored_chunk(index)
 
-    def chunk_path(self, index: tuple[int, ...]) -> Path:
+    def chunk_path(self, index: tuple[int, ...]) -> AnyPath:
         """Return the file of a chunk. The item's folder if the chunk is inline in the index or not stored."""
         value = self.stored_value(index)
         if isinstance(value, StoredRange):
             return self.item.files[value.file]
         return self.item.folder
-
-    def with_files(self, files: Sequence[Blob]) -> DecodedArray:
-        """Return the same array in other files."""
-        return replace(self, remote_files=tuple(files))
 
     def open(self) -> DecodedArrayReader:
         """Open the array for reading, with a small separate cache."""
@@ -129,7 +120,7 @@ class DecodedArrayReader:
         self._cache.put(key, reader).read(start, into)
 
     def _index(self, number: int) -> tuple[int, ...]:
-        return unravel_chunk_index(self._blob.meta.grid, number)
+        return unravel_chunk_index(self._blob.meta.grid.chunk_counts, number)
 
     def close(self) -> None:
         """Close all readers in the cache, including the readers of other arrays."""
@@ -153,7 +144,7 @@ def open_chunk(
     """
     value = blob.stored_value(index)
     nbytes = blob.meta.chunk_nbytes
-    codec_names = blob.item.codec_names[blob.array_number]
+    codec_names = blob.meta.codecs
     if value is None:
         return _ZeroChunk()
     stored = _open_value(blob, value)
@@ -194,9 +185,10 @@ def _open_value(blob: DecodedArray, value: StoredValue) -> _InlineValue | _FileV
     """Open a stored value for reading."""
     if isinstance(value, bytes):
         return _InlineValue(value)
-    if blob.remote_files:
-        return _RemoteValue(blob.remote_files[value.file], value)
-    return _FileValue(blob.item.files[value.file], value)
+    path = blob.item.files[value.file]
+    if isinstance(path, StorePath):
+        return _RemoteValue(path, value)
+    return _FileValue(path, value)
 
 
 class _InlineValue:
@@ -237,8 +229,8 @@ class _FileValue:
 class _RemoteValue:
     """A stored value in a byte range of a file on a server, read in blocks."""
 
-    def __init__(self, file: Blob, value: StoredRange) -> None:
-        self._reader = file.open()
+    def __init__(self, file: StorePath, value: StoredRange) -> None:
+        self._file = file
         self._value = value
         self.nbytes = value.nbytes
         self.memory_nbytes = min(value.nbytes, REMOTE_BLOCK_NBYTES)
@@ -257,12 +249,11 @@ class _RemoteValue:
         # The old block is freed first: `memory_nbytes` counts one block.
         self._block = np.empty(0, np.uint8)
         block = np.empty(min(REMOTE_BLOCK_NBYTES, self.nbytes - offset), np.uint8)
-        self._reader.read_at(self._value.offset + offset, block)
+        self._file.read_at(self._value.offset + offset, block)
         self._block = block
         self._block_start = offset
 
     def close(self) -> None:
-        self._reader.close()
         self._block = self._block[:0]
 
 

@@ -12,26 +12,23 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from prepcli.algebra.boxes import Range
-from prepcli.algebra.grids import StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.json_types import HFConfig
-from prepcli.engine.blobs import Blob, FilesAndBlobs, open_blobs
+from prepcli.engine.blobs import FilesAndBlobs, open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.engine.files import ByteArray, Files
+from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.planning.arrays import Array, Location, whole_array
 from prepcli.planning.manifest_fields import Manifest, QuantizedRecord
-from prepcli.planning.plan import Contiguous, Location
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import qualify
-from prepcli.planning.tensors import FileTensor, itemsize
+from prepcli.planning.tensors import itemsize
 from prepcli.quantized.decoder import Decoder, StoredMatrix
 from prepcli.quantized.find_weights import (
     QUANTIZATION_FILES,
@@ -51,6 +48,8 @@ from prepcli.sources.unused_quantization import (
     has_quantized_tensors,
     unused_quantization_note,
 )
+from prepcli.stores.buffers import Blob, ByteArray
+from prepcli.stores.paths import AnyPath
 
 DECODED_DTYPE = "bfloat16"
 # Memory per decoded value: codes, scales and zero points in float32, and the value itself.
@@ -72,7 +71,7 @@ class DequantizedBlob:
 
     name: str
     decoders: tuple[Decoder, ...]
-    stored: tuple[Path | Blob, ...]
+    stored: tuple[AnyPath | Blob, ...]
     dtype: str = ""
 
     def dtype_of(self, decoder: Decoder) -> str:
@@ -213,7 +212,7 @@ class DequantizedReader:
         self._files.close()
 
 
-def is_quantized(folder: Path) -> bool:
+def is_quantized(folder: AnyPath) -> bool:
     """Return whether a model has quantised weights, by its settings and the dtypes of its tensors."""
     config: HFConfig = {}
     if (folder / CONFIG).is_file():
@@ -221,7 +220,7 @@ def is_quantized(folder: Path) -> bool:
     return bool(model_quantization(config, folder))
 
 
-def model_quantization(config: HFConfig, folder: Path) -> Mapping[str, Any]:
+def model_quantization(config: HFConfig, folder: AnyPath) -> Mapping[str, Any]:
     """Return the quantisation config of a model, or an empty mapping.
 
     Args:
@@ -236,7 +235,7 @@ def model_quantization(config: HFConfig, folder: Path) -> Mapping[str, Any]:
     return quantization_config_of_file(name, read_json_object(folder / name))
 
 
-def quantization_file(config: HFConfig, folder: Path) -> str:
+def quantization_file(config: HFConfig, folder: AnyPath) -> str:
     """Return the name of the file with the quantisation config of a model, or an empty string.
 
     Settings count only if a tensor may be quantised.
@@ -345,17 +344,8 @@ def _parameter_dtype(source: Source, other: Source) -> str:
 def decoder_of_tensor(source: Source, tensor: SourceTensor) -> Decoder:
     """Return the decoder of a decoded tensor. A decoder may have several tensors, e.g. one for each expert."""
     blob = _decoded_blob(source)
-    offset = _blob_offset(tensor.placement[0])
+    offset = tensor.placement[0].array.offset
     return blob.decoders[bisect.bisect_right(blob.weight_offsets, offset) - 1]
-
-
-def _blob_offset(location: Location) -> int:
-    """Return the offset of a location in the decoded weights."""
-    if isinstance(location, Contiguous):
-        return location.offset
-    assert isinstance(location, ChunkedLocation)
-    assert isinstance(location.placement, StridedPlacement)
-    return location.placement.offset
 
 
 def _decoded_blob(source: Source) -> DequantizedBlob:
@@ -398,21 +388,20 @@ def _cast_location(
     dtype: str,
     blob: DequantizedBlob,
     cast_blob: DequantizedBlob,
-) -> Contiguous | ChunkedLocation:
+) -> Location:
     """Translate the location of values in one blob to a blob that decodes them to another dtype."""
     starts = blob.weight_offsets
-    old_offset = _blob_offset(location)
+    old_offset = location.array.offset
     number = bisect.bisect_right(starts, old_offset) - 1
     values = (old_offset - starts[number]) // itemsize(dtype)
     offset = cast_blob.weight_offsets[number] + values * itemsize(cast_blob.dtype)
-    if isinstance(location, Contiguous):
-        return Contiguous(location.file, offset)
-    assert isinstance(location, ChunkedLocation)
-    placement = replace(location.placement, offset=offset)
-    return replace(location, placement=placement, itemsize=itemsize(cast_blob.dtype))
+    array = location.array
+    # A decoder writes its output as one chunk in C order.
+    position = (array.file, offset)
+    return location.with_array(whole_array(array.name, cast_blob.dtype, array.shape, position))
 
 
-def find_source_weights(source: Source) -> tuple[QuantizedWeights, tuple[Path | Blob, ...]]:
+def find_source_weights(source: Source) -> tuple[QuantizedWeights, tuple[AnyPath | Blob, ...]]:
     """Return the decoders of the quantised weights of a source, and the files and blobs of their tensors.
 
     See `dequantize_source`.
@@ -445,12 +434,12 @@ def _settings_file(source: Source) -> str:
     return quantization_file(source.config, _settings_folder(source))
 
 
-def _settings_folder(source: Source) -> Path:
+def _settings_folder(source: Source) -> AnyPath:
     """Return the folder of a source with its config.json and the settings of tools."""
     return source.root / HF_FOLDER if source.tree_manifest else source.root
 
 
-def not_quantized_error(display_name: str, folder: Path) -> PrepError:
+def not_quantized_error(display_name: str, folder: AnyPath) -> PrepError:
     """Return the error for a request to decode a model without quantised weights."""
     option = Option("quantized", "dequantize")
     why = f"{display_name} is not quantised"
@@ -462,8 +451,8 @@ def not_quantized_error(display_name: str, folder: Path) -> PrepError:
 
 def find_stored_weights(
     settings: Mapping[str, Any],
-    tensors: Sequence[FileTensor],
-    blobs: Sequence[Path | Blob],
+    tensors: Sequence[Array],
+    blobs: Sequence[AnyPath | Blob],
     *,
     settings_file: str,
 ) -> QuantizedWeights:
@@ -484,37 +473,33 @@ def find_stored_weights(
         )
 
 
-def _file_tensors(source: Source) -> tuple[list[FileTensor], tuple[Path | Blob, ...]]:
+def _file_tensors(source: Source) -> tuple[list[Array], tuple[AnyPath | Blob, ...]]:
     """Return the tensors of a source by their names in the files, and the files and blobs with their bytes.
 
     The tensors of an init are stored in chunks. They are read as a further blob.
     """
     chunked: list[SourceTensor] = []
     for tensor in source.tensors:
-        if not isinstance(tensor.placement[0], Contiguous):
+        if not tensor.placement[0].is_contiguous:
             chunked.append(tensor)
     joined = TensorBytes(source.display_name, tuple(chunked), source.byte_sources)
     joined_number = len(source.byte_sources)
     joined_offsets = iter(joined.offsets)
-    tensors: list[FileTensor] = []
+    tensors: list[Array] = []
     for tensor in source.tensors:
-        location = tensor.placement[0]
-        if not isinstance(location, Contiguous):
-            location = Contiguous(joined_number, next(joined_offsets))
+        file, offset = tensor.placement[0].position
+        if not tensor.placement[0].is_contiguous:
+            file = joined_number
+            offset = next(joined_offsets)
         tensors.append(
-            FileTensor(
-                source.names.stored_name(tensor.name),
-                tensor.dtype,
-                tensor.shape,
-                location.file,
-                location.offset,
-                tensor.nbytes,
+            whole_array(
+                source.names.stored_name(tensor.name), tensor.dtype, tensor.shape, (file, offset)
             )
         )
     return tensors, (*source.byte_sources, joined) if chunked else source.byte_sources
 
 
-def _read_tensor(files: Files | FilesAndBlobs, tensor: FileTensor) -> bytes:
+def _read_tensor(files: Files | FilesAndBlobs, tensor: Array) -> bytes:
     """Return the bytes of a small tensor."""
     data = np.empty(tensor.nbytes, np.uint8)
     files.read_at(tensor.file, tensor.offset, data)
@@ -531,7 +516,7 @@ def _decoded_source(source: Source, weights: QuantizedWeights, blob: Dequantized
             source.names.bare_name(decoder.name),
             decoder.dtype,
             decoder.shape,
-            (Contiguous(blob_number, start),),
+            (whole_array(decoder.name, decoder.dtype, decoder.shape, (blob_number, start)),),
             default_dtype=DECODED_DTYPE,
             made_from=tuple(made_from[decoder.name]),
         )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from prepcli.core.errors import (
@@ -18,7 +17,7 @@ from prepcli.core.errors import (
     Text,
     text,
 )
-from prepcli.core.json_values import load_json
+from prepcli.core.json_values import load_json, parse_json
 from prepcli.core.lists import join_names
 from prepcli.formats.flax_folder import detect_msgpack_kind, select_other_flax_files
 from prepcli.formats.meta_llama_config import is_dense_mistral
@@ -35,11 +34,12 @@ from prepcli.formats.torch_files import (
     detect_torch_kind,
     select_model_files,
 )
-from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, parse_json, read_bytes
 from prepcli.quantized.find_weights import QUANTIZATION_KEYS
-from prepcli.sources.folders import Folder, Kind, LocalFolder
+from prepcli.sources.folders import Folder, Kind, OpenFolder
 from prepcli.sources.source_hints import CONFIG
 from prepcli.sources.unused_quantization import has_quantized_tensors
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import MAX_CONFIG_NBYTES, read_bytes
 
 MAX_LISTED = 6
 # Folders above the metadata file of an Orbax item: its step and the item itself.
@@ -248,7 +248,7 @@ def _has_item(names: Sequence[str]) -> bool:
     return False
 
 
-def detect_file(path: Path, display_name: str, *, allow_gguf: bool = False) -> Kind:
+def detect_file(path: AnyPath, display_name: str, *, allow_gguf: bool = False) -> Kind:
     """Detect the format of a single local file: Flax or EasyLM, by its first bytes, or GGUF, by its name.
 
     Raises:
@@ -313,7 +313,7 @@ def _check_config(folder: Folder, *, allow_quantized: bool) -> None:
 
 def _has_only_dense_tensors(folder: Folder) -> bool:
     """Return whether no tensor is quantised. Settings of a quantisation tool are then left over."""
-    headers = folder.fetch_headers()
+    headers = folder.open_headers()
     return headers is not None and not has_quantized_tensors(headers)
 
 
@@ -344,7 +344,7 @@ def _subfolders_error(folder: Folder, names: Sequence[str]) -> PrepError | None:
         folder: The folder.
         names: Names in the folder.
     """
-    if not isinstance(folder, LocalFolder) or is_begun_run(names):
+    if not isinstance(folder, OpenFolder) or is_begun_run(names):
         return None
     name = folder.display_name.rstrip("/")
     paths = [f"`{name}/{subfolder.name}`" for subfolder in list_checkpoint_folders(folder.path)]

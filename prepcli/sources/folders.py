@@ -1,21 +1,32 @@
-"""The files of a checkpoint, local or remote, as one protocol."""
+"""The files of a checkpoint, on a disk, in a bucket or on the hub, as one protocol."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Literal, Protocol
 
+from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.observer import Observer
 from prepcli.core.progress import NullProgress, Progress
 from prepcli.formats.orbax import ITEM_MARKERS, find_item, item_metadata_file
-from prepcli.formats.untrusted import list_folder, read_bytes
+from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.planning.item_storage import METADATA_FILE
-from prepcli.remote.placeholders import RemoteCheckpoint, rename_in_errors
-from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy, retry_policy_from_env
+from prepcli.sources.references import BucketUrl
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.paths import (
+    COPY_HINT,
+    AnyPath,
+    StoreListing,
+    StorePath,
+    local_copy,
+    path_in_folder,
+)
+from prepcli.stores.reading import list_folder, read_bytes
+from prepcli.stores.retries import DEFAULT_RETRY_POLICY, RetryPolicy, retry_policy_from_env
 
 Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm", "adapter", "gguf"]
 
@@ -73,30 +84,27 @@ def make_access(
 
 
 @dataclass(frozen=True, slots=True)
-class LocalFiles:
-    """Local files of a checkpoint to open.
+class CheckpointFiles:
+    """The files of a checkpoint to open.
 
     Attributes:
-        path: Folder or file of the checkpoint. The folder of placeholder files if it is read remotely.
-        remote: Remote files that the tensors are read from. None if they are in `path`.
+        path: Folder or file of the checkpoint, on a disk or in a store.
         commit: Commit on the hub.
-        omitted: Descriptions of remote files and subfolders that are not in `path`, e.g. `onnx/ (weights)`.
+        omitted: Descriptions of files and subfolders on the hub that are not in `path`, e.g. `onnx/ (weights)`.
     """
 
-    path: Path
-    remote: RemoteCheckpoint | None = None
+    path: AnyPath
     commit: str | None = None
     omitted: tuple[str, ...] = ()
 
-    def rename_in_errors(self, display_name: str) -> AbstractContextManager[None]:
-        """Replace the folder of placeholder files by the checkpoint's name in the PrepErrors of the block."""
-        if self.remote is None:
-            return nullcontext()
-        return rename_in_errors(self.remote.placeholder_folder, display_name)
+    @property
+    def is_remote(self) -> bool:
+        """Whether the files are read from a server."""
+        return isinstance(self.path, StorePath)
 
 
 class Folder(Protocol):
-    """Files of a checkpoint: a local folder, a repository on the hub, or objects in a bucket."""
+    """Files of a checkpoint: a folder on a disk or in a bucket, or a repository on the hub."""
 
     @property
     def display_name(self) -> str:
@@ -108,24 +116,21 @@ class Folder(Protocol):
         ...
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes of a listed file, or fewer if the file is shorter."""
+        """Return bytes of a small listed file, or fewer if the file is shorter."""
         ...
 
-    def fetch_headers(self) -> Path | None:
-        """Return a local folder with the headers of all weight files, or None if they cannot be read alone.
-
-        A local folder is returned as it is, with weights of any format.
+    def open_headers(self) -> AnyPath | None:
+        """Return a folder with all weight files whose headers can be read, or None if there is none.
 
         Raises:
-            PrepError: A header cannot be fetched.
+            PrepError: A file cannot be fetched.
         """
         ...
 
-    def prepare_local_files(self, kind: Kind) -> LocalFiles:
-        """Return the local files from which a checkpoint of this format is opened.
+    def fetch(self, kind: Kind) -> CheckpointFiles:
+        """Return the files from which a checkpoint of this format is opened.
 
-        A local folder is returned as it is. All files of a remote checkpoint are downloaded. If its tensors are read
-        remotely, only the headers and small files are downloaded.
+        A folder is returned as it is. The files of a repository on the hub are downloaded, unless they are streamed.
 
         Raises:
             PrepError: This format cannot be read from here, or a file cannot be fetched.
@@ -134,11 +139,11 @@ class Folder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LocalFolder:
-    """A local folder or a single file. `commit` is set for a snapshot in the hub's cache."""
+class OpenFolder:
+    """A folder or a single file, on a disk or in a bucket. `commit` is set for a snapshot in the hub's cache."""
 
     display_name: str
-    path: Path
+    path: AnyPath
     commit: str | None = None
 
     def names(self) -> list[str]:
@@ -148,18 +153,68 @@ class LocalFolder:
         # Only the item that will be opened is listed, e.g. the one of a run's last step.
         if item is None:
             return names
-        folder = item.relative_to(self.path)
+        folder = path_in_folder(item, self.path) or PurePath()
         metadata_files = ITEM_MARKERS[item_metadata_file(item) or METADATA_FILE]
         return [*((folder / name).as_posix() for name in metadata_files), *names]
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes of a file, or fewer if the file is shorter."""
-        return read_bytes(self.path / name, start, stop - start)
+        """Return bytes of a small file, or fewer if the file is shorter."""
+        # The local copy of a file in a store: the opener reads it again.
+        return read_bytes(local_copy(self.path / name), start, stop - start)
 
-    def fetch_headers(self) -> Path:
+    def open_headers(self) -> AnyPath:
         """Return the folder itself."""
         return self.path
 
-    def prepare_local_files(self, kind: Kind) -> LocalFiles:
-        """Return the folder itself: local files are read where they are."""
-        return LocalFiles(self.path, commit=self.commit)
+    def fetch(self, kind: Kind) -> CheckpointFiles:
+        """Return the folder itself: its files are read where they are."""
+        return CheckpointFiles(self.path, self.commit)
+
+
+def open_bucket_folder(reference: BucketUrl, access: Access) -> OpenFolder:
+    """List the files of a checkpoint in an object store.
+
+    Raises:
+        PrepError: The store is unreachable or has nothing there.
+        UsageError: `access` excludes URLs.
+    """
+    name = reference.display_name
+    if access.offline:
+        raise usage_error(
+            text("cannot read `{}` with {}", name, Option("offline", True)),
+            "an object store needs the network",
+            COPY_HINT,
+        )
+    if not access.allow_urls:
+        raise usage_error(f"`{name}` is a URL", "this command does not read URLs", COPY_HINT)
+    bucket = Bucket(reference.url, retry_policy=access.retry_policy)
+    if files := _without_older_steps(bucket.list_files()):
+        return OpenFolder(name, StoreListing(name, bucket, files).root)
+    if file := _find_single_file(reference, access):
+        return file
+    why = "no object has this prefix"
+    raise PrepError(f"{bucket.name} holds no checkpoint", why, "check the spelling")
+
+
+def _find_single_file(reference: BucketUrl, access: Access) -> OpenFolder | None:
+    """Return the object that a URL names, beside the other objects of its folder, or None if there is none."""
+    folder, _, name = reference.url.path.rpartition("/")
+    if not name:
+        return None
+    bucket = Bucket(replace(reference.url, path=folder), retry_policy=access.retry_policy)
+    if bucket.find_file(name) is None:
+        return None
+    files = bucket.list_folder_files()
+    return OpenFolder(reference.display_name, StoreListing(bucket.name, bucket, files).root / name)
+
+
+def _without_older_steps(files: Sequence[RemoteFile]) -> list[RemoteFile]:
+    """Leave out all steps of a training run but the last complete one. A step is complete if it has a manifest."""
+    paths = [file.path for file in files]
+    steps = listed_steps(paths)
+    if not steps and RECIPE_FILE not in paths:
+        return list(files)
+    # A step without a manifest is being written, or a kill left it. Neither may be opened as the
+    # newest one. A run that has only such steps keeps its other files, and is reported as begun.
+    kept_steps = (None, *steps[-1:])
+    return [file for file in files if listed_step(file.path) in kept_steps]

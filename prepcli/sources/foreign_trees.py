@@ -20,6 +20,7 @@ from prepcli.models.parameters import (
     layout_rows,
     parameter_rows,
 )
+from prepcli.planning.arrays import Array
 from prepcli.planning.layout_scales import LayoutScale, bind_scale
 from prepcli.planning.libraries import LIBRARIES
 from prepcli.planning.manifest_fields import Manifest
@@ -31,7 +32,6 @@ from prepcli.sources.source import SourceTensor
 from prepcli.sources.tree_tensors import (
     LeafTensor,
     Leaves,
-    StoredLeaf,
     bound_leaf_tensors,
     check_leaf_shape,
     iter_tensors,
@@ -191,9 +191,9 @@ def _split_non_parameters(
 ) -> tuple[Leaves, list[DroppedTensor]]:
     """Split leaves into possible parameters of the layout, and the records of its other leaves."""
     layout = family.layouts.get(tree_format.layout, TreeLayout({}))
-    kept: dict[str, StoredLeaf] = {}
+    kept: dict[str, Array] = {}
     ignored: list[DroppedTensor] = []
-    state: list[tuple[str, StoredLeaf]] = []
+    state: list[tuple[str, Array]] = []
     for name, leaf in leaves.items():
         if layout.non_parameters and name.endswith(layout.non_parameters):
             nbytes = math.prod(leaf.shape) * itemsize(leaf.dtype)
@@ -263,7 +263,7 @@ def _expected_leaf_tensors(
     return leaf_tensors
 
 
-def _extra_entries(leaves: Iterable[tuple[str, StoredLeaf]]) -> Iterator[DroppedTensor]:
+def _extra_entries(leaves: Iterable[tuple[str, Array]]) -> Iterator[DroppedTensor]:
     """Sum the bytes of leaves outside of the parameters, by the first key of their paths."""
     nbytes_by_key: dict[str, int] = {}
     for name, leaf in leaves:
@@ -280,11 +280,11 @@ def _extra_entries(leaves: Iterable[tuple[str, StoredLeaf]]) -> Iterator[Dropped
 
 def _leaves_below_root(
     leaves: Leaves, tree_format: TreeFormat, family: Family, display_name: str
-) -> dict[str, StoredLeaf]:
+) -> dict[str, Array]:
     """Return the leaves below the root, by their paths there in the spelling of the layout's table."""
     root = tree_format.root
     layout = family.layouts.get(tree_format.layout, TreeLayout({}))
-    below: dict[str, StoredLeaf] = {}
+    below: dict[str, Array] = {}
     for name, leaf in leaves.items():
         if name.startswith(root):
             path = layout.resolve_alias(name.removeprefix(root).removesuffix(BOXED_SUFFIX))

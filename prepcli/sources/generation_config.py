@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_types import HFConfig, JsonValue
 from prepcli.models.token_rules import NO_RULES, TokenRules
 from prepcli.sources.source import read_config
+from prepcli.stores.paths import AnyPath
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 # Fields that change the tokens of transformers' greedy search, and are not supported, with the values that have no
@@ -47,14 +47,14 @@ class GenerationDefaults:
     notes: tuple[str, ...]
 
 
-def folder_generation_defaults(config: HFConfig, folder: Path, vocab: int) -> GenerationDefaults:
+def folder_generation_defaults(config: HFConfig, folder: AnyPath, vocab: int) -> GenerationDefaults:
     """Return the defaults of a model whose generation_config.json, if it has one, is in a folder."""
     file = folder / GENERATION_CONFIG_FILE
     return generation_defaults(config, file if file.is_file() else None, vocab)
 
 
 def generation_defaults(
-    config: HFConfig, generation_config: Path | None, vocab: int
+    config: HFConfig, generation_config: AnyPath | None, vocab: int
 ) -> GenerationDefaults:
     """Return the defaults of a model for generation.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -19,10 +19,8 @@ from prepcli.formats.shard_index import read_weight_map
 from prepcli.formats.torch_files import select_torch_files
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.quantized.find_weights import QUANTIZATION_FILES
-from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
-from prepcli.remote.hub_errors import is_hub_down, translate_errors
 from prepcli.sources.detect import Refusal, apply_rules, no_checkpoint_error
-from prepcli.sources.folders import Access, Folder, Kind, LocalFiles, LocalFolder
+from prepcli.sources.folders import Access, CheckpointFiles, Folder, Kind, OpenFolder
 from prepcli.sources.references import HubRepo
 from prepcli.sources.side_files import (
     ListedFile,
@@ -32,6 +30,9 @@ from prepcli.sources.side_files import (
     unread_weights,
 )
 from prepcli.sources.source_hints import CONFIG
+from prepcli.stores.hub import HubListing, cached_snapshot, list_repository, prepare_hub
+from prepcli.stores.hub_errors import is_hub_down, translate_errors
+from prepcli.stores.paths import AnyPath, StorePath
 
 SMALL_FILE_PATTERNS = (
     CONFIG,
@@ -105,20 +106,20 @@ def cached_model(repo: HubRepo, revision: str | None) -> Path:
         raise PrepError(f"{repo.display_name} is not in the cache of the hub", "", hint) from error
 
 
-def _cached_files(repo: HubRepo) -> LocalFolder:
+def _cached_files(repo: HubRepo) -> OpenFolder:
     """Return the cached snapshot of a model, or a file of it. Raise FileNotFoundError if there is none."""
     if not repo.file:
         return _cached_folder(repo)
     path = cached_snapshot(repo.display_name, repo.revision)
     if not (path / repo.file).is_file():
         raise FileNotFoundError(f"{path} has no {repo.file}")
-    return LocalFolder(repo.display_name, path / repo.file, commit=path.name)
+    return OpenFolder(repo.display_name, path / repo.file, commit=path.name)
 
 
-def _cached_folder(repo: HubRepo) -> LocalFolder:
+def _cached_folder(repo: HubRepo) -> OpenFolder:
     """Return the cached snapshot of a model. Raise FileNotFoundError if there is none, or none with weights."""
     path = cached_snapshot(repo.display_name, repo.revision)
-    folder = LocalFolder(repo.display_name, path, commit=path.name)
+    folder = OpenFolder(repo.display_name, path, commit=path.name)
     names = folder.names()
     # Another program may have cached only the tokenizer or the config of this revision. A folder of a
     # recognized but unsupported format passes too, because a later error names the format.
@@ -127,7 +128,7 @@ def _cached_folder(repo: HubRepo) -> LocalFolder:
     return folder
 
 
-def _fall_back_to_cache(error: Exception, repo: HubRepo, access: Access) -> LocalFolder:
+def _fall_back_to_cache(error: Exception, repo: HubRepo, access: Access) -> OpenFolder:
     """Return the cached snapshot after an error of the hub. Raise that error if there is none."""
     try:
         folder = _cached_files(repo)
@@ -141,7 +142,7 @@ def _fall_back_to_cache(error: Exception, repo: HubRepo, access: Access) -> Loca
 
 @dataclass(frozen=True, slots=True)
 class HubFolder:
-    """The files of a repository as a `Folder`. `prepare_local_files` downloads the model unless it is streamed.
+    """The files of a repository as a `Folder`. `fetch` downloads the model unless it is streamed.
 
     Attributes:
         listing: The listed files.
@@ -170,28 +171,16 @@ class HubFolder:
         with self._translate_errors():
             return self.listing.read(name, start, stop)
 
-    def fetch_headers(self) -> Path | None:
-        """Fetch the headers of the safetensors files to download, if the hub reports a commit.
-
-        PyTorch files are downloaded whole: their headers are spread over the file.
-        """
+    def open_headers(self) -> AnyPath | None:
+        """Return the weights and settings to download, read where they are, if the hub reports a commit."""
         with self._translate_errors():
             names = self._files_to_fetch()
-        weights = [name for name in names if name.endswith(".safetensors")]
-        if not weights and select_torch_files(names) and not self.access.stream:
-            with self._translate_errors():
-                return self.listing.download(names, self.access.progress)
-        if not weights or self.listing.commit is None:
-            return None
-        indexes = [name for name in names if name == safetensors.INDEX_FILE]
-        with self._translate_errors():
-            return self.listing.open_remote(weights, indexes).placeholder_folder
+            if self.listing.commit is None or not _select_weights(names):
+                return None
+            return self.listing.open_remote(names)
 
-    def prepare_local_files(self, kind: Kind) -> LocalFiles:
-        """Fetch the files of one weight format, the config and the tokenizer.
-
-        If the weights are streamed, only their headers are fetched here.
-        """
+    def fetch(self, kind: Kind) -> CheckpointFiles:
+        """Download the files of one weight format, the config and the tokenizer, unless they are streamed."""
         if self.file:
             return self._fetch_gguf()
         with self._translate_errors():
@@ -209,9 +198,9 @@ class HubFolder:
             names = [*names, safetensors.ADAPTER_CONFIG]
         with self._translate_errors():
             if self.access.stream:
-                return replace(self._fetch_streamed(kind, names), omitted=omitted)
+                return CheckpointFiles(self._streamed_folder(names), self.listing.commit, omitted)
             path = self.listing.download(names, self.access.progress)
-        return LocalFiles(path, commit=path.name, omitted=omitted)
+        return CheckpointFiles(path, path.name, omitted)
 
     def _nested_files(self) -> SelectedNames:
         """Return the side files in subfolders to download, and descriptions of the subfolders to leave."""
@@ -233,8 +222,8 @@ class HubFolder:
                 ]
         return names
 
-    def _fetch_gguf(self) -> LocalFiles:
-        """Download a GGUF file, or all parts of its model."""
+    def _fetch_gguf(self) -> CheckpointFiles:
+        """Download a GGUF file, or all parts of its model, unless they are streamed."""
         names = part_names(self.file)
         missing = [name for name in names if name not in self.listing.siblings]
         if missing:
@@ -245,30 +234,20 @@ class HubFolder:
             )
             raise PrepError(f"{self.display_name} has no {missing[0]}", why, hint)
         if self.access.stream:
-            raise PrepError(
-                f"cannot stream {self.file}",
-                text("{} reads safetensors", Option("stream", True)),
-                text("without {} it is downloaded first", Option("stream", True)),
-            )
+            return CheckpointFiles(self._streamed_folder(names) / self.file, self.listing.commit)
         with self._translate_errors():
             path = self.listing.download(names, self.access.progress)
-        return LocalFiles(path / self.file, commit=path.name)
+        return CheckpointFiles(path / self.file, path.name)
 
-    def _fetch_streamed(self, kind: Kind, names: Sequence[str]) -> LocalFiles:
-        """Fetch the small files, and the headers of the safetensors files."""
+    def _streamed_folder(self, names: Iterable[str]) -> StorePath:
+        """Return the folder of files that are read where they are."""
         # Requests for ranges name the commit: between two of them, a branch could move to weights of
         # another version.
-        if kind != "safetensors" or self.listing.commit is None:
-            option = Option("stream", True)
-            if kind != "safetensors":
-                why = text("{} reads safetensors, and the model has none", option)
-            else:
-                why = "the hub did not report a commit"
-            hint = text("without {} it is downloaded first", option)
+        if self.listing.commit is None:
+            hint = text("without {} it is downloaded first", Option("stream", True))
+            why = "the hub did not report a commit"
             raise PrepError(f"cannot stream {self.display_name}", why, hint)
-        weights = [name for name in names if name.endswith(".safetensors")]
-        remote = self.listing.open_remote(weights, sorted({*names} - {*weights}))
-        return LocalFiles(remote.placeholder_folder, remote, self.listing.commit)
+        return self.listing.open_remote(names)
 
     def _translate_errors(self) -> AbstractContextManager[None]:
         return translate_errors(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -15,6 +14,7 @@ from prepcli.formats.tokenizer_safety import (
     library_errors,
     normalizer_growth,
 )
+from prepcli.stores.paths import AnyPath
 
 ANOTHER_TOKENIZER_HINT = "use another tokenizer"
 
@@ -29,7 +29,7 @@ class JsonTokenizer:
         growth: Maximum number of output bytes per input byte of the normalizer.
     """
 
-    path: Path
+    path: AnyPath
     tokenizer: Tokenizer
     growth: float
 
@@ -73,7 +73,7 @@ class JsonTokenizer:
         return [tuple(encoding.ids) for encoding in encodings]
 
 
-def parse_tokenizer(path: Path, data: bytes) -> JsonTokenizer:
+def parse_tokenizer(path: AnyPath, data: bytes) -> JsonTokenizer:
     """Return the tokenizer in the bytes of a tokenizer.json.
 
     Args:

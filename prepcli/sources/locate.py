@@ -1,4 +1,4 @@
-"""One path from the name of a checkpoint to its format and local files: parse, detect, fetch."""
+"""One path from the name of a checkpoint to its format and files: parse, detect, fetch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from prepcli.core.errors import Option, text, usage_error
 from prepcli.formats.file_records import read_manifest_of_file
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.sources.bucket_folders import open_bucket_folder
 from prepcli.sources.detect import detect, detect_file, detect_gguf
-from prepcli.sources.folders import DEFAULT_ACCESS, Access, Folder, Kind, LocalFiles, LocalFolder
+from prepcli.sources.folders import (
+    DEFAULT_ACCESS,
+    Access,
+    CheckpointFiles,
+    Folder,
+    Kind,
+    OpenFolder,
+    open_bucket_folder,
+)
 from prepcli.sources.hub_folders import open_hub_folder
 from prepcli.sources.references import (
     BucketUrl,
@@ -23,18 +30,19 @@ from prepcli.sources.references import (
     parse_reference,
 )
 from prepcli.sources.unused_quantization import unused_quantization_note
+from prepcli.stores.paths import AnyPath
 from prepcli.stores.writing import name_fault
 
 
 @dataclass(frozen=True, slots=True)
 class LocatedCheckpoint:
-    """A checkpoint of a known format, with the local files to open it from.
+    """A checkpoint of a known format, with the files to open it from.
 
     Attributes:
         display_name: Name of the checkpoint in messages.
         model_name: Name that outputs are called after, without a folder.
         kind: Format of the checkpoint.
-        local_files: Local files from which the checkpoint is opened.
+        files: The files from which the checkpoint is opened.
         manifest: Manifest of an output of prep, else None.
         part: EasyLM part in the name, as `params` in `params::PATH`.
         access: How the checkpoint was accessed. Opening it gives notes to the same receiver.
@@ -43,7 +51,7 @@ class LocatedCheckpoint:
     display_name: str
     model_name: str
     kind: Kind
-    local_files: LocalFiles
+    files: CheckpointFiles
     manifest: Manifest | None
     part: str = ""
     access: Access = DEFAULT_ACCESS
@@ -72,8 +80,8 @@ def locate(
     """
     reference = parse_reference(name, revision, step=step, cwd=cwd)
     folder = open_folder(reference, access)
-    if isinstance(reference, LocalPath) and reference.path.is_file():
-        kind = detect_file(reference.path, reference.display_name, allow_gguf=access.allow_gguf)
+    if isinstance(folder, OpenFolder) and folder.path.is_file():
+        kind = detect_file(folder.path, reference.display_name, allow_gguf=access.allow_gguf)
     elif isinstance(reference, HubRepo) and reference.file:
         kind = detect_gguf(reference.file, reference.display_name, is_allowed=access.allow_gguf)
     else:
@@ -83,22 +91,19 @@ def locate(
             allow_quantized=access.allow_quantized,
         )
     # Only now, with a known and supported format, are files fetched: a refused model costs a listing.
-    local_files = folder.prepare_local_files(kind)
-    with local_files.rename_in_errors(reference.display_name):
-        manifest = _read_manifest(local_files.path)
-        if kind in ("safetensors", "torch") and (
-            remark := unused_quantization_note(local_files.path)
-        ):
-            access.note(remark)
+    files = folder.fetch(kind)
+    manifest = _read_manifest(files.path)
+    if kind in ("safetensors", "torch") and (remark := unused_quantization_note(files.path)):
+        access.note(remark)
     if isinstance(reference, LocalPath):
         part = reference.part
     else:
         part = ""
     return LocatedCheckpoint(
         display_name=reference.display_name,
-        model_name=_recorded_name(reference, local_files, manifest) or reference.model_name,
+        model_name=_recorded_name(reference, files, manifest) or reference.model_name,
         kind=kind,
-        local_files=local_files,
+        files=files,
         manifest=manifest,
         part=part,
         access=access,
@@ -114,7 +119,7 @@ def open_folder(reference: Reference, access: Access) -> Folder:
     """
     match reference:
         case LocalPath() | RunStep():
-            return LocalFolder(reference.display_name, reference.path)
+            return OpenFolder(reference.display_name, reference.path)
         case HubRepo():
             return open_hub_folder(reference, access)
         case BucketUrl():
@@ -123,17 +128,17 @@ def open_folder(reference: Reference, access: Access) -> Folder:
             assert_never(reference)
 
 
-def _read_manifest(path: Path) -> Manifest | None:
+def _read_manifest(path: AnyPath) -> Manifest | None:
     """Read the manifest of a folder, or the one that records a single file."""
     if path.is_file():
         return read_manifest_of_file(path)
     return read_manifest(find_manifest_folder(path))
 
 
-def _recorded_name(reference: Reference, local_files: LocalFiles, manifest: Manifest | None) -> str:
+def _recorded_name(reference: Reference, files: CheckpointFiles, manifest: Manifest | None) -> str:
     """Return the model name in the manifest. Empty if it is no file name, as outputs are called after it."""
     # A model of the hub has the name of its repository, and a single file its own.
-    if manifest is None or isinstance(reference, HubRepo) or local_files.path.is_file():
+    if manifest is None or isinstance(reference, HubRepo) or files.path.is_file():
         return ""
     name = manifest.name
     if isinstance(name, str) and not name_fault(name):
@@ -143,7 +148,7 @@ def _recorded_name(reference: Reference, local_files: LocalFiles, manifest: Mani
 
 def check_stream(stream: bool, *located: LocatedCheckpoint) -> None:
     """Raise UsageError for `--stream` if every checkpoint is a local folder."""
-    if stream and all(checkpoint.local_files.remote is None for checkpoint in located):
+    if stream and all(not checkpoint.files.is_remote for checkpoint in located):
         names = " and ".join(checkpoint.model_name for checkpoint in located)
         option = Option("stream", True)
         raise usage_error(

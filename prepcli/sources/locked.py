@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.core.json_values import quote_name
@@ -16,10 +15,11 @@ from prepcli.core.lists import join_names
 from prepcli.core.progress import Progress
 from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.untrusted import stat_file
-from prepcli.remote.published_digests import SHA256, sha256_of_file
 from prepcli.sources.references import HubRepo, parse_reference
 from prepcli.sources.source import CONFIG, Source, SourceTensor
+from prepcli.stores.paths import AnyPath, StorePath, path_in_folder
+from prepcli.stores.published_digests import SHA256, sha256_of_file
+from prepcli.stores.reading import stat_file
 
 RowDigests = tuple[tuple[int, int, str], ...]
 
@@ -181,7 +181,7 @@ def _stored_names(source: Source) -> dict[str, str]:
     return names
 
 
-def settings_files(source: Source) -> dict[str, Path]:
+def settings_files(source: Source) -> dict[str, AnyPath]:
     """Return the config, the tokenizer and the other small files of a source, by name in the lock."""
     paths = [file.path for file in source.small_files]
     # A decoded or a truncated model has another config than its file, which the lock covers all the same.
@@ -193,19 +193,18 @@ def settings_files(source: Source) -> dict[str, Path]:
     return {_name_in_checkpoint(source, path): path for path in paths}
 
 
-def _weight_files(source: Source) -> dict[str, Path]:
+def _weight_files(source: Source) -> dict[str, AnyPath]:
     """Return the files of the tensors, by name in the lock."""
     return {_name_in_checkpoint(source, path): path for path in source.files}
 
 
 def _published_digests(source: Source) -> dict[str, str | None]:
-    """Return the SHA-256 of each remote weight file, or None if its server publishes none.
-
-    Its local placeholder has holes and no digest of its own.
-    """
+    """Return the SHA-256 of each weight file on a server, or None if the server publishes none."""
     digests: dict[str, str | None] = {}
-    for path, blob in zip(source.files, source.remote_files):
-        digest = blob.file.digest
+    for path in source.files:
+        if not isinstance(path, StorePath):
+            continue
+        digest = path.file.digest
         is_sha256 = digest.startswith(SHA256)
         digests[_name_in_checkpoint(source, path)] = (
             digest.removeprefix(SHA256) if is_sha256 else None
@@ -213,12 +212,12 @@ def _published_digests(source: Source) -> dict[str, str | None]:
     return digests
 
 
-def _source_folder(source: Source) -> Path:
+def _source_folder(source: Source) -> AnyPath:
     """Return the folder of a source. A single file is in the folder of its manifest."""
     return source.root if source.root.is_dir() else source.root.parent
 
 
-def _name_in_checkpoint(source: Source, path: Path) -> str:
+def _name_in_checkpoint(source: Source, path: AnyPath) -> str:
     """Return the path of a file within its checkpoint, or its name if it is elsewhere, e.g. a config of the user."""
-    folder = _source_folder(source)
-    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
+    inside = path_in_folder(path, _source_folder(source))
+    return path.name if inside is None else inside.as_posix()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
@@ -13,7 +12,6 @@ from prepcli.core.json_types import HFConfig
 from prepcli.core.suggest import did_you_mean
 from prepcli.engine.digest import digest
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.untrusted import read_small_file
 from prepcli.models.parameters import (
     Family,
     StoredShapes,
@@ -23,6 +21,7 @@ from prepcli.models.parameters import (
 from prepcli.models.prediction import prediction_names
 from prepcli.models.registry import FAMILIES, family_of
 from prepcli.models.verbatim import verbatim_family
+from prepcli.planning.arrays import Location
 from prepcli.planning.composed_locations import compose_location
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.map_file import (
@@ -34,12 +33,14 @@ from prepcli.planning.map_file import (
     parse_map,
 )
 from prepcli.planning.map_rows import MapCoverage, MapRow, bind_map
-from prepcli.planning.plan import DroppedTensor, Location
+from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, detect_names
-from prepcli.planning.tensors import FLOAT_DTYPES, itemsize
+from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.quantized.find_weights import quantization_settings
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import read_small_file
 
 # Rule of the tensors that a map drops, as plans and JSON objects name it.
 DROP_RULE = "drop line of --map"
@@ -51,7 +52,7 @@ CONTENT_KEY = "content"
 AtomSizes = dict[str, int | tuple[int, ...]]
 
 
-def read_map(path: Path) -> TensorMap:
+def read_map(path: AnyPath) -> TensorMap:
     """Read the file of a map.
 
     Raises:
@@ -373,7 +374,7 @@ def _composed(row: MapRow, indices: Mapping[str, int], stored: SourceTensor) -> 
     """
     location = None
     if len(stored.placement) == 1:
-        location = compose_location(row, indices, stored.placement[0], itemsize(stored.dtype))
+        location = compose_location(row, indices, stored.placement[0])
     if location is None:
         what = f"{stored.name} cannot be transposed or taken apart"
         why = f"it is stored in parts, and line {row.line} of the map changes its order"

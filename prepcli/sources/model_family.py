@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from prepcli.algebra.axis_map import INPUT_LAYERS
-from prepcli.algebra.boxes import strides
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.json_types import HFConfig
 from prepcli.models.parameters import VERBATIM, Family
@@ -23,14 +20,15 @@ from prepcli.models.truncation import (
 )
 from prepcli.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, verbatim_family
 from prepcli.planning.manifest_fields import Manifest, QuantizedRecord
-from prepcli.planning.plan import Contiguous, DroppedTensor, Strided
+from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import TensorNames, detect_names
-from prepcli.planning.tensors import itemsize
 from prepcli.sources.multimodal import multimodal_wrapper_prefix
 from prepcli.sources.side_files import SideFiles, find_side_files
 from prepcli.sources.source import Source, SourceTensor, read_config
 from prepcli.sources.source_hints import CONFIG, SourceHints
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import is_there
 
 # Rule of tensors that belong to removed layers.
 LAYERS_RULE = "--layers"
@@ -48,7 +46,7 @@ class FolderModel:
         side_files: Files of the model to copy to an output, and those to leave.
     """
 
-    config_path: Path | None
+    config_path: AnyPath | None
     config: HFConfig
     family: Family
     names: TensorNames
@@ -56,8 +54,8 @@ class FolderModel:
 
 
 def read_folder_model(
-    folder: Path,
-    config_path: Path | None,
+    folder: AnyPath,
+    config_path: AnyPath | None,
     hints: SourceHints,
     tensors: TensorTypes,
     *,
@@ -126,15 +124,15 @@ def select_family(
     return family_of(config)
 
 
-def existing_config(path: Path, hints: SourceHints) -> Path | None:
+def existing_config(path: AnyPath, hints: SourceHints) -> AnyPath | None:
     """Return the path of a config.json, or None if it does not exist and the verbatim family may be used."""
     # A broken link is an error of its own, and no checkpoint without a config.
-    if hints.verbatim is False or os.path.lexists(path):
+    if hints.verbatim is False or is_there(path):
         return path
     return None
 
 
-def find_config_path(hints: SourceHints, folder: Path, display_name: str) -> Path | None:
+def find_config_path(hints: SourceHints, folder: AnyPath, display_name: str) -> AnyPath | None:
     """Return the path of the user's config.json or of the folder's, or None if no config is needed.
 
     Raises:
@@ -268,16 +266,13 @@ def _truncate_table(
     Raises:
         PrepError: The tensor is not stored in one piece.
     """
-    location = tensor.placement[0]
-    if axis and isinstance(location, Contiguous):
-        byte_strides = strides(tensor.shape, itemsize(tensor.dtype))
-        location = Strided(location.file, location.offset, byte_strides)
-    if len(tensor.placement) > 1 or not isinstance(location, Contiguous | Strided):
+    extent = tensor.shape[axis]
+    length = extent // source.family.sizes(source.config)[INPUT_LAYERS] * layers
+    location = tensor.placement[0].cut(axis, length)
+    if len(tensor.placement) > 1 or location is None:
         what = text("{} is not supported for {}", Option("layers"), source.display_name)
         why = f"{tensor.name} has the values of all layers, and is stored in parts"
         raise PrepError(what, why, text("convert it without {}", Option("layers")))
-    extent = tensor.shape[axis]
-    length = extent // source.family.sizes(source.config)[INPUT_LAYERS] * layers
     shape = (*tensor.shape[:axis], length, *tensor.shape[axis + 1 :])
     part = replace(tensor, shape=shape, placement=(location,), digests=(), made_from=tensor.stored)
     removed = (length, extent)

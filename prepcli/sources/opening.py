@@ -14,27 +14,26 @@ from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder
 from prepcli.formats.torch_files import MISTRAL_FILE
-from prepcli.formats.untrusted import list_folder
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.map_file import TensorMap
-from prepcli.planning.plan import DroppedTensor
+from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import OPT_STATE_RULE
-from prepcli.remote.placeholders import SMALL_NBYTES
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.dropped_tensors import matching_drops
-from prepcli.sources.folders import LocalFiles
+from prepcli.sources.folders import CheckpointFiles
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_towers
-from prepcli.sources.remote_blobs import with_remote_blobs
 from prepcli.sources.side_files import check_patterns, unread_weights
 from prepcli.sources.source import Source, check_headers
 from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
 from prepcli.sources.unindexed import UNINDEXED_RULE, unindexed_names
+from prepcli.stores.paths import SMALL_NBYTES, StorePath, fetch_copies, is_remote
+from prepcli.stores.reading import list_folder
 
 # A note names at most this many tensors that the index does not name.
 MAX_UNINDEXED_NAMES = 5
@@ -76,10 +75,9 @@ def open_source(
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
             and excluded.
     """
-    local_files = located.local_files
     display_name = located.display_name
-    with local_files.rename_in_errors(display_name), again_hints(located.manifest):
-        check_local_files(local_files, located.manifest)
+    with again_hints(located.manifest):
+        check_recorded_files(located.files, located.manifest)
         if layout is not None:
             _check_layout_option(located, layout)
         export_map = None if tensor_map else recorded_map(located.manifest)
@@ -89,7 +87,6 @@ def open_source(
             # A map is about the names in the files.
             True if tensor_map or export_map else verbatim,
             copied_files,
-            remote=local_files.remote,
             kept_scales=kept_scales,
             layout=layout,
             training_state=training_state,
@@ -105,9 +102,7 @@ def open_source(
         elif source.manifest and "training_state" in source.manifest:
             source = _with_written_state(source, located)
         _check_headers(source)
-        source = _with_omitted(source, local_files)
-        if local_files.remote is not None:
-            source = with_remote_blobs(source, local_files.remote)
+        source = _with_store_stamps(_with_omitted(source, located.files))
         if export_map is None and hints.verbatim and _lacks_digests(source):
             # The manifest has the digests of the model's tensors, and not of the names in these files.
             model = open_source(located, config_path, verbatim=None, kept_scales="all")
@@ -200,7 +195,7 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     Only this opener is imported. The manifest goes to the openers of formats that prep writes: it names the family, and
     has the digests of the tensors.
     """
-    path = located.local_files.path
+    path = located.files.path
     display_name = located.display_name
     manifest = located.manifest
     match located.kind:
@@ -246,14 +241,14 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
             return open_gguf(path, display_name, hints)
 
 
-def _with_omitted(source: Source, local_files: LocalFiles) -> Source:
+def _with_omitted(source: Source, files: CheckpointFiles) -> Source:
     """Return a source with descriptions of all files beside it that a conversion leaves out."""
     unread: list[str] = []
     # The checksums of an Orbax item of prep are in a *.bin file.
     if source.root.is_dir() and not source.tree_manifest:
         read_names = {path.name for path in source.files}
         unread = unread_weights(list_folder(source.root), read_names)
-    omitted = dict.fromkeys((*source.omitted, *local_files.omitted, *unread))
+    omitted = dict.fromkeys((*source.omitted, *files.omitted, *unread))
     return replace(source, omitted=tuple(omitted))
 
 
@@ -318,7 +313,7 @@ def _has_state(source: Source) -> bool:
 
 def _is_on_hub(located: LocatedCheckpoint) -> bool:
     """Return whether a checkpoint was named by a hub id."""
-    return located.local_files.commit is not None
+    return located.files.commit is not None
 
 
 def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
@@ -336,7 +331,7 @@ def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
     if located.kind in ("safetensors", "torch"):
         from prepcli.sources.torch_state import read_trainer_checkpoint
 
-        return read_trainer_checkpoint(source, located.local_files.remote)
+        return read_trainer_checkpoint(source)
     if located.kind == "dcp":
         from prepcli.sources.torch_state import read_dcp_state
 
@@ -357,11 +352,11 @@ def _split_unless_verbatim(source: Source, verbatim: bool | None, drop: Sequence
     return split_towers(source, drop)
 
 
-def check_local_files(local_files: LocalFiles, manifest: Manifest | None) -> None:
-    """Check the listed files of a checkpoint, as far as they were fetched.
+def check_recorded_files(files: CheckpointFiles, manifest: Manifest | None) -> None:
+    """Check the recorded files of a checkpoint, as far as they were fetched.
 
     Args:
-        local_files: The files.
+        files: The files.
         manifest: Manifest of an output of prep, else None.
 
     Raises:
@@ -370,19 +365,20 @@ def check_local_files(local_files: LocalFiles, manifest: Manifest | None) -> Non
     """
     if manifest is None:
         return
-    folder = find_manifest_folder(local_files.path)
+    folder = find_manifest_folder(files.path)
     # `OUTPUT/flax_model.msgpack` given by its own path: its manifest is in the same folder.
-    if local_files.path.is_file():
-        folder = local_files.path.parent
+    if files.path.is_file():
+        folder = files.path.parent
     records = manifest.files
     selected = {*records}
     # The rest of a model on the hub was not downloaded. What is absent here is not missing there.
-    if local_files.commit is not None:
+    if files.commit is not None:
         selected = {name for name in selected if (folder / name).exists()}
-    # Larger files are placeholders with holes. Their digest is compared with the bytes of the remote
-    # file, while these are read.
-    if local_files.remote is not None:
+    # The digest of a larger file on a server is compared with its bytes while these are read.
+    if files.is_remote:
         selected = {name for name in selected if records[name]["bytes"] <= SMALL_NBYTES}
+        # Files of tensors have a digest of their header, which is compared when the header is read.
+        fetch_copies(folder / name for name in selected if "xxh3" in records[name])
         check_files(folder, manifest, selected, hint=_upload_hint)
     else:
         check_files(folder, manifest, selected)
@@ -391,6 +387,17 @@ def check_local_files(local_files: LocalFiles, manifest: Manifest | None) -> Non
 def _upload_hint(name: str) -> Text:
     """Return the hint for a damaged file of an output in a bucket or on the hub."""
     return text("upload {} again: {} works on local outputs only", name, Option("accept"))
+
+
+def _with_store_stamps(source: Source) -> Source:
+    """Return a source whose files on a server are identified by the digests of their listing."""
+    stamps = tuple(
+        SourceFile(stamp.path, path.file.size, 0, path.file.digest)
+        if isinstance(path, StorePath)
+        else stamp
+        for stamp, path in zip(source.file_stamps, source.files)
+    )
+    return replace(source, file_stamps=stamps) if is_remote(source.files) else source
 
 
 def _check_headers(source: Source) -> None:

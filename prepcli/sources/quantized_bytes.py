@@ -12,8 +12,8 @@ from dataclasses import replace
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_values import quote_name
 from prepcli.models.text_part import with_text_config
+from prepcli.planning.arrays import whole_array
 from prepcli.planning.manifest_fields import QuantizedRecord
-from prepcli.planning.plan import Contiguous
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
 from prepcli.planning.state_names import qualify, split_name
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
@@ -83,8 +83,9 @@ def with_quantized_bytes(
     blob_number = len(combined.byte_sources)
     checked: list[SourceTensor] = []
     for name, start in zip(codes, blob.weight_offsets):
-        placement = (Contiguous(blob_number, start),)
-        checked.append(replace(weights[name], name=qualify(DECODED, name), placement=placement))
+        weight = weights[name]
+        array = whole_array(name, weight.dtype, weight.shape, (blob_number, start))
+        checked.append(replace(weight, name=qualify(DECODED, name), placement=(array,)))
     view = replace(
         combined,
         tensors=(*(codes.get(tensor.name, tensor) for tensor in source.tensors), *scales),

@@ -11,7 +11,8 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder, read_manifest
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.planning.manifest_fields import Manifest, OriginRecord
-from prepcli.remote.object_store import is_url
+from prepcli.stores.object_url import is_url
+from prepcli.stores.paths import AnyPath
 
 TRAIN = "train"
 MERGE = "merge"
@@ -54,7 +55,7 @@ def recorded_sources(manifest: Manifest) -> list[RecordedSource]:
     return sources
 
 
-def find_source(source: RecordedSource, output: Path, search: Sequence[Path]) -> str | None:
+def find_source(source: RecordedSource, output: AnyPath, search: Sequence[Path]) -> str | None:
     """Return the path of a source in the working directory, the folders above the output, or those to search.
 
     The checkpoint with the recorded manifest is taken, under any name. Without one it is the first with the recorded
@@ -73,7 +74,7 @@ def find_source(source: RecordedSource, output: Path, search: Sequence[Path]) ->
     return first
 
 
-def find_quantized_source(manifest: Manifest, output: Path) -> tuple[str, Manifest]:
+def find_quantized_source(manifest: Manifest, output: AnyPath) -> tuple[str, Manifest]:
     """Find the quantised model that the decoded weights of an output come from.
 
     Outputs of outputs keep decoded weights, e.g. a resharded init. Their sources are followed to the first one without.
@@ -88,7 +89,7 @@ def find_quantized_source(manifest: Manifest, output: Path) -> tuple[str, Manife
     Raises:
         PrepError: A manifest records no source.
     """
-    visited: set[Path] = set()
+    visited: set[AnyPath] = set()
     while True:
         sources = recorded_sources(manifest)
         if not sources or not sources[0].name or output in visited:
@@ -108,13 +109,15 @@ def find_quantized_source(manifest: Manifest, output: Path) -> tuple[str, Manife
         manifest, output = next_manifest, Path(found)
 
 
-def _candidates(name: str, output: Path, search: Sequence[Path]) -> Iterator[Path]:
+def _candidates(name: str, output: AnyPath, search: Sequence[Path]) -> Iterator[Path]:
     """Yield existing checkpoints of a name. A run is replaced by its steps, the last one first."""
     if not name:
         return
     relative = Path(os.path.expanduser(name))
     # `tiny-init` of `PROJECT/runs/NAME/20` is in the third folder above, of an export of the run in the fourth.
-    near = list(output.absolute().parents)[:MAX_FOLDERS_ABOVE]
+    near: list[Path] = []
+    if isinstance(output, Path):
+        near = list(output.absolute().parents)[:MAX_FOLDERS_ABOVE]
     places = [folder / relative for folder in (Path(), *near, *search)]
     places += [folder / relative.name for folder in search]
     for place in places:

@@ -21,10 +21,10 @@ from prepcli.formats.run_steps import (
     saved_steps,
     step_folder,
 )
-from prepcli.remote.hub_address import HubAddress, parse_hub_address
-from prepcli.remote.object_store import ObjectStoreUrl, is_url, parse_url
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.source_hints import split_part
+from prepcli.stores.hub_address import HubAddress, parse_hub_address
+from prepcli.stores.object_url import ObjectStoreUrl, is_url, parse_url
 
 # Values of `--step` other than a number.
 BEST = "best"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from prepcli.core.errors import GET_AGAIN_HINT
 from prepcli.formats.sentencepiece_model import load_sentencepiece
 from prepcli.formats.sentencepiece_pieces import has_space_suffix, read_added_texts
 from prepcli.formats.tokenizer_safety import library_errors
+from prepcli.stores.paths import AnyPath
 
 # SentencePiece writes spaces as this character.
 SPACE = "\u2581"
@@ -27,7 +27,7 @@ class SentencePieceTokenizer:
         has_space_suffix: Whether the space of a word follows the word.
     """
 
-    path: Path
+    path: AnyPath
     processor: Any
     added_contents: list[str]
     has_space_suffix: bool = False
@@ -74,7 +74,7 @@ class SentencePieceTokenizer:
         return tuple(ids)
 
 
-def parse_sentencepiece(path: Path, data: bytes) -> SentencePieceTokenizer:
+def parse_sentencepiece(path: AnyPath, data: bytes) -> SentencePieceTokenizer:
     """Return the tokenizer in the bytes of a SentencePiece model.
 
     Args:

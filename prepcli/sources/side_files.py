@@ -6,7 +6,6 @@ Folders are of any origin: hidden files, links to folders, weights, other checkp
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,9 +18,11 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import ITEM_MARKERS, READABLE_SUFFIXES
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
 from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
-from prepcli.formats.untrusted import list_folder
 from prepcli.planning.item_storage import ZARR2, ZARR3
 from prepcli.sources.source_hints import CONFIG
+from prepcli.stores.paths import SMALL_NBYTES, AnyPath, StorePath, fetch_copies, local_copy
+from prepcli.stores.reading import list_folder
+from prepcli.stores.temporary_folders import create_temporary_folder
 
 INDEX_FILES = (safetensors.INDEX_FILE, torch_files.INDEX_FILE, flax_folder.INDEX_FILE)
 # A file of transformers' Trainer. A copy of it in another step would have the wrong step number.
@@ -55,11 +56,11 @@ class SideFile:
         name: Path within the folder of the model, e.g. `1_Pooling/config.json`.
     """
 
-    path: Path
+    path: AnyPath
     name: str
 
     @classmethod
-    def at_top(cls, path: Path) -> SideFile:
+    def at_top(cls, path: AnyPath) -> SideFile:
         """Return a file at the top of a model's folder."""
         return cls(path, path.name)
 
@@ -104,7 +105,7 @@ class SideFiles:
 NO_SIDE_FILES = SideFiles()
 
 
-def find_side_files(folder: Path, patterns: Sequence[str] = ()) -> SideFiles:
+def find_side_files(folder: AnyPath, patterns: Sequence[str] = ()) -> SideFiles:
     """List the files of a model except config, weights and the record of a training.
 
     Args:
@@ -126,12 +127,12 @@ def find_side_files(folder: Path, patterns: Sequence[str] = ()) -> SideFiles:
             _add_entry(path, name, files, omitted)
             continue
         try:
-            nested = list(_walk(folder, name))
+            nested = list(_walk(path, name))
         except OSError as error:
             omitted.append(f"{_printable(name)}/ ({error.strerror})")
             continue
-        for nested_name, entry in nested:
-            _add_entry(Path(entry), nested_name, files, omitted)
+        for nested_name, nested_path in nested:
+            _add_entry(nested_path, nested_name, files, omitted)
     selected = select_side_files(files, patterns)
     return SideFiles(
         tuple(SideFile(folder / name, name) for name in selected.copied),
@@ -140,10 +141,14 @@ def find_side_files(folder: Path, patterns: Sequence[str] = ()) -> SideFiles:
     )
 
 
-def _add_entry(path: Path, name: str, files: list[ListedFile], omitted: list[str]) -> None:
+def _add_entry(path: AnyPath, name: str, files: list[ListedFile], omitted: list[str]) -> None:
     """Append an entry of a folder to the files, or the reason why it is not copied to `omitted`."""
     if path.is_file():
-        files.append(ListedFile(name, path.stat().st_size))
+        nbytes = path.stat().st_size
+        if isinstance(path, StorePath) and nbytes > SMALL_NBYTES and not is_weight_file(name):
+            omitted.append(f"{_printable(name)} ({format_bytes(nbytes)})")
+        else:
+            files.append(ListedFile(name, nbytes))
     elif path.is_dir():
         omitted.append(f"{_printable(name)}/ (a link)")
     elif is_hidden(name) or ("/" not in name and (name in SKIPPED_NAMES or is_weight_file(name))):
@@ -153,6 +158,21 @@ def _add_entry(path: Path, name: str, files: list[ListedFile], omitted: list[str
         omitted.append(f"{_printable(name)} (a pipe, a device or a socket)")
     else:
         omitted.append(f"{_printable(name)} (a broken link)")
+
+
+def local_folder(files: Iterable[SideFile], folder: AnyPath) -> Path:
+    """Return a folder on a disk with the config and the side files at the top of a model's folder.
+
+    Raises:
+        PrepError: A file in a store cannot be read.
+    """
+    if isinstance(folder, Path):
+        return next((local_copy(file.path).parent for file in files if file.is_at_top), folder)
+    paths = [file.path for file in files if file.is_at_top]
+    if (folder / CONFIG).is_file():
+        paths.append(folder / CONFIG)
+    fetch_copies(paths)
+    return local_copy(paths[0]).parent if paths else create_temporary_folder()
 
 
 def select_side_files(files: Iterable[ListedFile], patterns: Sequence[str] = ()) -> SelectedNames:
@@ -280,20 +300,19 @@ def _check_is_small(
     raise PrepError(what, text("{} takes side files of a model", option), "copy it yourself")
 
 
-def _walk(folder: Path, top: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def _walk(folder: AnyPath, name: str) -> Iterator[tuple[str, AnyPath]]:
     """Yield the files below a subfolder, and the links to folders, with their names. At most MAX_FILES + 1 entries."""
     num_entries = 0
-    waiting = [top]
+    waiting = [(name, folder)]
     while waiting:
-        parent = waiting.pop()
-        for entry in sorted(os.scandir(folder / parent), key=lambda entry: entry.name):
-            name = f"{parent}/{entry.name}"
-            if entry.is_dir(follow_symlinks=False):
-                if not is_hidden(entry.name):
-                    waiting.append(name)
+        parent, parent_folder = waiting.pop()
+        for child in sorted(parent_folder.iterdir(), key=lambda child: child.name):
+            if child.is_dir() and not child.is_symlink():
+                if not is_hidden(child.name):
+                    waiting.append((f"{parent}/{child.name}", child))
             else:
                 num_entries += 1
-                yield name, entry
+                yield f"{parent}/{child.name}", child
             if num_entries > MAX_FILES or len(waiting) > MAX_FILES:
                 return
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 from prepcli.algebra.axis_map import ParsedAxisMap
-from prepcli.algebra.gapped_regions import GappedRegion
-from prepcli.algebra.grids import StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.counts import count_text
 from prepcli.core.errors import (
     BROKEN_CONFIG_HINT,
@@ -25,11 +20,10 @@ from prepcli.core.errors import (
 )
 from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.core.json_values import load_json, quote_name
-from prepcli.engine.blobs import Blob
 from prepcli.formats.file_records import check_header
 from prepcli.formats.manifest import NO_MANIFEST, STATE_ITEM
-from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
 from prepcli.models.parameters import Family, parameter_rows
+from prepcli.planning.arrays import Array, Locations
 from prepcli.planning.manifest_fields import (
     Manifest,
     QuantizedRecord,
@@ -37,7 +31,7 @@ from prepcli.planning.manifest_fields import (
     TrainingStateRecord,
 )
 from prepcli.planning.map_file import TensorMap
-from prepcli.planning.plan import DroppedTensor, Locations, SmallFile, SourceFile
+from prepcli.planning.plan import DroppedTensor, SmallFile, SourceFile
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
 from prepcli.planning.state_names import TOWERS, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
@@ -50,8 +44,10 @@ from prepcli.planning.tensor_match import (
 )
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
 from prepcli.planning.vocabulary import NO_VOCABULARY, Vocabulary, read_vocabulary
-from prepcli.remote.remote_files import RemoteBlob
 from prepcli.sources.side_files import SideFile
+from prepcli.stores.buffers import Blob
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import MAX_CONFIG_NBYTES, is_there, read_small_file
 
 CONFIG = "config.json"
 # In an init checkpoint: config, tokenizer and the other files of the model.
@@ -102,17 +98,14 @@ class SourceTensor:
         return replace(self, dtype=cast_dtype(self.dtype, dtype or self.default_dtype or None))
 
 
+def stored_tensor(array: Array) -> SourceTensor:
+    """Return an array as a tensor of its own name."""
+    return SourceTensor(array.name, array.dtype, array.shape, (array,))
+
+
 def file_position(tensor: SourceTensor) -> tuple[int, int]:
     """Return file number and offset of the first chunk of a tensor."""
-    region = tensor.placement[0]
-    if isinstance(region, GappedRegion):
-        region = region.region
-    if not isinstance(region, ChunkedLocation):
-        return region.file, region.offset
-    placement = region.placement
-    if isinstance(placement, StridedPlacement):
-        return placement.file, placement.offset
-    return min(placement.chunks.values(), default=(0, 0))
+    return tensor.placement[0].position
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,28 +189,27 @@ class Source:
         training_record: Record of the training state in `state_tensors`, if another framework wrote it.
         tensor_map: The map that made the tensors from those of the files, if any.
         notes: Lines for the user about how the files were read.
-        remote_files: The files on a server behind the placeholders `files`. Empty for local files.
         dropped: Tensors that the user has dropped (`--drop`), by their names in the files.
     """
 
     display_name: str
-    root: Path
+    root: AnyPath
     family: Family
     config: HFConfig
     names: TensorNames
     tensors: tuple[SourceTensor, ...]
-    files: tuple[Path, ...]
+    files: tuple[AnyPath, ...]
     file_stamps: tuple[SourceFile, ...]
     small_files: tuple[SideFile, ...]
     manifest: Manifest | None
     tensor_file_names: tuple[str, ...] = ()
     state_tensors: tuple[SourceTensor, ...] = ()
-    blobs: tuple[Path | Blob, ...] = ()
+    blobs: tuple[AnyPath | Blob, ...] = ()
     extra_entries: tuple[DroppedTensor, ...] = ()
     has_averages: bool = False
     quantization: Mapping[str, Any] = field(default_factory=dict)
     quantized: Mapping[str, QuantizedRecord] = field(default_factory=dict)
-    config_path: Path | None = None
+    config_path: AnyPath | None = None
     left_files: tuple[SideFile, ...] = ()
     omitted: tuple[str, ...] = ()
     made_files: MadeFiles = NO_MADE_FILES
@@ -227,11 +219,10 @@ class Source:
     training_record: TrainingStateRecord | None = None
     tensor_map: TensorMap | None = None
     notes: tuple[str, ...] = ()
-    remote_files: tuple[RemoteBlob, ...] = ()
     dropped: tuple[DroppedTensor, ...] = ()
 
     @property
-    def byte_sources(self) -> tuple[Path | Blob, ...]:
+    def byte_sources(self) -> tuple[AnyPath | Blob, ...]:
         """Files and blobs, in the order of the file numbers of tensor placements."""
         return self.blobs or self.files
 
@@ -346,24 +337,26 @@ def source_axis_maps(
     return parameter_rows(source.family, source.config, scan, scan_axis, shapes)
 
 
-def read_config(path: Path) -> HFConfig:
+def read_config(path: AnyPath) -> HFConfig:
     """Read a config.json.
 
     Raises:
         PrepError: The file is missing, or is not a JSON object.
     """
-    if not os.path.exists(path):
+    if not is_there(path, follow_links=True):
         what = f"{path.parent} has no {path.name}"
         hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), path.name)
         # Folders with the files of a model: of an init, of a step, and of a run.
-        for pattern in (HF_FOLDER, f"{STATE_ITEM}/{HF_FOLDER}", f"*/{STATE_ITEM}/{HF_FOLDER}"):
-            for file in path.parent.glob(f"{pattern}/{path.name}"):
-                hint = text("{}", Option("config", str(file.parent)))
+        inits = (path.parent, path.parent / STATE_ITEM)
+        steps = path.parent.iterdir() if path.parent.is_dir() else ()
+        for folder in (*inits, *(step / STATE_ITEM for step in steps)):
+            if is_there(folder / HF_FOLDER / path.name, follow_links=True):
+                hint = text("{}", Option("config", str(folder / HF_FOLDER)))
         raise PrepError(what, "it describes the model of the weights", hint)
     return read_json_object(path)
 
 
-def read_json_object(path: Path, max_nbytes: int = MAX_CONFIG_NBYTES) -> JsonObject:
+def read_json_object(path: AnyPath, max_nbytes: int = MAX_CONFIG_NBYTES) -> JsonObject:
     """Read a file with a JSON object, of at most `max_nbytes`.
 
     Raises:
@@ -410,7 +403,7 @@ def file_stamps(headers: Iterable[WeightFileHeader]) -> tuple[SourceFile, ...]:
     )
 
 
-def check_headers(folder: Path, manifest: Manifest, stamps: Iterable[SourceFile]) -> None:
+def check_headers(folder: AnyPath, manifest: Manifest, stamps: Iterable[SourceFile]) -> None:
     """Raise DamagedError if the header of a data file differs from its record in the manifest.
 
     Args:

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from prepcli.core.errors import Command, Key, Option, PrepError, text
-
-if TYPE_CHECKING:
-    from prepcli.remote.placeholders import RemoteCheckpoint
+from prepcli.stores.paths import AnyPath
 
 CONFIG = "config.json"
 PART_SEPARATOR = "::"
@@ -40,7 +38,6 @@ class SourceHints:
         part: One of EASYLM_PARTS, or an empty string.
         verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: never use it.
         copied_files: Name patterns of further side files to copy.
-        remote: The remote checkpoint, if the files are placeholders of its files.
         kept_scales: Which outputs with a scale of another trainer's layout are read as they are stored.
         layout: Layout of a tree of another library, or None for the one that fits best.
         training_state: Whether the optimizer state of another framework is read.
@@ -51,25 +48,19 @@ class SourceHints:
     part: str = ""
     verbatim: bool | None = False
     copied_files: tuple[str, ...] = ()
-    remote: RemoteCheckpoint | None = None
     kept_scales: KeptScales = "none"
     layout: str | None = None
     training_state: bool = False
     drop: tuple[str, ...] = ()
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether the files are placeholders of remote files."""
-        return self.remote is not None
-
-    def resolve_config_path(self, folder: Path, display_name: str) -> Path:
+    def resolve_config_path(self, folder: AnyPath, display_name: str) -> AnyPath:
         """Return the path of the config.json to use: the user's, else the one in `folder`.
 
         Raises:
             PrepError: The user's config does not exist, or the user supplied none and the folder has none.
         """
         if self.config_path:
-            path = self.config_path.expanduser()
+            path: AnyPath = self.config_path.expanduser()
             if not path.exists():
                 what = text("{} does not exist", Option("config", str(self.config_path)))
                 hint = f"pass a {CONFIG}, or a folder with one"

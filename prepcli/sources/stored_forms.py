@@ -16,16 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import PrepError
 from prepcli.models.parameters import StoredShapes, parameter_rows
 from prepcli.models.registry import FAMILIES
+from prepcli.planning.arrays import Location
 from prepcli.planning.composed_locations import compose_location
 from prepcli.planning.map_rows import MapRow
-from prepcli.planning.plan import Location
 from prepcli.planning.state_names import PARAMS, qualify, split_name
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, detect_names
-from prepcli.planning.tensors import itemsize
 from prepcli.sources.multimodal import split_towers, with_bare_names
 from prepcli.sources.source import (
     Source,
@@ -168,7 +166,7 @@ def _views(
 def _view(row: MapRow, indices: Mapping[str, int], stored: SourceTensor) -> Location | None:
     """Return where a tensor of another form is stored in a tensor, or None if it is stored in several parts."""
     for location in stored.placement:
-        if isinstance(location, ChunkedLocation) and location.axis_map == row.source:
+        if location.axis_map is not None and location.axis_map == row.source:
             # The part of a leaf. Both forms have the leaf's dims, and the same chunks.
             atoms = [factor.atom for factor in row.target.stacked_factors]
             stacked = tuple((atom, indices[atom]) for atom in atoms)
@@ -176,4 +174,4 @@ def _view(row: MapRow, indices: Mapping[str, int], stored: SourceTensor) -> Loca
     if len(stored.placement) != 1:
         return None
     (location,) = stored.placement
-    return compose_location(row, indices, location, itemsize(stored.dtype))
+    return compose_location(row, indices, location)

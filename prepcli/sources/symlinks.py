@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from prepcli.core.errors import PrepError
+from prepcli.stores.paths import AnyPath, StorePath
 
 # Layout of the Hugging Face cache: `models--OWNER--NAME/snapshots/COMMIT` and `models--OWNER--NAME/blobs`
 SNAPSHOTS = "snapshots"
@@ -18,8 +19,8 @@ BLOBS = "blobs"
 MODEL_FOLDER_PREFIX = "models--"
 
 
-def resolve_small_file(path: Path, root: Path) -> Path:
-    """Return the real path of a file to copy or upload unparsed.
+def resolve_small_file(path: AnyPath, root: AnyPath) -> Path:
+    """Return the real path of a file to copy or upload unparsed, or of its local copy if it is in a store.
 
     Args:
         path: The file, as it was listed.
@@ -29,6 +30,8 @@ def resolve_small_file(path: Path, root: Path) -> Path:
     Raises:
         PrepError: The file is a link that leaves the folder.
     """
+    if isinstance(path, StorePath):
+        return path.local().resolve()
     if root.is_dir():
         folder = root
     else:

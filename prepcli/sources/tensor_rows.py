@@ -7,19 +7,20 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
 from prepcli.algebra.boxes import Box, Range
-from prepcli.engine.blobs import Blob, open_blobs
+from prepcli.engine.blobs import open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.engine.files import ByteArray, RunReader, allocate_buffer
+from prepcli.engine.files import RunReader
 from prepcli.engine.permute import needs_permute, scatter
-from prepcli.planning.plan import location_copies
+from prepcli.planning.arrays import location_copies
 from prepcli.planning.slabs import Slab
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import SourceTensor
+from prepcli.stores.buffers import Blob, ByteArray, allocate_buffer
+from prepcli.stores.paths import AnyPath
 
 # Bytes of `TensorBytes` to read at a time. A read takes about twice its size.
 STEP_NBYTES = 1 << 20
@@ -38,7 +39,7 @@ class TensorBytes:
 
     name: str
     tensors: tuple[SourceTensor, ...]
-    stored: tuple[Path | Blob, ...]
+    stored: tuple[AnyPath | Blob, ...]
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -139,10 +140,7 @@ def _read_box(
     files: RunReader, tensor: SourceTensor, box: Box, start: int, into: ByteArray
 ) -> None:
     """Fill `into` with a box. It begins at byte `start` of the tensor in C order."""
-    item_nbytes = itemsize(tensor.dtype)
-    copies = tuple(
-        location_copies(tensor.placement, tensor.shape, item_nbytes=item_nbytes, box=box)
-    )
+    copies = tuple(location_copies(tensor.placement, box))
     runs = files.read_runs(copies, allocate_buffer(into.size))
     if needs_permute(copies):
         scatter(Slab(0, start, into.size, copies, ()), runs, out=into)

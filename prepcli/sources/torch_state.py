@@ -6,31 +6,25 @@ checkpoint is read in the form of `get_state_dict` of PyTorch, with names such a
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text, usage_error
 from prepcli.engine.digest import digest_pieces
 from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.torch_dcp import DcpFolder, DcpTensor, read_dcp_folder, read_dcp_value
+from prepcli.formats.torch_dcp import DcpFolder, read_dcp_folder, read_dcp_value
 from prepcli.formats.torch_files import TorchObject, read_torch_object
-from prepcli.formats.torch_tensors import TorchTensor
-from prepcli.formats.untrusted import unreadable_error
 from prepcli.models.decayed_leaves import DecayRule
 from prepcli.models.module_order import module_order, optimizer_groups
 from prepcli.models.param_tree import param_leaves
+from prepcli.planning.arrays import Array
 from prepcli.planning.libraries import AdamNumbers, AdamSettings, find_marked_library
-from prepcli.planning.plan import Contiguous, DroppedTensor, SourceFile, Strided
+from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import MOMENTS, OPT_STATE_RULE, qualify
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
-from prepcli.remote.placeholders import RemoteCheckpoint
-from prepcli.remote.remote_files import RemoteBlob
-from prepcli.remote.remote_stream import RemoteStream
 from prepcli.sources.adam_state import (
     MAX_COUNT,
     WITHOUT_STATE_HINT,
@@ -39,7 +33,7 @@ from prepcli.sources.adam_state import (
     read_scalars,
     trained_tensors,
 )
-from prepcli.sources.openers.dcp_folder import STATE_PREFIX, box_locations
+from prepcli.sources.openers.dcp_folder import STATE_PREFIX
 from prepcli.sources.side_files import TRAINER_STATE_FILE
 from prepcli.sources.source import (
     SCHEDULER_FILE,
@@ -50,6 +44,7 @@ from prepcli.sources.source import (
     recorded_digests,
     stored_axis_maps,
 )
+from prepcli.stores.paths import AnyPath
 
 OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
 # trainer_state.json has a line of about 200 bytes for each logged step.
@@ -75,28 +70,23 @@ DEFAULT_RULE = DecayRule()
 Group = Mapping[Any, Any]
 
 
-def read_trainer_checkpoint(source: Source, remote: RemoteCheckpoint | None) -> Source:
+def read_trainer_checkpoint(source: Source) -> Source:
     """Return a Hugging Face folder with the training state in the other files of a checkpoint of Trainer.
 
     Args:
         source: The opened folder.
-        remote: The remote checkpoint, if the folder has its placeholder files.
 
     Raises:
         PrepError: There is none, it is damaged, or it is no state of AdamW with the moments of all parameters.
     """
     path = _optimizer_path(source)
-    blob: Path | RemoteBlob = path
-    if remote is not None:
-        (blob,) = remote.remote_files([path])
-    with _open_file(blob) as file:
-        optimizer = read_torch_object(path, file)
+    optimizer = read_torch_object(path)
     entries, groups = _state_dict(path, optimizer)
     keys = _parameter_keys(source, path, groups)
     tensors = dict(_named_entries(path, entries, keys))
     # The file follows those of the source.
     file_number = len(source.byte_sources)
-    readable = replace(source, blobs=(*source.byte_sources, blob))
+    readable = replace(source, blobs=(*source.byte_sources, path))
     steps = _archived_entries(tensors, STEP_ENTRY, "the step", file_number)
     moments = [_archived_entries(tensors, entry, entry, file_number) for entry in ENTRIES]
     numbers = AdamNumbers(
@@ -115,7 +105,7 @@ def read_trainer_checkpoint(source: Source, remote: RemoteCheckpoint | None) -> 
         tuple(_moments(source, str(path), moments)),
         (*others, *decay_differences(source, decayed)),
         files=(path,),
-        stamps=(_stamp(source, blob, path.name, optimizer, tensors),),
+        stamps=(_stamp(source, path, optimizer, tensors),),
     )
 
 
@@ -286,21 +276,7 @@ def decay_differences(
 # --- optimizer.pt and trainer_state.json of Trainer ---
 
 
-def _open_file(blob: Path | RemoteBlob) -> BinaryIO:
-    """Open a local or remote file for reading.
-
-    Raises:
-        PrepError: The file cannot be read.
-    """
-    if isinstance(blob, Path):
-        try:
-            return blob.open("rb")
-        except OSError as error:
-            raise unreadable_error(blob, error) from error
-    return io.BufferedReader(RemoteStream(blob.file, blob.cache))
-
-
-def _optimizer_path(source: Source) -> Path:
+def _optimizer_path(source: Source) -> AnyPath:
     """Return the path of the optimizer's state."""
     for name in OPTIMIZER_FILES:
         path = source.root / name
@@ -323,7 +299,7 @@ def _global_step(source: Source) -> int:
     return step
 
 
-def _state_dict(path: Path, optimizer: TorchObject) -> tuple[Group, Sequence[Group]]:
+def _state_dict(path: AnyPath, optimizer: TorchObject) -> tuple[Group, Sequence[Group]]:
     """Return `state` and `param_groups` of the optimizer's state dict."""
     root = optimizer.root
     if isinstance(root, dict):
@@ -341,7 +317,9 @@ def _is_group(value: object) -> bool:
     return isinstance(keys, list) and all(isinstance(key, int | str) for key in keys)
 
 
-def _parameter_keys(source: Source, path: Path, groups: Sequence[Group]) -> Mapping[int | str, str]:
+def _parameter_keys(
+    source: Source, path: AnyPath, groups: Sequence[Group]
+) -> Mapping[int | str, str]:
     """Return the file name of each parameter, by its key in the optimizer.
 
     Keys are numbers, or the names themselves in a checkpoint of FSDP.
@@ -371,8 +349,8 @@ def _parameter_keys(source: Source, path: Path, groups: Sequence[Group]) -> Mapp
 
 
 def _named_entries(
-    path: Path, entries: Group, keys: Mapping[int | str, str]
-) -> Iterator[tuple[str, Mapping[str, TorchTensor]]]:
+    path: AnyPath, entries: Group, keys: Mapping[int | str, str]
+) -> Iterator[tuple[str, Mapping[str, Array]]]:
     """Yield the name of each parameter and its entries.
 
     Raises:
@@ -383,7 +361,7 @@ def _named_entries(
         if not isinstance(entry, dict):
             why = "the parameter was frozen, or the optimizer has taken no step"
             raise PrepError(f"{path} has no moments of {name}", why, WITHOUT_STATE_HINT)
-        tensors = {key: value for key, value in entry.items() if isinstance(value, TorchTensor)}
+        tensors = {key: value for key, value in entry.items() if isinstance(value, Array)}
         if tensors.keys() != {*ENTRIES, STEP_ENTRY}:
             why = f"the state of {name} is {', '.join(map(str, entry))}"
             what = f"{path} is no state of AdamW"
@@ -396,25 +374,22 @@ def _named_entries(
 
 
 def _archived_entries(
-    tensors: Mapping[str, Mapping[str, TorchTensor]], entry: str, label: str, file_number: int
+    tensors: Mapping[str, Mapping[str, Array]], entry: str, label: str, file_number: int
 ) -> dict[str, SourceTensor]:
     """Return one entry of all parameters as tensors in a file, by the name of the parameter."""
     entries: dict[str, SourceTensor] = {}
     for name, values in tensors.items():
         value = values[entry]
-        placement: Contiguous | Strided = Contiguous(file_number, value.offset)
-        if value.byte_strides is not None:
-            placement = Strided(file_number, value.offset, value.byte_strides)
-        entries[name] = SourceTensor(f"{label} of {name}", value.dtype, value.shape, (placement,))
+        location = value.in_file(file_number)
+        entries[name] = SourceTensor(f"{label} of {name}", value.dtype, value.shape, (location,))
     return entries
 
 
 def _stamp(
     source: Source,
-    blob: Path | RemoteBlob,
-    name: str,
+    path: AnyPath,
     optimizer: TorchObject,
-    tensors: Mapping[str, Mapping[str, TorchTensor]],
+    tensors: Mapping[str, Mapping[str, Array]],
 ) -> SourceFile:
     """Return the stamp of the file. Of an output of prep, it has the digest of the bytes outside of moments."""
     metadata_digest = optimizer.digest
@@ -424,9 +399,8 @@ def _stamp(
             for entry in ENTRIES:
                 moment = entries[entry]
                 ranges.append((moment.offset, moment.offset + moment.nbytes))
-        with _open_file(blob) as file:
-            metadata_digest = digest_pieces(bytes_between(file, sorted(ranges), optimizer.size))
-    return SourceFile(name, optimizer.size, optimizer.mtime_ns, metadata_digest)
+        metadata_digest = digest_pieces(bytes_between(path, sorted(ranges)))
+    return SourceFile(path.name, optimizer.size, optimizer.mtime_ns, metadata_digest)
 
 
 # --- Torch distributed checkpoints ---
@@ -448,7 +422,7 @@ def _part(name: str) -> str:
 
 
 def _other_parameters(
-    source: Source, parameters: Collection[str], tensors: Mapping[str, DcpTensor]
+    source: Source, parameters: Collection[str], tensors: Mapping[str, Array]
 ) -> Iterator[str]:
     """Yield the optimizer states of parameters outside of the model, e.g. `optimizer.state.value_head.weight`.
 
@@ -467,7 +441,7 @@ def _other_parameters(
 
 
 def _dcp_entries(
-    source: Source, parameters: Collection[str], tensors: Mapping[str, DcpTensor], entry: str
+    source: Source, parameters: Collection[str], tensors: Mapping[str, Array], entry: str
 ) -> dict[str, SourceTensor]:
     """Return one entry of all parameters, by the name of the parameter."""
     entries: dict[str, SourceTensor] = {}
@@ -477,7 +451,7 @@ def _dcp_entries(
             why = "the parameter was frozen, or the optimizer is not AdamW"
             raise PrepError(f"{source.display_name} has no {name}", why, WITHOUT_STATE_HINT)
         tensor = tensors[name]
-        location = box_locations(tensor)
+        location = (tensor,)
         entries[parameter] = SourceTensor(name, tensor.dtype, tensor.shape, location)
     return entries
 

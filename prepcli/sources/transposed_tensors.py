@@ -6,18 +6,12 @@ reads [experts, 2 mlp, embed] and [experts, embed, mlp].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.algebra.boxes import strides
-from prepcli.algebra.gapped_regions import GappedRegion
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.models.parameters import parameter_rows
-from prepcli.planning.plan import Contiguous, Location, Strided
 from prepcli.planning.quantization_leaves import DECODED
 from prepcli.planning.state_names import qualify
-from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
 
 
@@ -35,7 +29,7 @@ def without_transposed_tensors(source: Source) -> Source:
         if order is None:
             tensors.append(tensor)
             continue
-        placement = tuple(_permuted(location, tensor, order) for location in tensor.placement)
+        placement = tuple(location.permuted(order) for location in tensor.placement)
         shape = tuple(tensor.shape[dim] for dim in order)
         tensors.append(replace(tensor, shape=shape, placement=placement, digests=()))
         if tensor.digests:
@@ -60,20 +54,3 @@ def _usual_orders(source: Source) -> dict[str, tuple[int, ...]]:
         for name, _ in bind_row(row, sizes).tensors():
             orders[name] = order
     return orders
-
-
-def _permuted(location: Location, tensor: SourceTensor, order: Sequence[int]) -> Location:
-    """Return the location of a tensor with its dims in another order."""
-    if isinstance(location, Contiguous):
-        byte_strides = strides(tensor.shape, itemsize(tensor.dtype))
-        location = Strided(location.file, location.offset, byte_strides)
-    if isinstance(location, Strided):
-        return replace(location, strides=tuple(location.strides[dim] for dim in order))
-    if isinstance(location, GappedRegion):
-        return replace(location, region=_permuted_region(location.region, order))
-    return _permuted_region(location, order)
-
-
-def _permuted_region(region: ChunkedLocation, order: Sequence[int]) -> ChunkedLocation:
-    dims = tuple(region.axis_map.source_dims[dim] for dim in order)
-    return replace(region, axis_map=replace(region.axis_map, source_dims=dims))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, Sizes, bind_row
-from prepcli.algebra.grids import ChunkGrid, Placement
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.models.parameters import (
     parameter_rows,
 )
-from prepcli.planning.chunk_placement import LeafPiece
+from prepcli.planning.arrays import Array, Locations, identity_axis_map, whole_array
 from prepcli.planning.manifest_fields import Manifest, TensorRecords
-from prepcli.planning.plan import Contiguous
 from prepcli.planning.quantization_leaves import (
     QUANTIZATION,
     is_quantization_leaf,
@@ -24,51 +21,14 @@ from prepcli.planning.state_names import (
     PARAMS,
     TOWERS,
     find_slots,
-    identity_axis_map,
     qualify,
 )
 from prepcli.planning.state_rows import PathLeaf, find_state_leaves, state_axis_map
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.planning.tensors import ITEM_BITS, itemsize
+from prepcli.planning.tensors import ITEM_BITS
 from prepcli.sources.source import SourceTensor, recorded_digests
 
-
-@dataclass(frozen=True, slots=True)
-class StoredLeaf:
-    """A leaf of a stored tree.
-
-    Attributes:
-        shape: Shape of the leaf.
-        dtype: Stored dtype.
-        chunk_shape: Shape of its chunks.
-        locate_chunks: Returns the location of the chunks with one tensor of the leaf.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    chunk_shape: tuple[int, ...]
-    locate_chunks: Callable[[LeafPiece], Placement]
-
-    def region(
-        self, name: str, row: AxisMap, stacked_indices: tuple[tuple[str, int], ...]
-    ) -> ChunkedLocation:
-        """Return where this leaf stores one tensor.
-
-        Args:
-            name: Path of the leaf.
-            row: Axis map of the leaf.
-            stacked_indices: Axis -> index of the tensor, for example the number of its layer.
-        """
-        grid = ChunkGrid(self.shape, self.chunk_shape)
-        piece = LeafPiece(name, row, stacked_indices, grid, itemsize(self.dtype))
-        return ChunkedLocation(
-            row, stacked_indices, piece.grid, self.locate_chunks(piece), piece.itemsize
-        )
-
-
-# Location of a tensor without elements: no byte of it is read.
-NO_BYTES = (Contiguous(0, 0),)
-Leaves = Mapping[str, StoredLeaf]  # by dotted name
+Leaves = Mapping[str, Array]  # by dotted name
 # Leaf path, its row, tensor name, stacked indices.
 LeafTensor = tuple[str, AxisMap, str, tuple[tuple[str, int], ...]]
 
@@ -196,7 +156,12 @@ def _empty_tensors(names: TensorNames, manifest: Manifest) -> Iterator[SourceTen
                 what = f"the manifest of {names.display_name(name)} is invalid"
                 raise DamagedError(what, f"its dtype is {dtype!r:.40}", GET_AGAIN_HINT)
             digests = recorded_digests(manifest.tensors, name)
-            yield SourceTensor(name, dtype, shape, NO_BYTES, digests)
+            yield SourceTensor(name, dtype, shape, _no_bytes(name, dtype, shape), digests)
+
+
+def _no_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> Locations:
+    """Return the location of a tensor without elements: no byte of it is read."""
+    return (whole_array(name, dtype, shape, (0, 0)),)
 
 
 def _quantization_tensors(
@@ -216,14 +181,15 @@ def _quantization_tensors(
     for name, (dtype, shape) in types.items():
         if 0 in shape:
             digests = recorded_digests(records, name)
-            yield SourceTensor(qualify(QUANTIZATION, name), dtype, shape, NO_BYTES, digests)
+            location = _no_bytes(name, dtype, shape)
+            yield SourceTensor(qualify(QUANTIZATION, name), dtype, shape, location, digests)
     for name, leaf_name, axis_map, indices in quantization_leaves(types):
         dtype, shape = types[name]
         leaf = leaves.get(leaf_name)
         if leaf is None or (leaf.dtype, leaf.shape) != (dtype, axis_map.leaf_shape):
             what = f"{folder} lacks the leaf {leaf_name} of {dtype} {[*axis_map.leaf_shape]}"
             raise DamagedError(what, "its manifest and its tree differ", GET_AGAIN_HINT)
-        region = leaf.region(leaf_name, axis_map, indices)
+        region = leaf.part(axis_map, indices)
         digests = recorded_digests(records, name)
         yield SourceTensor(qualify(QUANTIZATION, name), dtype, shape, (region,), digests)
 
@@ -237,7 +203,7 @@ def verbatim_tensors(leaves: Leaves) -> tuple[SourceTensor, ...]:
 
 
 def _state_leaf_tensors(
-    state_leaf: PathLeaf, leaf: StoredLeaf, row: AxisMap, records: Mapping[str, TensorRecords]
+    state_leaf: PathLeaf, leaf: Array, row: AxisMap, records: Mapping[str, TensorRecords]
 ) -> Iterator[SourceTensor]:
     """Yield the tensors of a leaf of the optimizer state, one per layer.
 
@@ -254,7 +220,7 @@ def _state_leaf_tensors(
     axis_map = state_axis_map(state_leaf.path, row, leaf.shape)
     slot = state_leaf.slot
     for name, indices in axis_map.tensors():
-        region = leaf.region(state_leaf.name, axis_map, tuple(indices.items()))
+        region = leaf.part(axis_map, tuple(indices.items()))
         digests = recorded_digests(records.get(slot, {}), name)
         yield SourceTensor(
             qualify(slot, name), leaf.dtype, axis_map.source_shape, (region,), digests
@@ -279,7 +245,7 @@ def iter_tensors(
     # One tensor may be stored in several leaves, e.g. the fused `c_attn` of GPT-2 in q, k and v. Each
     # of them adds a region.
     for path, row, name, stacked_indices in leaf_tensors:
-        region = leaves[path].region(path, row, stacked_indices)
+        region = leaves[path].part(row, stacked_indices)
         if name in tensors:
             placement = (*tensors[name].placement, region)
         else:
@@ -289,9 +255,9 @@ def iter_tensors(
     yield from tensors.values()
 
 
-def leaf_as_tensor(name: str, leaf: StoredLeaf, records: TensorRecords) -> SourceTensor:
+def leaf_as_tensor(name: str, leaf: Array, records: TensorRecords) -> SourceTensor:
     """Convert a leaf without parameter or slot to a training-state tensor of the same shape."""
-    region = leaf.region(name, identity_axis_map(name, leaf.shape), ())
+    region = leaf.part(identity_axis_map(name, leaf.shape))
     return SourceTensor(
         qualify("", name), leaf.dtype, leaf.shape, (region,), recorded_digests(records, name)
     )
@@ -306,7 +272,7 @@ def bound_leaf_tensors(rows: Mapping[str, ParsedAxisMap], sizes: Sizes) -> Itera
 
 
 def check_leaf_shape(
-    name: str, leaf: StoredLeaf, row: AxisMap, config_source: str, display_name: object
+    name: str, leaf: Array, row: AxisMap, config_source: str, display_name: object
 ) -> None:
     """Raise PrepError if a leaf has another shape than its row.
 

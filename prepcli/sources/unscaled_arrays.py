@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from prepcli.engine.blobs import Blob
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.scales import unscale_values
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.sources.decoded_arrays import DecodedArray, DecodedArrayReader
+from prepcli.stores.buffers import ByteArray
 
 # Bytes per step. The temporary arrays of a step fit a core's cache.
 BLOCK_NBYTES = 1 << 17
@@ -30,10 +28,6 @@ class UnscaledArray:
     def name(self) -> str:
         """Name in messages."""
         return self.array.name
-
-    def with_files(self, files: Sequence[Blob]) -> UnscaledArray:
-        """Return the same array in other files."""
-        return replace(self, array=self.array.with_files(files))
 
     def open(self) -> UnscaledReader:
         """Open the array for reading, with a small separate cache."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from prepcli.core.errors import PrepError
 from prepcli.formats.safetensors import iter_folder_tensors, select_safetensors_files
 from prepcli.formats.torch_files import detect_torch_kind, read_torch_folder
-from prepcli.formats.untrusted import list_folder
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.quantized.find_weights import QUANTIZATION_FILES, quantization_settings
 from prepcli.quantized.stored_weights import SCALE_SUFFIXES
 from prepcli.sources.source import CONFIG, read_json_object
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import list_folder
 
 # Integer tensors of models without quantised weights: masks of GPT-2, positions, and counters of batch norm.
 BUFFER_SUFFIXES = (
@@ -24,7 +24,7 @@ BUFFER_SUFFIXES = (
 )
 
 
-def find_quantization_file(folder: Path) -> str:
+def find_quantization_file(folder: AnyPath) -> str:
     """Return the name of a file with quantisation settings, e.g. `quantize_config.json`, or an empty string."""
     for name in QUANTIZATION_FILES:
         if (folder / name).is_file():
@@ -32,7 +32,7 @@ def find_quantization_file(folder: Path) -> str:
     return ""
 
 
-def has_quantized_tensors(folder: Path) -> bool:
+def has_quantized_tensors(folder: AnyPath) -> bool:
     """Return whether a tensor of a model may be quantised, by its name and dtype.
 
     True for formats without dtypes in a header, and for broken headers: their error is raised by the opener.
@@ -50,7 +50,7 @@ def may_be_quantized(name: str, dtype: str) -> bool:
     return dtype != "bool" and not name.endswith(BUFFER_SUFFIXES)
 
 
-def unused_quantization_note(folder: Path) -> str:
+def unused_quantization_note(folder: AnyPath) -> str:
     """Return a note about quantisation settings of tensors without quantised weights, or an empty string."""
     names: list[str] = []
     if (folder / CONFIG).is_file() and quantization_settings(read_json_object(folder / CONFIG)):
@@ -63,7 +63,7 @@ def unused_quantization_note(folder: Path) -> str:
     return f"the quantisation in {' and '.join(names)} is ignored: no tensor is quantised"
 
 
-def _stored_dtypes(folder: Path) -> Iterator[tuple[str, str]]:
+def _stored_dtypes(folder: AnyPath) -> Iterator[tuple[str, str]]:
     """Yield name and dtype of each tensor. Raise LookupError for other formats than safetensors and PyTorch."""
     names = list_folder(folder)
     if select_safetensors_files(names):

@@ -6,10 +6,10 @@ Multi-token prediction may have an embedding and a head of its own. A quantised 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from prepcli.algebra.axis_map import bind_row
+from prepcli.algebra.axis_map import ParsedAxisMap, bind_row
 from prepcli.core.errors import Command, Option, Text, text, usage_error
 from prepcli.core.json_values import quote_name
 from prepcli.core.lists import join_names
@@ -43,12 +43,14 @@ class VocabularyTensors:
 
     Attributes:
         vocabulary: Its true and its stored size.
+        axis_maps: Axis maps of the parameters of the source.
         match: The match of the tensors of the source.
         names: Names of the tensors with one row per token.
         layer_names: Names of the embeddings per layer.
     """
 
     vocabulary: Vocabulary
+    axis_maps: Mapping[str, ParsedAxisMap]
     match: TensorMatch
     names: frozenset[str]
     layer_names: frozenset[str]
@@ -68,11 +70,13 @@ def find_vocabulary(
         UsageError: The model is quantised together with its embedding or head, or has towers too.
         PrepError: Tensors do not match the family, or no family has the model type.
     """
-    match = match_source_tensors(source, stored_axis_maps(source), options)
+    axis_maps = stored_axis_maps(source)
+    match = match_source_tensors(source, axis_maps, options)
     if not source.family.is_verbatim:
         vocabulary = source.vocabulary(true_size)
         return VocabularyTensors(
             vocabulary,
+            axis_maps,
             match,
             vocabulary_names(source, match, vocabulary),
             frozenset(layer_vocab_tensors(match)),
@@ -87,7 +91,7 @@ def find_vocabulary(
     _check_rows(source, names, vocabulary)
     names |= _prediction_copies(source, vocabulary)
     layer_names = frozenset(_stored_names(source, LAYER_VOCAB_ATOM))
-    return VocabularyTensors(vocabulary, match, names, layer_names)
+    return VocabularyTensors(vocabulary, axis_maps, match, names, layer_names)
 
 
 def vocabulary_names(source: Source, match: TensorMatch, vocabulary: Vocabulary) -> frozenset[str]:

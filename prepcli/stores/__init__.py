@@ -1,1 +1,1 @@
-"""Files that are read and written with untrusted names or in untrusted folders."""
+"""Files on a disk, on the hub and in buckets: opened, listed, read by ranges and replaced, with untrusted names."""

@@ -1,4 +1,4 @@
-"""Open regular files only, and resolve paths named in files.
+"""Open regular files only, on a disk or in a store, and resolve paths named in files.
 
 A FIFO blocks the process that opens it, and /dev/zero never ends. A path such as `../private`, read
 from a JSON file, leaves the user's folder.
@@ -6,17 +6,20 @@ from a JSON file, leaves the user's folder.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from prepcli.core.errors import DamagedError, PrepError
+from prepcli.core.errors import GET_AGAIN_HINT, RESUME_HINT, DamagedError, PrepError
+from prepcli.stores.paths import AnyPath, PathT, StorePath, StoreStat
 
 # Hint for an error of the operating system about a file.
 ACCESS_HINT = "check its permissions, and the free space of its disk"
 MAX_SMALL_FILE_NBYTES = 100_000_000
+MAX_CONFIG_NBYTES = 16 << 20
 MAX_LINE_NBYTES = 1 << 20
 # Bytes read at once of a line that is too long, and skipped.
 SKIPPED_PIECE_NBYTES = 1 << 20
@@ -26,18 +29,29 @@ LFS_PREFIX = b"version https://git-lfs"
 MAX_LFS_POINTER_NBYTES = 1024
 
 
-def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
+class CutShortError(ValueError):
+    """A file ends before its content does, e.g. after a download that was interrupted."""
+
+
+def open_regular_file(path: AnyPath, *, buffering: int = -1) -> BinaryIO:
     """Open a regular file for reading. Links are followed.
 
     Args:
         path: The file.
-        buffering: As in `open`. 0 for no buffer.
+        buffering: As in `open`. 0 for no buffer. Above 1, at most these bytes are requested at once from a store.
 
     Raises:
         PrepError: The path is a folder, FIFO, device or socket.
         DamagedError: The file is a pointer of Git LFS.
         OSError: The system refuses to open it.
     """
+    if isinstance(path, StorePath):
+        if path.is_dir():
+            raise not_regular_error(path)
+        if path.file.size <= MAX_LFS_POINTER_NBYTES:
+            # The stream reads the copy, so that a small file costs one request.
+            check_not_lfs_pointer(path.local().read_bytes(), path)
+        return path.stream(buffering)
     # O_NONBLOCK: without it, opening a FIFO waits for a writer. It has no effect on regular files.
     # The file is opened first and checked after: between a check by name and an opening, the name
     # could be given to a FIFO. O_CLOEXEC: no child process inherits the file.
@@ -50,7 +64,7 @@ def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise not_regular_error(path)
-        check_not_lfs_pointer(fd, path)
+        check_not_lfs_pointer(os.pread(fd, MAX_LFS_POINTER_NBYTES + 1, 0), path)
     except BaseException:
         os.close(fd)
         raise
@@ -78,22 +92,27 @@ def read_file_or_pipe(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> by
     return content
 
 
-def check_not_lfs_pointer(fd: int, path: Path) -> None:
-    """Raise DamagedError if an open file is a pointer of Git LFS, and not the file that it stands for."""
-    if os.fstat(fd).st_size > MAX_LFS_POINTER_NBYTES:
-        return
-    if os.pread(fd, len(LFS_PREFIX), 0) == LFS_PREFIX:
+def check_not_lfs_pointer(start: bytes, path: AnyPath) -> None:
+    """Raise DamagedError if a file is a pointer of Git LFS, and not the file that it stands for.
+
+    Args:
+        start: Its first bytes, all of them if there are at most MAX_LFS_POINTER_NBYTES.
+        path: Its path, for the message.
+    """
+    if len(start) <= MAX_LFS_POINTER_NBYTES and start.startswith(LFS_PREFIX):
         what = f"{path} is a Git LFS pointer"
         raise DamagedError(what, "it only refers to the real file", "run `git lfs pull`")
 
 
-def read_regular_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
+def read_regular_file(path: AnyPath, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
     """Read a whole small file.
 
     Raises:
         PrepError: The file is larger than `max_nbytes`, or not a regular file.
         OSError: The system refuses to read it.
     """
+    if isinstance(path, StorePath):
+        return _read_small_copy(path, max_nbytes)
     with open_regular_file(path, buffering=0) as file:
         nbytes = os.fstat(file.fileno()).st_size
         # `read(max_nbytes)` would allocate that many bytes, also for a file of ten.
@@ -101,11 +120,24 @@ def read_regular_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> by
         if nbytes <= max_nbytes:
             content = file.read()
     # The file may have grown meanwhile.
-    nbytes = max(nbytes, len(content))
+    _check_size(path, max(nbytes, len(content)), max_nbytes)
+    return content
+
+
+def _read_small_copy(path: StorePath, max_nbytes: int) -> bytes:
+    """Read the local copy of a small file in a store. It is fetched once."""
+    if path.is_dir():
+        raise not_regular_error(path)
+    _check_size(path, path.file.size, max_nbytes)
+    content = path.local().read_bytes()
+    check_not_lfs_pointer(content, path)
+    return content
+
+
+def _check_size(path: AnyPath, nbytes: int, max_nbytes: int) -> None:
     if nbytes > max_nbytes:
         why = f"it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
         raise PrepError(f"{path} is too large", why, "check that it is the right file")
-    return content
 
 
 def read_complete_lines(path: Path, *, max_nbytes: int = MAX_LINE_NBYTES) -> Iterator[bytes]:
@@ -129,7 +161,7 @@ def read_complete_lines(path: Path, *, max_nbytes: int = MAX_LINE_NBYTES) -> Ite
                 yield b""
 
 
-def resolve_named_path(folder: Path, name: object, named_by: Path | str) -> Path:
+def resolve_named_path(folder: PathT, name: object, named_by: AnyPath | str) -> PathT:
     """Return the path of a file or folder inside `folder` that another file names.
 
     Every name that prep reads from a file or a listing and opens passes through this function.
@@ -156,20 +188,143 @@ def resolve_named_path(folder: Path, name: object, named_by: Path | str) -> Path
     return folder / relative
 
 
-def not_regular_error(path: Path) -> PrepError:
+def stat_file(path: AnyPath) -> os.stat_result | StoreStat:
+    """Return the stat of a regular file, links followed. Raise PrepError for other kinds: a pipe would block."""
+    try:
+        if isinstance(path, StorePath):
+            if path.is_dir():
+                raise not_regular_error(path)
+            return path.stat()
+        file_stat = path.stat()
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+    if not stat.S_ISREG(file_stat.st_mode):
+        raise not_regular_error(path)
+    return file_stat
+
+
+def is_there(path: AnyPath, *, follow_links: bool = False) -> bool:
+    """Return whether a path is a file or folder of any kind. A path that the system refuses to look at is not."""
+    if isinstance(path, StorePath):
+        return path.exists()
+    return os.path.exists(path) if follow_links else os.path.lexists(path)
+
+
+def stat_indexed_file(path: AnyPath) -> os.stat_result | StoreStat:
+    """Return the stat of a file named by an index. Raise DamagedError if it does not exist."""
+    if not is_there(path):
+        why = "the index of the checkpoint names it"
+        raise DamagedError(f"{path} does not exist", why, GET_AGAIN_HINT)
+    return stat_file(path)
+
+
+def read_bytes(path: AnyPath, offset: int = 0, nbytes: int = -1) -> bytes:
+    """Return bytes of a regular file. Raise PrepError if it cannot be read.
+
+    Args:
+        path: The file.
+        offset: First byte.
+        nbytes: Number of bytes. A negative number reads to the end of the file.
+    """
+    try:
+        if isinstance(path, StorePath) and nbytes >= 0 and not path.is_dir():
+            return path.read(offset, nbytes)
+        with open_regular_file(path) as file:
+            file.seek(offset)
+            return file.read(nbytes)
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+
+
+def read_small_file(path: AnyPath, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
+    """Return the content of a small file. Raise PrepError if it is too large or not a regular file."""
+    try:
+        return read_regular_file(path, max_nbytes)
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+
+
+def list_folder(folder: AnyPath) -> list[str]:
+    """Return the sorted names in a folder."""
+    try:
+        if isinstance(folder, StorePath):
+            return sorted(child.name for child in folder.iterdir())
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise unreadable_error(folder, error) from error
+
+
+def unreadable_error(path: AnyPath, error: OSError) -> PrepError:
+    """Return the error for an unreadable file or folder."""
+    hint = "check the name" if isinstance(error, FileNotFoundError) else ACCESS_HINT
+    return PrepError(f"cannot read {path}", error.strerror or str(error), hint)
+
+
+def io_error(path: AnyPath, error: OSError) -> PrepError:
+    """Return an operating system error as a PrepError with the name of the file.
+
+    Args:
+        path: The file.
+        error: The error.
+
+    Returns:
+        An error with a hint for its cause, e.g. a full disk, too many open files or a missing folder.
+    """
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return PrepError(
+            f"the disk that holds {path.name} is full", why, f"free some space, then {RESUME_HINT}"
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return PrepError(
+            f"cannot read or write {path}", why, "raise the limit of open files (`ulimit -n`)"
+        )
+    if error.errno == errno.ENOENT:
+        return PrepError(f"cannot read or write {path}", why, _missing_hint(path))
+    if error.errno == errno.ENOTDIR:
+        hint = f"use another folder than {_first_file(path)}, which is a file"
+        return PrepError(f"cannot read or write {path}", why, hint)
+    return PrepError(f"cannot read or write {path}", why, ACCESS_HINT)
+
+
+def check_parent_folder(path: Path) -> None:
+    """Raise PrepError if the folder of an output does not exist."""
+    try:
+        # With the slash, a file in place of the folder is an error too.
+        os.stat(f"{path.parent}/")
+    except OSError as error:
+        raise io_error(path, error) from error
+
+
+def _missing_hint(path: AnyPath) -> str:
+    """Return the hint for a missing path."""
+    if path.parent.is_dir():
+        return "check the name"
+    return f"create the folder {path.parent}, or use another one"
+
+
+def _first_file(path: AnyPath) -> AnyPath:
+    """Return the file in the middle of a path, e.g. `a.txt` of `a.txt/b`."""
+    for folder in reversed(path.parents):
+        if folder.exists() and not folder.is_dir():
+            return folder
+    return path
+
+
+def not_regular_error(path: AnyPath) -> PrepError:
     """Return the error for a path other than a regular file."""
     return PrepError(
         f"{path} is not a file", _file_type(path), "name a file, or put one in its place"
     )
 
 
-def _file_type(path: Path) -> str:
+def _file_type(path: AnyPath) -> str:
     if path.is_dir():
         return "it is a folder"
     return "it is a pipe, a device or a socket"
 
 
-def _unsafe_name_error(named_by: Path | str, name: object, why: str) -> PrepError:
+def _unsafe_name_error(named_by: AnyPath | str, name: object, why: str) -> PrepError:
     return PrepError(
         f"{named_by} names {name!r:.100}", f"it {why}", "correct the file, or get it again"
     )

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 
-from prepcli.algebra.gapped_regions import GappedRegion, gaps_between
-from prepcli.algebra.strided_copies import ChunkedLocation
-from prepcli.engine.blobs import Blob
+from prepcli.algebra.chunks import run_parts
 from prepcli.formats.flax_folder import INDEX_FILE, STEM, STREAM_FILE
 from prepcli.formats.msgpack import SUFFIX
 from prepcli.formats.msgpack_layout import (
@@ -20,57 +16,29 @@ from prepcli.formats.msgpack_layout import (
     sort_paths,
 )
 from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
+from prepcli.planning.arrays import Locations, MappedArray, parted_array, whole_array
 from prepcli.planning.libraries import STREAM_FORMAT
-from prepcli.planning.plan import Locations, OutputFile, SmallFile
-from prepcli.sources.appended_files import shift_file_numbers
-from prepcli.sources.source import Source, SourceTensor
-from prepcli.targets.layout_leaves import LayoutLeaf, find_layout_leaves, whole_leaf_location
+from prepcli.planning.plan import OutputFile, SmallFile
+from prepcli.planning.tensors import itemsize
+from prepcli.sources.source import SourceTensor
+from prepcli.targets.layout_leaves import LayoutLeaf, find_layout_leaves
+from prepcli.targets.planner import Draft, Placed
 
 
-@dataclass(frozen=True, slots=True)
-class FlaxFolder:
-    """Layout of a Flax folder.
-
-    Attributes:
-        files: The data files.
-        locations: Locations of each tensor, by name.
-        index: The index of several files, otherwise empty.
-        num_leaves: Number of leaves.
-    """
-
-    files: tuple[OutputFile, ...]
-    locations: Mapping[str, Locations]
-    index: tuple[SmallFile, ...]
-    num_leaves: int
-
-
-def lay_out_flax_folder(
-    source: Source,
-    kept_tensors: Sequence[SourceTensor],
-    *,
-    layout: str,
-    container: str,
-    vocab_size: int,
-    shard_nbytes: int,
-) -> FlaxFolder:
-    """Lay out the tensors of a source as a Flax folder.
+def place_flax(draft: Draft, tree: str, container: str, shard_nbytes: int) -> Placed:
+    """Place the tensors of a draft in the leaves of a Flax folder.
 
     Args:
-        source: The opened source.
-        kept_tensors: The tensors to write.
-        layout: Name of the layout.
+        draft: The draft.
+        tree: Name of the tree.
         container: `stream` for one EasyLM stream, or any other name for msgpack files of transformers.
-        vocab_size: Vocabulary rows in the output.
         shard_nbytes: Largest size of a file.
 
-    Returns:
-        The files and the locations of the tensors.
-
     Raises:
-        PrepError: A tensor has no leaf in the layout, or a leaf has no tensor.
+        PrepError: A tensor has no leaf in the tree, or a leaf has no tensor.
     """
-    tensors = {tensor.name: tensor for tensor in kept_tensors}
-    uses_by_tensor = find_layout_leaves(source, layout, tensors, vocab_size=vocab_size)
+    tensors = {tensor.name: tensor for tensor in draft.tensors}
+    uses_by_tensor = find_layout_leaves(draft, tree)
     leaves: dict[tuple[str, ...], MsgpackLeaf] = {}
     for name, uses in uses_by_tensor.items():
         for path, row, _ in uses:
@@ -94,7 +62,7 @@ def lay_out_flax_folder(
     for name, uses in uses_by_tensor.items():
         parts = [_leaf_location(use, tensors[name], file_numbers, layouts) for use in uses]
         locations[name] = tuple(parts)
-    return FlaxFolder(tuple(files), locations, _index_file(groups, leaves), len(leaves))
+    return Placed(files=tuple(files), locations=locations, index=_index_file(groups, leaves))
 
 
 def _split_into_files(
@@ -134,33 +102,16 @@ def _leaf_location(
     tensor: SourceTensor,
     file_numbers: Mapping[tuple[str, ...], int],
     layouts: Sequence[MsgpackLayout],
-) -> ChunkedLocation | GappedRegion:
-    """Return the location of a leaf in its file, with the gaps between its parts."""
-    path, _, _ = use
+) -> MappedArray:
+    """Return the location of a tensor in a leaf of a file."""
+    path, axis_map, indices = use
     keys = tuple(path.split("."))
     file = file_numbers[keys]
     runs = layouts[file].runs[keys]
-    # A leaf is one chunk. Flax stores a large array as several runs, separated by msgpack headers.
-    region = whole_leaf_location(use, file=file, offset=runs[0][0], dtype=tensor.dtype)
-    if len(runs) == 1:
-        return region
-    return GappedRegion(region, gaps_between(runs))
-
-
-# A head tied to the embedding
-
-
-def with_tied_head(source: Source) -> Source:
-    """Return the source with the head as a separate tensor, if it is tied to the embedding.
-
-    The head reads the bytes of the embedding a second time, from blobs after those of the source.
-    """
-    tie = source.family.tying
-    if any(tensor.name == tie.head_tensor for tensor in source.tensors):
-        return source
-    embedding = next(tensor for tensor in source.tensors if tensor.name == tie.embedding_tensor)
-    # A plan must read every byte of its files exactly once, and here two tensors have the same bytes.
-    # With 2 files, the head reads file 1 as blob 3: blobs 2 and 3 are files 0 and 1 again.
-    reads: tuple[Path | Blob, ...] = source.byte_sources
-    head = replace(shift_file_numbers(embedding, len(reads)), name=tie.head_tensor)
-    return replace(source, tensors=(*source.tensors, head), blobs=(*reads, *reads))
+    # Flax stores a large array as several runs, separated by msgpack headers.
+    shape = axis_map.leaf_shape
+    leaf = whole_array(path, tensor.dtype, shape, (file, runs[0][0]))
+    if len(runs) > 1:
+        parts = run_parts(shape, itemsize(tensor.dtype), runs, file)
+        leaf = parted_array(path, tensor.dtype, shape, parts)
+    return MappedArray(axis_map, indices, leaf)

@@ -1,78 +1,27 @@
-"""Layout of a Hugging Face folder: files, headers, index and settings that transformers loads without options."""
+"""The files of a model besides its weights: config.json, and copies of its tokenizer and other small files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.formats.file_records import recorded_xxh3
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.safetensors import INDEX_FILE, SINGLE_FILE
-from prepcli.formats.safetensors_layout import (
-    LayoutEntry,
-    SafetensorsLayout,
-    encode_index,
-    lay_out_files,
-)
 from prepcli.models.text_part import with_text_config
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
-from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
+from prepcli.planning.plan import SmallFile
+from prepcli.planning.vocabulary import NO_VOCABULARY, Vocabulary, with_vocabulary
 from prepcli.sources.side_files import SideFile
-from prepcli.sources.source import CONFIG, Source, SourceTensor
+from prepcli.sources.source import CONFIG, Source
 from prepcli.sources.symlinks import resolve_small_file
-
-# File name, entries in order, page offset of the first tensor
-FileGroup = tuple[str, Sequence[LayoutEntry], int | None]
-
-
-def resized_shape_and_nbytes(tensor: SourceTensor, rows: int) -> tuple[tuple[int, ...], int]:
-    """Return shape and bytes of a tensor with `rows` rows. A 0-d tensor is unchanged."""
-    if not tensor.shape:
-        return (), tensor.nbytes
-    # Computed from the bytes and not from the dtype, because elements may be smaller than a byte.
-    row_nbytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
-    return (rows, *tensor.shape[1:]), row_nbytes * rows
-
-
-def header_entries(
-    source: Source, tensors: Iterable[SourceTensor], *, rows: Mapping[str, int]
-) -> list[LayoutEntry]:
-    """Return the header entries of the tensors, each with its rows in the output."""
-    entries: list[LayoutEntry] = []
-    for tensor in tensors:
-        name = source.file_name(tensor)
-        shape, nbytes = resized_shape_and_nbytes(tensor, rows[tensor.name])
-        entries.append((name, tensor.dtype, shape, nbytes))
-    return entries
-
-
-def lay_out_weight_files(
-    groups: Sequence[FileGroup],
-) -> tuple[tuple[OutputFile, ...], dict[str, Contiguous], tuple[SafetensorsLayout, ...]]:
-    """Lay out tensors in safetensors files.
-
-    Args:
-        groups: For each file its name, its entries in order, and the page offset of the first tensor (None: any).
-
-    Returns:
-        The output files, the location of each tensor by name, and the layout of each file.
-    """
-    layouts = lay_out_files(groups)
-    files = tuple(OutputFile(layout.name, layout.size, layout.header) for layout in layouts)
-    places: dict[str, Contiguous] = {}
-    for layout in layouts:
-        for tensor in layout.tensors:
-            places[tensor.name] = Contiguous(tensor.file, tensor.offset)
-    return files, places, layouts
+from prepcli.stores.paths import AnyPath, fetch_copies
 
 
 def copied_files(
     side_files: Iterable[SideFile],
-    root: Path,
+    root: AnyPath,
     *,
     manifest: Manifest | None = None,
     path_prefix: str = "",
@@ -89,6 +38,8 @@ def copied_files(
         PrepError: A file is a link that leaves the checkpoint.
     """
     files: list[SmallFile] = []
+    side_files = list(side_files)
+    fetch_copies(file.path for file in side_files)
     for side_file in side_files:
         real_path = resolve_small_file(side_file.path, root)
         file_stat = real_path.stat()
@@ -143,19 +94,6 @@ def config_files(source: Source, config: HFConfig, path_prefix: str = "") -> tup
     return _config_file(source, config, path_prefix, is_equal=is_equal)
 
 
-def model_files(
-    source: Source, config: HFConfig, index: Iterable[SmallFile]
-) -> tuple[SmallFile, ...]:
-    """Return the files of a Hugging Face folder without the weights: config.json, side files and the index.
-
-    Args:
-        source: The opened source.
-        config: Content of the output's config.json. See `config_files`.
-        index: The index of the weights, if they need one.
-    """
-    return *config_files(source, config), *copied_small_files(source), *index
-
-
 def _config_file(
     source: Source, config: HFConfig, path_prefix: str, *, is_equal: bool
 ) -> tuple[SmallFile, ...]:
@@ -167,14 +105,6 @@ def _config_file(
     return (replace(copy, path=path_prefix + CONFIG),)
 
 
-def index_files(layouts: Sequence[SafetensorsLayout]) -> tuple[SmallFile, ...]:
-    """Return the safetensors index. A single file named SINGLE_FILE needs no index."""
-    # transformers opens SINGLE_FILE by its name, and a file of another name only if an index lists it.
-    if len(layouts) > 1 or any(layout.name != SINGLE_FILE for layout in layouts):
-        return (SmallFile(INDEX_FILE, encode_index(layouts)),)
-    return ()
-
-
 def json_bytes(content: object) -> bytes:
     """Return JSON in the format of a model's settings files."""
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
@@ -184,12 +114,11 @@ def output_config(
     source: Source, vocabulary: Vocabulary, is_tied: bool, dtype: str | None = None
 ) -> JsonObject:
     """Return the source's config with the vocabulary, weight tying and, if not None, the dtype of the output."""
-    if source.family.is_verbatim:
-        if source.config_path is None or dtype is None:
-            return dict(source.config)
-        config = dict(source.config)
-    else:
+    config = dict(source.config)
+    if vocabulary != NO_VOCABULARY:
         config = with_vocabulary(source.config, vocabulary)
+    if source.family.is_verbatim and (source.config_path is None or dtype is None):
+        return config
     # Transformers 5 and 4.
     dtype_keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     config |= dict.fromkeys(dtype_keys, dtype) if dtype else {}

@@ -1,17 +1,21 @@
-"""Leaves of tensors in the tree of another library."""
+"""The tree of another library: the leaves of tensors, the scales of their values, and the config."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
+from dataclasses import replace
 
 from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, bind_row
-from prepcli.algebra.grids import ChunkGrid, StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
-from prepcli.core.errors import PrepError
+from prepcli.core.errors import Option, PrepError, text
 from prepcli.models.parameters import layout_rows
+from prepcli.planning.arrays import MappedArray, whole_array
 from prepcli.planning.layout_scales import LayoutScale, bind_scale
+from prepcli.planning.libraries import HF_LAYOUT
+from prepcli.planning.state_names import MOMENTS, qualify
 from prepcli.planning.tensors import itemsize
+from prepcli.sources.adam_state import slot_scales
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.targets.planner import Draft
 
 MAX_NAMES = 4
 
@@ -19,39 +23,60 @@ MAX_NAMES = 4
 LayoutLeaf = tuple[str, AxisMap, tuple[tuple[str, int], ...]]
 
 
-def find_layout_leaves(
-    source: Source, layout: str, tensors: Mapping[str, SourceTensor], *, vocab_size: int
-) -> dict[str, list[LayoutLeaf]]:
-    """Return the leaves of each tensor in the tree of another library, by the name of the tensor.
-
-    Args:
-        source: The opened source.
-        layout: Name of the layout.
-        tensors: The tensors to write, by name.
-        vocab_size: Vocabulary rows in the output.
+def in_tree(draft: Draft, tree: str) -> Draft:
+    """Return a draft with the config and the scales of values of the tree of another library.
 
     Raises:
-        PrepError: A tensor has no leaf in the layout, or a leaf has no tensor.
+        PrepError: The library would compute another model, because it ignores some of the config.
     """
+    source = draft.source
+    layout = source.family.layouts[tree]
+    is_tied = draft.match.is_tied
+    config = dict(draft.config or {})
+    if layout.allows_tied_head and source.family.is_tied(config) != is_tied:
+        config["tie_word_embeddings"] = is_tied
+    read = {name: value for name, value in config.items() if name not in layout.ignored_fields}
+    arch_config = source.family.arch_config
+    if arch_config(read) != arch_config(config):
+        ignored = [f"{name} {config[name]}" for name in layout.ignored_fields if name in config]
+        why = f"the config has {', '.join(ignored)}, which its classes ignore, so that they compute another model"
+        hint = text("{} supports it", Option("layout", HF_LAYOUT))
+        raise PrepError("the model is not supported in Flax", why, hint)
+    scales = _find_scales(draft, tree)
+    moments: dict[str, LayoutScale] = {}
+    if draft.state is not None:
+        for slot in MOMENTS:
+            for name, scale in slot_scales(slot, scales).items():
+                moments[qualify(slot, name)] = scale
+    return replace(draft, config=config, scales=scales | moments)
+
+
+def find_layout_leaves(draft: Draft, tree: str) -> dict[str, list[LayoutLeaf]]:
+    """Return the leaves of each tensor in the tree of another library, by the name of the tensor.
+
+    Raises:
+        PrepError: A tensor has no leaf in the tree, or a leaf has no tensor.
+    """
+    source = draft.source
     family = source.family
-    tree = family.layouts[layout]
-    sizes = family.sizes(source.config) | {"vocab": vocab_size}
+    layout = family.layouts[tree]
+    sizes = family.sizes(source.config) | {"vocab": draft.vocabulary.stored_size}
     leaves: dict[str, list[LayoutLeaf]] = {}
-    for path, row in _layout_rows(source, layout, tensors.values()).items():
+    for path, row in _layout_rows(source, tree, draft.tensors).items():
         axis_map = bind_row(row, sizes)
         # A layout of Flax has the paths of a model with a head, e.g. `transformer.h.0` of GPT-2.
         # A base model has the same leaf as `h.0`.
         path_template = path
-        if tree.follows_prefix and not source.names.is_prefixed:
+        if layout.follows_prefix and not source.names.is_prefixed:
             path_template = path.removeprefix(family.prefix)
         for tensor, indices in axis_map.tensors():
             leaf_path = axis_map.leaf_path(path_template, indices)
             leaves.setdefault(tensor, []).append((leaf_path, axis_map, tuple(indices.items())))
-    _check_layout_complete(source, layout, leaves, tensors)
+    _check_layout_complete(source, tree, leaves, {tensor.name for tensor in draft.tensors})
     return leaves
 
 
-def whole_leaf_location(leaf: LayoutLeaf, *, file: int, offset: int, dtype: str) -> ChunkedLocation:
+def whole_leaf_location(leaf: LayoutLeaf, *, file: int, offset: int, dtype: str) -> MappedArray:
     """Return the location of a tensor in a leaf with contiguous elements.
 
     Args:
@@ -60,34 +85,30 @@ def whole_leaf_location(leaf: LayoutLeaf, *, file: int, offset: int, dtype: str)
         offset: Offset of the first element of the leaf.
         dtype: Dtype of the leaf.
     """
-    _, axis_map, stacked_indices = leaf
-    shape = axis_map.leaf_shape
-    zeros = (0,) * len(shape)
-    placement = StridedPlacement(file, offset, zeros, zeros)
-    grid = ChunkGrid(shape, shape)
-    return ChunkedLocation(axis_map, stacked_indices, grid, placement, itemsize(dtype))
+    path, axis_map, stacked_indices = leaf
+    array = whole_array(path, dtype, axis_map.leaf_shape, (file, offset))
+    return MappedArray(axis_map, stacked_indices, array)
 
 
-def find_layout_scales(
-    source: Source, layout: str, tensors: Collection[SourceTensor]
-) -> dict[str, LayoutScale]:
-    """Return the tensors with a scale in the tree of another library.
-
-    Args:
-        source: The opened source.
-        layout: Name of the layout.
-        tensors: The tensors to write.
-
-    Returns:
-        Name of the tensor -> its scale.
-    """
+def _find_scales(draft: Draft, tree: str) -> dict[str, LayoutScale]:
+    """Return the scale of each tensor with one in a tree, such as MaxText's queries."""
+    source = draft.source
     sizes = source.family.sizes(source.config)
     scales: dict[str, LayoutScale] = {}
-    for row in _layout_rows(source, layout, tensors).values():
+    for row in _layout_rows(source, tree, draft.tensors).values():
         if row.scale:
             names = (name for name, _ in bind_row(row, sizes).tensors())
             scales |= dict.fromkeys(names, bind_scale(row.scale, sizes))
-    return scales
+    read_dtypes = {tensor.dtype for tensor in source.tensors if tensor.name in scales}
+    written_dtypes = {tensor.dtype for tensor in draft.tensors if tensor.name in scales}
+    significant = ""
+    # The way back rounds all tensors to one dtype: a leaf may stack the queries of all layers.
+    if len(read_dtypes) == len(written_dtypes) == 1:
+        (read,) = read_dtypes
+        (written,) = written_dtypes
+        if itemsize(read) < itemsize(written):
+            significant = read
+    return {name: replace(scale, significant=significant) for name, scale in scales.items()}
 
 
 def _layout_rows(
@@ -115,12 +136,12 @@ def _check_layout_complete(
     source: Source,
     layout: str,
     leaves: Mapping[str, object],
-    tensors: Mapping[str, SourceTensor],
+    tensors: Set[str],
 ) -> None:
     """Raise PrepError unless tensors and leaves of the layout match one to one."""
     problems = {
-        "the layout has no place for": tensors.keys() - leaves.keys(),
-        "the layout needs": leaves.keys() - tensors.keys(),
+        "the layout has no place for": tensors - leaves.keys(),
+        "the layout needs": leaves.keys() - tensors,
     }
     for start, names in problems.items():
         if not names:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, bind_row
 from prepcli.algebra.grids import ChunkGrid
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
+from prepcli.formats.manifest import STATE_ITEM
 from prepcli.formats.ocdbt import MAX_ENTRIES
 from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape, join_experts
 from prepcli.models.host_reads import HostReads, read_amplification, reads_per_host
@@ -19,14 +19,17 @@ from prepcli.models.leaf_matrices import reduced_axes
 from prepcli.models.mesh import Mesh
 from prepcli.models.partition import Spec, leaf_spec, partition_spec
 from prepcli.models.rules import LeafDims, Rules
+from prepcli.models.verbatim import stacked_numbers
+from prepcli.planning.arrays import MappedArray, identity_axis_map
 from prepcli.planning.chunk_placement import (
     ChunkLayout,
     LeafPiece,
     place_chunk_files,
     place_chunks,
 )
-from prepcli.planning.item_storage import OCDBT, ItemStorage
-from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
+from prepcli.planning.item_storage import OCDBT, Compression, ItemStorage
+from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.plan import OutputFile, OutputLeaf
 from prepcli.planning.quantization_leaves import (
     QUANTIZATION,
     is_quantization_leaf,
@@ -36,7 +39,6 @@ from prepcli.planning.quantization_leaves import (
 from prepcli.planning.state_names import (
     PARAMS,
     TOWERS,
-    identity_axis_map,
     split_name,
 )
 from prepcli.planning.state_rows import (
@@ -48,63 +50,9 @@ from prepcli.planning.state_rows import (
 )
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, itemsize
-from prepcli.sources.source import Source, SourceTensor
-from prepcli.targets.hf_folder import resized_shape_and_nbytes
-from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, output_rows
-
-
-@dataclass(frozen=True, slots=True)
-class OrbaxItemLayout:
-    """Layout of an Orbax item.
-
-    Attributes:
-        leaves: The leaves, with their chunk grids and locations.
-        files: The data files.
-        regions: Regions of each tensor, by name.
-        specs: Partition spec of each leaf, if there is a mesh.
-        dtypes: Dtype of each tensor in the item.
-    """
-
-    leaves: tuple[OutputLeaf, ...]
-    files: tuple[OutputFile, ...]
-    regions: Mapping[str, tuple[ChunkedLocation, ...]]
-    specs: Mapping[str, Spec]
-    dtypes: Mapping[str, str]
-
-    @property
-    def fallbacks(self) -> tuple[str, ...]:
-        """A line for each dim split by a later choice of its rule, because the first one does not divide the dim."""
-        lines: dict[str, None] = {}  # a dict keeps the order and drops repeated lines
-        for spec in self.specs.values():
-            lines |= dict.fromkeys(map(str, spec.fallbacks))
-        return tuple(lines)
-
-    def device_nbytes(self) -> int:
-        """Return the bytes of one device of the mesh."""
-        total = 0
-        for leaf in self.leaves:
-            # Exact: `leaf_spec` splits a dim only into equal parts.
-            total += leaf.nbytes // math.prod(self.specs[leaf.name].shards_per_dim)
-        return total
-
-    def read_amplification(self, mesh: Mesh, devices_per_host: int) -> float:
-        """Return the bytes read per byte needed, on the worst host with `devices_per_host` devices."""
-        # Leaves of equal geometry are computed once: a model without stacked layers has many.
-        counts = Counter((leaf.grid, leaf.dtype, self.specs[leaf.name]) for leaf in self.leaves)
-        leaf_reads: list[list[HostReads]] = []
-        for (grid, dtype, spec), count in counts.items():
-            reads = reads_per_host(
-                grid.shape,
-                grid.chunk_shape,
-                itemsize=itemsize(dtype),
-                spec=spec,
-                mesh=mesh,
-                devices_per_host=devices_per_host,
-            )
-            leaf_reads.append(
-                [HostReads(count * r.needed_bytes, count * r.read_bytes) for r in reads]
-            )
-        return read_amplification(leaf_reads)
+from prepcli.sources.source import Source, SourceTensor, source_axis_maps
+from prepcli.targets.planner import NATIVE_TREE, Draft, Placed
+from prepcli.targets.safetensors_folder import resized_shape_and_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,63 +82,130 @@ class _LeafLayout:
     spec: Spec | None
 
 
-def make_item(
-    source: Source,
-    match: TensorMatch,
-    *,
-    axis_maps: Mapping[str, ParsedAxisMap],
-    vocab_tensors: Collection[str],
-    vocab_size: int,
-    partitioning: Partitioning,
-    dtype: str | None = None,
-    storage: ItemStorage = OCDBT,
-) -> OrbaxItemLayout:
-    """Lay out the leaves of an item, including the leaves of a training state.
+@dataclass(frozen=True, slots=True)
+class OrbaxLayout:
+    """Layout of prep's own tree in an Orbax item.
 
-    Args:
-        source: The opened source.
-        match: The matches between tensors and axis maps.
-        axis_maps: Axis maps of the model's leaves, by path.
-        vocab_tensors: Names of the tensors with one row per token.
-        vocab_size: Vocabulary rows in the item.
+    Attributes:
         partitioning: Mesh and rules of the chunks.
-        dtype: Dtype of the parameters, or None to keep their dtypes.
-        storage: Storage of the raw chunks.
-
-    Returns:
-        The layout of the item.
-
-    Raises:
-        PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
-            dim.
+        rule_texts: The rules as text.
+        scan: Whether the layers are stacked.
+        scan_axis: Axis of the stacked layers.
+        storage: Storage of the arrays.
+        compression: Compression of the chunks, or None.
+        is_training_step: Whether the item is a training step, with its optimizer state.
     """
-    # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
-    # Moments and other state keep their dtypes.
-    source = source.cast(dtype)
-    sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
-    bound = {path: bind_row(axis_map, sizes) for path, axis_map in axis_maps.items()}
-    tower_rows = output_rows(source.tower_tensors, vocab_tensors, vocab_size=vocab_size)
-    uses = [*_tower_uses(source, tower_rows), *_leaf_uses(source, match, bound)]
-    return lay_out_uses(source, uses, partitioning, storage=storage)
+
+    partitioning: Partitioning
+    rule_texts: tuple[str, ...] = ()
+    scan: bool = True
+    scan_axis: int = 0
+    storage: ItemStorage = OCDBT
+    compression: Compression | None = None
+    is_training_step: bool = False
+
+    def axis_maps(self, source: Source) -> dict[str, ParsedAxisMap]:
+        """Return the axis maps of the parameters of a source, by path of their leaf."""
+        return source_axis_maps(source, self.scan, self.scan_axis)
+
+    def place(self, draft: Draft) -> Placed:
+        """Place the tensors of a draft in leaves, also its training state.
+
+        The draft has the axis maps of this layout.
+
+        Raises:
+            PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide
+                a dim.
+        """
+        # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
+        # Moments and other state keep their dtypes.
+        source = draft.source.cast(draft.dtype)
+        family = source.family
+        sizes = family.sizes(source.config) | {"vocab": draft.vocabulary.stored_size}
+        bound = {path: bind_row(row, sizes) for path, row in draft.axis_maps.items()}
+        uses = [*_tower_uses(source, draft.row_counts), *_leaf_uses(source, draft.match, bound)]
+        # Compressed chunks are written from raw chunks in data files.
+        storage = OCDBT if self.compression else self.storage
+        placed = place_leaves(source, uses, self.partitioning, storage=storage)
+        unplaced = dict.fromkeys(_unplaced_tensors(source, draft.match), ())
+        return replace(
+            placed,
+            locations={**unplaced, **placed.locations},
+            folder=STATE_ITEM if self.is_training_step else "",
+            compression=self.compression,
+            settings=self._settings(source),
+        )
+
+    def _settings(self, source: Source) -> Manifest:
+        """Return the fields of the manifest about the layout."""
+        mesh = self.partitioning.mesh
+        settings = Manifest(
+            kind="train" if self.is_training_step else "init",
+            layout=NATIVE_TREE,
+            mesh=str(mesh) if mesh else None,
+            rules=self.rule_texts,
+            scan=self.scan,
+            scan_axis=self.scan_axis,
+        )
+        # The numbers in the names of stacked tensors.
+        if source.family.is_verbatim:
+            settings |= Manifest(stacked=stacked_numbers(source.family, self.scan))
+        if self.compression:
+            settings |= Manifest(compress=str(self.compression))
+        if self.storage != OCDBT:
+            settings |= Manifest(storage=self.storage.name)
+        return settings
 
 
-def lay_out_uses(
+def find_fallbacks(placed: Placed) -> tuple[str, ...]:
+    """Return a line for each dim split by a later choice of its rule, because the first one does not divide the dim."""
+    lines: dict[str, None] = {}  # a dict keeps the order and drops repeated lines
+    for spec in placed.specs.values():
+        lines |= dict.fromkeys(map(str, spec.fallbacks))
+    return tuple(lines)
+
+
+def device_nbytes(placed: Placed) -> int:
+    """Return the bytes of one device of the mesh."""
+    total = 0
+    for leaf in placed.leaves:
+        # Exact: `leaf_spec` splits a dim only into equal parts.
+        total += leaf.nbytes // math.prod(placed.specs[leaf.name].shards_per_dim)
+    return total
+
+
+def item_read_amplification(placed: Placed, mesh: Mesh, devices_per_host: int) -> float:
+    """Return the bytes read per byte needed, on the worst host with `devices_per_host` devices."""
+    # Leaves of equal geometry are computed once: a model without stacked layers has many.
+    counts = Counter((leaf.grid, leaf.dtype, placed.specs[leaf.name]) for leaf in placed.leaves)
+    leaf_reads: list[list[HostReads]] = []
+    for (grid, dtype, spec), count in counts.items():
+        reads = reads_per_host(
+            grid.shape,
+            grid.chunk_shape,
+            itemsize=itemsize(dtype),
+            spec=spec,
+            mesh=mesh,
+            devices_per_host=devices_per_host,
+        )
+        leaf_reads.append([HostReads(count * r.needed_bytes, count * r.read_bytes) for r in reads])
+    return read_amplification(leaf_reads)
+
+
+def place_leaves(
     source: Source,
     uses: Iterable[LeafUse],
     partitioning: Partitioning,
     *,
     storage: ItemStorage = OCDBT,
-) -> OrbaxItemLayout:
-    """Lay out the leaves of an item.
+) -> Placed:
+    """Place tensors in the leaves of an item.
 
     Args:
         source: The opened source, with the dtypes of the output.
         uses: Each tensor with its leaf.
         partitioning: Mesh and rules of the chunks.
         storage: Storage of the raw chunks.
-
-    Returns:
-        The layout of the item.
 
     Raises:
         PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
@@ -210,16 +225,14 @@ def lay_out_uses(
         if leaf.dtype != tensor.dtype:
             raise _mixed_dtypes_error(source, name, first_uses[name].tensor, tensor)
         # Only a contiguous tensor is copied in whole pages, for which source and output need equal page offsets.
-        first_placement = tensor.placement[0]
-        source_offset = 0
-        if isinstance(first_placement, Contiguous):
-            source_offset = first_placement.offset
+        location = tensor.placement[0]
+        source_offset = location.array.offset if location.is_contiguous else 0
         piece = LeafPiece(
             name,
             use.axis_map,
             use.stacked_indices,
             leaf.grid,
-            itemsize(leaf.dtype),
+            leaf.dtype,
             source_offset,
         )
         pieces.append((tensor.name, piece))
@@ -230,14 +243,17 @@ def lay_out_uses(
             GET_AGAIN_HINT,
         )
     layout, files = _place_in_files([piece for _, piece in pieces], storage)
-    regions: dict[str, tuple[ChunkedLocation, ...]] = {}
+    regions: dict[str, tuple[MappedArray, ...]] = {}
     # `place_chunks` returns one region per piece in the same order. A tensor has one per leaf that uses it.
     for (name, _), region in zip(pieces, layout.regions):
         regions[name] = (*regions.get(name, ()), region)
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
-    dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
-    output_leaves = tuple(_output_leaves(source, leaves, layout))
-    return OrbaxItemLayout(output_leaves, files, regions, specs, dtypes)
+    return Placed(
+        files=files,
+        locations=regions,
+        leaves=tuple(_output_leaves(source, leaves, layout)),
+        specs=specs,
+    )
 
 
 def _place_in_files(
@@ -263,24 +279,6 @@ def _output_leaves(
         placed_chunks = tuple(layout.placed_chunks[name])
         path = tuple(name.split(".", max_splits))
         yield OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks)
-
-
-def item_streams(
-    source: Source,
-    match: TensorMatch,
-    *,
-    item: OrbaxItemLayout,
-    vocab_size: int,
-    resize: VocabResize,
-) -> tuple[Stream, ...]:
-    """Return the streams of all tensors to an item's leaves, and streams read only for equality checks."""
-    sizes = output_rows(source.all_tensors, resize.tensors, vocab_size=vocab_size)
-    targets: dict[str, TensorTarget] = {}
-    # A tensor without elements has no region, and its record in the manifest is all that is written.
-    for name in (*item.regions, *_unplaced_tensors(source, match)):
-        targets[name] = TensorTarget(item.regions.get(name, ()), sizes[name], item.dtypes[name])
-    compared = {check.name for check in match.checks}
-    return build_streams(source, targets, resize=resize, compared=compared)
 
 
 def _unplaced_tensors(source: Source, match: TensorMatch) -> Iterator[str]:
@@ -351,12 +349,7 @@ class LeafUse:
 
 
 def _tower_uses(source: Source, rows: Mapping[str, int]) -> Iterator[LeafUse]:
-    """Yield each tensor of a tower with its leaf.
-
-    Args:
-        source: The opened source.
-        rows: Rows of each tensor in the item.
-    """
+    """Yield each tensor of a tower with its leaf, given the rows of each tensor in the item."""
     for tensor in source.tower_tensors:
         if 0 not in tensor.shape:
             leaf = tower_leaf(tensor)
@@ -519,7 +512,7 @@ def _chunk_files(layout: ChunkLayout, storage: ItemStorage) -> tuple[OutputFile,
     paths: dict[int, str] = {}
     for leaf, boxes in layout.placed_chunks.items():
         for box in boxes:
-            paths[box.placement.file] = storage.chunk_path(leaf, box.first)
+            paths[box.chunks.file] = storage.chunk_path(leaf, box.first)
     files: list[OutputFile] = []
     for number, size in enumerate(layout.file_sizes):
         files.append(OutputFile(paths[number], size))

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from prepcli.algebra.boxes import Range
+from prepcli.planning.arrays import Locations
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.manifest_fields import PADDING_RULE
-from prepcli.planning.plan import DroppedTensor, Fill, Locations, Stream
+from prepcli.planning.plan import DroppedTensor, Fill, Stream
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION, QUANTIZATION_RULE
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE, split_name
 from prepcli.planning.vocabulary import Vocabulary

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.core.errors import Key, text, usage_error
-from prepcli.engine.files import io_error
 from prepcli.formats.manifest import read_manifest
 from prepcli.formats.tokenizer_names import TOKENIZER_FILE
 from prepcli.planning.plan import SmallFile
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.side_files import SideFile
 from prepcli.sources.source import HF_FOLDER, Source
+from prepcli.stores.reading import io_error
 from prepcli.targets.hf_folder import copied_files
 
 SENTENCEPIECE_TOKENIZER = "tokenizer.model"

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prepcli.algebra.grids import Placement, StridedPlacement
 from prepcli.core.json_types import HFConfig
 from prepcli.engine.checkpoint_store import LeafSpec
-from prepcli.formats.manifest import STATE_ITEM
 from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.rule_text import merge_rules
 from prepcli.planning import coverage
-from prepcli.planning.chunk_placement import LeafPiece
+from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.item_storage import OCDBT_ZARR3, recorded_storage
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Fill, Plan, SmallFile
+from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.slabs import split_streams
 from prepcli.planning.state_names import PARAMS
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorNames
-from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
-from prepcli.sources.tree_tensors import StoredLeaf, tensors_from_manifest
-from prepcli.sources.vocabulary_tensors import vocabulary_names
-from prepcli.targets.orbax_item import Partitioning, item_streams, make_item
-from prepcli.targets.streams import VocabResize
+from prepcli.planning.tensor_match import TensorNames
+from prepcli.sources.source import Source
+from prepcli.sources.tree_tensors import tensors_from_manifest
+from prepcli.targets.orbax_item import OrbaxLayout, Partitioning
+from prepcli.targets.planner import make_plan, start_draft, with_source_state
 
 # Keys of config.json in different versions of transformers.
 DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -70,41 +66,27 @@ def plan_training_step(
         PrepError: The leaves differ from the start checkpoint's model.
     """
     source = _source_of_leaves(leaves, start_manifest)
-    axis_maps = source_axis_maps(source, start_manifest.scan, start_manifest.scan_axis)
-    match = match_source_tensors(source, axis_maps, DEFAULT_MATCH_OPTIONS)
-    vocabulary = source.vocabulary()
-    mesh = None
-    if start_manifest.mesh:
-        mesh = parse_mesh(start_manifest.mesh)
-    partitioning = Partitioning(mesh, merge_rules(start_manifest.rules), min_split_nbytes)
-    # The state has the padded vocabulary of the start already, so no row is filled.
-    names = vocabulary_names(source, match, vocabulary)
-    resize = VocabResize(vocabulary, names, Fill("zeros"))
-    item = make_item(
-        source,
-        match,
-        axis_maps=axis_maps,
-        vocab_tensors=resize.tensors,
-        vocab_size=vocabulary.stored_size,
-        partitioning=partitioning,
+    mesh = parse_mesh(start_manifest.mesh) if start_manifest.mesh else None
+    layout = OrbaxLayout(
+        Partitioning(mesh, merge_rules(start_manifest.rules), min_split_nbytes),
+        scan=start_manifest.scan,
+        scan_axis=start_manifest.scan_axis,
+        is_training_step=True,
     )
-    source_name = str(start_manifest.name)
+    # The state has the padded vocabulary of the start already, so no row is filled.
+    draft = with_source_state(start_draft(source, layout.axis_maps(source)))
+    name = str(start_manifest.name)
+    plan = make_plan(draft, layout.place(draft), command="train", request=request, name=name)
     # A run that starts from a step of another run names the first model, and not that step.
     if start_manifest.kind == "train":
-        source_name = start_manifest.source_name
-    plan = Plan(
-        command="train",
-        request=request,
-        source_name=source_name,
-        source_files=(),
-        streams=item_streams(
-            source, match, item=item, vocab_size=vocabulary.stored_size, resize=resize
-        ),
-        files=item.files,
-        leaves=item.leaves,
+        name = start_manifest.source_name
+    plan = replace(
+        plan,
+        source_name=name,
+        small_files=(),
+        dropped=(),
+        checks=(),
         settings=_item_settings(source, start_manifest),
-        display_names=source.display_names(),
-        item=STATE_ITEM,
     )
     # Proves, without reading a tensor, that each byte of the state is written to exactly one place.
     coverage.check(plan, lambda: split_streams(plan.streams, slab_nbytes))
@@ -143,11 +125,9 @@ def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Manifest) 
     # Names of adapters always have a prefix: PEFT's.
     is_prefixed = start_manifest.prefixed or start_manifest.is_adapter
     names = TensorNames(manifest_family(start_manifest | Manifest(config=config)), is_prefixed)
-    stored_leaves: dict[str, StoredLeaf] = {}
+    stored_leaves: dict[str, Array] = {}
     for number, (name, leaf) in enumerate(leaves.items()):
-        chunk_shape = tuple(max(1, extent) for extent in leaf.shape)
-        placement = partial(_single_chunk, number)
-        stored_leaves[name] = StoredLeaf(leaf.shape, leaf.dtype, chunk_shape, placement)
+        stored_leaves[name] = whole_array(name, leaf.dtype, leaf.shape, (number, 0))
     # Training has changed the values: the digests that the start's manifest records no longer apply.
     manifest = start_manifest | Manifest(config=config, tensors={}, slots={}, others={})
     tensors, state = tensors_from_manifest(stored_leaves, names, manifest, "the training state")
@@ -164,12 +144,6 @@ def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Manifest) 
         None,
         state_tensors=state,
     )
-
-
-def _single_chunk(number: int, piece: LeafPiece) -> Placement:
-    """Return the location of a leaf in memory, as a single chunk."""
-    zeros = (0,) * len(piece.grid.shape)
-    return StridedPlacement(number, 0, zeros, zeros)
 
 
 def _config_of_leaves(leaves: Mapping[str, LeafSpec], config: HFConfig) -> HFConfig:

@@ -12,6 +12,7 @@ import numpy as np
 from prepcli.formats.ocdbt import NODE_NBYTES, OcdbtEntry, encode_ocdbt_index
 from prepcli.formats.orbax import OrbaxNonArray, encode_item_metadata, write_files
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk, unravel_chunk_index
+from prepcli.planning.arrays import Array
 
 NOW_NS = 1_700_000_000_123_456_789
 
@@ -106,3 +107,8 @@ def write_ocdbt_index(
 ) -> None:
     """Write the index of a database into its folder."""
     write_files(folder, encode_ocdbt_index(entries, now_ns, node_nbytes))
+
+
+def metadata_of(array: Array) -> ArrayMeta:
+    """Return the metadata of an array of an item, as it was given to the writer."""
+    return ArrayMeta(array.path, array.shape, array.dtype, array.chunk_shape)

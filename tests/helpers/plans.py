@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.grids import ChunkGrid
 from prepcli.engine.fills import numpy_dtype
+from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.chunk_placement import ChunkLayout, LeafPiece, place_chunks
-from prepcli.planning.plan import Contiguous, OutputLeaf, Plan, Stream
-from prepcli.planning.tensors import itemsize
+from prepcli.planning.plan import OutputLeaf, Plan, Stream
 from tests.helpers.strategies import random_tensors
 
 ITEM_NBYTES = 4
@@ -59,7 +59,7 @@ class SavePlan:
             for index in itertools.product(
                 *(range(first, stop) for first, stop in zip(box.first, box.stop))
             ):
-                file, offset = box.placement.find(index)
+                file, offset = box.chunks.find(index)
                 values = np.frombuffer(data[file], dtype, math.prod(chunk_shape), offset).reshape(
                     chunk_shape
                 )
@@ -69,6 +69,11 @@ class SavePlan:
                     )
                 ] = values
         return out[tuple(slice(0, count) for count in shape)]
+
+
+def flat(dtype: str, shape: tuple[int, ...], offset: int = 0, file: int = 0) -> Array:
+    """Return the location of a tensor in one run of a file."""
+    return whole_array("flat", dtype, shape, (file, offset))
 
 
 def make_save_plan(
@@ -84,12 +89,11 @@ def make_save_plan(
     """
     dtype = "float32" if cast else "int32"
     tensors = {name: values.astype(dtype) for name, values in random_tensors(rows[0]).items()}
-    item_nbytes = itemsize(cast or dtype)
     shape = rows[0].source_shape
     starts = [shift + i * math.prod(shape) * ITEM_NBYTES for i in range(len(tensors))]
     grids = [ChunkGrid(row.leaf_shape, chunk) for row, chunk in zip(rows, chunks)]
     pieces = [
-        LeafPiece(f"leaf{n}", row, tuple(stacked.items()), grid, item_nbytes, start)
+        LeafPiece(f"leaf{n}", row, tuple(stacked.items()), grid, cast or dtype, start)
         for (_, stacked), start in zip(rows[0].tensors(), starts)
         for n, (row, grid) in enumerate(zip(rows, grids))
     ]
@@ -100,7 +104,7 @@ def make_save_plan(
     ]
     row_range = (0, shape[0] if shape else 1)
     streams = tuple(
-        Stream(name, dtype, shape, row_range, (Contiguous(0, start),), regions, cast_to=cast)
+        Stream(name, dtype, shape, row_range, (flat(dtype, shape, start),), regions, cast_to=cast)
         for name, start, regions in zip(tensors, starts, regions_per_tensor)
     )
     leaves = tuple(

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from prepcli.algebra.boxes import Range
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array, whole_array
 from prepcli.quantized.decoder import Decoder, MatrixReader, StoredMatrix
 
 
-def stored(name: str, array: np.ndarray) -> FileTensor:
-    return FileTensor(name, array.dtype.name, array.shape, 0, 0, array.nbytes)
+def stored(name: str, array: np.ndarray) -> Array:
+    return whole_array(name, array.dtype.name, array.shape, (0, 0))
 
 
 def reader_of(arrays: Mapping[str, np.ndarray]) -> MatrixReader:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.remote.remote_files import LOCK_FILE
+from prepcli.stores.byte_ranges import LOCK_FILE
 from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.run_cli import run_ok
@@ -26,9 +26,9 @@ from tests.helpers.tiny_checkpoints import make_checkpoint
 PREP_SCRIPT = """
 import resource, sys
 from prepcli.planning import object_files
-from prepcli.remote import remote_files
+from prepcli.stores import byte_ranges
 from prepcli.commands.cli.main import main
-remote_files.FIRST_WAIT_S = 0.001
+byte_ranges.FIRST_WAIT_S = 0.001
 object_files.OBJECT_NBYTES = OBJECT_NBYTES
 if sys.argv[1] == "small-files":
     del sys.argv[1]

@@ -9,7 +9,7 @@ import pytest
 
 from prepcli.core.errors import FAILED, PrepError
 from prepcli.formats.torch_files import TorchHeader, read_torch_header
-from prepcli.formats.torch_tensors import TorchTensor
+from prepcli.planning.arrays import Array
 from prepcli.planning.tensors import itemsize
 
 
@@ -28,11 +28,11 @@ def read_error(folder: Path, content: bytes) -> PrepError:
     return caught.value
 
 
-def tensor_bytes(found: TorchTensor, content: bytes) -> bytes:
+def tensor_bytes(found: Array, content: bytes) -> bytes:
     """Return the tensor's bytes in C order, from its offset and strides."""
     if 0 in found.shape:
         return b""
     size = itemsize(found.dtype)
     plain = np.ndarray((*found.shape, size), np.uint8).strides[:-1]
-    steps = (*(found.byte_strides or plain), 1)
+    steps = (*(found.strides or plain), 1)
     return np.ndarray((*found.shape, size), np.uint8, content, found.offset, steps).tobytes()

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
-from prepcli.remote.object_store import Bucket
-from prepcli.remote.placeholders import create_placeholder_folder, download_file, rename_in_errors
-from prepcli.remote.remote_files import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.temporary_folders import create_temporary_folder
 from trainer.run.run_record import (
     RECORD_FILES,
     RunRecord,
@@ -31,12 +31,11 @@ def read_bucket_run(bucket: Bucket) -> RunRecord:
     files = {file.path: file for file in bucket.list_files()}
     if RECIPE_FILE not in files:
         raise not_a_run_error(bucket.name, exists=bool(files))
-    folder = create_placeholder_folder()
+    folder = create_temporary_folder()
     # The files of the steps are not downloaded. They may have terabytes, and their names suffice for the record.
     for name in files.keys() & RECORD_FILES:
-        download_file(bucket, files[name], folder / name)
-    with rename_in_errors(folder, bucket.name):
-        record = read_run(folder)
+        bucket.download(files[name], folder / name)
+    record = read_run(folder)
     # `gs://b` has an empty path: the bucket is the run.
     title = bucket.url.path.rpartition("/")[2] or bucket.url.bucket
     return replace(record, name=bucket.name, title=title, checkpoints=_saved_steps(files.values()))

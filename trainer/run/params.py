@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text, usage_error
@@ -13,12 +12,10 @@ from prepcli.models.mesh import Mesh
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.rule_text import merge_rules
 from prepcli.models.rules import Rules
-from prepcli.remote.placeholders import rename_in_errors
-from prepcli.remote.remote_files import without_read_ahead
-from prepcli.restore.average_reader import AverageReader
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import Source, source_axis_maps
+from prepcli.stores.paths import AnyPath
 
 if TYPE_CHECKING:
     from prepcli.models.param_tree import Tree
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
 class OpenedModel:
     """A checkpoint open for reading, its model and its mesh."""
 
-    reader: ItemReader | WeightsReader | AverageReader
+    reader: ItemReader | WeightsReader
     model: ModelSpec
     sharding: ShardingContext
 
@@ -70,7 +67,12 @@ class OpenedModel:
 
 @contextmanager
 def open_model(
-    source: Source, path: Path, mesh: str | None, *, verify: bool, on_unchecked: Callable[[], None]
+    source: Source,
+    path: AnyPath,
+    mesh: str | None,
+    *,
+    verify: bool,
+    on_unchecked: Callable[[], None],
 ) -> Iterator[OpenedModel]:
     """Open a checkpoint for reading its parameters onto a mesh, and close it at the end of the `with` block.
 
@@ -99,9 +101,7 @@ def open_model(
         )
     # This raises any error about devices before the first read.
     local_devices()
-    is_remote = bool(source.remote_files)
-    errors = rename_in_errors(path, source.display_name) if is_remote else nullcontext()
-    with errors, open_checked_reader(source, path, mesh, verify, on_unchecked) as reader:
+    with open_checked_reader(source, path, mesh, verify, on_unchecked) as reader:
         model = model_from_manifest(reader.manifest)
         sharding = make_sharding(mesh, source.tree_manifest.rules)
         check_mesh_divides(model, sharding)
@@ -109,17 +109,19 @@ def open_model(
 
 
 def open_checked_reader(
-    source: Source, path: Path, mesh: str | None, verify: bool, on_unchecked: Callable[[], None]
-) -> ItemReader | WeightsReader | AverageReader:
+    source: Source, path: AnyPath, mesh: str | None, verify: bool, on_unchecked: Callable[[], None]
+) -> ItemReader | WeightsReader:
     """Open the fastest reader of a source. See `open_model` for the arguments."""
     check_lock_verified(source, verify)
     manifest = source.tree_manifest
     if manifest and manifest.scan and manifest.scan_axis == 0:
-        reader = open_reader(path, verify, remote_files=without_read_ahead(source.remote_files))
+        reader = open_reader(path, verify)
         if reader.is_checked or not (verify and reader.is_remote):
             if verify and not reader.is_checked:
                 on_unchecked()
-            return AverageReader(reader) if source.has_averages else reader
+            if source.has_averages:
+                reader.use_averages()
+            return reader
         reader.close()
     sharding = make_sharding(mesh, manifest.rules)
     return open_weights(source, sharding.mesh, sharding.rules, verify=verify)

@@ -12,9 +12,9 @@ from prepcli.core.json_types import HFConfig
 from prepcli.execution.run_storage import TOKENS_FOLDER
 from prepcli.formats.run_steps import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.remote.placeholders import create_placeholder_folder
 from prepcli.sources.folders import make_access
 from prepcli.sources.generation_config import folder_generation_defaults
+from prepcli.stores.temporary_folders import create_temporary_folder
 from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import run_dropout
 from trainer.planning.training_plan import with_overrides
@@ -232,7 +232,7 @@ def _check_changed_keys(run: Run, start: StartCheckpoint) -> dict[str, tuple[Any
     if not run.is_first or not start.resume_step:
         return {}
     # A dry run must not write to the run's folder: a bucket's recipe is downloaded to a temporary folder.
-    recipe_file = run.storage.fetch_file(RECIPE_FILE, create_placeholder_folder())
+    recipe_file = run.storage.fetch_file(RECIPE_FILE, create_temporary_folder())
     changed = changed_keys(recipe_file, run.recipe)
     check_changed_keys(changed)
     return changed

@@ -178,7 +178,7 @@ def open_recipe_model(recipe: Recipe, *, offline: bool, observer: Observer) -> R
         located = locate(recipe.model.path, revision, access=access)
         source = open_source(located)
     if lock is not None:
-        source = apply_lock(source, lock, str(recipe.model.lock), located.local_files.commit)
+        source = apply_lock(source, lock, str(recipe.model.lock), located.files.commit)
     model = _source_model(source).of_recipe(recipe.model)
     return RecipeModel(model, checkpoint_tokenizer_folder(source))
 

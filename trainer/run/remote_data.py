@@ -8,18 +8,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
 from prepcli.core.progress import NullProgress
-from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
-from prepcli.remote.hub_address import parse_hub_address
-from prepcli.remote.hub_errors import is_hub_down, translate_errors
-from prepcli.remote.object_store import Bucket, parse_url
-from prepcli.remote.remote_files import ReadAheadCache, RemoteFile
-from prepcli.remote.remote_stream import RemoteStream
 from prepcli.sources.folders import Access
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.hub import HubListing, cached_snapshot, list_repository, prepare_hub
+from prepcli.stores.hub_address import parse_hub_address
+from prepcli.stores.hub_errors import is_hub_down, translate_errors
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.object_url import parse_url
+from prepcli.stores.paths import StoreListing
 from prepcli.stores.reading import open_regular_file
 from trainer.data.dataset_layout import (
     MAX_README_NBYTES,
@@ -163,7 +164,7 @@ def _bucket_file(bucket: Bucket, file: RemoteFile) -> DataFile:
     """Return an object as a data file, which is identified by its ETag."""
 
     def open_stream() -> BinaryIO:
-        return cast(BinaryIO, RemoteStream(file, ReadAheadCache(bucket)))
+        return (StoreListing(bucket.name, bucket, [file]).root / file.path).stream(0)
 
     return DataFile(f"{bucket.url}/{file.path}", file.size, file.digest, open_stream)
 

@@ -9,7 +9,6 @@ A run with LoRA has two: the frozen base and the adapters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
     SAMPLE_DIGEST_KEY,
-    STATE_ITEM,
     find_manifest_folder,
     origin_record,
     read_manifest,
@@ -35,8 +33,6 @@ from prepcli.models.rule_text import merge_rules
 from prepcli.models.text_part import text_section
 from prepcli.planning.manifest_fields import Manifest, OriginRecord
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
-from prepcli.remote.object_store import is_url, parse_url
-from prepcli.remote.placeholders import rename_in_errors
 from prepcli.restore.digest_checks import sample_digest, towers_digest
 from prepcli.restore.earlier_checkpoints import check_without_checksums, note_missing_file_digests
 from prepcli.restore.item_reader import ItemReader, open_reader
@@ -49,9 +45,11 @@ from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.openers.peft_folder import open_adapter
 from prepcli.sources.openers.peft_settings import read_adapter_family
 from prepcli.sources.opening import open_source
-from prepcli.sources.side_files import find_side_files
+from prepcli.sources.side_files import find_side_files, local_folder
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, read_config
 from prepcli.sources.source_hints import advise_conversion
+from prepcli.stores.object_url import is_url, parse_url
+from prepcli.stores.paths import AnyPath
 from prepcli.targets.hf_folder import copied_files, copied_small_files, output_config
 from prepcli.targets.tokenizer_files import tokenizer_folder, with_tokenizer
 from prepcli.targets.training_step import StartModel
@@ -115,7 +113,6 @@ class StartCheckpoint:
         tokenizer_folder: Folder with the tokenizer.
         resume_step: Step of the run, if the checkpoint is one. 0 means another model.
         hint: Hint of the error for a damaged checkpoint.
-        name: URL of the checkpoint, if its folder has only placeholders of its files.
         commit: Commit of the model on the hub.
         lora: Settings of the trained adapters. None if the run trains all parameters.
         adapter_reader: Reads the adapters, and the optimizer state if the run is resumed. None without LoRA, and
@@ -123,20 +120,13 @@ class StartCheckpoint:
     """
 
     model_reader: ItemReader | WeightsReader | RandomReader
-    model: Path | StartModel
+    model: AnyPath | StartModel
     tokenizer_folder: Path
     resume_step: int = 0
     hint: str = RECREATE_HINT
-    name: str = ""
     commit: str | None = None
     lora: JsonObject | None = None
     adapter_reader: ItemReader | WeightsReader | None = None
-
-    def rename_in_errors(self) -> AbstractContextManager[None]:
-        """Replace the folder of placeholders by the URL in the PrepErrors of the block."""
-        if not (self.name and isinstance(self.model_reader, ItemReader)):
-            return nullcontext()
-        return rename_in_errors(self.model_reader.folder, f"{self.name}/{STATE_ITEM}")
 
     @property
     def manifest(self) -> Manifest:
@@ -170,7 +160,7 @@ class StartCheckpoint:
                 self.model_reader.source.display_name, self.model_reader.source.manifest, observer
             )
         if isinstance(self.model_reader, ItemReader):
-            name = self.name or str(self.model_reader.folder)
+            name = str(find_manifest_folder(self.model_reader.folder))
             note_missing_file_digests(name, self.model_reader.manifest, observer)
         if not isinstance(self.model_reader, ItemReader) or self.model_reader.is_checked:
             return
@@ -233,11 +223,9 @@ class StartCheckpoint:
         return {**entry, **stored_towers(source, path, self.commit)}
 
     def _open_source(self, reader: ItemReader) -> Source:
-        """Open the checkpoint of a reader.
-
-        A step in a bucket is opened by its name, other checkpoints by their folder.
-        """
-        return open_source(locate(self.name or str(reader.folder), access=Access(allow_urls=True)))
+        """Open the checkpoint of a reader."""
+        folder = find_manifest_folder(reader.folder)
+        return open_source(locate(str(folder), access=Access(allow_urls=True)))
 
 
 def stored_towers(source: Source, path: str, commit: str | None) -> dict[str, str]:
@@ -262,17 +250,13 @@ def open_last_step(storage: RunStorage, step: int, *, verify: bool) -> StartChec
     """Open the last step of a run, to resume from it."""
     hint = damage_hint(storage, step)
     reader = storage.open_step(step, verify, hint)
-    # The step of a bucket is a folder of placeholder files, whose path means nothing to the user.
-    name = ""
-    if not storage.is_on_disk:
-        name = storage.step_name(step)
+    folder = reader.folder / HF_FOLDER
     return StartCheckpoint(
         reader,
         reader.folder,
-        reader.folder / HF_FOLDER,
+        local_folder(find_side_files(folder).copied, folder),
         resume_step=int(reader.manifest["step"]),
         hint=hint,
-        name=name,
     )
 
 
@@ -284,12 +268,13 @@ def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheck
     reader = open_reader(path, verify)
     if reader.manifest.family == VERBATIM:
         raise verbatim_error(str(path))
-    folder = reader.folder / HF_FOLDER
+    side_files = find_side_files(reader.folder / HF_FOLDER).copied
+    folder = local_folder(side_files, reader.folder / HF_FOLDER)
     if recipe.data.tokenizer is None:
         return StartCheckpoint(reader, reader.folder, folder)
     manifest_folder = find_manifest_folder(reader.folder)
     files = copied_files(
-        find_side_files(folder).copied,
+        side_files,
         manifest_folder,
         manifest=reader.manifest,
         path_prefix=f"{HF_FOLDER}/",
@@ -337,14 +322,13 @@ def open_model_start(
     check_stream(access.stream, located)
     # A checkpoint of prep on this machine is read as it is: each device reads the chunks of its own
     # shards. Every other source is converted while it is read, without a copy on the disk.
-    path = located.local_files.path
-    is_local = located.local_files.remote is None
-    if located.kind == "orbax" and is_local and _is_written_by_prep(path):
+    path = located.files.path
+    if located.kind == "orbax" and isinstance(path, Path) and _is_written_by_prep(path):
         if lock is not None:
             # The digests of its manifest, which the lock approves, are checked while the chunks are read.
             _apply_lock(open_source(located), lock, recipe, located, verify=verify)
         start = _open_orbax_start(path, recipe, verify=verify)
-        return replace(start, commit=located.local_files.commit)
+        return replace(start, commit=located.files.commit)
     # The batch and config.json are checked first: `open_source` reads the header of every weight file.
     check_batch(recipe, sharding)
     if (path / CONFIG).is_file():
@@ -370,7 +354,7 @@ def open_model_start(
         reader,
         StartModel(manifest, with_tokenizer(files, recipe.data.tokenizer)),
         checkpoint_tokenizer_folder(source),
-        commit=located.local_files.commit,
+        commit=located.files.commit,
     )
 
 
@@ -383,7 +367,7 @@ def _apply_lock(
     source: Source, lock: Lock, recipe: Recipe, located: LocatedCheckpoint, *, verify: bool
 ) -> Source:
     """Return the source with the digests of the recipe's lock. Raise PrepError if they differ."""
-    locked = apply_lock(source, lock, str(recipe.model.lock), located.local_files.commit)
+    locked = apply_lock(source, lock, str(recipe.model.lock), located.files.commit)
     check_lock_verified(locked, verify)
     return locked
 
@@ -417,7 +401,7 @@ def start_manifest(source: Source, reader: WeightsReader, name: str) -> Manifest
     return manifest | towers_entry(source)
 
 
-def _is_written_by_prep(path: Path) -> bool:
+def _is_written_by_prep(path: AnyPath) -> bool:
     """Return whether an Orbax checkpoint has the tree of prep, and not that of another trainer."""
     # Without an item, `open_reader` reports what is missing.
     item = find_item(path)
@@ -429,10 +413,7 @@ def _is_written_by_prep(path: Path) -> bool:
 
 def checkpoint_tokenizer_folder(source: Source) -> Path:
     """Return the folder of the model's small files."""
-    for file in source.small_files:
-        if file.is_at_top:
-            return file.path.parent
-    return source.root
+    return local_folder(source.small_files, source.root)
 
 
 def with_adapters(

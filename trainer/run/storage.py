@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 from prepcli.core.errors import FAILED, STOPPED, Option, PrepError, text
 from prepcli.core.observer import Observer
 from prepcli.engine.digest import digest
-from prepcli.engine.files import io_error
 from prepcli.execution.bucket_storage import BucketStorage
 from prepcli.execution.folder_storage import FolderStorage
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.output_urls import parse_out_url
 from prepcli.execution.run_storage import TOKENS_FOLDER, RunStorage
-from prepcli.remote.retries import retry_policy_from_env
-from prepcli.stores.reading import not_regular_error
+from prepcli.stores.reading import io_error, not_regular_error
+from prepcli.stores.retries import retry_policy_from_env
 from prepcli.stores.writing import write_file
 from trainer.data.store_journal import read_journal
 from trainer.recipe import Recipe, load_recipe

@@ -381,7 +381,7 @@ def _note_early_end(prepared: PreparedRun, end_reason: str, step: int) -> None:
 def _load_state(prepared: PreparedRun) -> tuple[PreparedRun, TrainState]:
     """Read the state to train from. A LoRA run then records its base in each manifest."""
     start = prepared.start
-    with explain_removed_step(prepared.run.storage, prepared.step), start.rename_in_errors():
+    with explain_removed_step(prepared.run.storage, prepared.step):
         state = _load_train_state(prepared)
     if start.lora is not None:
         prepared = _with_base_facts(prepared, state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +13,12 @@ from prepcli.models.param_tree import ParamLeaf, param_leaves
 from prepcli.models.rule_text import with_default_preset
 from prepcli.models.rules import check_leaf_rules
 from prepcli.planning.tensors import cast_dtype, itemsize
-from prepcli.remote.placeholders import rename_in_errors
 from prepcli.sources.source import Source
+from prepcli.stores.paths import AnyPath
 from trainer.run.params import make_sharding, open_checked_reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     import jax
 
@@ -32,7 +30,7 @@ MAX_JAX_ITEM_NBYTES = 4
 
 def load_verbatim_params(
     source: Source,
-    path: Path,
+    path: AnyPath,
     mesh: str | None,
     *,
     dtype: str | None,
@@ -57,13 +55,12 @@ def load_verbatim_params(
     from trainer.training.loading import make_loader
 
     local_devices()
-    errors = rename_in_errors(path, source.display_name) if source.remote_files else nullcontext()
     leaves = param_leaves(source.family, source.config, tied=False)
     arrays: dict[str, jax.Array | np.ndarray] = {}
     for tensor in source.tensors:
         if tensor.nbytes == 0:
             arrays[tensor.name] = np.empty(tensor.shape, numpy_dtype(tensor.dtype))
-    with errors, open_checked_reader(source, path, mesh, verify, on_unchecked) as reader:
+    with open_checked_reader(source, path, mesh, verify, on_unchecked) as reader:
         sharding = make_sharding(mesh, _partition_rules(source))
         check_leaf_rules(sharding.rules, {name: leaf.dims for name, leaf in leaves.items()})
         loader = make_loader(reader)

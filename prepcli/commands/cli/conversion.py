@@ -79,7 +79,7 @@ def add_tokens(
       prep add-tokens ./my-model --tokens tokens.txt
       prep add-tokens ./my-model --tokens tokens.json --init zeros --dry-run
     """
-    from prepcli.commands.operations.add_tokens import add_tokens as run
+    from prepcli.commands.operations.tokens import add_tokens as run
 
     ui = output_options.open_console("add-tokens", progress)
     process_options = _process_options(context, sharing)
@@ -104,7 +104,7 @@ def remove_tokens(
       prep remove-tokens ./my-model-added
       prep remove-tokens ./my-model-added --out my-model-again --dry-run
     """
-    from prepcli.commands.operations.remove_tokens import remove_tokens as run
+    from prepcli.commands.operations.tokens import remove_tokens as run
 
     ui = output_options.open_console("remove-tokens", progress)
     process_options = _process_options(context, sharing)

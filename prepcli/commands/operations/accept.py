@@ -12,7 +12,6 @@ from prepcli.core.errors import Option, text, usage_error
 from prepcli.core.json_types import HFConfig
 from prepcli.core.lists import join_names
 from prepcli.core.observer import Observer
-from prepcli.engine.files import io_error
 from prepcli.formats.file_records import is_settings_file, record_file
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
@@ -22,10 +21,10 @@ from prepcli.formats.manifest import (
     manifest_digest,
     parse_manifest,
 )
-from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.references import LocalPath, RunStep, parse_reference
 from prepcli.sources.source import CONFIG, HF_FOLDER, read_config
+from prepcli.stores.reading import io_error, read_small_file
 from prepcli.stores.writing import write_file
 
 # Path of the config in a Hugging Face folder, in an init and in a training step.

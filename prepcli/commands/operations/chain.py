@@ -26,12 +26,12 @@ from prepcli.commands.operations.chain_link import (
 )
 from prepcli.commands.operations.checksum_file import check_checksum_file
 from prepcli.commands.operations.conflicts import check_mutually_exclusive, reject_without
-from prepcli.commands.operations.conversion import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.inspection_options import (
     ChainCommandOptions,
     ChainOptions,
     VerifyOptions,
 )
+from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import SourceOptions
 from prepcli.commands.operations.results import Chain, ChainLink, LinkStatus
@@ -50,7 +50,6 @@ from prepcli.core.progress import Progress
 from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.remote.object_store import is_url
 from prepcli.restore.digest_checks import sample_digest, tensor_digests
 from prepcli.sources.dropped_tensors import with_recorded_text_part, without_recorded_drops
 from prepcli.sources.locate import LocatedCheckpoint
@@ -66,6 +65,8 @@ from prepcli.sources.recorded_sources import (
 )
 from prepcli.sources.references import HubRepo, parse_reference
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.stores.object_url import is_url
+from prepcli.stores.paths import AnyPath
 
 MAX_NAMES = 3
 MAPPED = "read through a map"
@@ -133,14 +134,14 @@ class _Checkpoint:
 
     source: Source
     located: LocatedCheckpoint
-    outputs: tuple[Path, ...] = ()
+    outputs: tuple[AnyPath, ...] = ()
 
     @property
     def name(self) -> str:
         return self.source.display_name
 
     @property
-    def root(self) -> Path:
+    def root(self) -> AnyPath:
         return self.source.root.resolve()
 
     @property
@@ -149,7 +150,7 @@ class _Checkpoint:
 
     @property
     def commit(self) -> str | None:
-        return self.located.local_files.commit
+        return self.located.files.commit
 
     def link(self, source_name: str, status: LinkStatus, reason: str) -> ChainLink:
         """Return a link to a source without a comparison."""
@@ -200,7 +201,7 @@ class _Walk:
             if is_first and self.lock is not None and source.family is not ADAPTER_FAMILY:
                 self.has_locked_origin = True
                 source = apply_lock(source, self.lock, self.lock_name, commit)
-            check_checksum_file(source, checkpoint.located)
+            check_checksum_file(source)
             pieces: list[tuple[SourceTensor, Range]] = []
             for tensor in source.all_tensors:
                 if source.manifest and tensor.nbytes and not tensor.digests:
@@ -222,7 +223,7 @@ class _Walk:
             self.links.append(output.link("", "not proven", reason))
             return None
         if not is_url(name):
-            name = find_source(recorded, output.located.local_files.path, self.search) or name
+            name = find_source(recorded, output.located.files.path, self.search) or name
         common = replace(self.common, checkpoint=name, revision=None, step=None, config=None)
         try:
             # A model of the hub is read at the recorded commit.

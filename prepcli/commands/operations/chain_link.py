@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prepcli.commands.operations.compared_settings import CONFIG as CONFIG_KIND
 from prepcli.commands.operations.compared_settings import setting_differences
-from prepcli.commands.operations.token_folder import recorded_additions
+from prepcli.commands.operations.tokens import recorded_additions
 from prepcli.core.counts import count_text
 from prepcli.core.option_spec import recorded_words
 from prepcli.core.progress import Progress
@@ -22,8 +22,7 @@ from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import split_name
-from prepcli.restore.digest_checks import num_rows, row_stream, tensor_digests
-from prepcli.restore.scaled_digests import stored_scale
+from prepcli.restore.digest_checks import num_rows, row_stream, stored_scale, tensor_digests
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.multimodal import PROCESSOR_FILES

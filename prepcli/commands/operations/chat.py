@@ -17,13 +17,13 @@ from prepcli.commands.console.jax_logs import silence_jax
 from prepcli.commands.operations.chat_result import ChatResult
 from prepcli.commands.operations.compute_options import GenerateOptions
 from prepcli.commands.operations.conflicts import reject_without
-from prepcli.commands.operations.conversion import common_options
 from prepcli.commands.operations.generation_model import (
     OUT_OF_MEMORY_HINT,
     GenerationModel,
     open_generation_model,
     read_tools,
 )
+from prepcli.commands.operations.opening import common_options
 from prepcli.commands.operations.prompts import MAX_PROMPTS_NBYTES
 from prepcli.core.counts import count_text
 from prepcli.core.errors import (

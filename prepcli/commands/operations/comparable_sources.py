@@ -21,7 +21,7 @@ from prepcli.sources.multimodal import TEXT_ONLY_RULE, towers_title, without_tow
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.stored_forms import in_one_form, with_family
-from prepcli.targets.flax_folder import with_tied_head
+from prepcli.targets.planner import with_tied_head
 
 
 @dataclass(frozen=True, slots=True)

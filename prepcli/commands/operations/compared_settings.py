@@ -19,7 +19,6 @@ from prepcli.formats.tokenizer_names import (
     TOKENIZER_FILE,
     VOCABULARY_FILES,
 )
-from prepcli.formats.untrusted import read_small_file
 from prepcli.models.architecture import canonical_activation
 from prepcli.models.parameters import Family
 from prepcli.models.prediction import EARLIER_RULES, PREDICTION_FIELDS
@@ -30,6 +29,8 @@ from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.multimodal import TEXT_ONLY_RULE
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source
+from prepcli.stores.paths import fetch_copies
+from prepcli.stores.reading import read_small_file
 
 CONFIG = "config"
 TOKENIZER = "tokenizer"
@@ -206,7 +207,7 @@ def _differing_keys(
 
 
 class _Files:
-    """The small files of a checkpoint, by name. Their content is read at the first use.
+    """The small files of a checkpoint, by name. Files in a store are fetched at once, several at a time.
 
     Attributes:
         names: Names of the files.
@@ -215,6 +216,7 @@ class _Files:
     def __init__(self, source: Source) -> None:
         """List the files of a checkpoint, also those with the content of metadata."""
         self._paths = {file.name: file.path for file in source.small_files}
+        fetch_copies(self._paths.values())
         self._made = {Path(file.path).name: file for file in source.made_files.files}
         self.names = {*self._paths, *self._made}
 

@@ -2,135 +2,58 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TypedDict
 
-from prepcli.commands.operations.conflicts import reject_without
-from prepcli.commands.operations.conversion_details import (
-    PlanFields,
-    closing_line,
-    compression_fields,
-    compression_line,
-    count_changed_values,
-    plan_fields,
-    process_fields,
-    result_fields,
-    source_fields,
+from prepcli.commands.operations.opening import (
+    CommonOptions,
+    check_config_option,
+    open_checkpoint,
+    source_line,
 )
-from prepcli.commands.operations.options import DEFAULT_MEMORY
 from prepcli.commands.operations.output_location import check_output_location, check_output_url
-from prepcli.commands.operations.plan_notes import note_plan
 from prepcli.commands.operations.results import Conversion
-from prepcli.commands.operations.source_arguments import check_verbatim, read_map_option
-from prepcli.core.errors import Option, text, usage_error
-from prepcli.core.observer import Observer, RecordingObserver
-from prepcli.core.option_spec import PathLike, as_tuple
-from prepcli.engine import casts
-from prepcli.engine.budget import parse_memory
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Command, Option, PrepError, join_texts, text
+from prepcli.core.formatting import format_bytes
+from prepcli.core.lists import join_names
+from prepcli.core.observer import LEAVES, Observer, RecordingObserver
+from prepcli.engine.casts import format_cast, report_casts
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.folder_run import FolderRun
-from prepcli.execution.folder_store import remove_leftover
 from prepcli.execution.output_paths import check_output_paths
 from prepcli.execution.output_urls import parse_out_url
-from prepcli.execution.request import ExecutionRequest
+from prepcli.execution.request import ExecutionRequest, plan_digest
 from prepcli.execution.workers import (
-    ONE_PROCESS,
     ProcessOptions,
     WorkerPool,
 )
 from prepcli.formats.manifest import (
-    MANIFEST_FILE,
     NO_MANIFEST,
-    find_manifest_folder,
     origin_record,
     read_manifest,
 )
-from prepcli.formats.safetensors import ADAPTER_FILE, SUFFIX
-from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
+from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.object_files import plan_object_files
-from prepcli.planning.plan import Plan
+from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.shares import Share, requested_share
-from prepcli.planning.tensor_match import MatchOptions
-from prepcli.remote.object_store import ObjectStoreUrl
-from prepcli.restore.earlier_checkpoints import note_missing_file_digests
-from prepcli.sources.averages import use_averaged_params
-from prepcli.sources.dequantized import is_quantized
-from prepcli.sources.dropped_tensors import drop_tensors
-from prepcli.sources.folders import Access, make_access
-from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
-from prepcli.sources.multimodal import text_part_fault
-from prepcli.sources.opening import has_unread_state, open_source
-from prepcli.sources.references import default_checkpoint
+from prepcli.planning.tensors import CastEntry
+from prepcli.sources.locate import LocatedCheckpoint, check_stream
 from prepcli.sources.source import Source
-from prepcli.sources.source_hints import KeptScales
-
-if TYPE_CHECKING:
-    from prepcli.formats.lock_file import Lock
+from prepcli.sources.vocabulary_tensors import prediction_vocabulary
+from prepcli.stores.object_url import ObjectStoreUrl, parse_url
 
 OUT_PLACEHOLDER = "{out}"
-
-
-@dataclass(frozen=True, slots=True)
-class CommonOptions:
-    """Common options of converting commands.
-
-    Attributes:
-        checkpoint: Folder, alias, hub id or URL. None for the only checkpoint of prep in the current folder.
-        out: Output folder or URL. None for a name made from the source's name.
-        memory_nbytes: Memory limit.
-        dry_run: Plan without reading weights or writing files.
-        overwrite: Replace an existing output.
-        restart: Delete an unfinished output, and start again.
-        offline: Use only files in the cache of the hub.
-        revision: Branch, tag or commit of the hub.
-        step: Step of a training run: a number, `best` or `last`. None for the last step.
-        process_options: Processes and workers of the conversion.
-        stream: Read from the hub without a local copy.
-        config: config.json for a checkpoint without one.
-        allow_overflow: Cast too large values to infinity.
-        ema: Take the moving average of a run's parameters.
-        verbatim: Keep the names of the files. None for a checkpoint without a family of its model type.
-        copied_files: Patterns of further small files to copy.
-        lock: Lock file of the checkpoint.
-        tensor_map: File of the map of the checkpoint's tensors.
-        source_layout: Layout of a tree of another library. None selects the best match.
-        quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
-            or the decoded tensors of GGUF. `decode`: like `dequantize`, also for a model without quantised weights.
-        training_state: Read the optimizer state of another framework.
-        drop: Patterns of tensors to drop.
-        strict: Refuse tensors that the index of the checkpoint does not name.
-    """
-
-    checkpoint: str | None
-    out: Path | None
-    memory_nbytes: int
-    dry_run: bool = False
-    overwrite: bool = False
-    restart: bool = False
-    offline: bool = False
-    revision: str | None = None
-    step: int | str | None = None
-    process_options: ProcessOptions = ONE_PROCESS
-    stream: bool = False
-    config: Path | None = None
-    allow_overflow: bool = False
-    ema: bool = False
-    verbatim: bool | None = False
-    copied_files: tuple[str, ...] = ()
-    lock: Path | None = None
-    tensor_map: Path | None = None
-    source_layout: str | None = None
-    quantized: str = "refuse"
-    training_state: bool = False
-    drop: tuple[str, ...] = ()
-    strict: bool = False
+# A message names at most this many files left out of the output.
+MAX_LEFT_FILES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,340 +78,83 @@ class PlannedConversion:
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenedConversion:
-    """The located checkpoint, its opened source, and the plan of its conversion."""
+class OpenedConversion:
+    """The opened source of a conversion, before its plan.
 
+    Attributes:
+        common: Options of the conversion.
+        located: The located checkpoint.
+        source: Its opened source.
+        observer: Receives notes, warnings and progress, and keeps the warnings for the result.
+        url: URL of the output. None for a folder.
+        started_s: Start of the conversion, on the monotonic clock.
+    """
+
+    common: CommonOptions
     located: LocatedCheckpoint
     source: Source
-    planned: PlannedConversion
+    observer: RecordingObserver
+    url: ObjectStoreUrl | None
+    started_s: float
 
 
-def common_options(
-    checkpoint: PathLike | None,
-    out: PathLike | None,
-    options: Mapping[str, Any],
-    *,
-    dry_run: bool = False,
-    process_options: ProcessOptions | None = None,
-) -> CommonOptions:
-    """Return the common options of converting operations."""
-    config = options.get("config")
-    tensor_map = options.get("map")
-    lock = options.get("lock")
-    return CommonOptions(
-        checkpoint=None if checkpoint is None else str(checkpoint),
-        out=Path(out) if out is not None else None,
-        memory_nbytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
-        dry_run=dry_run,
-        overwrite=options.get("overwrite", False),
-        restart=options.get("restart", False),
-        offline=options.get("offline", False),
-        revision=options.get("revision"),
-        step=options.get("step"),
-        process_options=process_options or ONE_PROCESS,
-        stream=options.get("stream", False),
-        config=Path(config) if config is not None else None,
-        allow_overflow=options.get("allow_overflow", False),
-        ema=options.get("ema", False),
-        quantized=options.get("quantized", "refuse"),
-        training_state=options.get("training_state", False),
-        strict=options.get("strict", False),
-        verbatim=options.get("verbatim", False),
-        copied_files=as_tuple(options.get("copy", ())),
-        lock=Path(lock) if lock is not None else None,
-        tensor_map=Path(tensor_map) if tensor_map is not None else None,
-        source_layout=options.get("source_layout"),
-        drop=as_tuple(options.get("drop", ())),
-    )
-
-
-def make_match_options(options: Mapping[str, Any]) -> MatchOptions:
-    """Return the options of the tensor match, e.g. whether a stored head becomes a leaf."""
-    return MatchOptions(
-        options["untie"], offers_verbatim="verbatim" in options, offers_drop="drop" in options
-    )
-
-
-def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of options as in a manifest, e.g. `rules="a=mp"` -> `("a=mp",)`."""
-    values = dict(options)
-    for name in ("drop", "rules", "copy"):
-        if name in values:
-            values[name] = as_tuple(values[name])
-    for name in ("config", "map"):
-        if values.get(name) is not None:
-            values[name] = Path(values[name])
-    # An omitted seed means 0. Manifests record neither, so that an equal request has an equal line.
-    values["seed"] = values.get("seed") or None
-    return values
-
-
-def checkpoint_access(common: CommonOptions, observer: Observer) -> Access:
-    """Return the access to the checkpoints of a command."""
-    return make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
-
-
-def _read_lock(common: CommonOptions, checkpoint: str) -> tuple[Lock | None, str | None]:
-    """Return the lock of the options, if any, and the revision of the checkpoint to read."""
-    if common.lock is None:
-        return None, common.revision
-    # Only conversions with a lock need the models of lock files, which pydantic builds at import.
-    from prepcli.formats.lock_file import read_lock
-    from prepcli.sources.locked import pinned_revision
-
-    lock = read_lock(common.lock)
-    return lock, pinned_revision(checkpoint, common.revision, lock)
-
-
-def open_checkpoint(
+def open_conversion(
     common: CommonOptions,
     observer: Observer,
     is_candidate: Callable[[Path], bool] = Path.is_dir,
     *,
     allow_adapters: bool = False,
-    kept_scales: KeptScales = "none",
-    notes_names: bool = True,
-) -> tuple[LocatedCheckpoint, Source]:
-    """Locate and open the checkpoint of the options.
-
-    Args:
-        common: Options with the checkpoint, its step, revision, config and choice of parameters.
-        observer: Receives notes, warnings and progress.
-        is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
-        allow_adapters: Accept an adapter of PEFT.
-        kept_scales: Outputs of another trainer's layout to read as they are stored.
-        notes_names: Call `note_file_names`. A command that takes recorded drops off the source calls it later.
-
-    Returns:
-        The located checkpoint and its source. Only headers are read.
-
-    Raises:
-        PrepError: The checkpoint does not exist, or cannot be read.
-    """
-    checkpoint = common.checkpoint
-    if checkpoint is None:
-        checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
-        observer.note(f"using {checkpoint} (the only prep checkpoint here)")
-    access = checkpoint_access(common, observer)
-    is_decoded = common.quantized in ("dequantize", "decode")
-    is_kept = _keeps_codes(common)
-    access = replace(
-        access,
-        allow_adapters=allow_adapters,
-        allow_quantized=is_decoded or is_kept,
-        allow_gguf=is_decoded or common.quantized == "stored",
-        copied_files=common.copied_files,
-        strict=common.strict,
-    )
-    lock, revision = _read_lock(common, checkpoint)
-    located = locate(checkpoint, revision, step=common.step, access=access)
-    if located.local_files.remote is None:
-        # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
-        remove_leftover(find_manifest_folder(located.local_files.path))
-    verbatim = common.verbatim
-    if is_kept and is_quantized(located.local_files.path):
-        verbatim = True
-        if common.quantized == "keep":
-            option = Option("quantized", "dequantize")
-            observer.note(text("quantised weights are kept; {} decodes them", option))
-    source = open_source(
-        located,
-        common.config,
-        verbatim=verbatim,
-        copied_files=common.copied_files,
-        dequantize=_decodes_weights(common, located.local_files.path),
-        kept_scales=kept_scales,
-        training_state=common.training_state,
-        tensor_map=read_map_option(common.tensor_map, verbatim=common.verbatim),
-        layout=common.source_layout,
-        drop=common.drop,
-    )
-    check_verbatim(common.verbatim, source)
-    if notes_names:
-        note_file_names(common, source, observer)
-    note_missing_file_digests(source.display_name, source.manifest, observer)
-    if has_unread_state(source):
-        observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")
-    if lock is not None:
-        from prepcli.sources.locked import apply_lock
-
-        commit = located.local_files.commit
-        is_mapped = common.tensor_map is not None
-        source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
-    source = drop_tensors(source, common.drop)
-    return located, use_averaged_params(source) if common.ema else source
-
-
-def note_file_names(common: CommonOptions, source: Source, observer: Observer) -> None:
-    """Print a note if a multimodal model is read under the names in its files, although nothing asks for it."""
-    keeps_codes = _keeps_codes(common) and is_quantized(source.root)
-    is_choice = keeps_codes or common.verbatim is not None or source.manifest is not None
-    if not is_choice and (why := text_part_fault(source, common.drop)):
-        observer.note(f"{source.display_name} is read under the names in its files: {why}")
-
-
-def _keeps_codes(common: CommonOptions) -> bool:
-    """Return whether quantised weights are read as they are stored.
-
-    A checkpoint keeps its codes and scales only under the names in its files (the verbatim family).
-    """
-    return common.quantized in ("keep", "stored") and common.verbatim is not False
-
-
-def _decodes_weights(common: CommonOptions, path: Path) -> bool:
-    """Return whether to decode the weights of a checkpoint. With `dequantize`, dense weights are an error later."""
-    if common.quantized == "decode":
-        return is_quantized(path)
-    return common.quantized == "dequantize"
-
-
-def check_config_option(common: CommonOptions, *sources: Source) -> None:
-    """Raise UsageError for a config if all sources already have a config in their manifest."""
-    if common.config is not None and all(source.tree_manifest for source in sources):
-        names = " and ".join(source.display_name for source in sources)
-        why = f"{MANIFEST_FILE} already has the config of the model"
-        config = Option("config")
-        what = text("{} has no effect for {}", config, names)
-        raise usage_error(what, why, text("remove {}", config))
-
-
-def check_allow_overflow(allow_overflow: bool, dtype: str | None) -> None:
-    """Raise UsageError for the option `allow_overflow` without a cast."""
-    if dtype is None:
-        why = "without a cast no value overflows"
-        reject_without(Option("allow_overflow"), allow_overflow, Option("dtype"), why)
-
-
-def run_conversion(
-    common: CommonOptions,
-    observer: Observer,
-    make_plan: Callable[[Source, LocatedCheckpoint], PlannedConversion],
-    is_candidate: Callable[[Path], bool] = Path.is_dir,
-    *,
-    allow_adapters: bool = False,
-) -> Conversion:
-    """Plan a conversion, and execute the plan unless this is a dry run.
-
-    An output with a URL is written to the object store from memory.
+) -> OpenedConversion:
+    """Open the source of a conversion. Only headers are read.
 
     Args:
         common: Options of the conversion.
         observer: Receives notes, warnings and progress.
-        make_plan: Makes the plan from the opened source.
         is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
-        allow_adapters: Open an adapter of PEFT, so that `make_plan` can refuse it with its own message.
-
-    Returns:
-        The output's path, counts and times.
+        allow_adapters: Open an adapter of PEFT, so that the plan can refuse it with its own message.
 
     Raises:
-        PrepError: The source, the options or the output are invalid, or reading or writing failed.
+        PrepError: The source or the options are invalid, or the source cannot be read.
     """
     started_s = time.monotonic()
     recorder = RecordingObserver(observer)
     # This also checks the variables of launchers, before anything is read.
     requested_share(common.process_options.processes, os.environ)
     url = parse_out_url(common.out)
-    opened = _open_and_plan(
-        common, recorder, make_plan, is_candidate, allow_adapters=allow_adapters
-    )
-    if url is not None and not _is_read_from_bucket(opened.planned.plan):
-        opened = replace(opened, planned=replace(opened.planned, next_command=""))
-    if url is None:
-        conversion = _convert_to_folder(common, recorder, opened, started_s)
-    else:
-        conversion = _convert_to_bucket(common, recorder, opened, started_s, url)
-    seconds = time.monotonic() - started_s
-    return replace(conversion, seconds=seconds, warnings=tuple(recorder.warnings))
-
-
-def _is_read_from_bucket(plan: Plan) -> bool:
-    """Return whether the commands read the format of an output from a bucket."""
-    if plan.leaves:
-        return True
-    names = {file.path for file in plan.files}
-    if ADAPTER_FILE in names:
-        return False
-    # A checkpoint of Trainer has `optimizer.pt` next to its safetensors files.
-    return any(name.endswith((f".{SUFFIX}", DCP_SUFFIX)) for name in names)
-
-
-def _open_and_plan(
-    common: CommonOptions,
-    observer: Observer,
-    make_plan: Callable[[Source, LocatedCheckpoint], PlannedConversion],
-    is_candidate: Callable[[Path], bool],
-    *,
-    allow_adapters: bool,
-) -> _OpenedConversion:
-    """Open the source, and plan the conversion."""
-    located, source = open_checkpoint(common, observer, is_candidate, allow_adapters=allow_adapters)
+    located, source = open_checkpoint(common, recorder, is_candidate, allow_adapters=allow_adapters)
     check_config_option(common, source)
     check_stream(common.stream, located)
-    planned = _with_origin(make_plan(source, located), source, located)
-    check_output_paths(planned.plan)
-    return _OpenedConversion(located, source, planned)
+    return OpenedConversion(
+        common, located, source, observer=recorder, url=url, started_s=started_s
+    )
 
 
-def _convert_to_folder(
-    common: CommonOptions, observer: Observer, opened: _OpenedConversion, started_s: float
-) -> Conversion:
-    """Convert into a local folder."""
-    out = common.out or Path(opened.planned.default_out_name)
-    check_output_location(out, opened.source)
+def run_conversion(opened: OpenedConversion, planned: PlannedConversion) -> Conversion:
+    """Execute the plan of a conversion, unless this is a dry run.
 
-    def execute(request: ExecutionRequest) -> tuple[ConversionResult, Manifest]:
-        result = FolderRun(request, out).run()
-        return result, read_manifest(out) or NO_MANIFEST
+    An output with a URL is written to the object store from memory.
 
-    return _convert(common, observer, opened, started_s, out=out, execute=execute)
-
-
-def _convert_to_bucket(
-    common: CommonOptions,
-    observer: Observer,
-    opened: _OpenedConversion,
-    started_s: float,
-    url: ObjectStoreUrl,
-) -> Conversion:
-    """Convert into an object store, without a local copy."""
-    check_output_url(url, opened.source)
-    plan = opened.planned.plan
-    plan = plan_object_files(plan)
-    opened = replace(opened, planned=replace(opened.planned, plan=plan))
-
-    def execute(request: ExecutionRequest) -> tuple[ConversionResult, Manifest]:
-        run = BucketRun(request, url)
-        return run.run(), run.read_manifest()
-
-    return _convert(common, observer, opened, started_s, out=str(url), execute=execute)
-
-
-def _convert(
-    common: CommonOptions,
-    observer: Observer,
-    opened: _OpenedConversion,
-    started_s: float,
-    *,
-    out: Path | str,
-    execute: Callable[[ExecutionRequest], tuple[ConversionResult, Manifest]],
-) -> Conversion:
-    """Show the plan, and execute it unless this is a dry run.
-
-    Args:
-        common: Options of the conversion.
-        observer: Receives notes, warnings and progress.
-        opened: The source and the plan.
-        started_s: Start of the command, on the monotonic clock.
-        out: Folder or URL of the output.
-        execute: Executes the plan. Returns the result and the manifest of the output.
+    Raises:
+        PrepError: The output is invalid, or reading or writing failed.
     """
-    planned = opened.planned
+    common = opened.common
+    located = opened.located
     source = opened.source
-    fields = plan_fields(planned.plan, source)
-    note_plan(planned.plan, planned.notes, source, fields["not_computed"], observer)
+    recorder = opened.observer
+    url = opened.url
+    plan = _with_origin(planned.plan, source, located)
+    check_output_paths(plan)
+    if url is None:
+        out: Path | str = common.out or Path(planned.default_out_name)
+        check_output_location(Path(out), source)
+    else:
+        out = str(url)
+        check_output_url(url, source)
+        plan = plan_object_files(plan)
+    fields = plan_fields(plan, source)
+    note_plan(plan, planned.notes, source, fields["not_computed"], recorder)
     details: dict[str, object] = {
-        "source": source_fields(source, opened.located),
+        "source": source_fields(source, located),
         **planned.fields,
         **fields,
     }
@@ -496,82 +162,80 @@ def _convert(
     if common.dry_run:
         details = {"output": str(out), "dry_run": True, **details}
     else:
-        share = _process_share(common, observer)
-        read_source = planned.source_view or source
-        with WorkerPool(
-            common.process_options,
-            share,
-            memory_nbytes=common.memory_nbytes,
-            progress=observer.progress(),
-        ) as pool:
-            request = ExecutionRequest(
-                plan=planned.plan,
-                run_id=fields["plan_digest"],
-                source=read_source,
-                pool=pool,
-                overwrite=common.overwrite,
-                restart=common.restart,
-                allow_overflow=common.allow_overflow,
-                note=observer.note,
-            )
-            result, manifest = execute(request)
-        details |= _result_details(
-            planned.plan, fields, out, result, manifest, common, started_s, observer
-        )
-        if pool.share.count > 1:
-            details["processes"] = process_fields(pool.share, common.process_options)
+        view = planned.source_view or source
+        result, manifest, share = _execute(common, plan, view, out, fields["plan_digest"], recorder)
+        seconds = time.monotonic() - opened.started_s
+        fields["accounting"]["changed_values"] = count_changed_values(manifest.casts)
+        details |= _report_result(common, plan, out, result, manifest, seconds, recorder)
+        if share.count > 1:
+            details["processes"] = process_fields(share, common.process_options)
     return Conversion(
         path=Path(out),
         bytes_read=result.read_nbytes,
         bytes_written=result.written_nbytes,
-        seconds=0.0,
+        seconds=time.monotonic() - opened.started_s,
         peak_bytes=result.peak_nbytes,
         already_done=result.already_done,
         plan_digest=fields["plan_digest"],
-        plan=planned.plan,
+        plan=plan,
         details=details,
         next_command=planned.next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out))),
+        warnings=tuple(recorder.warnings),
     )
 
 
-def _with_origin(
-    planned: PlannedConversion, source: Source, located: LocatedCheckpoint
-) -> PlannedConversion:
-    """Return the plan with the identity of its source in the manifest of the output, and with its earlier drops."""
-    settings = planned.plan.settings | (source.manifest or NO_MANIFEST).earlier_drops
-    if origin := origin_record(source.manifest, located.local_files.commit):
-        settings |= Manifest(origin=origin)
-    return replace(planned, plan=replace(planned.plan, settings=settings))
-
-
-def _process_share(common: CommonOptions, observer: Observer) -> Share:
-    """Return the share of this process in the work. Print a note with the name of the launcher."""
+def _execute(
+    common: CommonOptions,
+    plan: Plan,
+    source: Source,
+    out: Path | str,
+    plan_digest: str,
+    observer: Observer,
+) -> tuple[ConversionResult, Manifest, Share]:
+    """Write the output of a plan. Return its counts, its manifest, and the share of this process in the work."""
     share, launcher = requested_share(common.process_options.processes, os.environ)
     if launcher:
         observer.note(f"process {share.index} of {share.count}, according to {launcher}")
-    return share
+    with WorkerPool(
+        common.process_options,
+        share,
+        memory_nbytes=common.memory_nbytes,
+        progress=observer.progress(),
+    ) as pool:
+        request = ExecutionRequest(
+            plan=plan,
+            run_id=plan_digest,
+            source=source,
+            pool=pool,
+            overwrite=common.overwrite,
+            restart=common.restart,
+            allow_overflow=common.allow_overflow,
+            note=observer.note,
+        )
+        if isinstance(out, Path):
+            result = FolderRun(request, out).run()
+            manifest = read_manifest(out) or NO_MANIFEST
+        else:
+            run = BucketRun(request, parse_url(out))
+            result = run.run()
+            manifest = run.read_manifest()
+    return result, manifest, pool.share
 
 
-def _result_details(
+def _report_result(
+    common: CommonOptions,
     plan: Plan,
-    fields: PlanFields,
     out: Path | str,
     result: ConversionResult,
     manifest: Manifest,
-    common: CommonOptions,
-    started_s: float,
+    seconds: float,
     observer: Observer,
 ) -> dict[str, object]:
-    """Note the casts, the time and the compression of a written output, and return their JSON fields.
-
-    The number of changed values is set in `fields`.
-    """
-    cast_counts = manifest.casts
-    for entry in cast_counts:
-        observer.note(casts.format_cast(entry))
-    seconds = time.monotonic() - started_s
-    observer.note(closing_line(plan, out, result, cast_counts, seconds, common.memory_nbytes))
-    fields["accounting"]["changed_values"] = count_changed_values(cast_counts)
+    """Note the casts, the time and the compression of a written output, and return their JSON fields."""
+    for entry in manifest.casts:
+        observer.note(format_cast(entry))
+    line = closing_line(plan, out, result, manifest.casts, seconds, common.memory_nbytes)
+    observer.note(line)
     details: dict[str, object] = {}
     if plan.compression:
         compression = compression_fields(plan, manifest)
@@ -580,6 +244,234 @@ def _result_details(
     return {
         **details,
         "output": str(out),
-        "casts": cast_counts,
+        "casts": manifest.casts,
         **result_fields(result, common.memory_nbytes),
     }
+
+
+def _with_origin(plan: Plan, source: Source, located: LocatedCheckpoint) -> Plan:
+    """Return the plan with the identity of its source in the manifest of the output, and with its earlier drops."""
+    settings = plan.settings | (source.manifest or NO_MANIFEST).earlier_drops
+    if origin := origin_record(source.manifest, located.files.commit):
+        settings |= Manifest(origin=origin)
+    return replace(plan, settings=settings)
+
+
+# --- The plan and the result for the user
+
+
+class Accounting(TypedDict):
+    """Number of used source tensors, and lists of the dropped and the filled tensors, for JSON.
+
+    `changed_values` is None in the plan of a conversion with casts: the values are counted while they are cast.
+    """
+
+    tensors: int
+    used: int
+    dropped: list[dict[str, object]]
+    filled: list[dict[str, object]]
+    changed_values: int | None
+
+
+class PlanFields(TypedDict):
+    """A plan for JSON. `not_computed` is the reason why prep cannot run the model, or None if it can."""
+
+    plan_digest: str
+    accounting: Accounting
+    chunks: int
+    casts: list[CastEntry]
+    not_computed: str | None
+
+
+# Bytes of an output's chunks before and after compression, for JSON. Not a class, because the key
+# `with` is a keyword of Python.
+Compression = TypedDict(
+    "Compression", {"with": str | None, "raw": int, "stored": int, "ratio": float}
+)
+
+
+def source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, object]:
+    """Return the name, revision, files and bytes of a source."""
+    return {
+        "name": source.display_name,
+        "revision": located.files.commit,
+        "files": len(source.files),
+        "bytes": sum(stamp.size for stamp in source.file_stamps),
+    }
+
+
+def plan_fields(plan: Plan, source: Source) -> PlanFields:
+    """Return the digest of a plan, the accounting of its tensors, its casts, and whether prep can run the model."""
+    unsupported_reason = None
+    try:
+        source.family.arch_config(source.config)
+    except PrepError as error:
+        unsupported_reason = join_texts(" - ", [error.what, error.why])
+    names = plan.display_names
+    # New rows of a padded tensor are a stream of the same name that reads nothing. It is listed under `filled`.
+    used = {s.name for s in plan.streams if (s.writes or not s.nbytes) and s.reads}
+    return {
+        "plan_digest": plan_digest(plan),
+        "accounting": {
+            # A union of names: a tensor that loses only padding rows is both used and dropped.
+            "tensors": len(used | {d.name for d in plan.dropped}),
+            "used": len(used),
+            "dropped": [_dropped_fields(d, names.get(d.name, d.name)) for d in plan.dropped],
+            "filled": [
+                {"name": names.get(s.name, s.name), "rows": list(s.rows), "with": s.fill.kind}
+                for s in plan.streams
+                if s.fill
+            ],
+            # Only the conversion itself can count the values that a cast changes.
+            "changed_values": None if any(stream.is_changed for stream in plan.streams) else 0,
+        },
+        "chunks": plan.chunk_count,
+        "casts": report_casts(plan.streams),
+        "not_computed": unsupported_reason,
+    }
+
+
+def _dropped_fields(dropped: DroppedTensor, display_name: str) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "name": display_name,
+        "rows": dropped.rows,
+        "bytes": dropped.nbytes,
+        "rule": dropped.rule,
+    }
+    if dropped.columns is not None:
+        fields["columns"] = dropped.columns
+    return fields
+
+
+def result_fields(result: ConversionResult, memory_nbytes: int) -> dict[str, object]:
+    """Return the bytes, memory and time of a conversion."""
+    return {
+        "already": result.already_done,
+        "bytes": {
+            "read": result.read_nbytes,
+            "written": result.written_nbytes,
+            "moved": result.read_nbytes + result.copied_nbytes + result.written_nbytes,
+            "resumed": result.resumed_nbytes,
+        },
+        "memory": {"budget": memory_nbytes, "peak": result.peak_nbytes},
+        "time": {stage: round(seconds, 3) for stage, seconds in result.seconds.items()},
+    }
+
+
+def process_fields(share: Share, options: ProcessOptions) -> dict[str, int]:
+    """Return how many processes and workers write an output, and the index of this process."""
+    return {"count": share.count, "index": share.index, "workers": options.num_workers}
+
+
+def count_changed_values(cast_counts: Sequence[CastEntry]) -> int:
+    """Return how many values casts changed."""
+    return sum(entry.get("changed", 0) for entry in cast_counts)
+
+
+def compression_fields(plan: Plan, manifest: Manifest) -> Compression:
+    """Return the raw and the stored bytes of an output's chunks, and their ratio."""
+    raw = sum(leaf.chunk_nbytes * math.prod(leaf.grid.chunk_counts) for leaf in plan.leaves)
+    stored = sum(manifest.packed.values())
+    return {
+        "with": manifest.compress,
+        "raw": raw,
+        "stored": stored,
+        "ratio": round(stored / max(1, raw), 4),
+    }
+
+
+def compression_line(compression: Compression) -> str:
+    """Describe the size of compressed chunks."""
+    sizes = (
+        f"{format_bytes(compression['raw'])} compressed to {format_bytes(compression['stored'])}"
+    )
+    return f"{sizes}, {compression['ratio']:.2f} x, with {compression['with']}"
+
+
+def dropped_text(plan: Plan) -> str:
+    """Describe the dropped tensors of a plan, by rule."""
+    by_rule: dict[str, int] = {}
+    for dropped in plan.dropped:
+        # Rows and columns are dropped from a tensor that is kept. Only whole tensors count here.
+        if dropped.rows or dropped.columns:
+            continue
+        by_rule[dropped.rule] = by_rule.get(dropped.rule, 0) + 1
+    return ", ".join(f"{count} dropped ({rule})" for rule, count in by_rule.items())
+
+
+def closing_line(
+    plan: Plan,
+    out: Path | str,
+    result: ConversionResult,
+    cast_counts: Sequence[CastEntry],
+    seconds: float,
+    memory_nbytes: int,
+) -> str:
+    """Describe a finished conversion: tensors, bytes, speed, memory and changed values."""
+    if result.already_done:
+        return f"already done: {out} was made by the same request from the same source"
+    # A tensor without elements is part of the output, and nothing is written for it.
+    used = len({s.name for s in plan.streams if s.writes or not s.nbytes})
+    memory = f"peak {result.peak_nbytes >> 20} MiB of {memory_nbytes >> 20}"
+    parts = [
+        f"{used} tensors",
+        *filter(None, [dropped_text(plan)]),
+        f"{count_text(count_changed_values(cast_counts), 'value')} changed",
+    ]
+    return f"done in {seconds:.1f} s, {memory}; {', '.join(parts)}"
+
+
+def note_plan(
+    plan: Plan,
+    notes: Sequence[str],
+    source: Source,
+    unsupported_reason: str | None,
+    observer: Observer,
+) -> None:
+    """Note the source and the plan, at `-v` also each leaf and each dropped tensor."""
+    observer.note(source_line(source))
+    if source.family.is_verbatim:
+        observer.warn(f"{source.display_name}: {CANNOT_TRAIN}")
+    elif unsupported_reason:
+        observer.warn(
+            f"{source.display_name} can be converted, but not trained or sampled from:"
+            f" {unsupported_reason}"
+        )
+    _warn_of_prediction_rows(plan, source, observer)
+    if source.left_files:
+        names = join_names([file.name for file in source.left_files], max_names=MAX_LEFT_FILES)
+        observer.note(text("not copied: {} ({} copies them)", names, Option("copy", "GLOB")))
+    if source.omitted:
+        names = join_names(source.omitted, max_names=MAX_LEFT_FILES)
+        observer.note(f"left out: {names}")
+    for line in notes:
+        observer.note(line)
+    for leaf in plan.leaves:
+        grid = leaf.grid
+        chunks = f"in chunks of {list(grid.chunk_shape)}"
+        observer.note(f"  {leaf.name}  {list(grid.shape)} {leaf.dtype} {chunks}", LEAVES)
+    for dropped in plan.dropped:
+        name = plan.display_names.get(dropped.name, dropped.name)
+        observer.note(f"  dropped {name}: {dropped.rule}", LEAVES)
+
+
+def _warn_of_prediction_rows(plan: Plan, source: Source, observer: Observer) -> None:
+    """Warn of embeddings and heads of multi-token prediction that fit neither the source nor the output."""
+    vocabulary = plan.settings.get("vocab")
+    if not source.tower_tensors or vocabulary is None:
+        return
+    num_rows = vocabulary["padded"]
+    written_rows: dict[str, int] = {}
+    for stream in plan.streams:
+        if stream.writes:
+            written_rows[stream.name] = stream.rows[1]
+    names: list[str] = []
+    for tensor in prediction_vocabulary(source):
+        # An output without towers does not write the tensor.
+        if written_rows.get(tensor.name, num_rows) != num_rows:
+            names.append(source.file_name(tensor))
+    if names:
+        listed = join_names(names, max_names=MAX_LEFT_FILES)
+        command = Command("export", source.display_name, Option("text_only", True))
+        what = f"multi-token prediction has other vocabulary rows than its model: {listed}"
+        observer.warn(text("{} ({} leaves it out)", what, command))

@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from prepcli.commands.console.jax_logs import silence_jax
 from prepcli.commands.operations.compute_options import EvaluateOptions
 from prepcli.commands.operations.compute_together import compute_together, process_index
-from prepcli.commands.operations.conversion import (
-    CommonOptions,
-    check_config_option,
-    common_options,
-    open_checkpoint,
-)
 from prepcli.commands.operations.evaluation_keys import option_of_key
 from prepcli.commands.operations.evaluation_model import LoadedModel, load_model
 from prepcli.commands.operations.evaluation_recipe import data_sources, evaluation_recipe
 from prepcli.commands.operations.model_files import source_generation_defaults, tokenizer_path
 from prepcli.commands.operations.open_params import open_params, resolve_compute_dtype
+from prepcli.commands.operations.opening import (
+    CommonOptions,
+    check_config_option,
+    common_options,
+    open_checkpoint,
+    source_line,
+)
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Evaluation, EvaluationScores
-from prepcli.commands.operations.source_line import source_line
 from prepcli.commands.operations.target_metrics import check_target_metrics, target_metrics
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Option, PrepError, Style, text

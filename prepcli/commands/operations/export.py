@@ -7,88 +7,99 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Unpack
 
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
-    CommonOptions,
+    OpenedConversion,
     PlannedConversion,
+    open_conversion,
+    run_conversion,
+)
+from prepcli.commands.operations.export_checks import (
+    DEFAULT_SHARD_NBYTES,
+    WrittenMap,
+    check_request,
+    file_format,
+    read_export_map,
+    shard_nbytes,
+    written_storage,
+)
+from prepcli.commands.operations.export_sources import (
+    no_effect_error,
+    select_parts,
+    take_quantized_bytes,
+)
+from prepcli.commands.operations.opening import (
     check_allow_overflow,
     checkpoint_access,
     common_options,
     recorded_values,
-    run_conversion,
 )
-from prepcli.commands.operations.export_adapter import plan_adapter_export
-from prepcli.commands.operations.export_checks import (
-    DEFAULT_SHARD_NBYTES,
-    check_request,
-    shard_nbytes,
-)
-from prepcli.commands.operations.export_layouts import (
-    WeightFiles,
-    file_format,
-    lay_out_weights,
-    layout_scales,
-    small_files,
-    written_storage,
-)
-from prepcli.commands.operations.export_map import WrittenMap, read_export_map
-from prepcli.commands.operations.export_quantized import take_quantized_bytes
-from prepcli.commands.operations.export_towers import no_effect_error, select_parts
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.commands.operations.push import check_private, convert_and_push
 from prepcli.commands.operations.results import Conversion
 from prepcli.commands.operations.training_state import (
-    StateExport,
     check_no_adapter,
     check_state_request,
-    lay_out_training_state,
+    draft_state,
+    exported_state_notes,
+    state_folder_name,
 )
 from prepcli.core.counts import count_text
-from prepcli.core.errors import Command, Option, PrepError, text, usage_error
+from prepcli.core.errors import (
+    GET_AGAIN_HINT,
+    Command,
+    Option,
+    PrepError,
+    text,
+    usage_error,
+)
 from prepcli.core.formatting import format_bytes
-from prepcli.core.json_types import HFConfig, JsonObject
+from prepcli.core.json_types import JsonObject
 from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike, format_command_line
 from prepcli.core.progress import Progress
 from prepcli.execution.hub_push import parse_push_target
 from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
-from prepcli.models.parameters import TreeLayout
+from prepcli.formats.safetensors import ADAPTER_CONFIG
+from prepcli.models.lora import saved_module_name, saved_modules, select_targets
+from prepcli.models.lora_config import LoraConfig, lora_from_manifest
+from prepcli.models.peft_names import module_suffixes, peft_patterns
+from prepcli.models.registry import family_of
 from prepcli.planning.item_storage import OCDBT
-from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.libraries import DCP_FORMAT, HF_LAYOUT, find_library
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Fill, Plan
-from prepcli.planning.quantization_leaves import is_decoded_tensor
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
-from prepcli.planning.vocabulary import Vocabulary
+from prepcli.planning.plan import Plan, SmallFile
+from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.multimodal import towers_entry
-from prepcli.sources.source import (
-    Source,
-    SourceTensor,
-    match_source_tensors,
-    stored_axis_maps,
+from prepcli.sources.source import Source, stored_axis_maps
+from prepcli.targets.flax_folder import place_flax
+from prepcli.targets.hf_folder import json_bytes
+from prepcli.targets.layout_leaves import in_tree
+from prepcli.targets.planner import (
+    Draft,
+    Placed,
+    make_plan,
+    start_draft,
+    with_rows,
+    with_tied_head,
 )
-from prepcli.sources.vocabulary_tensors import vocabulary_names
-from prepcli.targets.flax_folder import with_tied_head
-from prepcli.targets.hf_folder import (
-    output_config,
+from prepcli.targets.safetensors_folder import place_adapter, place_mapped, place_safetensors
+from prepcli.targets.tokenizer_files import adapter_tokenizer
+from prepcli.targets.torch_folder import (
+    place_dcp,
+    place_dcp_state,
+    place_dcp_tree,
+    place_trainer_checkpoint,
+    prepare_torch_adam,
 )
-from prepcli.targets.streams import (
-    TensorTarget,
-    VocabResize,
-    build_streams,
-    dropped_padding,
-    dropped_state,
-    optimizer_nbytes,
-    output_rows,
-)
+from prepcli.targets.trainer_item import place_trainer_item
+
+NO_MAP = WrittenMap()
 
 
 @public
@@ -134,10 +145,8 @@ def export(
 
     def convert() -> Conversion:
         # A plan reads only headers.
-        plan = partial(
-            plan_export, options, common=common, observer=observer, check_towers=not dry_run
-        )
-        return run_conversion(common, observer, plan)
+        opened = open_conversion(common, observer)
+        return run_conversion(opened, plan_export(options, opened, check_towers=not dry_run))
 
     repository = options["push"]
     if repository is None:
@@ -150,278 +159,239 @@ def export(
     return convert_and_push(target, common, observer, convert)
 
 
-def _config_for_layout(
-    config: HFConfig, layout: TreeLayout, source: Source, is_tied: bool
-) -> JsonObject:
-    """Return the config for the library of a layout, with `tie_word_embeddings` as stored.
-
-    Raises:
-        PrepError: The library would compute another model, because it ignores some of the fields.
-    """
-    can_use_config = not layout.allows_tied_head or source.family.is_tied(config) == is_tied
-    layout_config = {**config} if can_use_config else {**config, "tie_word_embeddings": is_tied}
-    fields_read = {
-        name: value for name, value in layout_config.items() if name not in layout.ignored_fields
-    }
-    arch_config = source.family.arch_config
-    if arch_config(fields_read) != arch_config(layout_config):
-        ignored_fields = ", ".join(
-            f"{name} {layout_config[name]}"
-            for name in layout.ignored_fields
-            if name in layout_config
-        )
-        why = f"the config has {ignored_fields}, which its classes ignore, so that they compute another model"
-        hint = text("{} supports it", Option("layout", HF_LAYOUT))
-        raise PrepError("the model is not supported in Flax", why, hint)
-    return layout_config
-
-
 def plan_export(
-    options: ExportOptions,
-    source: Source,
-    located: LocatedCheckpoint,
-    *,
-    common: CommonOptions,
-    observer: Observer,
-    check_towers: bool = True,
+    options: ExportOptions, opened: OpenedConversion, *, check_towers: bool
 ) -> PlannedConversion:
     """Plan the copy of every tensor to the files of the requested layout.
 
-    Args:
-        options: Layout, padding, dtype and maximum file size.
-        source: Opened source.
-        located: Located source. Its model name determines the output's default name.
-        common: Options to open further models with: the one with the towers, and the quantised one.
-        observer: Receives notes.
-        check_towers: Whether to compare the towers of a multimodal model with a training step's record of them.
-
-    Returns:
-        Plan with the notes and fields of its report.
-
-    Raises:
-        PrepError: The request does not fit the source, or tensors are missing, unexpected or of another shape.
+    `check_towers` compares the towers of a multimodal model with a training step's record of them.
     """
+    source = opened.source
+    located = opened.located
     if source.tree_manifest.is_adapter:
-        _check_adapter_request(options, source)
-        check_no_adapter(options, source)
-        return plan_adapter_export(source, located, options["dtype"])
-    access = checkpoint_access(common, observer)
+        return _plan_adapter(options, source, located)
+    access = checkpoint_access(opened.common, opened.observer)
     source = select_parts(options, source, access, check_digest=check_towers)
     check_request(options, source)
     if options["training_state"]:
         check_state_request(options, source)
-    source = take_quantized_bytes(options, source, located, common, observer)
-    return plan_copy(options, source, located)
-
-
-def plan_copy(
-    options: ExportOptions, source: Source, located: LocatedCheckpoint
-) -> PlannedConversion:
-    """Plan an export after the checks of its request. See `plan_export`."""
-    vocabulary = source.vocabulary(options["true_vocab"])
-    vocab_rows = vocabulary.stored_size if options["keep_padding"] else vocabulary.true_size
+    source = take_quantized_bytes(options, source, located, opened.common, opened.observer)
     written_map = read_export_map(options, source)
-    tied_head = _stored_tied_head(options, source, written_map)
-    source = with_tied_head(source) if tied_head else source
-    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
-    names = vocabulary_names(source, match, vocabulary)
-    resize = VocabResize(vocabulary, names, Fill("zeros"))
-    parameters = [t for t in source.tensors if t.name in match.uses or t.name in tied_head]
-    tensors = [t.cast(options["dtype"]) for t in (*parameters, *source.tower_tensors)]
-    row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
-    state = _lay_out_files(options, source, tensors, row_counts, vocab_rows, written_map)
-    weight_files = state.weight_files
-    tensors.extend(state.tensors)
-    row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
-    scales = layout_scales(options, source, tensors)
-    scales |= state.scales(scales)
-    targets = _tensor_targets(tensors, weight_files, row_counts, scales)
-    written_vocabulary = Vocabulary(vocabulary.true_size, vocab_rows)
-    is_tied = match.is_tied
-    config = _written_config(options, source, written_vocabulary, is_tied=is_tied)
-    name = _base_name(located, written_vocabulary)
-    settings = _manifest_settings(
-        source, name, options, written_vocabulary, is_tied=is_tied, config=config
-    )
-    left_source = state.left_source
-    source = state.source
-    dropped = (
-        *(d for d in match.dropped if d.name not in tied_head),
-        *dropped_padding(source, targets, resize=resize),
-        *dropped_state(left_source),
-    )
-    plan = Plan(
+    draft = draft_export(options, source, written_map)
+    plan = plan_draft(
+        options,
+        draft,
+        located,
         command="export",
         request=_command_line(options, source),
-        source_name=source.display_name,
-        source_files=source.file_stamps,
-        streams=build_streams(
-            source, targets, resize=resize, compared=_compared_names(source, match)
-        ),
-        files=weight_files.files,
-        small_files=small_files(source, config, weight_files),
-        leaves=weight_files.leaves,
-        dropped=dropped,
-        checks=match.checks,
-        settings=settings | state.settings() | written_map.record,
-        display_names=source.display_names(),
-        item=weight_files.folder,
-        empty_nodes=weight_files.empty_nodes,
+        written_map=written_map,
     )
-    planned = _add_report_fields(
-        plan, options, left_source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
-    )
-    return state.describe(planned)
-
-
-def _lay_out_files(
-    options: ExportOptions,
-    source: Source,
-    tensors: Sequence[SourceTensor],
-    row_counts: Mapping[str, int],
-    vocab_rows: int,
-    written_map: WrittenMap,
-) -> StateExport:
-    """Lay out the weight files, and the training state if it is requested."""
-    file_nbytes = shard_nbytes(options)
-    if options["training_state"]:
-        return lay_out_training_state(
-            options,
-            source,
-            tensors,
-            row_counts,
-            vocab_rows=vocab_rows,
-            shard_nbytes=file_nbytes,
-        )
-    weight_files = lay_out_weights(
-        options,
-        source,
-        tensors,
-        row_counts,
-        vocab_rows=vocab_rows,
-        shard_nbytes=file_nbytes,
-        tensor_map=written_map.tensor_map,
-    )
-    return StateExport(weight_files, source)
-
-
-def _base_name(located: LocatedCheckpoint, vocabulary: Vocabulary) -> str:
-    """Return the start of the output's default name."""
-    name = located.model_name
-    if vocabulary.stored_size == vocabulary.true_size:
-        return name.removesuffix("-padded")
-    return name
-
-
-def _tensor_targets(
-    tensors: Sequence[SourceTensor],
-    weight_files: WeightFiles,
-    row_counts: Mapping[str, int],
-    scales: Mapping[str, LayoutScale],
-) -> dict[str, TensorTarget]:
-    """Return the target of each tensor, by name."""
-    targets: dict[str, TensorTarget] = {}
-    for tensor in tensors:
-        name = tensor.name
-        targets[name] = TensorTarget(
-            weight_files.locations[name], row_counts[name], tensor.dtype, scales.get(name)
-        )
-    return targets
-
-
-def _compared_names(source: Source, match: TensorMatch) -> set[str]:
-    """Return the names of tensors to read for a comparison, but not to write."""
-    decoded = {tensor.name for tensor in source.state_tensors if is_decoded_tensor(tensor.name)}
-    return decoded | {check.name for check in match.checks}
-
-
-def _add_report_fields(
-    plan: Plan,
-    options: ExportOptions,
-    source: Source,
-    located: LocatedCheckpoint,
-    *,
-    vocabulary: Vocabulary,
-    vocab_rows: int,
-) -> PlannedConversion:
-    """Return the plan with its default name, its notes and the fields of its report."""
-    layout = options["layout"]
-    num_files = len(plan.files)
-    line = _summary_line(
-        options,
-        source,
-        located,
-        num_files=num_files,
-        removed_rows=vocabulary.stored_size - vocab_rows,
-    )
-    fields = {
-        "vocab": {"true": vocabulary.true_size, "written": vocab_rows},
-        "files": num_files,
-        "layout": layout,
-        "format": file_format(options),
-    }
+    suffix = options["layout"]
+    if suffix == HF_LAYOUT and file_format(options) == DCP_FORMAT:
+        suffix = DCP_FORMAT
+    name = f"{plan.settings['name']}-{suffix}"
+    if draft.state is not None:
+        name = state_folder_name(options, draft.state) or name
     next_command = f"prep verify {OUT_PLACEHOLDER}"
-    notes = [line]
-    if any(stream.scale and not stream.scale.is_exact for stream in plan.streams):
-        notes.append(
-            "the layout changes values with rounding: an output is read back only if every value returns"
-        )
-    elif not options["dtype"]:
+    if not _has_rounding(plan) and not options["dtype"]:
         # Only values that were not changed can be compared with the source.
         next_command += f" {shlex.quote(source.display_name)}"
     return PlannedConversion(
         plan,
-        f"{plan.settings['name']}-{_output_suffix(options)}",
-        notes=tuple(notes),
-        fields=fields,
+        name,
+        notes=tuple(_notes(options, draft, plan, located)),
+        fields=report_fields(options, draft, plan),
         next_command=next_command,
-        source_view=source,
+        source_view=draft.source,
     )
 
 
-def _written_config(
-    options: ExportOptions, source: Source, vocabulary: Vocabulary, *, is_tied: bool
-) -> JsonObject:
-    """Return the config.json of the output."""
-    config = output_config(source, vocabulary, is_tied, options["dtype"])
-    layout = source.family.layouts.get(options["layout"])
-    if layout is not None:
-        config = _config_for_layout(config, layout, source, is_tied)
-    return config
+def draft_export(options: ExportOptions, source: Source, written_map: WrittenMap = NO_MAP) -> Draft:
+    """Return the draft of an export: the model in the requested dtype and tree, and its training state."""
+    tied_head = _stored_tied_head(options, source, written_map)
+    source = with_tied_head(source) if tied_head else source
+    draft = start_draft(
+        source,
+        stored_axis_maps(source),
+        true_vocab=options["true_vocab"],
+        dtype=options["dtype"],
+        kept=tied_head,
+    )
+    if not options["keep_padding"]:
+        draft = with_rows(draft, draft.vocabulary.true_size)
+    draft = replace(draft, settings=written_map.record)
+    if options["training_state"]:
+        draft = draft_state(options, draft)
+    if options["layout"] in source.family.layouts:
+        draft = in_tree(draft, options["layout"])
+    return draft
 
 
-def _manifest_settings(
-    source: Source,
-    name: str,
+def plan_draft(
     options: ExportOptions,
-    vocabulary: Vocabulary,
+    draft: Draft,
+    located: LocatedCheckpoint,
     *,
-    is_tied: bool,
-    config: HFConfig,
-) -> Manifest:
-    """Return the description of the model for the output's manifest."""
-    settings = Manifest(
-        name=name,
-        kind="hf",
-        family=source.family.name,
-        vocab={"true": vocabulary.true_size, "padded": vocabulary.stored_size},
-    )
+    command: str,
+    request: str,
+    written_map: WrittenMap = NO_MAP,
+) -> Plan:
+    """Return the plan of a draft in the requested layout. See `make_plan`.
+
+    Raises:
+        PrepError: The draft does not fit the layout.
+    """
+    settings = Manifest()
     if options["layout"] != HF_LAYOUT:
         settings |= Manifest(layout=options["layout"])
     storage = written_storage(options)
     if storage != OCDBT:
         settings |= Manifest(storage=storage.name)
-    settings |= Manifest(prefixed=source.names.is_prefixed, tied=is_tied, config=config)
-    if source.wrapper is None:
-        return settings
-    return settings | towers_entry(source)
+    placed = replace(_place(options, draft, written_map), settings=settings)
+    name = located.model_name
+    if draft.vocabulary.stored_size == draft.vocabulary.true_size:
+        name = name.removesuffix("-padded")
+    return make_plan(draft, placed, command=command, request=request, name=name)
 
 
-def _output_suffix(options: ExportOptions) -> str:
-    """Return the end of the output's default name."""
-    if options["layout"] == HF_LAYOUT and file_format(options) == DCP_FORMAT:
-        return DCP_FORMAT
-    return options["layout"]
+def _place(options: ExportOptions, draft: Draft, written_map: WrittenMap) -> Placed:
+    """Place the tensors of a draft in the files of the requested layout and format."""
+    tree = options["layout"]
+    container = file_format(options)
+    max_nbytes = shard_nbytes(options)
+    if written_map.tensor_map is not None:
+        return place_mapped(draft, written_map.tensor_map, max_nbytes)
+    if find_library(tree, container).item is not None:
+        return place_trainer_item(draft, tree, written_storage(options))
+    if container == DCP_FORMAT:
+        if draft.state is not None:
+            return place_dcp_state(prepare_torch_adam(draft), max_nbytes)
+        if tree == HF_LAYOUT:
+            return place_dcp(draft, max_nbytes)
+        return place_dcp_tree(draft, tree, max_nbytes)
+    if tree != HF_LAYOUT:
+        return place_flax(draft, tree, container, max_nbytes)
+    if draft.state is not None:
+        return place_trainer_checkpoint(draft, prepare_torch_adam(draft), max_nbytes)
+    return place_safetensors(draft, max_nbytes)
+
+
+def report_fields(options: ExportOptions, draft: Draft, plan: Plan) -> dict[str, object]:
+    """Return the fields of an export for JSON."""
+    vocabulary = draft.vocabulary
+    return {
+        "vocab": {"true": vocabulary.true_size, "written": vocabulary.stored_size},
+        "files": len(plan.files),
+        "layout": options["layout"],
+        "format": file_format(options),
+    }
+
+
+def _notes(
+    options: ExportOptions, draft: Draft, plan: Plan, located: LocatedCheckpoint
+) -> Iterator[str]:
+    """Yield lines for the user: `llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
+    step = draft.source.tree_manifest.step
+    name = located.model_name if step is None else f"{located.model_name} step {step}"
+    title = find_library(options["layout"], file_format(options)).title
+    line = f"{name} -> {title}, {len(plan.files)} file{'s' if len(plan.files) > 1 else ''}"
+    removed_rows = draft.resize.vocabulary.stored_size - draft.vocabulary.stored_size
+    if removed_rows > 0:
+        line += f"; {count_text(removed_rows, 'row')} of padding removed"
+    dropped_nbytes = sum(part.nbytes for part in draft.left if part.rule == OPT_STATE_RULE)
+    if dropped_nbytes:
+        line += f"; optimizer state ({format_bytes(dropped_nbytes)}) dropped"
+    yield line
+    if _has_rounding(plan):
+        yield (
+            "the layout changes values with rounding: an output is read back only if every value returns"
+        )
+    if draft.state is not None:
+        yield from exported_state_notes(options, draft)
+
+
+def _has_rounding(plan: Plan) -> bool:
+    """Return whether the layout changes values with rounding."""
+    return any(stream.scale and not stream.scale.is_exact for stream in plan.streams)
+
+
+def _stored_tied_head(
+    options: ExportOptions, source: Source, written_map: WrittenMap
+) -> frozenset[str]:
+    """Return the name of a tied head to write as a separate tensor. Empty if there is none.
+
+    A library without tied heads needs it, and a map may name it. PyTorch loads a distributed checkpoint into a state
+    dict with both names.
+    """
+    layout = source.family.layouts.get(options["layout"])
+    needs_head = layout is not None and not layout.allows_tied_head
+    if options["training_state"] and file_format(options) == DCP_FORMAT:
+        needs_head = True
+    is_tied = needs_head and source.family.is_tied(source.config)
+    if is_tied or written_map.names_tied_head(source):
+        return frozenset([source.family.tying.head_tensor])
+    return frozenset()
+
+
+def _command_line(options: ExportOptions, source: Source) -> str:
+    """Return the command line for the manifest, with the size of files in bytes."""
+    values = recorded_values(options)
+    nbytes = shard_nbytes(options)
+    if file_format(options) != DCP_FORMAT:
+        # The other formats follow from the layout.
+        values["format"] = None
+    values["shard_size"] = DEFAULT_SHARD_SIZE if nbytes == DEFAULT_SHARD_NBYTES else nbytes
+    return format_command_line("export", source.display_name, ExportOptions, values)
+
+
+# --- Adapters
+
+
+def _plan_adapter(
+    options: ExportOptions, source: Source, located: LocatedCheckpoint
+) -> PlannedConversion:
+    """Plan the export of trained adapters to the files of PEFT."""
+    _check_adapter_request(options, source)
+    check_no_adapter(options, source)
+    manifest = source.tree_manifest
+    lora = lora_from_manifest(manifest)
+    assert lora is not None
+    if lora.modules_to_save and manifest.tied:
+        # PEFT saves a tied head as well, and does not load an adapter without it.
+        source = with_tied_head(source)
+    dtype = options["dtype"]
+    draft = start_draft(
+        source,
+        stored_axis_maps(source),
+        dtype=dtype,
+        kept={tensor.name for tensor in source.tensors},
+    )
+    # Embeddings and head that were trained as a whole lose the padding of the vocabulary.
+    draft = with_rows(draft, draft.vocabulary.true_size)
+    adapter_config = SmallFile(ADAPTER_CONFIG, json_bytes(_peft_settings(source, lora)))
+    draft = replace(
+        draft,
+        match=replace(draft.match, checks=()),
+        dropped=(),
+        config=None,
+        side_files=(adapter_config, *adapter_tokenizer(source)),
+        settings=Manifest(kind="adapter", prefixed=True, tied=manifest.tied, config=source.config),
+    )
+    plan = make_plan(
+        draft,
+        place_adapter(draft),
+        command="export",
+        request=format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
+        name=located.model_name,
+    )
+    return PlannedConversion(
+        plan,
+        f"{located.model_name}-adapter",
+        notes=(f"{located.model_name} -> adapter of PEFT, rank {lora.rank}",),
+        fields={"layout": "peft", "format": "safetensors", "files": 1},
+        next_command=f"prep merge {OUT_PLACEHOLDER} {shlex.quote(_base_of_adapter(manifest))}",
+        source_view=source,
+    )
 
 
 def _check_adapter_request(options: ExportOptions, source: Source) -> None:
@@ -442,47 +412,57 @@ def _check_adapter_request(options: ExportOptions, source: Source) -> None:
             raise no_effect_error(Option(name, value), source, "it has only adapters")
 
 
-def _stored_tied_head(options: ExportOptions, source: Source, written_map: WrittenMap) -> set[str]:
-    """Return the name of a tied head to write as a separate tensor. Empty if there is none.
+def _peft_settings(source: Source, lora: LoraConfig) -> JsonObject:
+    """Return the content of adapter_config.json."""
+    family = family_of(source.config)
+    config = source.config
+    has_encoder = family.arch_config(config).encoder is not None
+    patterns = peft_patterns(family, config, lora)
+    # PEFT compares the name of a module with the end of its own, e.g. `lm_head`.
+    paths = [path for name in lora.modules_to_save for path in saved_modules(family, config)[name]]
+    saved = list(dict.fromkeys(saved_module_name(family, path) for path in paths))
+    is_tied = source.tree_manifest.tied
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_2_SEQ_LM" if has_encoder else "CAUSAL_LM",
+        "base_model_name_or_path": _base_of_adapter(source.tree_manifest),
+        "r": lora.rank,
+        "lora_alpha": _number(lora.alpha),
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.use_rslora,
+        "use_dora": False,
+        "bias": "none",
+        "target_modules": [*module_suffixes(family, config, lora)],
+        "target_parameters": [*patterns.target_parameters] or None,
+        "rank_pattern": {**patterns.rank_pattern},
+        "alpha_pattern": {name: _number(alpha) for name, alpha in patterns.alpha_pattern.items()},
+        "modules_to_save": [*saved] or None,
+        # With this setting PEFT keeps a trained embedding tied to the head.
+        "ensure_weight_tying": is_tied and bool(saved),
+        # GPT-2 stores its weights as [in, out]. With this flag PEFT transposes its update B A, which is [out, in].
+        "fan_in_fan_out": any(
+            p.is_transposed for p in select_targets(family, config, lora.targets)
+        ),
+        "init_lora_weights": True,
+        # PEFT writes True in every saved adapter, and sets it again from `is_trainable` when it loads one.
+        "inference_mode": True,
+    }
 
-    A library without tied heads needs it, and a map may name it. PyTorch loads a distributed checkpoint into a state
-    dict with both names.
-    """
-    layout = source.family.layouts.get(options["layout"])
-    needs_head = layout is not None and not layout.allows_tied_head
-    if options["training_state"] and file_format(options) == DCP_FORMAT:
-        needs_head = True
-    if needs_head and source.family.is_tied(source.config):
-        return {source.family.tying.head_tensor}
-    if written_map.names_tied_head(source):
-        return {source.family.tying.head_tensor}
-    return set()
+
+def _number(value: float) -> float:
+    """Return a whole number as int. PEFT declares `lora_alpha` as int and writes 16, not 16.0."""
+    if value.is_integer():
+        return int(value)
+    return value
 
 
-def _summary_line(
-    options: ExportOptions,
-    source: Source,
-    located: LocatedCheckpoint,
-    *,
-    num_files: int,
-    removed_rows: int,
-) -> str:
-    """Describe the export: `llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
-    step = source.tree_manifest.step
-    source_name = located.model_name if step is None else f"{located.model_name} step {step}"
-    notes = f"; {count_text(removed_rows, 'row')} of padding removed" if removed_rows > 0 else ""
-    state_nbytes = optimizer_nbytes(source)
-    notes += f"; optimizer state ({format_bytes(state_nbytes)}) dropped" if state_nbytes else ""
-    title = find_library(options["layout"], file_format(options)).title
-    return f"{source_name} -> {title}, {num_files} file{'s' if num_files > 1 else ''}{notes}"
-
-
-def _command_line(options: ExportOptions, source: Source) -> str:
-    """Return the command line for the manifest, with the size of files in bytes."""
-    values = recorded_values(options)
-    nbytes = shard_nbytes(options)
-    if file_format(options) != DCP_FORMAT:
-        # The other formats follow from the layout.
-        values["format"] = None
-    values["shard_size"] = DEFAULT_SHARD_SIZE if nbytes == DEFAULT_SHARD_NBYTES else nbytes
-    return format_command_line("export", source.display_name, ExportOptions, values)
+def _base_of_adapter(manifest: Manifest) -> str:
+    """Return the name of the base model of the adapters."""
+    name = manifest.base.get("name")
+    if not isinstance(name, str):
+        raise PrepError(
+            "the manifest does not name the base of the adapters",
+            "`base` is missing",
+            GET_AGAIN_HINT,
+        )
+    return name

@@ -1,17 +1,21 @@
-"""Checks of the layout, the format and the size of files of an export. They need no values of tensors."""
+"""The layout, the format, the map and the size of files of an export, and their checks. They need no values."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
 
 from __future__ import annotations
 
-from prepcli.commands.operations.export_layouts import check_storage, file_format
+from dataclasses import dataclass, field
+from pathlib import Path
+
 from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.core.errors import Command, Option, join_texts, text, usage_error
 from prepcli.core.formatting import format_bytes, parse_bytes
 from prepcli.core.suggest import did_you_mean
+from prepcli.engine.digest import digest
 from prepcli.formats.safetensors import SUFFIX
 from prepcli.models.registry import FAMILIES
+from prepcli.planning.item_storage import LEVANTER, OCDBT, ORBAX_STORAGES, ItemStorage
 from prepcli.planning.libraries import (
     DCP_FORMAT,
     HF_LAYOUT,
@@ -20,7 +24,11 @@ from prepcli.planning.libraries import (
     ORBAX_FORMAT,
     STREAM_FORMAT,
     TENSORSTORE_FORMAT,
+    find_library,
 )
+from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.map_file import TensorMap
+from prepcli.sources.mapped import CONTENT_KEY, read_map
 from prepcli.sources.multimodal import models_title, towers_title
 from prepcli.sources.source import Source
 
@@ -33,6 +41,90 @@ UNSPLIT_FORMATS = {
     ORBAX_FORMAT: ("Orbax items", "their chunks determine the files"),
     TENSORSTORE_FORMAT: ("Levanter checkpoints", "their chunks determine the files"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenMap:
+    """The map of an export.
+
+    Attributes:
+        tensor_map: The map, or None for the names of the layout.
+        record: Its entry in the manifest. With its content, the output is read without a file.
+    """
+
+    tensor_map: TensorMap | None = None
+    record: Manifest = field(default_factory=Manifest)
+
+    def names_tied_head(self, source: Source) -> bool:
+        """Return whether the map writes an LM head for a model with tied embeddings."""
+        if self.tensor_map is None or source.family.is_verbatim:
+            return False
+        tying = source.family.tying
+        if any(tensor.name == tying.head_tensor for tensor in source.tensors):
+            return False
+        head = source.names.full_name(tying.head_tensor)
+        return any(row.target.name_parts == (head,) for row in self.tensor_map.rows)
+
+
+def read_export_map(options: ExportOptions, source: Source) -> WrittenMap:
+    """Return the map of an export.
+
+    Raises:
+        UsageError: The map is for safetensors files of a text model, and the export is not.
+        PrepError: The file cannot be read.
+    """
+    path = options.get("map")
+    if path is None:
+        return WrittenMap()
+    option = Option("map")
+    other = ""
+    if options["layout"] != HF_LAYOUT:
+        other = f"the layout {options['layout']}"
+    elif options["format"] not in (None, SUFFIX):
+        other = f"the format {options['format']}"
+    elif source.wrapper is not None:
+        other = models_title(source)
+    if other:
+        why = f"a map names tensors of {SUFFIX} files"
+        raise usage_error(
+            text("{} is not supported for {}", option, other), why, text("remove {}", option)
+        )
+    tensor_map = read_map(Path(path))
+    record = {
+        "name": tensor_map.name,
+        "xxh3": digest(tensor_map.content.encode()),
+        CONTENT_KEY: tensor_map.content,
+    }
+    return WrittenMap(tensor_map, Manifest(map=record))
+
+
+def file_format(options: ExportOptions) -> str:
+    """Return the format of the files: the requested one, or the default of a known layout."""
+    return find_library(options["layout"], options["format"]).file_format
+
+
+def written_storage(options: ExportOptions) -> ItemStorage:
+    """Return the storage of the arrays of an item."""
+    if file_format(options) == TENSORSTORE_FORMAT:
+        return LEVANTER
+    return ORBAX_STORAGES[options["storage"]]
+
+
+def check_storage(options: ExportOptions) -> None:
+    """Raise UsageError if a storage is requested for a layout without an Orbax item."""
+    layout = options["layout"]
+    is_default = ORBAX_STORAGES[options["storage"]] == OCDBT
+    if is_default or find_library(layout).file_format == ORBAX_FORMAT:
+        return
+    layouts = [
+        name for name in LIBRARIES_BY_LAYOUT if find_library(name).file_format == ORBAX_FORMAT
+    ]
+    option = Option("storage", options["storage"])
+    raise usage_error(
+        text("{} is not supported with {}", option, Option("layout", layout)),
+        f"it is about Orbax items, the layouts {', '.join(layouts)}",
+        text("remove {}, or use {} for prep's own tree", option, Command("save-init")),
+    )
 
 
 def parse_shard_size(size: str) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
-from prepcli.commands.operations.conversion import common_options, open_checkpoint
 from prepcli.commands.operations.open_params import open_parameters
+from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import ModuleOptions, SourceOptions
 from prepcli.core.errors import Option, PrepError, text, usage_error

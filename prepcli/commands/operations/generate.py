@@ -17,7 +17,6 @@ from prepcli.commands.console.jax_logs import silence_jax
 from prepcli.commands.operations.compute_options import GenerateOptions
 from prepcli.commands.operations.compute_together import compute_together, process_index
 from prepcli.commands.operations.conflicts import reject_without
-from prepcli.commands.operations.conversion import CommonOptions, common_options
 from prepcli.commands.operations.generation_model import (
     OUT_OF_MEMORY_HINT,
     PROMPT_IDS,
@@ -26,6 +25,7 @@ from prepcli.commands.operations.generation_model import (
     open_generation_model,
     read_tools,
 )
+from prepcli.commands.operations.opening import CommonOptions, common_options
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.prompts import STDIN, read_prompts
 from prepcli.commands.operations.results import Generation, NewTokens

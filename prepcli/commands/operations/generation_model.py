@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from prepcli.commands.operations.compute_options import GenerateOptions
 from prepcli.commands.operations.conflicts import reject_without
-from prepcli.commands.operations.conversion import (
-    CommonOptions,
-    check_config_option,
-    open_checkpoint,
-)
 from prepcli.commands.operations.model_files import (
     find_source_tokenizer,
     source_generation_defaults,
 )
 from prepcli.commands.operations.open_params import open_params, resolve_compute_dtype
-from prepcli.commands.operations.source_line import source_line
+from prepcli.commands.operations.opening import (
+    CommonOptions,
+    check_config_option,
+    open_checkpoint,
+    source_line,
+)
 from prepcli.core.errors import DamagedError, Option, PrepError, text, usage_error
 from prepcli.core.json_types import JsonObject, JsonValue
 from prepcli.core.json_values import load_json
@@ -321,7 +321,7 @@ def read_tools(file: PathLike | None) -> list[JsonObject] | None:
     """
     if file is None:
         return None
-    from prepcli.engine.files import io_error
+    from prepcli.stores.reading import io_error
     from trainer.data.column_values import tool_schemas
 
     try:

@@ -18,7 +18,7 @@ from prepcli.core.observer import Observer, SilentObserver
 from prepcli.core.option_spec import PathLike
 from prepcli.core.suggest import suggest
 from prepcli.engine.collector import collector_paused
-from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents, TensorEntry
+from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents
 from prepcli.inspection.contents import read_contents, read_gguf_contents, read_mapped_contents
 from prepcli.inspection.logical_leaves import (
     LogicalLeaf,
@@ -40,6 +40,7 @@ from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.mapped import read_map
 from prepcli.sources.opening import open_source
+from prepcli.sources.source import SourceTensor
 from prepcli.targets.orbax_item import item_leaf_spec
 
 ShapeAndDtype = tuple[tuple[int, ...], str]
@@ -108,7 +109,7 @@ class SelectedTensors:
     """
 
     checkpoint: InspectedCheckpoint
-    entries: Sequence[TensorEntry]
+    entries: Sequence[SourceTensor]
     statistics: Sequence[TensorStats | None] | None
     is_selection: bool
 
@@ -429,7 +430,7 @@ def _read_checkpoint(
     config = options.get("config")
     config_path = None if config is None else Path(config)
     if located.kind == "gguf":
-        path = located.local_files.path
+        path = located.files.path
         return located, read_gguf_contents(path, located.display_name, config_path)
     tensor_map = options.get("map")
     layout = options.get("source_layout")
@@ -460,7 +461,7 @@ def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -
     )
 
 
-def _sort_entries(entries: list[TensorEntry], sort: SortKey) -> list[TensorEntry]:
+def _sort_entries(entries: list[SourceTensor], sort: SortKey) -> list[SourceTensor]:
     """Sort by name, by size (largest first), or keep the stored order."""
     if sort == "name":
         return sorted(entries, key=lambda entry: entry.name)
@@ -482,7 +483,7 @@ def _summarize_source(
     is_stacked, stack_axis = _stacked_layers(contents)
     fields: SourceSummary = {
         "name": contents.display_name,
-        "revision": located.local_files.commit,
+        "revision": located.files.commit,
         "files": len(contents.files),
         "bytes": sum(path.stat().st_size for path in contents.files),
         "format": located.kind,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal, TypedDict, get_args
 
 from prepcli.commands.operations.map_options import TENSOR_MAP, MapOptions
 from prepcli.commands.operations.options import VERBATIM, SourceOptions
 from prepcli.commands.operations.strict_options import StrictOptions
 from prepcli.commands.operations.tree_options import SourceTreeOptions
 from prepcli.core.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
+from prepcli.planning.libraries import Tree
 
 SortKey = Literal["name", "size", "file"]
 Seconds = Annotated[float, Minimum(0.01)]
@@ -27,16 +28,14 @@ Way = Literal[
     "compress",
     "pad",
     "verbatim",
-    "hf-flax",
-    "easylm",
-    "tunix",
-    "maxtext",
-    "maxtext-unscanned",
+    Tree,
     "dcp",
     "files",
     "zarr3",
     "zarr3-files",
 ]
+WAYS: tuple[Way, ...] = get_args(Way)
+_QUOTED_WAYS = ", ".join(f'"{way}"' for way in WAYS)
 
 _SEARCH = OptionSpec(
     "FOLDER",
@@ -206,10 +205,8 @@ class RoundtripOptions(SourceOptions, total=False):
         Sequence[Way],
         OptionSpec(
             "WAY",
-            "Take this way: init, no-scan, scan-axis, mesh, compress, pad, verbatim, hf-flax, easylm, tunix, maxtext,"
-            " maxtext-unscanned, dcp, files, zarr3 or zarr3-files. Repeatable. Default: all.",
-            'Ways to take: "init", "no-scan", "scan-axis", "mesh", "compress", "pad", "verbatim", "hf-flax", "easylm",'
-            ' "tunix", "maxtext", "maxtext-unscanned", "dcp", "files", "zarr3" or "zarr3-files". Default: all.',
+            f"Take this way: {', '.join(WAYS[:-1])} or {WAYS[-1]}. Repeatable. Default: all.",
+            f"Ways to take: {_QUOTED_WAYS}. Default: all.",
             default=(),
             position=1,
         ),

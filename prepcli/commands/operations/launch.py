@@ -20,7 +20,6 @@ from prepcli.core.errors import (
     usage_error,
 )
 from prepcli.core.observer import QUIET, Observer
-from prepcli.engine.files import io_error
 from prepcli.execution.output_urls import check_local_path, parse_out_url
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
 from prepcli.launch.command import TRAIN, LaunchedCommand, check_process_count
@@ -52,6 +51,7 @@ from prepcli.launch.slurm import slurm_script
 from prepcli.launch.tpu import tpu_script
 from prepcli.models.mesh import MESH_OPTION, parse_mesh
 from prepcli.models.slices import ONE_SLICE, num_slices, parse_slice_counts
+from prepcli.stores.reading import io_error
 from prepcli.stores.writing import write_file
 from trainer.recipe import Recipe, load_recipe
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, Unpack
 
-from prepcli.commands.operations.conversion import common_options, open_checkpoint
 from prepcli.commands.operations.open_params import open_params
+from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import SourceOptions
 from prepcli.core.observer import Observer, observer_of
@@ -65,7 +65,7 @@ def load_params(
         observer.warn(f"{source.display_name}: {CANNOT_TRAIN}")
         return load_verbatim_params(
             source,
-            located.local_files.path,
+            located.files.path,
             mesh,
             dtype=None if dtype == "keep" else dtype,
             verify=verify,

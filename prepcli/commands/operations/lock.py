@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Unpack
 
 from prepcli.algebra.boxes import Range
-from prepcli.commands.operations.conversion import common_options, open_checkpoint
 from prepcli.commands.operations.inspection_options import LockOptions
+from prepcli.commands.operations.opening import common_options, open_checkpoint, source_line
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.result_files import (
     check_result_path,
@@ -20,7 +20,6 @@ from prepcli.commands.operations.result_files import (
     write_result_file,
 )
 from prepcli.commands.operations.results import LockedModel
-from prepcli.commands.operations.source_line import source_line
 from prepcli.commands.pages.html_page import check_page_path
 from prepcli.commands.pages.lock_page import write_lock_page
 from prepcli.core.errors import RERUN_HINT, Option, text
@@ -87,7 +86,7 @@ def lock(
     observer.note(source_line(source))
     # The name of the folder, e.g. `m-init`, and not the one of the model in its manifest.
     name = Path(source.display_name).name or located.model_name
-    is_local = located.local_files.remote is None and located.local_files.commit is None
+    is_local = not located.files.is_remote and located.files.commit is None
     path = Path(out) if out is not None else Path(f"{name}{LOCK_SUFFIX}")
     check_result_path(path)
 
@@ -96,7 +95,7 @@ def lock(
             source,
             # However the path of a folder is spelled, equal content has an equal lock.
             name=name if is_local else source.display_name,
-            revision=located.local_files.commit,
+            revision=located.files.commit,
             digests=_digest_tensors(source, common.memory_nbytes, observer.progress()),
             progress=observer.progress(),
         )

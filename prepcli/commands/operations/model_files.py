@@ -13,6 +13,7 @@ from prepcli.sources.generation_config import (
     generation_defaults,
 )
 from prepcli.sources.source import Source
+from prepcli.stores.paths import fetch_copies, local_copy
 
 
 def find_source_tokenizer(source: Source) -> Path | None:
@@ -20,7 +21,9 @@ def find_source_tokenizer(source: Source) -> Path | None:
     from trainer.data.tokenizer import find_tokenizer
 
     # Several files share a folder. A dict drops duplicates and, unlike a set, keeps the order of the source.
-    folders = dict.fromkeys(file.path.parent for file in source.small_files if file.is_at_top)
+    files = [file.path for file in source.small_files if file.is_at_top]
+    fetch_copies(files)
+    folders = dict.fromkeys(local_copy(path).parent for path in files)
     return next(filter(None, map(find_tokenizer, folders)), None)
 
 
@@ -53,7 +56,9 @@ def source_generation_defaults(
         vocab: Vocabulary size.
         note: Called with a line about the rules, and one about the fields that are not supported.
     """
-    files = [file.path for file in source.small_files if file.name == GENERATION_CONFIG_FILE]
+    files = [
+        local_copy(file.path) for file in source.small_files if file.name == GENERATION_CONFIG_FILE
+    ]
     defaults = generation_defaults(source.config, files[0] if files else None, vocab)
     for line in defaults.notes:
         note(line)

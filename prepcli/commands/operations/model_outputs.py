@@ -20,6 +20,7 @@ from prepcli.commands.operations.file_arrays import file_array
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.models.param_tree import Tree
 from prepcli.sources.source import CONFIG
+from prepcli.stores.paths import AnyPath, StorePath
 from trainer.run.params import OpenedModel
 
 if TYPE_CHECKING:
@@ -219,13 +220,12 @@ def missing_reference_packages() -> list[str]:
     return [name for name in REFERENCE_PACKAGES if find_spec(name) is None]
 
 
-def check_transformers_can_load(folder: Path, display_name: str, *, is_remote: bool) -> None:
-    """Raise PrepError if transformers is not installed, or UsageError if a checkpoint is no folder for it.
+def transformers_folder(folder: AnyPath, display_name: str) -> Path:
+    """Return the folder of a checkpoint that transformers can load.
 
     Args:
         folder: Folder of the checkpoint.
         display_name: Name of the checkpoint in messages.
-        is_remote: Whether the folder has placeholders of remote files. Their weights would load as zeros.
     """
     option = Option("library", "transformers")
     if missing := missing_reference_packages():
@@ -234,12 +234,13 @@ def check_transformers_can_load(folder: Path, display_name: str, *, is_remote: b
             f"{' and '.join(missing)} not installed",
             "`pip install 'prepcli[hf]' torch`",
         )
-    if is_remote or not (folder / CONFIG).is_file():
+    if isinstance(folder, StorePath) or not (folder / CONFIG).is_file():
         raise usage_error(
             text("{} cannot read {}", option, display_name),
             "it is not a local Hugging Face folder",
             text("{} writes one", Command("export", display_name)),
         )
+    return folder
 
 
 def _load_reference(folder: Path, *, has_encoder: bool) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from prepcli.commands.operations.conversion import common_options, open_checkpoint
+from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike
 from prepcli.restore.earlier_checkpoints import check_without_checksums
@@ -36,7 +36,7 @@ def open_params(
     """
     return open_model(
         source,
-        located.local_files.path,
+        located.files.path,
         mesh,
         verify=verify,
         on_unchecked=lambda: check_without_checksums(source, source.tensors, observer),

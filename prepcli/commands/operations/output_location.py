@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.remote.object_store import ObjectStoreUrl, is_url, parse_url
 from prepcli.sources.source import Source
+from prepcli.stores.object_url import ObjectStoreUrl, is_url, parse_url
+from prepcli.stores.paths import AnyPath, StorePath
 
 UNWRITTEN_SOURCES = "sources are never written to"
 
@@ -17,14 +18,17 @@ def check_output_location(out: Path, source: Source) -> None:
     target = out.resolve()
     # A conversion writes to NAME.partial and renames it at the end, so neither name may be the source.
     partial = target.with_name(target.name + ".partial")
-    source_files: list[Path] = []
-    if not source.root.is_file():
+    root_folder = source.root
+    if isinstance(root_folder, StorePath):
+        return
+    source_files: list[AnyPath] = []
+    if not root_folder.is_file():
         source_files = [*source.files, *(file.path for file in source.small_files)]
     # Links may point to other folders, so each file is resolved.
     file_folders = (path.resolve().parent for path in source_files)
-    weight_folders = {source.root.resolve(), *(path.resolve().parent for path in source.files)}
+    weight_folders = {root_folder.resolve(), *(path.resolve().parent for path in source.files)}
     other_name = text("{}", Option("out", "NAME"))
-    for root in dict.fromkeys((source.root.resolve(), *file_folders)):
+    for root in dict.fromkeys((root_folder.resolve(), *file_folders)):
         if root in (target, partial):
             raise usage_error(f"the output {out} is the source", UNWRITTEN_SOURCES, other_name)
         # An output inside a folder of settings is allowed.

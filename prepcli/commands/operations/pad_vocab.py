@@ -6,21 +6,20 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Mapping
 from typing import Unpack
 
+from prepcli.algebra.axis_map import ParsedAxisMap
 from prepcli.commands.operations.conflicts import check_mutually_exclusive, reject_without
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
-    common_options,
-    make_match_options,
-    recorded_values,
+    open_conversion,
     run_conversion,
 )
+from prepcli.commands.operations.opening import common_options, make_match_options, recorded_values
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import PadVocabOptions, SaveInitOptions
-from prepcli.commands.operations.resized_folder import plan_resized_folder
 from prepcli.commands.operations.results import Conversion
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, invalid_config_error, text, usage_error
@@ -36,11 +35,10 @@ from prepcli.models.rules import PARAM_RULES, format_rule
 from prepcli.planning.plan import Fill
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
-from prepcli.sources.vocabulary_tensors import vocabulary_names
-from prepcli.targets.hf_folder import copied_small_files
+from prepcli.sources.source import Source, source_axis_maps
 from prepcli.targets.orbax_item import Partitioning
-from prepcli.targets.streams import VocabResize
+from prepcli.targets.planner import Draft, make_plan, start_draft, with_rows
+from prepcli.targets.safetensors_folder import place_in_source_files
 
 FILL_KINDS = ("zeros", "mean", "normal")
 SEED_LIMIT = 1 << 64
@@ -82,11 +80,11 @@ def pad_vocab(
         {"multiple": options["multiple"], "size": options["size"], "mesh": options["mesh"]}
     )
     check_seed(options["init"], options["seed"])
-    return run_conversion(
+    opened = open_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
-        partial(plan_pad_vocab, options),
     )
+    return run_conversion(opened, plan_pad_vocab(options, opened.source, opened.located))
 
 
 def padded_size(options: PadVocabOptions, vocabulary: Vocabulary) -> int:
@@ -118,16 +116,7 @@ def check_seed(init: str, seed: int | None) -> None:
 
 
 def make_fill(init: str, seed: int | None, source: Source) -> Fill:
-    """Return the fill of new rows.
-
-    Args:
-        init: Kind of values, one of FILL_KINDS.
-        seed: Seed of `normal`, below 2**64. None means 0.
-        source: Source whose config has the standard deviation of `normal` (`initializer_range`, default 0.02).
-
-    Raises:
-        PrepError: The kind is unknown, the seed is out of range, or `initializer_range` is invalid.
-    """
+    """Return the fill of new rows: `init` is one of FILL_KINDS, and the seed of `normal` is 0 if it is None."""
     if init not in FILL_KINDS:
         raise usage_error(
             text("unknown {}", Option("init", init)),
@@ -152,64 +141,39 @@ def make_fill(init: str, seed: int | None, source: Source) -> Fill:
 def plan_pad_vocab(
     options: PadVocabOptions, source: Source, located: LocatedCheckpoint
 ) -> PlannedConversion:
-    """Plan a copy of each tensor to the file of the same name, with more rows in the vocabulary's tensors.
-
-    Args:
-        options: Size and fill of the new rows.
-        source: Opened source.
-        located: Located source. Its model name determines the output's default name.
-
-    Returns:
-        Plan with the notes and fields of its report.
-
-    Raises:
-        PrepError: The source is an Orbax checkpoint, or does not match the request or its family.
-    """
+    """Plan a copy of each tensor to the file of the same name, with more rows in the vocabulary's tensors."""
     _check_source_kind(source)
-    vocabulary = source.vocabulary(options["true_vocab"])
-    size = padded_size(options, vocabulary)
-    match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
-    fill = make_fill(options["init"], options["seed"], source)
-    resize = VocabResize(vocabulary, vocabulary_names(source, match, vocabulary), fill)
-    name = f"{_base_name(located)}-padded"
-    plan = plan_resized_folder(
+    draft = start_draft(
         source,
-        match,
-        resize,
-        new_vocabulary=Vocabulary(vocabulary.true_size, size),
+        source_axis_maps(source),
+        make_match_options(options),
+        true_vocab=options["true_vocab"],
+        kept={tensor.name for tensor in source.tensors},
+    )
+    size = padded_size(options, draft.vocabulary)
+    draft = with_rows(draft, size, make_fill(options["init"], options["seed"], source))
+    name = f"{located.model_name.removesuffix('-padded')}-padded"
+    plan = make_plan(
+        draft,
+        place_in_source_files(draft),
         command="pad-vocab",
         request=_command_line(options, source),
         name=name,
-        init=options["init"],
-        side_files=copied_small_files(source),
-    )
-    note = _vocabulary_line(
-        source,
-        resize,
-        vocabulary=vocabulary,
-        size=size,
-        init=options["init"],
-        is_tied=match.is_tied,
     )
     return PlannedConversion(
         plan,
         name,
-        notes=(note,),
-        fields={"vocab": _vocab_fields(options, vocabulary, size)},
+        notes=(_vocabulary_line(draft, options["init"]),),
+        fields={
+            "vocab": {
+                "true": draft.vocabulary.true_size,
+                "padded": size,
+                "multiple": _effective_multiple(options),
+                "init": options["init"],
+            }
+        },
         next_command=f"prep save-init {OUT_PLACEHOLDER}{_save_init_options(options, source)}",
     )
-
-
-def _vocab_fields(
-    options: PadVocabOptions, vocabulary: Vocabulary, size: int
-) -> dict[str, int | str | None]:
-    """Return the JSON fields of the padding."""
-    return {
-        "true": vocabulary.true_size,
-        "padded": size,
-        "multiple": _effective_multiple(options),
-        "init": options["init"],
-    }
 
 
 def _check_source_kind(source: Source) -> None:
@@ -254,10 +218,6 @@ def _effective_multiple(options: PadVocabOptions) -> int | None:
     return options["multiple"] or DEFAULT_MULTIPLE
 
 
-def _base_name(located: LocatedCheckpoint) -> str:
-    return located.model_name.removesuffix("-padded")
-
-
 def _command_line(options: PadVocabOptions, source: Source) -> str:
     """Return the command line that the manifest records. It has the multiple even if it is the default."""
     # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
@@ -265,50 +225,30 @@ def _command_line(options: PadVocabOptions, source: Source) -> str:
     return format_command_line("pad-vocab", source.display_name, PadVocabOptions, values)
 
 
-def _vocabulary_line(
-    source: Source,
-    resize: VocabResize,
-    *,
-    vocabulary: Vocabulary,
-    size: int,
-    init: str,
-    is_tied: bool,
-) -> str:
-    tensor = next(t for t in source.tensors if t.name in resize.tensors)
-    added_rows = size - vocabulary.stored_size
+def _vocabulary_line(draft: Draft, init: str) -> str:
+    source = draft.source
+    tensor = next(t for t in source.tensors if t.name in draft.resize.tensors)
+    stored_size = draft.resize.vocabulary.stored_size
+    size = draft.vocabulary.stored_size
+    added_rows = size - stored_size
     row_nbytes = tensor.nbytes // tensor.shape[0]
     if added_rows <= 0:
         nbytes = format_bytes(sum(t.nbytes for t in (*source.tensors, *source.tower_tensors)))
-        return f"vocabulary {vocabulary.stored_size} -> {size}: nothing to add, the output is a full copy of {nbytes}"
-    tie_note = "   embedding and head are tied: padded once" if is_tied else ""
+        return f"vocabulary {stored_size} -> {size}: nothing to add, the output is a full copy of {nbytes}"
+    tie_note = "   embedding and head are tied: padded once" if draft.match.is_tied else ""
     added = f"+{count_text(added_rows, 'row')} of {init}, {format_bytes(added_rows * row_nbytes)}"
-    return f"vocabulary {vocabulary.stored_size} -> {size} ({added}){tie_note}"
+    return f"vocabulary {stored_size} -> {size} ({added}){tie_note}"
 
 
-def padded_vocab_rows(
-    options: SaveInitOptions, source: Source, *, vocabulary: Vocabulary, partitioning: Partitioning
-) -> int:
-    """Return the rows of the vocabulary in an Orbax checkpoint.
-
-    Args:
-        options: Options with the padding.
-        source: The opened source.
-        vocabulary: True and stored size in the source.
-        partitioning: Mesh and rules of the output.
-
-    Raises:
-        UsageError: The padding is neither `no` nor `auto`, nor a multiple.
-        PrepError: It would remove rows.
-    """
+def padded_vocab_rows(options: SaveInitOptions, draft: Draft, partitioning: Partitioning) -> int:
+    """Return the rows of the vocabulary in an Orbax checkpoint, for the padding `no`, `auto` or a multiple."""
+    vocabulary = draft.vocabulary
     pad_vocab = str(options["pad_vocab"])
     if pad_vocab == "no":
         return vocabulary.stored_size
     if pad_vocab == "auto":
-        axis_maps = source_axis_maps(source)
-        dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items()}
         # From the stored size, because save-init never removes rows: 50257 rows on mp=4 become 50260.
-        num_shards = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
-        return -(-vocabulary.stored_size // num_shards) * num_shards
+        return mesh_rows(draft.axis_maps, partitioning, vocabulary.stored_size)
     option = Option("pad_vocab", pad_vocab)
     is_number = pad_vocab.isdecimal() and len(pad_vocab) <= MAX_MULTIPLE_DIGITS
     if not is_number or int(pad_vocab) < 1:
@@ -323,3 +263,12 @@ def padded_vocab_rows(
         hint = text("{} removes padding", Command("export"))
         raise PrepError(text("{} would remove rows", option), why, hint)
     return padded
+
+
+def mesh_rows(
+    axis_maps: Mapping[str, ParsedAxisMap], partitioning: Partitioning, num_rows: int
+) -> int:
+    """Return the smallest multiple for the mesh, of at least `num_rows` rows."""
+    dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items()}
+    multiple = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
+    return -(-num_rows // multiple) * multiple

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from prepcli.commands.operations.conversion import CommonOptions
+from prepcli.commands.operations.opening import CommonOptions
 from prepcli.commands.operations.results import Conversion
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.observer import Observer
 from prepcli.execution.hub_push import PushTarget, check_push, push_folder
 from prepcli.planning.shares import requested_share
-from prepcli.remote.retries import RetryPolicy, retry_policy_from_env
+from prepcli.stores.retries import RetryPolicy, retry_policy_from_env
 
 
 def check_private(private: bool) -> None:
@@ -33,14 +33,7 @@ def convert_and_push(
 ) -> Conversion:
     """Convert, and upload the folder to the hub. An output of an earlier run is not converted again.
 
-    Args:
-        target: Repository of the hub.
-        common: Options of the conversion.
-        observer: Receives notes, warnings and progress.
-        convert: Makes the output and returns its result.
-
-    Returns:
-        The conversion, with the repository and the commit's URL in its details.
+    The details of the returned conversion have the repository and the URL of the commit.
 
     Raises:
         PrepError: The upload is not possible (checked before the conversion), the conversion failed, or the upload

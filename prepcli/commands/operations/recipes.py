@@ -8,10 +8,10 @@ from pathlib import Path
 
 from prepcli.commands.operations.recipe_files import recipe_paths, shipped_recipe
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.engine.files import io_error
 from prepcli.execution.output_urls import check_local_path
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.presets import preset_name
+from prepcli.stores.reading import io_error
 from prepcli.stores.writing import write_file
 from trainer.recipe import Recipe, load_recipe
 

@@ -19,9 +19,9 @@ from typing import Any, Unpack
 import numpy as np
 
 from prepcli.commands.operations.chain_link import file_digests
-from prepcli.commands.operations.conversion import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.inspection_options import RoundtripOptions
+from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import SourceOptions
 from prepcli.commands.operations.output_location import check_output_location
@@ -43,10 +43,11 @@ from prepcli.core.progress import Progress
 from prepcli.core.suggest import did_you_mean
 from prepcli.core.version import version
 from prepcli.engine.digest import digest_pieces
-from prepcli.engine.files import io_error
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest
+from prepcli.planning.libraries import TREES
 from prepcli.sources.locate import check_stream
 from prepcli.sources.source import Source
+from prepcli.stores.reading import io_error
 
 CERTIFICATE_SUFFIX = ".roundtrip.json"
 FORMAT_VERSION = 1
@@ -78,11 +79,7 @@ WAYS: dict[str, tuple[_Step, ...]] = {
     "compress": (("save-init", {"compress": "zstd"}), EXPORT),
     "pad": (("pad-vocab", {"multiple": 128}), INIT, EXPORT),
     VERBATIM_WAY: (("save-init", {"verbatim": True}), EXPORT),
-    "hf-flax": (("export", {"layout": "hf-flax"}), INIT, EXPORT),
-    "easylm": (("export", {"layout": "easylm"}), INIT, EXPORT),
-    "tunix": (("export", {"layout": "tunix"}), INIT, EXPORT),
-    "maxtext": (("export", {"layout": "maxtext"}), INIT, EXPORT),
-    "maxtext-unscanned": (("export", {"layout": "maxtext-unscanned"}), INIT, EXPORT),
+    **{tree: (("export", {"layout": tree}), INIT, EXPORT) for tree in TREES},
     "dcp": (("export", {"format": "dcp"}), INIT, EXPORT),
     "files": (("save-init", {"storage": "files"}), EXPORT),
     "zarr3": (("save-init", {"storage": "zarr3"}), EXPORT),
@@ -149,7 +146,7 @@ def roundtrip(
     result = Roundtrip(
         path=path,
         source=source.display_name,
-        revision=located.local_files.commit,
+        revision=located.files.commit,
         ways=tuple(ways),
         versions={"prep": version(), "python": platform.python_version(), "numpy": np.__version__},
         seconds=time.monotonic() - started_s,

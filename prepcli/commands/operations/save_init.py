@@ -5,23 +5,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.algebra.axis_map import ParsedAxisMap
 from prepcli.commands.operations.conflicts import reject_without
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
+    open_conversion,
+    run_conversion,
+)
+from prepcli.commands.operations.opening import (
     check_allow_overflow,
     common_options,
     make_match_options,
     recorded_values,
-    run_conversion,
 )
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import ReshardOptions, SaveInitOptions
@@ -37,46 +37,41 @@ from prepcli.core.progress import Progress
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.codecs import parse_compression
 from prepcli.formats.manifest import (
-    STATE_ITEM,
-    adapter_fields,
     find_manifest_folder,
     read_manifest,
-    step_fields,
 )
 from prepcli.formats.ocdbt import MAX_ENTRIES
 from prepcli.formats.orbax import find_item
 from prepcli.models.mesh import folder_suffix, parse_mesh
 from prepcli.models.rule_text import merge_rules, with_default_preset
 from prepcli.models.rules import LeafDims, check_leaf_rules
-from prepcli.models.verbatim import CANNOT_TRAIN, stacked_numbers
-from prepcli.planning.item_storage import OCDBT, ORBAX_STORAGES, ItemStorage
-from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import DroppedTensor, Plan, SmallFile
+from prepcli.models.verbatim import CANNOT_TRAIN
+from prepcli.planning.item_storage import ORBAX_STORAGES
+from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.quantization_leaves import is_quantization_tensor
-from prepcli.planning.tensor_match import TensorMatch
-from prepcli.planning.vocabulary import Vocabulary
-from prepcli.sources.dequantized import is_quantized, quantization_entries
+from prepcli.planning.state_names import OPT_STATE_RULE
+from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.mapped import map_record
 from prepcli.sources.model_family import as_verbatim, truncate_layers
-from prepcli.sources.multimodal import towers_entry
-from prepcli.sources.source import (
-    HF_FOLDER,
-    Source,
-    SourceTensor,
-    match_source_tensors,
-    source_axis_maps,
-)
-from prepcli.sources.vocabulary_tensors import vocabulary_names
-from prepcli.targets.hf_folder import config_files, copied_small_files, output_config
+from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.orbax_item import (
-    OrbaxItemLayout,
+    OrbaxLayout,
     Partitioning,
-    item_streams,
-    make_item,
+    device_nbytes,
+    find_fallbacks,
+    item_read_amplification,
     tower_leaf,
 )
-from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state
+from prepcli.targets.planner import (
+    NATIVE_TREE,
+    Draft,
+    Placed,
+    make_plan,
+    start_draft,
+    with_rows,
+    with_source_state,
+)
+from prepcli.targets.streams import dropped_state
 
 # A TPU host and many GPU hosts have 4 devices. The number is used to estimate the bytes read by a host.
 DEVICES_PER_HOST = 4
@@ -114,11 +109,11 @@ def save_init(
     _check_padding_options(options)
     if options["quantized"] == "keep":
         check_allow_overflow(options["allow_overflow"], options["dtype"])
-    return run_conversion(
+    opened = open_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
-        partial(plan_orbax_item, options),
     )
+    return run_conversion(opened, plan_orbax_item(options, opened.source, opened.located))
 
 
 @public
@@ -151,12 +146,21 @@ def reshard(
         DamagedError: Files of the source are damaged.
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
-    return run_conversion(
+    opened = open_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
-        partial(plan_resharded_item, options),
         _is_unresharded,
     )
+    # `reshard` has none of the options of new rows and casts.
+    values = with_defaults(SaveInitOptions, options)
+    planned = plan_orbax_item(
+        values,
+        opened.source,
+        opened.located,
+        params_only=options["params_only"],
+        command="reshard",
+    )
+    return run_conversion(opened, planned)
 
 
 def _check_padding_options(options: SaveInitOptions) -> None:
@@ -180,31 +184,6 @@ def _is_unresharded(folder: Path) -> bool:
     return find_item(folder) is not None and manifest is not None and manifest.command != "reshard"
 
 
-@dataclass(frozen=True, slots=True)
-class ItemLayout:
-    """Layout of an Orbax item, after the defaults of the request are filled in from the source."""
-
-    partitioning: Partitioning
-    scan: bool
-    scan_axis: int
-    vocabulary: Vocabulary  # of the source
-    output_vocabulary: Vocabulary
-    rules: tuple[str, ...]  # rules of `--rule`, or of the source
-    source_manifest: Manifest  # empty if prep did not write the source
-    is_training_step: bool  # the output is a training step, with its optimizer state
-
-
-def plan_resharded_item(
-    options: ReshardOptions, source: Source, located: LocatedCheckpoint
-) -> PlannedConversion:
-    """Plan a copy of an Orbax checkpoint. See `plan_orbax_item`."""
-    # `reshard` has none of the options of new rows and casts.
-    values = with_defaults(SaveInitOptions, options)
-    return plan_orbax_item(
-        values, source, located, params_only=options["params_only"], command="reshard"
-    )
-
-
 def plan_orbax_item(
     options: SaveInitOptions,
     source: Source,
@@ -213,82 +192,63 @@ def plan_orbax_item(
     params_only: bool = False,
     command: str = "save-init",
 ) -> PlannedConversion:
-    """Plan the copy of every tensor to its leaf, in chunks for the mesh.
-
-    Args:
-        options: Mesh, scan axis, padding, dtype and compression.
-        source: Opened source.
-        located: Located source. Its model name determines the output's default name.
-        params_only: Drop the optimizer state.
-        command: `save-init` or `reshard`.
-
-    Returns:
-        Plan with the notes and fields of its report.
-
-    Raises:
-        PrepError: The source is of the wrong kind, or does not match the request, its family or the mesh.
-    """
+    """Plan the copy of every tensor to its leaf, in chunks for the mesh. The command is `save-init` or `reshard`."""
     _check_source_kind(command, source)
-    source, left_tensors = _converted_part(options, source, params_only)
+    source, left = _converted_part(options, source, params_only)
     if source.family.is_verbatim:
         _check_verbatim_options(options, source)
         if options["dtype"]:
             source = as_verbatim(source, options["dtype"])
     layout = resolve_layout(options, source, params_only=params_only)
-    axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
-    match = match_source_tensors(source, axis_maps, make_match_options(options))
-    check_leaf_rules(layout.partitioning.rules, _leaf_dims(source, axis_maps, match))
-    resize = _padding(options, source, layout, match)
-    item = make_item(
+    draft = start_draft(
         source,
-        match,
-        axis_maps=axis_maps,
-        vocab_tensors=resize.tensors,
-        vocab_size=layout.output_vocabulary.stored_size,
-        partitioning=layout.partitioning,
+        layout.axis_maps(source),
+        make_match_options(options),
+        true_vocab=options["true_vocab"],
         dtype=options["dtype"],
-        storage=planned_storage(options),
     )
-    plan = plan_item(
-        options,
-        source,
-        layout,
-        match,
-        item,
-        resize,
+    check_leaf_rules(layout.partitioning.rules, _leaf_dims(draft))
+    num_rows = padded_vocab_rows(options, draft, layout.partitioning)
+    draft = with_rows(draft, num_rows, make_fill(options["init"], options["seed"], source))
+    draft = replace(with_source_state(draft), left=left)
+    placed = layout.place(draft)
+    plan = make_plan(
+        draft,
+        placed,
         command=command,
         request=_command_line(command, options, source, params_only=params_only),
-        dropped=(*match.dropped, *left_tensors),
         name=located.model_name,
-        side_files=copied_small_files(source, f"{HF_FOLDER}/"),
     )
     check_index_size(plan)
-    notes = (*source.made_files.remarks, *_layout_lines(layout, item, left_tensors))
+    notes = (*source.made_files.remarks, *_layout_lines(draft, layout, placed))
     if source.training_record is not None and layout.is_training_step:
         notes += tuple(imported_state_notes(source.training_record))
-    mesh = layout.partitioning.mesh
-    meshes = {"from": layout.source_manifest.mesh, "to": str(mesh) if mesh else None}
     next_command = f"prep reshard {OUT_PLACEHOLDER} --mesh DP,FSDP,MP"
     if command == "reshard":
         next_command = f"prep verify {OUT_PLACEHOLDER}"
+    meshes = {"from": source.tree_manifest.mesh, "to": plan.settings.mesh}
     return PlannedConversion(
         plan,
         f"{located.model_name}-{_output_suffix(command, layout)}",
         notes=notes,
-        fields={"leaves": len(item.leaves), "layout": "native", "mesh": meshes},
+        fields={"leaves": len(plan.leaves), "layout": NATIVE_TREE, "mesh": meshes},
         next_command=next_command,
     )
 
 
-def planned_storage(options: SaveInitOptions) -> ItemStorage:
-    """Return the storage of the chunks before their compression."""
-    # Compressed chunks are written from raw chunks in data files.
-    if options["compress"] is not None:
-        return OCDBT
-    return ORBAX_STORAGES[options["storage"]]
+def check_index_size(plan: Plan) -> None:
+    """Raise UsageError if the index of the output would have more entries than prep reads."""
+    num_entries = plan.chunk_count + len(plan.leaves)
+    if num_entries > MAX_ENTRIES:
+        what = f"{plan.source_name} would have {plan.chunk_count:,} chunks"
+        why = f"an index has at most {MAX_ENTRIES:,} entries"
+        hint = text(
+            "use a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules")
+        )
+        raise usage_error(what, why, hint)
 
 
-def _output_suffix(command: str, layout: ItemLayout) -> str:
+def _output_suffix(command: str, layout: OrbaxLayout) -> str:
     """Return the end of the output's default name."""
     mesh = layout.partitioning.mesh
     if mesh is not None and command == "reshard":
@@ -316,14 +276,6 @@ def _converted_part(
     return source, (*later_layers, *dropped)
 
 
-def _padding(
-    options: SaveInitOptions, source: Source, layout: ItemLayout, match: TensorMatch
-) -> VocabResize:
-    """Return the requested padding of the vocabulary."""
-    fill = make_fill(options["init"], options["seed"], source)
-    return VocabResize(layout.vocabulary, vocabulary_names(source, match, layout.vocabulary), fill)
-
-
 def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[DroppedTensor, ...]]:
     """Return a source without the tensors of the state to drop, and a record of each dropped tensor.
 
@@ -331,7 +283,7 @@ def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[Dro
     """
     if params_only:
         dropped = tuple(dropped_state(source))
-        return dataclasses.replace(source, state_tensors=(), quantized={}), dropped
+        return replace(source, state_tensors=(), quantized={}), dropped
     if source.tree_manifest.is_training_step:
         return source, ()
     scales: list[SourceTensor] = []
@@ -339,97 +291,24 @@ def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[Dro
     for tensor in source.state_tensors:
         kind = scales if is_quantization_tensor(tensor.name) else others
         kind.append(tensor)
-    dropped = tuple(dropped_state(dataclasses.replace(source, state_tensors=tuple(others))))
-    return dataclasses.replace(source, state_tensors=tuple(scales)), dropped
+    dropped = tuple(dropped_state(replace(source, state_tensors=tuple(others))))
+    return replace(source, state_tensors=tuple(scales)), dropped
 
 
-def _leaf_dims(
-    source: Source, axis_maps: Mapping[str, ParsedAxisMap], match: TensorMatch
-) -> dict[str, LeafDims]:
+def _leaf_dims(draft: Draft) -> dict[str, LeafDims]:
     """Return the dims of each leaf of the output, by path."""
     # A tied head has no leaf in the output, so a rule for it would have no effect.
-    tied_leaf = source.family.tying.head_leaf if match.is_tied else None
+    tied_leaf = draft.source.family.tying.head_leaf if draft.match.is_tied else None
     dims: dict[str, LeafDims] = {}
-    for path, axis_map in axis_maps.items():
+    for path, axis_map in draft.axis_maps.items():
         if path != tied_leaf:
             dims[path] = axis_map.leaf_dims
-    for tensor in source.tower_tensors:
+    for tensor in draft.source.tower_tensors:
         dims[tower_leaf(tensor)] = tuple((f"d{axis}",) for axis in range(len(tensor.shape)))
     return dims
 
 
-def check_index_size(plan: Plan) -> None:
-    """Raise UsageError if the index of the output would have more entries than prep reads."""
-    num_entries = plan.chunk_count + len(plan.leaves)
-    if num_entries > MAX_ENTRIES:
-        what = f"{plan.source_name} would have {plan.chunk_count:,} chunks"
-        why = f"an index has at most {MAX_ENTRIES:,} entries"
-        hint = text(
-            "use a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules")
-        )
-        raise usage_error(what, why, hint)
-
-
-def plan_item(
-    options: SaveInitOptions,
-    source: Source,
-    layout: ItemLayout,
-    match: TensorMatch,
-    item: OrbaxItemLayout,
-    resize: VocabResize,
-    *,
-    command: str,
-    request: str,
-    dropped: tuple[DroppedTensor, ...],
-    name: str,
-    side_files: Sequence[SmallFile],
-) -> Plan:
-    """Return the plan of an item after its layout is known.
-
-    Args:
-        options: Dtype, compression and storage.
-        source: The opened source.
-        layout: Layout of the item.
-        match: Match of the source's tensors.
-        item: Leaves and chunks.
-        resize: Tensors of the vocabulary, and their new rows.
-        command: Name of the command.
-        request: Its recorded command line.
-        dropped: Tensors and rows without a place in the item.
-        name: Name of the model in the manifest.
-        side_files: Files other than config.json.
-    """
-    compression = parse_compression(options["compress"])
-    storage = ORBAX_STORAGES[options["storage"]]
-    vocabulary = layout.output_vocabulary
-    config = output_config(source, vocabulary, match.is_tied, options["dtype"])
-    settings = _manifest_settings(source, name, layout)
-    if compression:
-        settings |= Manifest(compress=str(compression))
-    if storage != OCDBT:
-        settings |= Manifest(storage=storage.name)
-    settings |= Manifest(tied=match.is_tied, config=config)
-    return Plan(
-        command=command,
-        request=request,
-        source_name=source.display_name,
-        source_files=source.file_stamps,
-        streams=item_streams(
-            source, match, item=item, vocab_size=vocabulary.stored_size, resize=resize
-        ),
-        files=item.files,
-        small_files=(*config_files(source, config, f"{HF_FOLDER}/"), *side_files),
-        leaves=item.leaves,
-        dropped=dropped,
-        checks=match.checks,
-        settings=settings,
-        display_names=source.display_names(),
-        item=STATE_ITEM if layout.is_training_step else "",
-        compression=compression,
-    )
-
-
-def resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bool) -> ItemLayout:
+def resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bool) -> OrbaxLayout:
     """Resolve the layout options, with the source's layout for options not given."""
     source_manifest = source.tree_manifest
     mesh_text = source_manifest.mesh if options["mesh"] is None else options["mesh"]
@@ -443,11 +322,6 @@ def resolve_layout(options: SaveInitOptions, source: Source, *, params_only: boo
     rules = as_tuple(options["rules"]) or tuple(source_manifest.rules)
     if source.family.is_verbatim:
         rules = with_default_preset(rules)
-    partitioning = Partitioning(mesh, merge_rules(rules))
-    vocabulary = source.vocabulary(options["true_vocab"])
-    vocab_rows = padded_vocab_rows(
-        options, source, vocabulary=vocabulary, partitioning=partitioning
-    )
     scan = source_manifest.scan if options["scan"] is None else options["scan"]
     if not scan:
         reject_without(
@@ -456,50 +330,17 @@ def resolve_layout(options: SaveInitOptions, source: Source, *, params_only: boo
             Option("scan", True),
             "unstacked layers have no layer axis",
         )
-    return ItemLayout(
-        partitioning=partitioning,
+    scan_axis = options["scan_axis"]
+    return OrbaxLayout(
+        partitioning=Partitioning(mesh, merge_rules(rules)),
+        rule_texts=rules,
         scan=scan,
-        scan_axis=source_manifest.scan_axis
-        if options["scan_axis"] is None
-        else options["scan_axis"],
-        vocabulary=vocabulary,
-        output_vocabulary=Vocabulary(vocabulary.true_size, vocab_rows),
-        rules=rules,
-        source_manifest=source_manifest,
+        scan_axis=source_manifest.scan_axis if scan_axis is None else scan_axis,
+        storage=ORBAX_STORAGES[options["storage"]],
+        compression=parse_compression(options["compress"]),
         is_training_step=options["training_state"]
         or (source_manifest.is_training_step and not params_only),
     )
-
-
-def _manifest_settings(source: Source, name: str, layout: ItemLayout) -> Manifest:
-    """Return the fields of the manifest about the model and the layout."""
-    fields = Manifest()
-    if source.training_record is not None and layout.is_training_step:
-        record = source.training_record
-        fields = Manifest(step=record["step"], training_state=record)
-    elif layout.is_training_step:
-        fields = step_fields(layout.source_manifest)
-    fields |= adapter_fields(layout.source_manifest)
-    fields |= quantization_entries(source) | map_record(source)
-    fields |= Manifest(
-        name=name,
-        kind="train" if layout.is_training_step else "init",
-        family=source.family.name,
-        vocab={
-            "true": layout.output_vocabulary.true_size,
-            "padded": layout.output_vocabulary.stored_size,
-        },
-        layout="native",
-        mesh=str(layout.partitioning.mesh) if layout.partitioning.mesh else None,
-        rules=layout.rules,
-        scan=layout.scan,
-        scan_axis=layout.scan_axis,
-        prefixed=source.names.is_prefixed,
-    )
-    # The numbers in the names of stacked tensors.
-    if source.family.is_verbatim:
-        fields |= Manifest(stacked=stacked_numbers(source.family, layout.scan))
-    return fields | towers_entry(source)
 
 
 def _check_verbatim_options(options: SaveInitOptions, source: Source) -> None:
@@ -545,34 +386,32 @@ def _check_source_kind(command: str, source: Source) -> None:
         )
 
 
-def _layout_lines(
-    layout: ItemLayout, item: OrbaxItemLayout, left_tensors: Sequence[DroppedTensor]
-) -> Iterator[str]:
+def _layout_lines(draft: Draft, layout: OrbaxLayout, placed: Placed) -> Iterator[str]:
     """Yield the notes about a layout: padding, mesh, unsharded dims, and the dropped optimizer state."""
-    stored_size = layout.vocabulary.stored_size
-    mesh = layout.partitioning.mesh
-    vocab_rows = layout.output_vocabulary.stored_size
+    stored_size = draft.resize.vocabulary.stored_size
+    vocab_rows = draft.vocabulary.stored_size
     if vocab_rows != stored_size:
         added = vocab_rows - stored_size
         yield f"vocabulary {stored_size} -> {vocab_rows} (+{count_text(added, 'row')})"
+    mesh = layout.partitioning.mesh
     if mesh is not None:
         axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes))
-        source_mesh = layout.source_manifest.mesh
+        source_mesh = draft.source.tree_manifest.mesh
         # If the number of devices is no multiple of DEVICES_PER_HOST, e.g. 6, they count as one host.
         devices_per_host = (
             DEVICES_PER_HOST if mesh.n_devices % DEVICES_PER_HOST == 0 else mesh.n_devices
         )
         num_hosts = mesh.n_devices // devices_per_host
-        amplification = item.read_amplification(mesh, devices_per_host)
+        amplification = item_read_amplification(placed, mesh, devices_per_host)
         hosts = f"{num_hosts} host{'s' if num_hosts > 1 else ''} of {devices_per_host}"
-        size = format_bytes(item.device_nbytes())
+        size = format_bytes(device_nbytes(placed))
         change = f"{source_mesh} -> {axes}" if source_mesh else axes
         yield (
             f"mesh {change} = {mesh.n_devices} devices; {size} per device;"
             f" {hosts} read {amplification:.2f} x their bytes"
         )
-    yield from item.fallbacks
-    dropped = [t.nbytes for t in left_tensors if t.rule == OPT_STATE_RULE]
+    yield from find_fallbacks(placed)
+    dropped = [part.nbytes for part in draft.left if part.rule == OPT_STATE_RULE]
     if sum(dropped):
         yield f"optimizer state ({format_bytes(sum(dropped))}) dropped"
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from prepcli.commands.operations.conversion import common_options, open_checkpoint
+from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import SourceOptions
 from prepcli.core.errors import Option, OutputExistsError, PrepError, text, usage_error
@@ -111,7 +111,7 @@ def _plan_item(
     _check_leaves(shapes, source, manifest)
     if source.wrapper is not None:
         # The output has only the parameters.
-        stored = stored_towers(source, like, located.local_files.commit)
+        stored = stored_towers(source, like, located.files.commit)
         manifest |= Manifest(towers={**(manifest.towers or {}), **stored})
     request = f"prep.save_params(like={source.display_name!r})"
     plan = plan_training_step(

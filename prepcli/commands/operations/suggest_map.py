@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.commands.operations.conversion import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.inspection_options import SuggestMapOptions
+from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.result_files import (
     check_result_path,

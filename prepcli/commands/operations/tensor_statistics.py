@@ -9,11 +9,9 @@ from prepcli.core.observer import Observer
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import MIN_MEMORY_NBYTES
 from prepcli.formats.again_hint import again_hint
-from prepcli.inspection.checkpoint_contents import CheckpointContents, TensorEntry
+from prepcli.inspection.checkpoint_contents import CheckpointContents
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
-from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteBlob, without_read_ahead
-from prepcli.remote.retries import map_in_daemon_threads
 from prepcli.restore.digest_checks import check_tensors
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
@@ -25,6 +23,9 @@ from prepcli.sources.source import (
     stored_axis_maps,
 )
 from prepcli.sources.tensor_labels import label_tensors
+from prepcli.stores.byte_ranges import MAX_IN_FLIGHT
+from prepcli.stores.paths import is_remote, without_read_ahead
+from prepcli.stores.retries import map_in_daemon_threads
 
 
 def check_values(
@@ -45,7 +46,7 @@ def check_values(
     if located.manifest is None:
         return
     # Quantised weights have digests as they are stored, and scaled values as they are scaled.
-    verbatim = True if is_quantized(located.local_files.path) else None
+    verbatim = True if is_quantized(located.files.path) else None
     source = open_source(located, verbatim=verbatim, kept_scales="all")
     tensors = source.all_tensors
     if names is not None:
@@ -77,12 +78,12 @@ def _named_tensors(source: Source, names: Collection[str]) -> Sequence[SourceTen
 
 
 def compute_statistics(
-    contents: CheckpointContents, entries: Sequence[TensorEntry], observer: Observer
+    contents: CheckpointContents, entries: Sequence[SourceTensor], observer: Observer
 ) -> list[TensorStats | None]:
     """Read the data of tensors, and compute the statistics of each."""
     progress = observer.progress()
     progress.begin("inspect", sum(map(stored_nbytes, entries)))
-    is_remote = any(isinstance(blob, RemoteBlob) for blob in contents.byte_sources)
+    has_server = is_remote(contents.byte_sources)
     # One thread at a time reports progress.
     progress_lock = threading.Lock()
 
@@ -93,10 +94,10 @@ def compute_statistics(
     try:
         with open_blobs(without_read_ahead(contents.byte_sources)) as files:
 
-            def compute(entry: TensorEntry) -> TensorStats | None:
-                return compute_stats(entry, files, advance, is_remote=is_remote)
+            def compute(entry: SourceTensor) -> TensorStats | None:
+                return compute_stats(entry, files, advance, is_remote=has_server)
 
-            if not is_remote:
+            if not has_server:
                 return [compute(entry) for entry in entries]
             # A store limits the rate of each connection.
             return map_in_daemon_threads(compute, entries, num_threads=2 * MAX_IN_FLIGHT)

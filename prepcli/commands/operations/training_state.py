@@ -6,17 +6,10 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from prepcli.commands.operations.conversion import PlannedConversion
-from prepcli.commands.operations.export_layouts import (
-    WeightFiles,
-    file_format,
-    item_files,
-    lay_out_weights,
-    written_storage,
-)
+from prepcli.commands.operations.export_checks import file_format
 from prepcli.commands.operations.options import ExportOptions, SaveInitOptions
 from prepcli.core.errors import (
     GET_AGAIN_HINT,
@@ -29,9 +22,7 @@ from prepcli.core.errors import (
 )
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.decayed_leaves import DecayRule
-from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.libraries import (
-    DCP_FORMAT,
     LIBRARIES_BY_LAYOUT,
     NO_SETTINGS,
     AdamSettings,
@@ -40,23 +31,17 @@ from prepcli.planning.libraries import (
     find_library,
 )
 from prepcli.planning.manifest_fields import Manifest, TrainingStateRecord
-from prepcli.planning.plan import Locations
-from prepcli.planning.state_names import MOMENTS, qualify, split_name
+from prepcli.planning.state_names import split_name
 from prepcli.sources.adam_state import (
     AdamState,
     read_adam_state,
     require_settings,
-    slot_scales,
 )
 from prepcli.sources.multimodal import models_title, towers_title
-from prepcli.sources.source import Source, SourceTensor
-from prepcli.targets.torch_state import (
-    TorchAdam,
-    lay_out_dcp_state,
-    lay_out_trainer_state,
-    prepare_torch_adam,
-)
-from prepcli.targets.trainer_item import lay_out_item_state
+from prepcli.sources.source import Source
+from prepcli.targets.planner import Draft, with_state
+from prepcli.targets.torch_folder import prepare_torch_adam
+from prepcli.targets.trainer_item import with_item_state
 
 OPTION = Option("training_state", True)
 REMOVE_HINT = text("remove {}", OPTION)
@@ -66,9 +51,6 @@ def read_training_state(source: Source) -> AdamState:
     """Return the training state of a source. Only the counters are read.
 
     A step of a run has the settings of its optimizer in the recipe of its manifest.
-
-    Args:
-        source: The opened source.
 
     Raises:
         PrepError: The source has no state of AdamW, or moments of some parameters are missing.
@@ -148,69 +130,6 @@ def imported_state_notes(record: TrainingStateRecord) -> Iterator[str]:
 # --- prep export ---
 
 
-@dataclass(frozen=True, slots=True)
-class StateExport:
-    """The weight files of an export, and the part of the export about the training state, if there is one.
-
-    Attributes:
-        weight_files: Files of the parameters and of the state.
-        source: The source with all tensors to write.
-        state: The training state, or None.
-        others: Counters and constants with a tensor in the output.
-        unconverted: Parts of the source without a place in the output, and of the output without a source.
-        folder_name: Default name of the output. Empty for the name of other exports.
-        notes: Lines for the user.
-    """
-
-    weight_files: WeightFiles
-    source: Source
-    state: AdamState | None = None
-    others: tuple[SourceTensor, ...] = ()
-    unconverted: tuple[str, ...] = ()
-    folder_name: str = ""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def tensors(self) -> tuple[SourceTensor, ...]:
-        """The tensors of the state to write."""
-        if self.state is None:
-            return ()
-        return *self.state.tensors, *self.others
-
-    @property
-    def left_source(self) -> Source:
-        """The source with only the unconverted state."""
-        if self.state is None:
-            return self.source
-        return replace(self.source, state_tensors=self.state.left_out)
-
-    def scales(self, scales: Mapping[str, LayoutScale]) -> dict[str, LayoutScale]:
-        """Return the scales of the moments, given the scales of the parameters by name."""
-        moments: dict[str, LayoutScale] = {}
-        if self.state is not None:
-            for slot in MOMENTS:
-                for name, scale in slot_scales(slot, scales).items():
-                    moments[qualify(slot, name)] = scale
-        return moments
-
-    def settings(self) -> Manifest:
-        """Return the fields of the manifest about the state."""
-        if self.state is None:
-            return Manifest()
-        return Manifest(training_state=self.state.record(list(self.unconverted)))
-
-    def describe(self, planned: PlannedConversion) -> PlannedConversion:
-        """Return a planned export with the source, the default name and the notes of its training state."""
-        if self.state is None:
-            return planned
-        return replace(
-            planned,
-            default_out_name=self.folder_name or planned.default_out_name,
-            notes=(*planned.notes, *self.notes),
-            source_view=self.source,
-        )
-
-
 def check_state_request(options: ExportOptions, source: Source) -> None:
     """Raise UsageError for options in conflict with a training state."""
     layouts: list[str] = []
@@ -255,82 +174,28 @@ def _multimodal_error(source: Source, why: str, hint: str) -> PrepError:
     return usage_error(what, why, hint)
 
 
-def lay_out_training_state(
-    options: ExportOptions,
-    source: Source,
-    parameters: Sequence[SourceTensor],
-    row_counts: Mapping[str, int],
-    *,
-    vocab_rows: int,
-    shard_nbytes: int,
-) -> StateExport:
-    """Lay out the parameters and the training state of a source.
-
-    Args:
-        options: Layout and format.
-        source: The opened source.
-        parameters: The parameters to write.
-        row_counts: Rows of each parameter in the output.
-        vocab_rows: Rows of the vocabulary in the output.
-        shard_nbytes: Maximum size of a weight file.
+def draft_state(options: ExportOptions, draft: Draft) -> Draft:
+    """Return a draft with the training state of its source in the form of another library.
 
     Raises:
         PrepError: The source has no state of AdamW, or its order in the output is unknown.
     """
+    source = draft.source
     state = read_training_state(source)
-    library = find_library(options["layout"], file_format(options))
-    kind = library.state
-    assert kind is not None
+    kind = _state_kind(options)
     if not kind.optax or not kind.optax.averages:
         state = state.without_averages()
     missing = kind.missing
-    if library.item and kind.optax:
+    if kind.optax:
         if kind.has_settings:
             require_settings(source, state)
-        item = lay_out_item_state(
-            source,
-            parameters,
-            state,
-            layout=options["layout"],
-            vocab_size=vocab_rows,
-            storage=written_storage(options),
-        )
-        folder = library.item.folder(state.step, has_state=True)
-        files = item_files(item.layout, folder, kind.optax.empty_nodes)
-        export = StateExport(files, item.source, state, item.others)
+        draft = with_item_state(draft, state, options["layout"])
     else:
-        adam = prepare_torch_adam(source, parameters, state, row_counts)
-        missing = (*missing, *adam.decay_differences(source))
-        if library.file_format == DCP_FORMAT:
-            dcp, locations = lay_out_dcp_state(adam, shard_nbytes)
-            files = WeightFiles(dcp.files, locations, (dcp.metadata,))
-        else:
-            files = lay_out_weights(
-                options,
-                source,
-                parameters,
-                row_counts,
-                vocab_rows=vocab_rows,
-                shard_nbytes=shard_nbytes,
-            )
-            files = _with_trainer_files(files, adam)
-        export = StateExport(files, source, state)
-    unconverted = tuple(_unconverted_parts(source, state, kind, missing))
-    name = kind.folder_name.format(step=state.step)
-    notes = tuple(_export_notes(state, kind, unconverted))
-    return replace(export, unconverted=unconverted, folder_name=name, notes=notes)
-
-
-def _with_trainer_files(files: WeightFiles, adam: TorchAdam) -> WeightFiles:
-    """Return the files of a checkpoint of Trainer, given those of its parameters."""
-    optimizer, moments, small_files = lay_out_trainer_state(adam, len(files.files))
-    locations: dict[str, Locations] = {name: (place,) for name, place in moments.items()}
-    return replace(
-        files,
-        files=(*files.files, optimizer),
-        locations={**files.locations, **locations},
-        index=(*files.index, *small_files),
-    )
+        draft = with_state(draft, state)
+        missing = (*missing, *prepare_torch_adam(draft).decay_differences(source))
+    unconverted = [*_unconverted_parts(source, state, kind, missing)]
+    settings = Manifest(training_state=state.record(unconverted))
+    return replace(draft, settings=settings | draft.settings)
 
 
 def _unconverted_parts(
@@ -351,10 +216,18 @@ def _unconverted_parts(
     return parts
 
 
-def _export_notes(
-    state: AdamState, kind: TrainerState, unconverted: Sequence[str]
-) -> Iterator[str]:
-    """Yield lines for the user."""
+def state_folder_name(options: ExportOptions, state: AdamState) -> str:
+    """Return the default name of an output with a training state. Empty for the name of other exports."""
+    return _state_kind(options).folder_name.format(step=state.step)
+
+
+def exported_state_notes(options: ExportOptions, draft: Draft) -> Iterator[str]:
+    """Yield lines for the user about the training state of a draft."""
+    state = draft.state
+    record = draft.settings.training_state
+    assert state is not None
+    assert record is not None
+    kind = _state_kind(options)
     parts = "moments, counters and settings" if kind.has_settings else "moments and counters"
     yield f"training state of step {state.step}: {parts} of AdamW"
     if state.settings is not None:
@@ -367,4 +240,11 @@ def _export_notes(
         for case in cases:
             if case in kind.restore_notes:
                 yield kind.restore_notes[case].format(**numbers)
-    yield f"not converted: {', '.join(unconverted)}"
+    yield f"not converted: {', '.join(record['left_out'])}"
+
+
+def _state_kind(options: ExportOptions) -> TrainerState:
+    """Return the training states of the library of an export."""
+    kind = find_library(options["layout"], file_format(options)).state
+    assert kind is not None
+    return kind

@@ -8,19 +8,10 @@ from __future__ import annotations
 from typing import Annotated, Literal, TypedDict
 
 from prepcli.core.option_spec import NOT_RECORDED, OptionSpec
+from prepcli.planning.libraries import HF_LAYOUT, TREES, Layout
 
-Layout = Literal[
-    "hf",
-    "hf-flax",
-    "easylm",
-    "easylm-scanned",
-    "maxtext",
-    "maxtext-unscanned",
-    "tunix",
-    "levanter",
-    "levanter-unscanned",
-    "torchtitan",
-]
+# Without the forms of the same trees with other layers.
+_STACKED = [tree for tree in TREES if not tree.endswith("scanned")]
 
 
 class SourceTreeOptions(TypedDict, total=False):
@@ -30,7 +21,7 @@ class SourceTreeOptions(TypedDict, total=False):
         str | None,
         OptionSpec(
             "TREE",
-            "Read the tree as native, easylm, hf-flax, maxtext, tunix, levanter, ... Default: by its leaves.",
+            f"Read the tree as native, {', '.join(_STACKED[:-1])} or {_STACKED[-1]}. Default: by its leaves.",
             "Layout of a checkpoint that another library wrote, by the names of `layout`, or native for prep's own."
             " Default: the one that fits the names and shapes of the leaves best.",
             position=23,
@@ -46,8 +37,7 @@ class TreeOptions(TypedDict, total=False):
         Layout,
         OptionSpec(
             "TREE",
-            "Write the tree of hf, hf-flax, easylm, easylm-scanned, maxtext, maxtext-unscanned, tunix, levanter,"
-            " levanter-unscanned or torchtitan.",
+            f"Write the tree of {HF_LAYOUT}, {', '.join(TREES[:-1])} or {TREES[-1]}.",
             '"hf" (safetensors, the default), "hf-flax" (Flax msgpack), "easylm" (stream), or a checkpoint of another '
             'trainer: "maxtext", "tunix", "levanter" or "torchtitan" (torch distributed '
             'checkpoint). "maxtext-unscanned" and "levanter-unscanned" have one leaf per layer, "easylm-scanned" has '

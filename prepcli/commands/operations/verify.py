@@ -21,16 +21,16 @@ from prepcli.commands.operations.comparable_sources import (
     note_unrecorded_drops,
 )
 from prepcli.commands.operations.compared_settings import setting_differences
-from prepcli.commands.operations.conversion import (
+from prepcli.commands.operations.inspection_options import VerifyOptions
+from prepcli.commands.operations.opening import (
     CommonOptions,
     check_config_option,
     common_options,
     note_file_names,
     open_checkpoint,
+    source_line,
 )
-from prepcli.commands.operations.inspection_options import VerifyOptions
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.source_line import source_line
 from prepcli.commands.operations.verification_results import (
     TensorDifference,
     TensorDistance,
@@ -58,8 +58,13 @@ from prepcli.formats.again_hint import again_hint
 from prepcli.formats.manifest import NO_MANIFEST, unwritten_manifest
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream
-from prepcli.restore.digest_checks import check_after_reading, stream_digests, tensor_digests
-from prepcli.restore.scaled_digests import stored_scale, written_stream
+from prepcli.restore.digest_checks import (
+    check_after_reading,
+    stored_scale,
+    stream_digests,
+    tensor_digests,
+    written_stream,
+)
 from prepcli.sources.dropped_tensors import with_recorded_text_part, without_recorded_drops
 from prepcli.sources.locate import check_stream
 from prepcli.sources.references import default_checkpoint
@@ -185,7 +190,7 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
         kept_scales=kept_scales,
         notes_names=request.against is None,
     )
-    check_checksum_file(source, located)
+    check_checksum_file(source)
     if request.against is None:
         observer.note(source_line(source))
         check_config_option(request.common, source)
@@ -198,7 +203,7 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     check_config_option(request.common, source, against_source)
     check_stream(request.common.stream, located, against_located)
     check_contents(source, against_source)
-    check_checksum_file(against_source, against_located)
+    check_checksum_file(against_source)
     manifests = [one.manifest or NO_MANIFEST for one in (source, against_source)]
     source = with_recorded_text_part(source, manifests[1])
     against_source = with_recorded_text_part(against_source, manifests[0])

@@ -10,19 +10,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple, Unpack
 
 import numpy as np
 
 from prepcli.commands.console.jax_logs import silence_jax
 from prepcli.commands.operations.conflicts import reject_without
-from prepcli.commands.operations.conversion import (
-    CommonOptions,
-    check_config_option,
-    common_options,
-    open_checkpoint,
-)
 from prepcli.commands.operations.file_arrays import temporary_folder
 from prepcli.commands.operations.inspection_options import (
     ChainCommandOptions,
@@ -33,15 +26,21 @@ from prepcli.commands.operations.inspection_options import (
 from prepcli.commands.operations.logit_distance import logit_distance, relative_differences
 from prepcli.commands.operations.model_outputs import (
     PromptOutput,
-    check_transformers_can_load,
     prep_outputs,
+    transformers_folder,
     transformers_outputs,
 )
 from prepcli.commands.operations.open_params import open_params
+from prepcli.commands.operations.opening import (
+    CommonOptions,
+    check_config_option,
+    common_options,
+    open_checkpoint,
+    source_line,
+)
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import SourceOptions
 from prepcli.commands.operations.prompts import read_prompts
-from prepcli.commands.operations.source_line import source_line
 from prepcli.commands.operations.token_ids import MAX_ID_DIGITS, split_token_ids
 from prepcli.commands.operations.verification_results import LogitComparison, PromptComparison
 from prepcli.core.errors import Option, PrepError, text, usage_error
@@ -49,6 +48,7 @@ from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike
 from prepcli.core.progress import Progress
+from prepcli.stores.paths import AnyPath
 from trainer.run.params import OpenedModel
 
 DEFAULT_TOLERANCE = 1e-3
@@ -118,8 +118,9 @@ def verify_logits(
         ) as second,
     ):
         _check_pair(first, second)
+        reference = None
         if library != "prep":
-            check_transformers_can_load(second.folder, second.name, is_remote=second.is_remote)
+            reference = transformers_folder(second.folder, second.name)
         prompts = _make_prompts(options["prompt_ids"], (first, second), library)
         ids = list(prompts.values())
         _check_disk(ids, first)
@@ -128,11 +129,11 @@ def verify_logits(
         first_outputs = list(prep_outputs(first.opened, ids, first.decoder_start_id))
         observer.note(f"computing {second.name} with {library}")
         start_id = second.decoder_start_id
-        if library == "prep":
+        if reference is None:
             second_outputs = prep_outputs(second.opened, ids, start_id)
         else:
             vocab_size = second.opened.model.true_vocab_size
-            second_outputs = transformers_outputs(second.folder, ids, vocab_size, start_id)
+            second_outputs = transformers_outputs(reference, ids, vocab_size, start_id)
         for name, a, b in zip(prompts, first_outputs, second_outputs, strict=True):
             comparisons.append(_compare(name, a, b))
     return LogitComparison(
@@ -148,13 +149,12 @@ def verify_logits(
 class _Model(NamedTuple):
     """An opened model, with its name and its folder.
 
-    With `is_remote` the folder has placeholders of remote files. `decoder_start_id` is the first token of the decoder
+    `decoder_start_id` is the first token of the decoder
     of a model with an encoder, else None.
     """
 
     name: str
-    folder: Path
-    is_remote: bool
+    folder: AnyPath
     opened: OpenedModel
     decoder_start_id: int | None
 
@@ -177,10 +177,7 @@ def _open_model(common: CommonOptions, mesh: str | None, observer: Observer) -> 
         decoder_start_id: int | None = None
         if opened.model.arch_config.encoder is not None:
             decoder_start_id = decoder_start_token_id(source.config, opened.model.true_vocab_size)
-        files = located.local_files
-        yield _Model(
-            source.display_name, files.path, files.remote is not None, opened, decoder_start_id
-        )
+        yield _Model(source.display_name, located.files.path, opened, decoder_start_id)
 
 
 def _second_checkpoint_options(common: CommonOptions, against: PathLike | None) -> CommonOptions:

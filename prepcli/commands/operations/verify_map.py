@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from prepcli.commands.operations.conversion import CommonOptions
+from prepcli.commands.operations.opening import CommonOptions
 from prepcli.core.errors import Option, text, usage_error
 from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder, read_manifest
 from prepcli.planning.manifest_fields import Manifest

@@ -13,7 +13,6 @@ from prepcli.commands.pages.charts import Bar, shard_map_svg, stacked_bar
 from prepcli.commands.pages.html_page import html_table, write_html_page
 from prepcli.core.counts import count_text
 from prepcli.core.formatting import format_bytes
-from prepcli.inspection.checkpoint_contents import TensorEntry
 from prepcli.inspection.logical_leaves import LogicalLeaf
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_rows
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map
@@ -21,6 +20,7 @@ from prepcli.inspection.tensor_stats import TensorStats, stats_cells
 from prepcli.models.mesh import Mesh
 from prepcli.models.partition import Spec, device_boxes, num_replicas, shard_shape
 from prepcli.planning.tensors import array_bits
+from prepcli.sources.source import SourceTensor
 
 # Nodes of the tree and rows of a table. A malicious header may list millions of tensors.
 MAX_ROWS = 2000
@@ -64,7 +64,7 @@ class InspectionPage:
 
     name: str
     facts: Sequence[tuple[str, str]]
-    entries: Sequence[TensorEntry]
+    entries: Sequence[SourceTensor]
     statistics: Sequence[TensorStats | None] | None = None
     sharded: ShardedModel | None = None
     against: str | None = None
@@ -110,7 +110,7 @@ def _page_body(page: InspectionPage) -> Iterator[str]:
     yield from _tree_section(page.entries)
 
 
-def _dtype_section(entries: Sequence[TensorEntry]) -> Iterator[str]:
+def _dtype_section(entries: Sequence[SourceTensor]) -> Iterator[str]:
     """Yield a bar with the bytes of each dtype."""
     nbytes_of: dict[str, int] = {}
     for entry in entries:
@@ -242,7 +242,7 @@ def _picture_dims(split_dims: Sequence[int], num_dims: int) -> tuple[int, int]:
 
 
 def _statistics_section(
-    entries: Sequence[TensorEntry], statistics: Sequence[TensorStats | None]
+    entries: Sequence[SourceTensor], statistics: Sequence[TensorStats | None]
 ) -> Iterator[str]:
     """Yield a table of the values of each tensor."""
     yield "<h2>Statistics</h2>"
@@ -253,7 +253,7 @@ def _statistics_section(
     yield from _omitted_line(len(entries))
 
 
-def _tree_section(entries: Sequence[TensorEntry]) -> Iterator[str]:
+def _tree_section(entries: Sequence[SourceTensor]) -> Iterator[str]:
     """Yield the tree of names, with equal layers merged."""
     nodes = build_tree(entries)
     yield '<h2>Tree</h2><div class="tree">'

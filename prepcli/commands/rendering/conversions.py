@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prepcli.commands.console.ui import Report
-from prepcli.commands.operations.conversion_details import dropped_text
+from prepcli.commands.operations.conversion import dropped_text
 from prepcli.commands.operations.results import Conversion
 from prepcli.core.counts import count_text
 from prepcli.core.formatting import format_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.commands.console.ui import Report, Ui
@@ -23,7 +22,7 @@ from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import LEAVES
 from prepcli.core.tables import Cell, format_table, wrap_line
 from prepcli.formats.orbax import item_metadata_file
-from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents, TensorEntry
+from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents, num_chunks
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
 from prepcli.inspection.parameter_count import missing_parameter, nbytes_below
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding
@@ -33,7 +32,7 @@ from prepcli.models.partition import device_boxes, num_replicas, shard_shape
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE
 from prepcli.planning.state_names import OPT_STATE, PARAMS
-from prepcli.sources.source import CONFIG
+from prepcli.sources.source import CONFIG, SourceTensor
 
 if TYPE_CHECKING:
     # Only `--html` needs the modules of pages.
@@ -159,7 +158,7 @@ def page_report(written: WrittenPage, ui: Ui) -> Report:
 
 
 def _tree_view(
-    entries: Sequence[TensorEntry], max_rows: int, ui: Ui
+    entries: Sequence[SourceTensor], max_rows: int, ui: Ui
 ) -> tuple[str, list[dict[str, object]]]:
     """Return the tree as text and as JSON fields."""
     nodes = build_tree(entries)
@@ -191,22 +190,9 @@ def _append_omitted_line(text: str, num_omitted: int) -> str:
     )
 
 
-def _first_chunk_place(contents: CheckpointContents, entry: TensorEntry) -> tuple[str, int] | None:
-    """Return file name and offset of an entry's first chunk, or None if it is inline or not stored."""
-    stored = entry.first_chunk
-    if stored is None:
-        return None
-    # An encoded chunk is in a data file of the item, while `byte_sources` have the decoded arrays.
-    files = contents.byte_sources if entry.encoded_first_chunk is None else contents.files
-    file = files[stored.file]
-    if isinstance(file, Path) and contents.folder.is_dir():
-        return str(file.relative_to(contents.folder)), stored.offset
-    return file.name, stored.offset
-
-
-def _entry_fields(contents: CheckpointContents, entry: TensorEntry) -> dict[str, object]:
+def _entry_fields(contents: CheckpointContents, entry: SourceTensor) -> dict[str, object]:
     """Return an entry's JSON fields. File and offset are of its first chunk."""
-    file_name, offset = _first_chunk_place(contents, entry) or (None, None)
+    file_name, offset = contents.first_place(entry) or (None, None)
     fields: dict[str, object] = {
         "name": entry.name,
         "shape": entry.shape,
@@ -214,22 +200,22 @@ def _entry_fields(contents: CheckpointContents, entry: TensorEntry) -> dict[str,
         "bytes": entry.nbytes,
     }
     fields |= {"file": file_name, "offset": offset}
-    return fields | (
-        {"chunk": entry.chunk_shape, "chunks": len(entry.chunks)}
-        if contents.kind == "orbax"
-        else {}
-    )
+    if contents.kind == "orbax":
+        chunk_shape = entry.placement[0].array.chunk_shape
+        fields |= {"chunk": chunk_shape, "chunks": num_chunks(entry)}
+    return fields
 
 
 def _entry_table(
-    contents: CheckpointContents, entries: Sequence[TensorEntry], columns: int | None
+    contents: CheckpointContents, entries: Sequence[SourceTensor], columns: int | None
 ) -> str:
     location_columns = ("chunk", "chunks") if contents.kind == "orbax" else ("file", "offset")
     rows: list[list[Cell]] = []
     for entry in entries:
-        location: list[Cell] = [str(list(entry.chunk_shape)), len(entry.chunks)]
-        if contents.kind != "orbax":
-            location = [*(_first_chunk_place(contents, entry) or ("", ""))]
+        location: list[Cell] = [*(contents.first_place(entry) or ("", ""))]
+        if contents.kind == "orbax":
+            chunk_shape = entry.placement[0].array.chunk_shape
+            location = [str(list(chunk_shape)), num_chunks(entry)]
         rows.append(
             [entry.name, str(list(entry.shape)), entry.dtype, format_bytes(entry.nbytes), *location]
         )
@@ -238,7 +224,7 @@ def _entry_table(
 
 
 def _stats_table(
-    entries: Sequence[TensorEntry], statistics: Sequence[TensorStats | None], columns: int | None
+    entries: Sequence[SourceTensor], statistics: Sequence[TensorStats | None], columns: int | None
 ) -> str:
     header = ("name", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros")
     rows: list[list[Cell]] = []
@@ -332,7 +318,7 @@ def _step_text(contents: CheckpointContents) -> str:
     return f"step {contents.manifest.step}: parameters {params}, optimizer state {state}"
 
 
-def count_line(contents: CheckpointContents, entries: Sequence[TensorEntry]) -> str:
+def count_line(contents: CheckpointContents, entries: Sequence[SourceTensor]) -> str:
     """Describe how many tensors a pattern selected, and their size."""
     size = format_bytes(sum(entry.nbytes for entry in entries))
     return f"{len(entries):,} of {len(contents.entries):,} tensors, {size}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from prepcli.core.errors import invalid_config_error
 from prepcli.models import rows
@@ -20,6 +21,7 @@ from prepcli.models.parameters import (
     Condition,
     Family,
     HFConfig,
+    LazyLayouts,
     TreeLayout,
     read_count,
     read_size,
@@ -85,7 +87,7 @@ def build_family(
         parameters=parameters,
         tied_by_default=tied_by_default,
         dropped=dropped,
-        layouts=layouts(parameters),
+        layouts=LazyLayouts(partial(layouts, parameters)),
         dropout_fields=dropout_fields,
     )
 

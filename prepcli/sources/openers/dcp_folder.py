@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim
-from prepcli.algebra.boxes import Range, strides
-from prepcli.algebra.grids import ChunkGrid, StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.algebra.boxes import Range
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.suggest import did_you_mean
 from prepcli.engine.digest import digest_pieces
 from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_folder
+from prepcli.formats.torch_dcp import DcpFolder, read_dcp_folder
+from prepcli.planning.arrays import Array
 from prepcli.planning.libraries import (
     DCP_FORMAT,
     HF_LAYOUT,
@@ -26,14 +22,15 @@ from prepcli.planning.libraries import (
     find_marked_library,
 )
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Contiguous, DroppedTensor, Locations, SourceFile
+from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import OPT_STATE_RULE, TRAINING_STATE_RULE
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.planning.tensors import itemsize
 from prepcli.sources.dcp_trees import match_dcp_tree
 from prepcli.sources.model_family import find_config_path, read_folder_model
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
 from prepcli.sources.source_hints import SourceHints
+from prepcli.stores.paths import AnyPath
+from prepcli.stores.reading import stat_file
 
 DCP_LAYOUTS = [
     name for name in LIBRARIES_BY_LAYOUT if find_library(name, DCP_FORMAT).file_format == DCP_FORMAT
@@ -46,7 +43,7 @@ NOT_A_TENSOR_RULE = "not a tensor"
 
 
 def open_dcp(
-    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
 ) -> Source:
     """Read the metadata and the config of a torch distributed checkpoint.
 
@@ -60,8 +57,8 @@ def open_dcp(
         PrepError: A file is broken or not supported.
     """
     folder = read_dcp_folder(path)
-    state: tuple[DcpTensor, ...] = ()
-    others: tuple[DcpTensor, ...] = ()
+    state: tuple[Array, ...] = ()
+    others: tuple[Array, ...] = ()
     library = _find_library({tensor.name for tensor in folder.tensors}, hints)
     if library is None:
         folder, state, others = _split_state(folder)
@@ -131,7 +128,7 @@ def _named_tensors(folder: DcpFolder, names: TensorNames) -> tuple[SourceTensor,
     tensors: list[SourceTensor] = []
     for tensor in folder.tensors:
         name = names.bare_name(tensor.name)
-        tensors.append(SourceTensor(name, tensor.dtype, tensor.shape, box_locations(tensor)))
+        tensors.append(SourceTensor(name, tensor.dtype, tensor.shape, (tensor,)))
     return tuple(tensors)
 
 
@@ -147,7 +144,7 @@ def _without_entries(folder: DcpFolder, entries: Collection[str]) -> DcpFolder:
 
 def _split_state(
     folder: DcpFolder,
-) -> tuple[DcpFolder, tuple[DcpTensor, ...], tuple[DcpTensor, ...]]:
+) -> tuple[DcpFolder, tuple[Array, ...], tuple[Array, ...]]:
     """Split a training checkpoint into model, optimizer state and other tensors, e.g. averages of the parameters.
 
     The names in the model lose their prefix. A checkpoint without optimizer state is returned unchanged.
@@ -155,8 +152,8 @@ def _split_state(
     state = tuple(tensor for tensor in folder.tensors if tensor.name.startswith(STATE_PREFIX))
     if not state:
         return folder, (), ()
-    model: list[DcpTensor] = []
-    others: list[DcpTensor] = []
+    model: list[Array] = []
+    others: list[Array] = []
     for tensor in folder.tensors:
         if tensor.name.startswith(MODEL_PREFIX):
             model.append(replace(tensor, name=tensor.name.removeprefix(MODEL_PREFIX)))
@@ -166,97 +163,38 @@ def _split_state(
 
 
 def _extra_entries(
-    folder: DcpFolder, state: Sequence[DcpTensor], others: Sequence[DcpTensor]
+    folder: DcpFolder, state: Sequence[Array], others: Sequence[Array]
 ) -> Iterator[DroppedTensor]:
     """Yield the unused content: the optimizer state as a whole, other tensors, and values other than tensors."""
     if state:
-        nbytes = sum(_tensor_nbytes(tensor) for tensor in state)
+        nbytes = sum(tensor.nbytes for tensor in state)
         yield DroppedTensor(STATE_PREFIX.removesuffix("."), nbytes, OPT_STATE_RULE)
     for tensor in others:
-        yield DroppedTensor(tensor.name, _tensor_nbytes(tensor), TRAINING_STATE_RULE)
+        yield DroppedTensor(tensor.name, tensor.nbytes, TRAINING_STATE_RULE)
     for name in folder.non_tensors:
         yield DroppedTensor(name, 0, NOT_A_TENSOR_RULE)
-
-
-def _tensor_nbytes(tensor: DcpTensor) -> int:
-    """Return the size of a tensor."""
-    return math.prod(tensor.shape) * itemsize(tensor.dtype)
-
-
-def box_locations(tensor: DcpTensor) -> Locations:
-    """Return the location of each box of a tensor.
-
-    Raises:
-        PrepError: The elements of a box have gaps in its file.
-    """
-    if not tensor.boxes:
-        return (Contiguous(0, 0),)
-    return tuple(_box_location(tensor, box) for box in tensor.boxes)
-
-
-def _box_location(tensor: DcpTensor, box: DcpBox) -> Contiguous | ChunkedLocation:
-    """Return the location of a box. It is a leaf with one chunk, a part of the tensor.
-
-    E.g. rows 4 to 6 of a tensor [7, 6] are a leaf [3, 6]. Its axis map has the extent 7 and the start 4 in dim 0.
-    """
-    if box.shape == tensor.shape and box.byte_strides is None:
-        return Contiguous(box.file, box.offset)
-    order = _dims_in_memory(tensor, box)
-    axes = [SizedAxis(f"d{dim}", extent) for dim, extent in enumerate(box.shape)]
-    source_dims: list[TensorDim] = []
-    for axis, extent, start in zip(axes, tensor.shape, box.start):
-        source_dims.append(TensorDim(extent, start, (axis,)))
-    axis_map = AxisMap(
-        tensor.name,
-        tuple((axes[dim],) for dim in order),
-        (tensor.name,),
-        tuple(source_dims),
-    )
-    shape = tuple(box.shape[dim] for dim in order)
-    zeros = (0,) * len(shape)
-    placement = StridedPlacement(box.file, box.offset, zeros, zeros)
-    return ChunkedLocation(axis_map, (), ChunkGrid(shape, shape), placement, itemsize(tensor.dtype))
-
-
-def _dims_in_memory(tensor: DcpTensor, box: DcpBox) -> list[int]:
-    """Return the dims of a box from the outermost to the innermost in its file."""
-    dims = list(range(len(box.shape)))
-    steps = box.byte_strides
-    if steps is None:
-        return dims
-    dims.sort(key=lambda dim: (-steps[dim], box.shape[dim]))
-    shape = [box.shape[dim] for dim in dims]
-    for dim, step in zip(dims, strides(shape, itemsize(tensor.dtype))):
-        if box.shape[dim] > 1 and steps[dim] != step:
-            why = f"the elements of its box at {list(box.start)} are not stored one after another"
-            hint = "save contiguous tensors"
-            raise PrepError(f"{tensor.name} is not supported", why, hint)
-    return dims
 
 
 def _file_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
     """Return size and time of each file. The digest is the one of the metadata."""
     stamps: list[SourceFile] = []
     for path in folder.files:
-        stat = path.stat()
+        stat = stat_file(path)
         stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, folder.digest))
     return tuple(stamps)
 
 
-def _written_stamps(folder: DcpFolder, state: Sequence[DcpTensor]) -> tuple[SourceFile, ...]:
+def _written_stamps(folder: DcpFolder, state: Sequence[Array]) -> tuple[SourceFile, ...]:
     """Return the stamps of files of prep. Each has the digest of the file's bytes outside of tensors."""
     ranges_by_file: dict[int, list[Range]] = {number: [] for number in range(len(folder.files))}
     # Counters are constants of the plan, and no streams.
     moments = [tensor for tensor in state if not tensor.name.endswith(COUNTER_SUFFIX)]
     for tensor in (*folder.tensors, *moments):
-        for box in tensor.boxes:
-            nbytes = math.prod(box.shape) * itemsize(tensor.dtype)
-            ranges_by_file[box.file].append((box.offset, box.offset + nbytes))
+        # prep writes each tensor in one piece.
+        ranges_by_file[tensor.file].append(tensor.byte_range)
     stamps: list[SourceFile] = []
     for number, path in enumerate(folder.files):
-        stat = path.stat()
-        with path.open("rb") as file:
-            content = bytes_between(file, sorted(ranges_by_file[number]), stat.st_size)
-            content_digest = digest_pieces(content)
+        stat = stat_file(path)
+        content_digest = digest_pieces(bytes_between(path, sorted(ranges_by_file[number])))
         stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, content_digest))
     return tuple(stamps)

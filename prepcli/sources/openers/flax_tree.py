@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from itertools import repeat
 
-from prepcli.algebra.grids import StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import GET_AGAIN_HINT, PrepError
-from prepcli.engine.blobs import Blob, ConcatenatedBlob, FileRange
 from prepcli.formats import safetensors
 from prepcli.formats.flax_folder import find_weight_files, select_indexed
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.msgpack import MsgpackArray, MsgpackHeader, MsgpackKind, read_msgpack_header
+from prepcli.formats.msgpack import MsgpackHeader, MsgpackKind, read_msgpack_header
 from prepcli.formats.shard_index import UnindexedTensor, shard_name
-from prepcli.planning.chunk_placement import LeafPiece
+from prepcli.planning.arrays import Array
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import PARAMS, TRAINING_STATE_RULE
@@ -28,15 +24,16 @@ from prepcli.sources.source import (
     CONFIG,
     Source,
     SourceTensor,
+    file_position,
     read_config,
     recorded_digests,
 )
 from prepcli.sources.source_hints import FLAX_PARAMS, TRAIN_STATE_PARTS, SourceHints, split_part
 from prepcli.sources.tree_tensors import (
-    StoredLeaf,
     verbatim_tensors,
 )
 from prepcli.sources.unindexed import unindexed_entries
+from prepcli.stores.paths import AnyPath, map_files
 
 # Suffixes of a model's small files. The folder may have files of any name.
 SETTINGS_SUFFIXES = {
@@ -49,7 +46,7 @@ SETTINGS_SUFFIXES = {
 
 
 def open_flax(
-    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
 ) -> Source:
     """Read the headers and config of a Flax msgpack file, or of a folder with such files.
 
@@ -66,14 +63,14 @@ def open_flax(
 
 
 def open_easylm(
-    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
 ) -> Source:
     """Read the header and config of an EasyLM stream, or of a folder with one. Arguments as for `open_flax`."""
     return _open_tree(path, display_name, hints, "easylm", manifest)
 
 
 def _open_tree(
-    path: Path,
+    path: AnyPath,
     display_name: str,
     hints: SourceHints,
     kind: MsgpackKind,
@@ -88,7 +85,7 @@ def _open_tree(
     config_path = find_config_path(hints, folder, display_name)
     config = read_config(config_path) if config_path else {}
     flax_files = read_flax_files(path, kind)
-    leaves = flax_files.stored_leaves(display_name)
+    leaves = flax_files.leaves(display_name)
     types = {name: (leaf.dtype, leaf.shape) for name, leaf in leaves.items()}
     family = select_family(config, hints, types)
     names = TensorNames(family, is_prefixed=False)
@@ -109,10 +106,6 @@ def _open_tree(
     if hints.part == "trainstate_params":
         extra_entries = ()
     side_files = find_side_files((config_path or folder / CONFIG).parent, hints.copied_files)
-    # The blobs are the files, then the arrays in several pieces. Without such arrays, placements refer to `files`.
-    blobs = flax_files.blobs
-    if len(blobs) == len(flax_files.files):
-        blobs = ()
     return Source(
         display_name=display_name,
         root=folder if path.is_dir() else path,
@@ -125,9 +118,8 @@ def _open_tree(
         small_files=_settings_files(side_files.copied, hints, has_config=config_path is not None),
         manifest=manifest,
         tensor_file_names=tuple(
-            flax_files.safetensors_file_name(_file_position(tensor)[0]) for tensor in tensors
+            flax_files.safetensors_file_name(file_position(tensor)[0]) for tensor in tensors
         ),
-        blobs=blobs,
         extra_entries=(*extra_entries, *unindexed_entries(flax_files.unindexed)),
         config_path=config_path,
         left_files=side_files.left if config_path else (),
@@ -140,7 +132,7 @@ def _with_recorded_digests(
 ) -> tuple[SourceTensor, ...]:
     """Return the tensors in the order of their bytes, with the digests in the manifest."""
     recorded: list[SourceTensor] = []
-    for tensor in sorted(tensors, key=_file_position):
+    for tensor in sorted(tensors, key=file_position):
         digests = recorded_digests(manifest.tensors, names.full_name(tensor.name))
         recorded.append(replace(tensor, digests=digests))
     return tuple(recorded)
@@ -183,18 +175,14 @@ class FlaxFiles:
 
     Attributes:
         documents: Header of each file.
-        blobs: The files, then one blob with the concatenated pieces of each file with split arrays.
-        blob_documents: For each blob, the number of its file in `documents`.
         unindexed: Records of further arrays in the files, which the index does not name.
     """
 
     documents: tuple[MsgpackHeader, ...]
-    blobs: tuple[Path | Blob, ...]
-    blob_documents: tuple[int, ...]
     unindexed: tuple[UnindexedTensor, ...] = ()
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[AnyPath, ...]:
         """Path of each file."""
         return tuple(document.path for document in self.documents)
 
@@ -209,84 +197,42 @@ class FlaxFiles:
             stamps.append(stamp)
         return tuple(stamps)
 
-    def array_locations(self) -> list[tuple[MsgpackArray, int, int]]:
-        """Return every array with its blob number and its offset in the blob."""
-        locations: list[tuple[MsgpackArray, int, int]] = []
-        num_files = len(self.documents)
-        pieces_blob = dict(zip(self.blob_documents[num_files:], range(num_files, len(self.blobs))))
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays of all files."""
+        arrays: list[Array] = []
         for number, document in enumerate(self.documents):
-            offset = 0  # offset in the blob of concatenated pieces
-            for array in document.arrays:
-                if len(array.runs) == 1:
-                    locations.append((array, number, array.runs[0][0]))
-                    continue
-                locations.append((array, pieces_blob[number], offset))
-                offset += sum(nbytes for _, nbytes in array.runs)
-        return locations
+            arrays += [array.moved(number) for array in document.arrays]
+        return tuple(arrays)
 
-    def stored_leaves(self, display_name: str) -> dict[str, StoredLeaf]:
-        """Return the arrays as leaves, by dotted name.
+    def leaves(self, display_name: str) -> dict[str, Array]:
+        """Return the arrays by dotted name.
 
         Raises:
             PrepError: A name occurs twice.
         """
-        leaves: dict[str, StoredLeaf] = {}
-        for array, blob, offset in self.array_locations():
-            name = ".".join(array.path)
-            if name in leaves:
-                why = f"two leaves are named {name}"
+        leaves: dict[str, Array] = {}
+        for array in self.arrays:
+            if array.name in leaves:
+                why = f"two leaves are named {array.name}"
                 raise PrepError(f"{display_name} has a leaf twice", why, GET_AGAIN_HINT)
-            zeros = (0,) * len(array.shape)
-            locate_chunks = partial(_same_placement, StridedPlacement(blob, offset, zeros, zeros))
-            # A chunk has at least one element in each dim, also in an empty array.
-            chunk_shape = tuple(max(1, n) for n in array.shape)
-            leaves[name] = StoredLeaf(array.shape, array.dtype, chunk_shape, locate_chunks)
+            leaves[array.name] = array
         return leaves
 
-    def safetensors_file_name(self, blob: int) -> str:
-        """Return the name of the output's safetensors file for tensors of blob number `blob`."""
+    def safetensors_file_name(self, file: int) -> str:
+        """Return the name of the output's safetensors file for tensors of a file."""
         count = len(self.documents)
         if count == 1:
             return safetensors.SINGLE_FILE
-        return shard_name("model", self.blob_documents[blob] + 1, count, safetensors.SUFFIX)
+        return shard_name("model", file + 1, count, safetensors.SUFFIX)
 
 
-def read_flax_files(path: Path, kind: MsgpackKind) -> FlaxFiles:
+def read_flax_files(path: AnyPath, kind: MsgpackKind) -> FlaxFiles:
     """Read the headers of all files of a checkpoint."""
-    stored = [read_msgpack_header(file, kind) for file in find_weight_files(path, kind)]
+    files = find_weight_files(path, kind)
+    stored = map_files(read_msgpack_header, files, repeat(kind))
     documents, unindexed = select_indexed(path, stored)
-    # Flax splits an array above 1 GiB into several msgpack values, each with a header of its own. The
-    # payloads are joined in one blob, in which the array is contiguous.
-    pieces_blobs: dict[int, Blob] = {}
-    for number, document in enumerate(documents):
-        blob = _join_split_arrays(document)
-        if blob.ranges:
-            pieces_blobs[number] = blob
-    paths = [document.path for document in documents]
-    blobs = (*paths, *pieces_blobs.values())
-    blob_documents = (*range(len(documents)), *pieces_blobs)
-    return FlaxFiles(tuple(documents), blobs, blob_documents, tuple(unindexed))
-
-
-def _join_split_arrays(document: MsgpackHeader) -> ConcatenatedBlob:
-    """Concatenate the pieces of all arrays with several pieces in a file."""
-    ranges: list[FileRange] = []
-    for array in document.arrays:
-        if len(array.runs) > 1:
-            ranges.extend(FileRange(document.path, *run) for run in array.runs)
-    return ConcatenatedBlob(document.path.name, tuple(ranges))
-
-
-def _same_placement(placement: StridedPlacement, piece: LeafPiece) -> StridedPlacement:
-    """Return the placement of a one-chunk leaf, for any piece of it."""
-    return placement
-
-
-def _file_position(tensor: SourceTensor) -> tuple[int, int]:
-    region = tensor.placement[0]
-    if isinstance(region, ChunkedLocation) and isinstance(region.placement, StridedPlacement):
-        return region.placement.file, region.placement.offset
-    return 0, 0
+    return FlaxFiles(tuple(documents), tuple(unindexed))
 
 
 def _check_no_scale(tree: ForeignTree, display_name: str) -> None:

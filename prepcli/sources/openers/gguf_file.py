@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
-from prepcli.algebra.grids import ChunkGrid, StridedPlacement
 from prepcli.algebra.row_text import parse_row
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.core.json_values import quote_name
 from prepcli.formats.gguf import GgufArray, GgufHeader, GgufTensor, part_names, read_gguf_header
 from prepcli.models.registry import family_of
-from prepcli.planning.plan import Contiguous, Locations
+from prepcli.planning.arrays import Location, Locations, MappedArray, whole_array
 from prepcli.planning.tensor_match import TensorNames, detect_names
-from prepcli.planning.tensors import FileTensor, itemsize
+from prepcli.planning.tensors import array_bits
 from prepcli.quantized.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, GgufDecoder
 from prepcli.sources.dequantized import DECODED_DTYPE, DequantizedBlob
 from prepcli.sources.gguf_architectures import (
@@ -46,6 +42,7 @@ from prepcli.sources.source import (
     read_config,
 )
 from prepcli.sources.source_hints import SourceHints
+from prepcli.stores.paths import AnyPath, map_files
 
 ARCHITECTURE_KEY = "general.architecture"
 SPLIT_KEY = "split.count"
@@ -78,7 +75,7 @@ class _NamedDecoder:
     shape: tuple[int, ...]
     axis_map: AxisMap | None = None
 
-    def location(self, file: int, start: int, number: int) -> Contiguous | ChunkedLocation:
+    def location(self, file: int, start: int, number: int) -> Location:
         """Return the location of a tensor in the blob of decoded tensors.
 
         Args:
@@ -86,17 +83,16 @@ class _NamedDecoder:
             start: Offset in the blob of the decoder's first value.
             number: Position of the tensor in `names`.
         """
-        item_nbytes = itemsize(self.decoder.dtype)
+        name = self.names[number]
+        dtype = self.decoder.dtype
         if self.axis_map is None:
-            return Contiguous(file, start + number * math.prod(self.shape) * item_nbytes)
-        shape = self.axis_map.leaf_shape
-        zeros = (0,) * len(shape)
-        placement = StridedPlacement(file, start, zeros, zeros)
-        grid = ChunkGrid(shape, shape)
-        return ChunkedLocation(self.axis_map, (), grid, placement, item_nbytes)
+            offset = start + number * array_bits(dtype, self.shape) // 8
+            return whole_array(name, dtype, self.shape, (file, offset))
+        leaf = whole_array(name, dtype, self.axis_map.leaf_shape, (file, start))
+        return MappedArray(self.axis_map, (), leaf)
 
 
-def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
+def open_gguf(path: AnyPath, display_name: str, hints: SourceHints) -> Source:
     """Read the header of a GGUF file, or the headers of all parts.
 
     Args:
@@ -108,7 +104,7 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
         PrepError: The file is broken, or its architecture or one of its types is not supported.
     """
     paths = _part_paths(path, display_name)
-    headers = [read_gguf_header(part) for part in paths]
+    headers = map_files(read_gguf_header, paths)
     _check_parts(headers, display_name)
     header = replace(headers[0], tensors=_all_tensors(headers))
     architecture = _read_architecture(header, display_name)
@@ -142,7 +138,7 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
     )
 
 
-def _part_paths(path: Path, display_name: str) -> tuple[Path, ...]:
+def _part_paths(path: AnyPath, display_name: str) -> tuple[AnyPath, ...]:
     """Return the files of a model: all parts of `m-00001-of-00003.gguf`, or the file itself.
 
     Raises:
@@ -429,9 +425,7 @@ def _tensor_decoder(
     stored_columns = shape[-1] if interleaved_rows else row_values
     row_nbytes = stored_columns // tensor.type.values * tensor.type.nbytes
     rows = tensor.nbytes // row_nbytes if row_nbytes else 0
-    stored = FileTensor(
-        tensor.name, "uint8", (rows, row_nbytes), file, tensor.offset, tensor.nbytes
-    )
+    stored = whole_array(tensor.name, "uint8", (rows, row_nbytes), (file, tensor.offset))
     return GgufDecoder(
         stored,
         tensor.type.name,

@@ -21,8 +21,8 @@ from prepcli.formats.orbax import (
     item_metadata_file,
     read_item,
 )
-from prepcli.formats.orbax_chunks import ChunkTable, StoredRange
 from prepcli.models.parameters import Family
+from prepcli.planning.arrays import Array
 from prepcli.planning.layout_scales import LayoutScale, scaled_digests
 from prepcli.planning.libraries import LIBRARIES_BY_LAYOUT, NO_SETTINGS, AdamNumbers
 from prepcli.planning.manifest_fields import Manifest, ScaleRecord
@@ -47,7 +47,7 @@ from prepcli.sources.adam_state import (
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.foreign_trees import BOXED_SUFFIX, ForeignTree, match_foreign_tree
 from prepcli.sources.source import Source, SourceTensor, recorded_digests
-from prepcli.sources.tree_tensors import StoredLeaf, leaf_as_tensor
+from prepcli.sources.tree_tensors import leaf_as_tensor
 
 # A leaf of the first moment, e.g. `opt_state.0.mu.params.decoder.decoder_norm.scale` in MaxText,
 # `opt_state.inner_state.1.mu.lm_head.weight` in Levanter, and `opt_state.0.mu.final_norm.w.value` in Tunix.
@@ -94,7 +94,7 @@ class MomentTrees:
 
 
 def match_moment_trees(
-    leaves: Mapping[str, StoredLeaf],
+    leaves: Mapping[str, Array],
     family: Family,
     config: HFConfig,
     display_name: str,
@@ -139,7 +139,7 @@ def match_moment_trees(
     return MomentTrees(trees, adam, averages.partition(".")[0])
 
 
-def _averages_root(layout: str, leaves: Mapping[str, StoredLeaf]) -> str:
+def _averages_root(layout: str, leaves: Mapping[str, Array]) -> str:
     """Return the prefix of averages with a constant decay, as in prep. Empty without such averages."""
     for library in LIBRARIES_BY_LAYOUT.get(layout, ()):
         optax = library.state and library.state.optax
@@ -153,7 +153,7 @@ def _averages_root(layout: str, leaves: Mapping[str, StoredLeaf]) -> str:
 def add_item_state(
     source: Source,
     moments: MomentTrees,
-    leaves: Mapping[str, StoredLeaf],
+    leaves: Mapping[str, Array],
     scale_records: Mapping[str, ScaleRecord],
 ) -> Source:
     """Return the source of an item with its training state.
@@ -203,7 +203,7 @@ def add_item_state(
 def _check_written_leaves(
     source: Source,
     manifest: Manifest,
-    leaves: Mapping[str, StoredLeaf],
+    leaves: Mapping[str, Array],
     other_counts: Mapping[str, int],
     num_updates: int,
 ) -> None:
@@ -218,7 +218,7 @@ def _check_written_leaves(
     read_small_tensors(source, constants)
 
 
-def _unread_parts(moments: MomentTrees, leaves: Mapping[str, StoredLeaf]) -> Iterator[str]:
+def _unread_parts(moments: MomentTrees, leaves: Mapping[str, Array]) -> Iterator[str]:
     """Yield the unread parts of the optimizer state and of the averages, except settings.
 
     A part is a subtree next to the path of Adam's state, e.g. `opt_state.inner_state.1.mog` or `opt_state.acc_grads`.
@@ -280,7 +280,7 @@ def _moment_tensors(
             yield replace(tensor, name=qualify(slot, tensor.name), digests=digests)
 
 
-def _read_step(source: Source, leaves: Mapping[str, StoredLeaf]) -> int:
+def _read_step(source: Source, leaves: Mapping[str, Array]) -> int:
     """Return the number of steps."""
     record = (source.manifest or NO_MANIFEST).training_state
     if record is not None and STEP_LEAF + BOXED_SUFFIX in leaves:
@@ -292,7 +292,7 @@ def _read_step(source: Source, leaves: Mapping[str, StoredLeaf]) -> int:
     return _read_counter(source, leaves, STEP_LEAF)
 
 
-def _read_counter(source: Source, leaves: Mapping[str, StoredLeaf], name: str) -> int:
+def _read_counter(source: Source, leaves: Mapping[str, Array], name: str) -> int:
     """Return the value of a counter.
 
     Raises:
@@ -319,31 +319,18 @@ def with_state_item(item: OrbaxItem) -> OrbaxItem:
     name = STATE_ITEMS.get(item.folder.name)
     if name is None or item_metadata_file(item.folder.parent / name) is None:
         return item
-    state = read_item(item.folder.parent / name, is_remote=item.is_remote)
+    state = read_item(item.folder.parent / name)
     clash = find_name_clash(array.path for array in (*item.arrays, *state.arrays))
     if clash is not None:
         what = f"{item.folder.parent} has {quote_name(clash[0])} twice"
         raise DamagedError(what, f"it is in {item.folder.name} and in {name}", GET_AGAIN_HINT)
-    chunks = tuple(_move_files(table, len(item.files)) for table in state.chunks)
+    arrays = [array.moved(len(item.files)) for array in state.arrays]
     return replace(
         item,
-        arrays=(*item.arrays, *state.arrays),
-        chunks=(*item.chunks, *chunks),
-        codec_names=(*item.codec_names, *state.codec_names),
+        arrays=(*item.arrays, *arrays),
         files=(*item.files, *state.files),
         value_types=(*item.value_types, *state.value_types),
         non_arrays=(*item.non_arrays, *state.non_arrays),
         unlisted_names=(*item.unlisted_names, *state.unlisted_names),
         metadata_digest=digest((item.metadata_digest + state.metadata_digest).encode()),
     )
-
-
-def _move_files(table: ChunkTable, first_file: int) -> ChunkTable:
-    """Return the chunks of an array in files with numbers from `first_file` on."""
-    moved: ChunkTable = {}
-    for index, value in table.items():
-        if isinstance(value, StoredRange):
-            moved[index] = replace(value, file=value.file + first_file)
-        else:
-            moved[index] = value
-    return moved

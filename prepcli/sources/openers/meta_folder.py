@@ -13,16 +13,15 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
-from prepcli.algebra.grids import ChunkGrid, ExplicitPlacement
+from prepcli.algebra.chunks import ChunkIndex, ChunkTable, FilePosition
+from prepcli.algebra.grids import ChunkGrid
 from prepcli.algebra.row_text import parse_row
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import HFConfig
-from prepcli.core.json_values import quote_name
+from prepcli.core.json_values import parse_json, quote_name
 from prepcli.formats.meta_llama_config import (
     is_dense_mistral,
     is_small_llama_3_2,
@@ -38,16 +37,13 @@ from prepcli.formats.torch_files import (
     TorchHeader,
     read_torch_header,
 )
-from prepcli.formats.torch_tensors import TorchTensor
-from prepcli.formats.untrusted import list_folder, parse_json, read_bytes, stat_file
 from prepcli.models.families.llama import FAMILY
 from prepcli.models.parameters import Family
 from prepcli.models.registry import FAMILIES
 from prepcli.models.torchtitan_layouts import META_NAMES, TORCHTITAN_LAYOUT
-from prepcli.planning.plan import Contiguous, Strided
+from prepcli.planning.arrays import Array, Location, MappedArray, whole_array
 from prepcli.planning.tensor_match import detect_names
-from prepcli.planning.tensors import itemsize
-from prepcli.sources.openers.torch_folder import assign_blobs, placement_of
+from prepcli.sources.openers.torch_folder import assign_blobs
 from prepcli.sources.side_files import SideFile, SideFiles, find_side_files, matches_any
 from prepcli.sources.source import (
     CONFIG,
@@ -57,6 +53,8 @@ from prepcli.sources.source import (
     read_config,
 )
 from prepcli.sources.source_hints import SourceHints
+from prepcli.stores.paths import AnyPath, map_files
+from prepcli.stores.reading import list_folder, read_bytes, stat_file
 
 MAX_PARAMS_NBYTES = 1 << 20
 # Size of the safetensors files that `pad-vocab` writes from Meta's files.
@@ -115,7 +113,7 @@ META_TENSOR_RULES: Mapping[str, MetaTensorRule] = _tensor_rules()
 _LAYER_TENSOR = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)")
 
 
-def open_meta(path: Path, display_name: str, hints: SourceHints) -> Source:
+def open_meta(path: AnyPath, display_name: str, hints: SourceHints) -> Source:
     """Read the pickled tensor metadata and the config of Meta's files. No pickled code is run.
 
     Args:
@@ -175,7 +173,7 @@ def _hf_name(name: str, family: Family) -> str:
     return family.prefix + name
 
 
-def _read_headers(path: Path) -> list[TorchHeader]:
+def _read_headers(path: AnyPath) -> list[TorchHeader]:
     """Read the header of each rank's file, in order. Raise PrepError if one is missing."""
     names = [name for name in list_folder(path) if CONSOLIDATED_FILE.fullmatch(name)]
     if not names:
@@ -186,17 +184,14 @@ def _read_headers(path: Path) -> list[TorchHeader]:
         raise PrepError(
             f"{missing[0]} is missing", why, "copy all files: each has a part of the model"
         )
-    return [read_torch_header(path / name, number) for number, name in enumerate(names)]
+    return map_files(read_torch_header, [path / name for name in names], range(len(names)))
 
 
-def _read_mistral_header(path: Path) -> TorchHeader:
+def _read_mistral_header(path: AnyPath) -> TorchHeader:
     """Read the header of Mistral's file."""
     header = read_safetensors_header(path, 0)
-    tensors: list[TorchTensor] = []
-    for tensor in header.tensors:
-        tensors.append(TorchTensor(tensor.name, tensor.dtype, tensor.shape, 0, tensor.offset, None))
     return TorchHeader(
-        header.file_name, header.size, header.mtime_ns, header.digest, tuple(tensors), ()
+        header.file_name, header.size, header.mtime_ns, header.digest, header.tensors, ()
     )
 
 
@@ -204,7 +199,7 @@ def _read_mistral_header(path: Path) -> TorchHeader:
 
 
 def _load_config(
-    path: Path, display_name: str, hints: SourceHints, headers: Sequence[TorchHeader]
+    path: AnyPath, display_name: str, hints: SourceHints, headers: Sequence[TorchHeader]
 ) -> HFConfig:
     """Read the user's config.json or the one in the folder. Convert params.json if there is none."""
     if hints.config_path is not None or (path / CONFIG).is_file():
@@ -230,7 +225,7 @@ def _load_config(
         raise PrepError(f"{path / META_PARAMS_FILE} is invalid", str(error), hint) from error
 
 
-def _read_params(folder: Path, display_name: str) -> Any:
+def _read_params(folder: AnyPath, display_name: str) -> Any:
     path = folder / META_PARAMS_FILE
     if not path.exists():
         why = "the number of heads is not known without it"
@@ -280,19 +275,19 @@ class _ShardedTensors:
     """Tensors of all files, grouped by Meta's names and mapped to Hugging Face tensors."""
 
     def __init__(
-        self, path: Path, headers: Sequence[TorchHeader], config: HFConfig, family: Family
+        self, path: AnyPath, headers: Sequence[TorchHeader], config: HFConfig, family: Family
     ) -> None:
         sizes = family.sizes(config)
         self._sizes = sizes | {"two": 2, "half": sizes["head_dim"] // 2}
         self._headers = headers
         self._axis_maps: dict[str, AxisMap] = {}
         self.paths = tuple(path / header.file_name for header in headers)
-        tensors: list[TorchTensor] = []
+        tensors: list[Array] = []
         for header in headers:
             tensors.extend(header.tensors)
         blob_numbers, self.blobs = assign_blobs(tensors, self.paths)
         # Each shard with its blob number.
-        self._shards_by_name: dict[str, list[tuple[TorchTensor, int]]] = {}
+        self._shards_by_name: dict[str, list[tuple[Array, int]]] = {}
         for tensor, blob in zip(tensors, blob_numbers):
             self._shards_by_name.setdefault(tensor.name, []).append((tensor, blob))
 
@@ -315,7 +310,7 @@ class _ShardedTensors:
             if pattern not in META_TENSOR_RULES:
                 yield (
                     first.offset,
-                    SourceTensor(name, first.dtype, first.shape, (placement_of(first, blob),)),
+                    SourceTensor(name, first.dtype, first.shape, (first.in_file(blob),)),
                 )
                 continue
             axis_map = self._axis_map(pattern)
@@ -338,7 +333,7 @@ class _ShardedTensors:
             )
         return self._axis_maps[pattern]
 
-    def _check_shards(self, name: str, shards: Sequence[tuple[TorchTensor, int]]) -> None:
+    def _check_shards(self, name: str, shards: Sequence[tuple[Array, int]]) -> None:
         """Raise PrepError unless each file has a shard, all of one dtype."""
         if len(shards) != len(self._headers):
             files_with_shard = {tensor.file for tensor, _ in shards}
@@ -358,8 +353,8 @@ class _ShardedTensors:
         pattern: str,
         axis_map: AxisMap,
         indices: Mapping[str, int],
-        shards: Sequence[tuple[TorchTensor, int]],
-    ) -> Contiguous | Strided | ChunkedLocation:
+        shards: Sequence[tuple[Array, int]],
+    ) -> Location:
         """Return where a tensor is stored: its location in a single file, else one chunk per file."""
         axis = self._shard_axis(pattern, axis_map, shards[0][0])
         chunk_shape = self._shard_shape(axis_map, axis)
@@ -367,8 +362,12 @@ class _ShardedTensors:
             if tensor.shape != chunk_shape:
                 raise self._shape_error(tensor, axis_map, axis, chunk_shape)
         if chunk_shape == axis_map.leaf_shape and not _permutes_elements(axis_map):
-            return placement_of(*shards[0])
-        if any(tensor.byte_strides for tensor, _ in shards):
+            first, blob = shards[0]
+            position = (blob, first.offset)
+            return whole_array(
+                first.name, first.dtype, axis_map.source_shape, position, first.strides
+            )
+        if any(tensor.strides for tensor, _ in shards):
             why = "its rows are not contiguous in the file"
             hint = "with PyTorch: `.contiguous()` and save again"
             raise PrepError(f"{quote_name(shards[0][0].name)} is a view", why, hint)
@@ -376,20 +375,21 @@ class _ShardedTensors:
             parts = shards
         else:
             parts = shards[:1]
-        locations: dict[tuple[int, ...], tuple[int, int]] = {}
+        places: dict[ChunkIndex, FilePosition] = {}
         for i, (tensor, blob) in enumerate(parts):
             # E.g. shard 3 of a matrix that is sharded on axis 1 is the chunk (0, 3).
             chunk_index = [0] * len(chunk_shape)
             if axis is not None:
                 chunk_index[axis] = i
-            locations[tuple(chunk_index)] = blob, tensor.offset
+            places[tuple(chunk_index)] = blob, tensor.offset
+        first_index = (0,) * len(chunk_shape)
         grid = ChunkGrid(axis_map.leaf_shape, chunk_shape)
-        item_nbytes = itemsize(shards[0][0].dtype)
-        return ChunkedLocation(
-            axis_map, tuple(indices.items()), grid, ExplicitPlacement(locations), item_nbytes
-        )
+        chunks = ChunkTable.from_places(first_index, grid.chunk_counts, places)
+        first = parts[0][0]
+        array = Array(first.name, first.dtype, axis_map.leaf_shape, chunk_shape, chunks)
+        return MappedArray(axis_map, tuple(indices.items()), array)
 
-    def _shard_axis(self, pattern: str, axis_map: AxisMap, first: TorchTensor) -> int | None:
+    def _shard_axis(self, pattern: str, axis_map: AxisMap, first: Array) -> int | None:
         """Return the sharded dim. LLaMA 1 and 2 shard the columns of the embedding, LLaMA 3 its rows."""
         if pattern == EMBEDDING and first.shape[1:] == axis_map.leaf_shape[1:]:
             return 0
@@ -412,7 +412,7 @@ class _ShardedTensors:
         return tuple(shape)
 
     def _shape_error(
-        self, tensor: TorchTensor, axis_map: AxisMap, axis: int | None, expected: tuple[int, ...]
+        self, tensor: Array, axis_map: AxisMap, axis: int | None, expected: tuple[int, ...]
     ) -> PrepError:
         num_files = len(self._headers)
         file_name = self._headers[tensor.file].file_name

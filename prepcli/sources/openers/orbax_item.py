@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 
 from prepcli.algebra.boxes import strides
-from prepcli.algebra.grids import ExplicitPlacement, Placement, StridedPlacement
+from prepcli.algebra.chunks import (
+    StridedChunks,
+)
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import HFConfig
 from prepcli.core.json_values import quote_name
-from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder
 from prepcli.formats.orbax import OrbaxItem, find_item, item_metadata_file, read_item
-from prepcli.formats.orbax_chunks import StoredRange, dotted_name
-from prepcli.formats.untrusted import read_small_file
+from prepcli.formats.orbax_chunks import dotted_name
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family
-from prepcli.planning.chunk_placement import LeafPiece, chunk_group
+from prepcli.planning.arrays import Array
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.layout_scales import LayoutScale, recorded_scale, scaled_digests
 from prepcli.planning.manifest_fields import Manifest, ScaleRecord
@@ -40,7 +37,6 @@ from prepcli.sources.openers.item_state import (
     match_moment_trees,
     with_state_item,
 )
-from prepcli.sources.remote_blobs import with_remote_blobs
 from prepcli.sources.side_files import SideFile, find_side_files, matches_any
 from prepcli.sources.source import (
     CONFIG,
@@ -54,13 +50,15 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.tree_tensors import (
-    StoredLeaf,
     split_tower_leaves,
     tensors_from_manifest,
     tower_tensors,
     verbatim_tensors,
 )
 from prepcli.sources.unscaled_arrays import UnscaledArray
+from prepcli.stores.buffers import Blob
+from prepcli.stores.paths import AnyPath, is_remote
+from prepcli.stores.reading import read_small_file, stat_file
 
 # The default limit of open files of a process is 1,024 on Linux and 256 on macOS.
 # An item with more files opens each file when it is read.
@@ -89,7 +87,7 @@ MODEL_FILES = {
 
 
 def open_orbax(
-    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
 ) -> Source:
     """Read the index, config and manifest of an Orbax item.
 
@@ -104,7 +102,7 @@ def open_orbax(
     """
     folder = find_item(path) or path
     manifest_folder = find_manifest_folder(folder)
-    item = read_item(folder, is_remote=hints.is_remote)
+    item = read_item(folder)
     if manifest is None or manifest.is_for_trainer:
         if _has_state(hints, manifest):
             item = with_state_item(item)
@@ -144,7 +142,7 @@ def open_orbax(
 
 
 def _read_wrapper(
-    config_path: Path, config: HFConfig, manifest: Manifest, *, has_towers: bool
+    config_path: AnyPath, config: HFConfig, manifest: Manifest, *, has_towers: bool
 ) -> Wrapper | None:
     """Return the multimodal model in an item, or None if the item has only the text part.
 
@@ -169,7 +167,7 @@ def _read_wrapper(
 
 def _open_foreign_item(
     item: OrbaxItem,
-    path: Path,
+    path: AnyPath,
     display_name: str,
     hints: SourceHints,
     manifest: Manifest | None,
@@ -232,8 +230,6 @@ def _open_foreign_item(
     )
     if moments is None:
         return source
-    if hints.remote is not None:
-        source = with_remote_blobs(source, hints.remote)
     return add_item_state(source, moments, leaves, scale_records)
 
 
@@ -244,7 +240,7 @@ def _keeps_scales(hints: SourceHints, manifest: Manifest) -> bool:
     return hints.kept_scales == "all" and bool(manifest.scales)
 
 
-def _model_files(config_path: Path | None, patterns: Sequence[str]) -> tuple[SideFile, ...]:
+def _model_files(config_path: AnyPath | None, patterns: Sequence[str]) -> tuple[SideFile, ...]:
     """Return the files of the model next to its config, e.g. the tokenizer, and those that match a pattern."""
     if config_path is None:
         return ()
@@ -261,7 +257,7 @@ def _match_trees(
     display_name: str,
     hints: SourceHints,
     manifest: Manifest | None,
-    leaves: Mapping[str, StoredLeaf],
+    leaves: Mapping[str, Array],
 ) -> tuple[ForeignTree, MomentTrees | None]:
     """Match the leaves of an item with a layout. Return its parameters, and its moments if they are read."""
     records = manifest or NO_MANIFEST
@@ -290,8 +286,8 @@ def _non_arrays(item: OrbaxItem) -> tuple[DroppedTensor, ...]:
 
 
 def _find_foreign_config(
-    item: OrbaxItem, path: Path, display_name: str, hints: SourceHints
-) -> Path | None:
+    item: OrbaxItem, path: AnyPath, display_name: str, hints: SourceHints
+) -> AnyPath | None:
     """Return the config.json of an item without prep's config. None if a verbatim source has none.
 
     Raises:
@@ -371,7 +367,7 @@ def _with_recorded_digests(
     return tuple(tensors)
 
 
-def find_config(folder: Path, path: Path) -> Path | None:
+def find_config(folder: AnyPath, path: AnyPath) -> AnyPath | None:
     """Return the config.json closest to an item, if there is one.
 
     Args:
@@ -393,23 +389,26 @@ def find_config(folder: Path, path: Path) -> Path | None:
 def _file_stamps(item: OrbaxItem, settings: bytes) -> tuple[SourceFile, ...]:
     """Return size and time of the watched files. Each has one digest, of the item's metadata and `settings`."""
     settings_digest = digest(item.metadata_digest.encode() + settings)
-    stats = ((path, path.stat()) for path in _watched_files(item))
+    stats = ((path, stat_file(path)) for path in _watched_files(item))
     return tuple(
         SourceFile(
-            os.path.relpath(path, item.folder), stat.st_size, stat.st_mtime_ns, settings_digest
+            os.path.relpath(str(path), str(item.folder)),
+            stat.st_size,
+            stat.st_mtime_ns,
+            settings_digest,
         )
         for path, stat in stats
     )
 
 
-def _watched_files(item: OrbaxItem) -> tuple[Path, ...]:
+def _watched_files(item: OrbaxItem) -> tuple[AnyPath, ...]:
     """Return the files to watch for changes: data files, or the metadata of an item with all values in its index."""
     return item.files or (item.folder / (item_metadata_file(item.folder) or METADATA_FILE),)
 
 
 def stored_leaves(
     item: OrbaxItem, scales: Mapping[str, LayoutScale] = NO_SCALES
-) -> tuple[tuple[Path | Blob, ...], dict[str, StoredLeaf]]:
+) -> tuple[tuple[AnyPath | Blob, ...], dict[str, Array]]:
     """Return what the bytes of an item are read from, and its leaves.
 
     Args:
@@ -426,24 +425,23 @@ def stored_leaves(
         direct.append(meta.name not in scales and is_read_directly(item, number))
     # An item whose arrays are all encoded needs no numbers for its files: each array is a blob, and
     # opens the files of its chunks itself.
-    blobs: list[Path | Blob] = []
+    blobs: list[AnyPath | Blob] = []
     if any(direct):
         blobs.extend(item.files)
-    leaves: dict[str, StoredLeaf] = {}
-    for number, meta in enumerate(item.arrays):
-        locate_chunks: Callable[[LeafPiece], Placement] = partial(_chunk_places, item, number)
-        if not direct[number]:
-            zeros = (0,) * len(meta.shape)
-            placement = StridedPlacement(
-                len(blobs), 0, zeros, strides(meta.grid, meta.chunk_nbytes)
-            )
-            locate_chunks = partial(_placement_of_piece, placement)
-            array = DecodedArray(item, number)
-            if meta.name in scales:
-                blobs.append(UnscaledArray(array, scales[meta.name]))
-            else:
-                blobs.append(array)
-        leaves[meta.name] = StoredLeaf(meta.shape, meta.dtype, meta.chunk_shape, locate_chunks)
+    leaves: dict[str, Array] = {}
+    for number, array in enumerate(item.arrays):
+        leaves[array.name] = array
+        if direct[number]:
+            continue
+        zeros = (0,) * len(array.shape)
+        chunk_strides = strides(array.grid.chunk_counts, array.chunk_nbytes)
+        decoded_chunks = StridedChunks(len(blobs), 0, zeros, chunk_strides)
+        leaves[array.name] = replace(array, chunks=decoded_chunks, codecs=())
+        blob = DecodedArray(item, number)
+        if array.name in scales:
+            blobs.append(UnscaledArray(blob, scales[array.name]))
+        else:
+            blobs.append(blob)
     if all(direct):
         return (), leaves
     return tuple(blobs), leaves
@@ -451,51 +449,5 @@ def stored_leaves(
 
 def is_read_directly(item: OrbaxItem, array_number: int) -> bool:
     """Return whether all chunks of an array are uncompressed in a few data files. All of these can be open."""
-    chunks = item.chunks[array_number]
-    return (
-        (item.is_remote or len(item.files) <= MAX_OPEN_FILES)
-        and not item.codec_names[array_number]
-        and len(chunks) == math.prod(item.arrays[array_number].grid)
-        and all(isinstance(stored, StoredRange) for stored in chunks.values())
-    )
-
-
-def _placement_of_piece(placement: StridedPlacement, piece: LeafPiece) -> StridedPlacement:
-    """Return where the chunks in a piece of a leaf are stored."""
-    first, _ = chunk_group(piece)
-    file, offset = placement.find(first)
-    return StridedPlacement(file, offset, first, placement.strides)
-
-
-def _chunk_places(item: OrbaxItem, array_number: int, piece: LeafPiece) -> Placement:
-    """Return the placement of a piece's chunks: strided if they are regular, as prep writes them, else explicit."""
-    first, stop = chunk_group(piece)
-    locations: dict[tuple[int, ...], tuple[int, int]] = {}
-    for index in itertools.product(*(range(low, high) for low, high in zip(first, stop))):
-        stored = item.chunks[array_number][index]
-        assert isinstance(stored, StoredRange)  # checked by is_read_directly
-        locations[index] = stored.file, stored.offset
-    counts = [high - low for low, high in zip(first, stop)]
-    return _as_strided(locations, first, counts) or ExplicitPlacement(locations)
-
-
-def _as_strided(
-    locations: Mapping[tuple[int, ...], tuple[int, int]], first: tuple[int, ...], counts: list[int]
-) -> StridedPlacement | None:
-    """Return the chunks' locations as a strided placement, or None if they are irregular."""
-    # A strided placement is a few numbers in the plan, an explicit one an entry per chunk. A 7B model
-    # in chunks of 4 MiB has 3,000 of them.
-    places = list(locations.values())
-    if not places:
-        return None
-    if len(places) > 1:
-        step = places[1][1] - places[0][1]
-    else:
-        step = 0
-    # Readers expect ascending offsets. TensorStore may write the chunks of an array in descending order.
-    if step < 0:
-        return None
-    for i, place in enumerate(places):
-        if place != (places[0][0], places[0][1] + i * step):
-            return None
-    return StridedPlacement(*places[0], first, strides(counts, step))
+    has_few_files = is_remote(item.files) or len(item.files) <= MAX_OPEN_FILES
+    return has_few_files and item.arrays[array_number].is_direct

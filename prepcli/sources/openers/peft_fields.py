@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from prepcli.core.errors import PrepError
+from prepcli.stores.paths import AnyPath
 
 MERGE_HINT = "PEFT's `merge_and_unload()` merges other adapters"
 
@@ -76,7 +76,7 @@ UNREAD_FIELDS: Mapping[str, UnreadField] = {
 
 
 def check_unread_fields(
-    folder: Path, content: Mapping[str, object], read_fields: Mapping[str, object]
+    folder: AnyPath, content: Mapping[str, object], read_fields: Mapping[str, object]
 ) -> None:
     """Check the fields of an adapter_config.json that prep does not read.
 
@@ -100,7 +100,7 @@ def check_unread_fields(
             raise PrepError(what, why, hint)
 
 
-def _check_value(folder: Path, name: str, value: object, field: UnreadField) -> None:
+def _check_value(folder: AnyPath, name: str, value: object, field: UnreadField) -> None:
     """Raise PrepError for an unsupported value."""
     for supported in field.values or ():
         # 0 == False in Python, but an integer is not a boolean setting.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NoReturn
 
 from prepcli.core.errors import DamagedError, PrepError
@@ -17,23 +16,24 @@ from prepcli.formats.safetensors import (
     read_safetensors_header,
 )
 from prepcli.models.parameters import Family, WeightTying
+from prepcli.planning.arrays import Array
 from prepcli.planning.manifest_fields import Manifest, TensorRecord, TensorRecords
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.planning.tensors import FileTensor
 from prepcli.sources.openers.safetensors_folder import file_tensors
 from prepcli.sources.source import Source, file_stamps
 from prepcli.sources.source_hints import SourceHints
+from prepcli.stores.paths import AnyPath
 
 NO_RECORD: TensorRecord = {"digests": []}
 DAMAGE_HINT = f"get or export the adapter again; without its {MANIFEST_FILE} it is not checked"
 
 
-def is_adapter(path: Path) -> bool:
+def is_adapter(path: AnyPath) -> bool:
     """Return whether a folder has an adapter of PEFT."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
-def read_header(path: Path) -> SafetensorsHeader:
+def read_header(path: AnyPath) -> SafetensorsHeader:
     """Read the header of an adapter's tensors.
 
     Raises:
@@ -47,7 +47,7 @@ def read_header(path: Path) -> SafetensorsHeader:
     return read_safetensors_header(path / ADAPTER_FILE, 0)
 
 
-def read_checked_header(path: Path) -> tuple[SafetensorsHeader, Manifest | None]:
+def read_checked_header(path: AnyPath) -> tuple[SafetensorsHeader, Manifest | None]:
     """Read the header of an adapter's tensors, and compare it with the manifest if prep wrote the adapter.
 
     Returns:
@@ -64,7 +64,7 @@ def read_checked_header(path: Path) -> tuple[SafetensorsHeader, Manifest | None]
     return header, manifest
 
 
-def open_adapter(path: Path, family: Family, config: HFConfig) -> Source:
+def open_adapter(path: AnyPath, family: Family, config: HFConfig) -> Source:
     """Read the header of an adapter, and the digests of its tensors if prep wrote it.
 
     Args:
@@ -96,14 +96,14 @@ def open_adapter(path: Path, family: Family, config: HFConfig) -> Source:
 
 
 def open_adapter_alone(
-    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
 ) -> Source:
     """Read the header of an adapter without its base. See `open_adapter`, which also reads the manifest."""
     del hints, manifest  # the config of the base is not needed
     return open_adapter(path, ADAPTER_FAMILY, {})
 
 
-def _check_records(path: Path, header: SafetensorsHeader, records: TensorRecords) -> None:
+def _check_records(path: AnyPath, header: SafetensorsHeader, records: TensorRecords) -> None:
     """Raise DamagedError unless the header has the recorded tensors, each with a digest of all rows."""
     for tensor in header.tensors:
         record = records.get(tensor.name, NO_RECORD)
@@ -127,7 +127,7 @@ def _check_records(path: Path, header: SafetensorsHeader, records: TensorRecords
         )
 
 
-def _tensor_text(tensor: FileTensor) -> str:
+def _tensor_text(tensor: Array) -> str:
     return f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}"
 
 

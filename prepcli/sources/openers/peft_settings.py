@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -37,10 +36,11 @@ from prepcli.models.parameters import Family
 from prepcli.models.peft_names import split_wrappers
 from prepcli.models.rows import split_row
 from prepcli.models.text_part import with_prefixes
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array
 from prepcli.sources.openers.peft_fields import MERGE_HINT, check_unread_fields, value_text
 from prepcli.sources.openers.peft_folder import is_adapter, read_checked_header
 from prepcli.sources.source import read_config
+from prepcli.stores.paths import AnyPath
 
 MATRIX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 RANK_DIMS = {"A": 0, "B": 1}  # A is [rank, in] and B is [out, rank]
@@ -128,7 +128,7 @@ class PeftSettings(BaseModel):
         return any(module.endswith(name) for name in self.modules_to_save or ())
 
 
-def read_settings(folder: Path) -> PeftSettings:
+def read_settings(folder: AnyPath) -> PeftSettings:
     """Read the settings of an adapter.
 
     Raises:
@@ -155,7 +155,9 @@ def read_settings(folder: Path) -> PeftSettings:
     return settings
 
 
-def read_adapter_family(path: Path, family: Family, config: HFConfig) -> tuple[Family, LoraConfig]:
+def read_adapter_family(
+    path: AnyPath, family: Family, config: HFConfig
+) -> tuple[Family, LoraConfig]:
     """Read the LoRA settings of an adapter, with logical names of its targets.
 
     Args:
@@ -208,7 +210,7 @@ def read_adapter_family(path: Path, family: Family, config: HFConfig) -> tuple[F
     return lora_family(class_family, config, lora), lora
 
 
-def _head_prefix(tensors: Iterable[FileTensor], family: Family) -> str:
+def _head_prefix(tensors: Iterable[Array], family: Family) -> str:
     """Return the modules around the head in the class that was trained."""
     for tensor in tensors:
         name = tensor.name.removeprefix(PEFT_PREFIX)
@@ -219,9 +221,9 @@ def _head_prefix(tensors: Iterable[FileTensor], family: Family) -> str:
 
 
 def _saved_modules(
-    path: Path,
+    path: AnyPath,
     settings: PeftSettings,
-    tensors: Iterable[FileTensor],
+    tensors: Iterable[Array],
     family: Family,
     config: HFConfig,
 ) -> tuple[str, ...]:
@@ -252,7 +254,7 @@ def _saved_modules(
     return tuple(saved)
 
 
-def check_tying(path: Path, settings: PeftSettings) -> None:
+def check_tying(path: AnyPath, settings: PeftSettings) -> None:
     """Raise PrepError if an adapter of a model with a tied head has a trained embedding that is not tied."""
     if not settings.ensure_weight_tying:
         what = f"{path}: modules_to_save without ensure_weight_tying is not supported"
@@ -260,7 +262,7 @@ def check_tying(path: Path, settings: PeftSettings) -> None:
         raise PrepError(what, why, "PEFT's `merge_and_unload()` writes a model with both")
 
 
-def check_settings(folder: Path, settings: PeftSettings, tensors: Iterable[FileTensor]) -> None:
+def check_settings(folder: AnyPath, settings: PeftSettings, tensors: Iterable[Array]) -> None:
     """Compare the settings of an adapter with its tensors, as PEFT does when it loads them.
 
     Args:
@@ -315,14 +317,14 @@ def _selects_module(names: ModuleNames, module: str, *, if_unset: bool) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _not_selected_error(path: Path, module: str, why: str) -> PrepError:
+def _not_selected_error(path: AnyPath, module: str, why: str) -> PrepError:
     what = f"{path} does not belong to the tensors next to it"
     return PrepError(
         what, f"they have an adapter of {module}, but {why}", "get or export the adapter again"
     )
 
 
-def _check_scale(path: Path, settings: PeftSettings, scale: float) -> None:
+def _check_scale(path: AnyPath, settings: PeftSettings, scale: float) -> None:
     """Raise PrepError if a LoRA scale, e.g. `lora_alpha / r`, is infinite or 0 in float32."""
     with np.errstate(all="ignore"):
         rounded = np.float32(scale)
@@ -352,5 +354,5 @@ def _describe_fault(item: ErrorDetails) -> str:
     return f"is {value_text(item['input'])}, it {message}"
 
 
-def _invalid_error(path: Path, why: str) -> PrepError:
+def _invalid_error(path: AnyPath, why: str) -> PrepError:
     return PrepError(f"{path} is invalid", why, "correct it, or get the adapter again")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from prepcli.formats import safetensors
 from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.planning.arrays import Array
 from prepcli.planning.manifest_fields import Manifest, TensorRecords
-from prepcli.planning.plan import Contiguous
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.planning.tensors import FileTensor
 from prepcli.sources.model_family import existing_config, read_folder_model
 from prepcli.sources.source import (
     CONFIG,
@@ -21,10 +19,11 @@ from prepcli.sources.source import (
 )
 from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.unindexed import unindexed_entries
+from prepcli.stores.paths import AnyPath
 
 
 def open_safetensors(
-    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
 ) -> Source:
     """Read the headers, config and manifest of a folder with safetensors files.
 
@@ -64,7 +63,7 @@ def open_safetensors(
 
 
 def file_tensors(
-    tensors: Iterable[FileTensor], names: TensorNames, records: TensorRecords
+    tensors: Iterable[Array], names: TensorNames, records: TensorRecords
 ) -> tuple[SourceTensor, ...]:
     """Return the tensors of safetensors files as source tensors.
 
@@ -75,8 +74,7 @@ def file_tensors(
     """
     source_tensors: list[SourceTensor] = []
     for tensor in tensors:
-        placement = Contiguous(tensor.file, tensor.offset)
         digests = recorded_digests(records, tensor.name)
         name = names.bare_name(tensor.name)
-        source_tensors.append(SourceTensor(name, tensor.dtype, tensor.shape, (placement,), digests))
+        source_tensors.append(SourceTensor(name, tensor.dtype, tensor.shape, (tensor,), digests))
     return tuple(source_tensors)

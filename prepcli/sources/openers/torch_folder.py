@@ -8,19 +8,19 @@ from pathlib import Path
 
 from prepcli.core.errors import PrepError
 from prepcli.formats.torch_files import read_torch_folder
-from prepcli.formats.torch_tensors import TorchTensor
-from prepcli.planning.plan import Contiguous, Strided
+from prepcli.planning.arrays import Array
 from prepcli.sources.model_family import find_config_path, read_folder_model
 from prepcli.sources.source import Source, SourceTensor, file_stamps
 from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.unindexed import unindexed_entries
+from prepcli.stores.paths import AnyPath
 
 # Several tensors may be views of the same bytes. A file with more of them on one byte is refused, because each
 # such tensor opens the file once more.
 MAX_SHARING_TENSORS = 64
 
 
-def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
+def open_torch(path: AnyPath, display_name: str, hints: SourceHints) -> Source:
     """Read the pickled tensor metadata and the config of a folder with PyTorch files. No pickled code is run.
 
     Args:
@@ -41,7 +41,7 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
             model.names.bare_name(tensor.name),
             tensor.dtype,
             tensor.shape,
-            (placement_of(tensor, blob),),
+            (tensor.in_file(blob),),
         )
         for tensor, blob in zip(folder.tensors, blob_numbers)
     )
@@ -69,16 +69,9 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
     )
 
 
-def placement_of(tensor: TorchTensor, blob: int) -> Contiguous | Strided:
-    """Return where a tensor is stored in blob number `blob`."""
-    if tensor.byte_strides is None:
-        return Contiguous(blob, tensor.offset)
-    return Strided(blob, tensor.offset, tensor.byte_strides)
-
-
 def assign_blobs(
-    tensors: Sequence[TorchTensor], files: Sequence[Path]
-) -> tuple[list[int], tuple[Path, ...]]:
+    tensors: Sequence[Array], files: Sequence[AnyPath]
+) -> tuple[list[int], tuple[AnyPath, ...]]:
     """Assign each tensor a blob, i.e. a file that is opened on its own, in which no two tensors overlap.
 
     Tied tensors share bytes of a file. The file is then opened several times, and each of them has another blob.

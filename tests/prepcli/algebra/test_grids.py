@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import SizedAxis
 from prepcli.algebra.boxes import strides
+from prepcli.algebra.chunks import ChunkTable, StridedChunks
 from prepcli.algebra.grids import (
     ChunkGrid,
     DimPiece,
-    ExplicitPlacement,
-    StridedPlacement,
     find_split_atom,
     free_atom_ranges,
     split_dim,
@@ -144,7 +143,8 @@ def test_chunk_grid_counts_partial_chunks():
 
 
 def test_placement_find_returns_file_and_offset():
-    placement = StridedPlacement(file=2, offset=100, first_index=(3, 0), strides=(50, 7))
+    placement = StridedChunks(file=2, offset=100, first=(3, 0), strides=(50, 7))
     assert placement.find((3, 0)) == (2, 100)
     assert placement.find((4, 2)) == (2, 164)
-    assert ExplicitPlacement({(0, 1): (1, 8)}).find([0, 1]) == (1, 8)
+    table = ChunkTable.from_places((0, 1), (1, 2), {(0, 1): (1, 8)})
+    assert table.find([0, 1]) == (1, 8)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from prepcli.algebra import strided_copies
 from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.boxes import full_box, split_merged_range, strides
-from prepcli.algebra.grids import ChunkGrid, ExplicitPlacement, StridedPlacement
+from prepcli.algebra.chunks import ChunkTable, StridedChunks
+from prepcli.algebra.grids import ChunkGrid
 from prepcli.algebra.row_text import parse_row
 from prepcli.algebra.strided_copies import (
-    ChunkedLocation,
     StridedCopy,
-    region_copies,
 )
+from prepcli.planning.arrays import Array, MappedArray
 from tests.helpers.leaf_copies import leaf_box_copies
 from tests.helpers.strategies import axis_maps, boxes, leaf_by_numpy, random_tensors
 
@@ -76,31 +76,31 @@ def in_chunks(
 
 @settings(max_examples=150)
 @given(axis_maps(), st.data())
-def test_region_copies_round_trip_on_any_chunk_grid(row: AxisMap, data):
+def test_copies_round_trip_on_any_chunk_grid(row: AxisMap, data):
     grid = ChunkGrid(row.leaf_shape, tuple(data.draw(st.integers(1, n)) for n in row.leaf_shape))
     chunk_stride = math.prod(grid.chunk_shape) * ITEM + data.draw(st.integers(0, 3))
     indices = list(itertools.product(*(range(n) for n in grid.chunk_counts)))
     if data.draw(st.booleans()):
-        placement = StridedPlacement(
+        placement = StridedChunks(
             0, 0, (0,) * len(grid.chunk_counts), strides(grid.chunk_counts, chunk_stride)
         )
         offsets = {index: placement.find(index)[1] for index in indices}
     else:
         order = data.draw(st.permutations(range(len(indices))))
         offsets = {index: i * chunk_stride for i, index in zip(order, indices)}
-        placement = ExplicitPlacement({index: (0, offset) for index, offset in offsets.items()})
+        places = {index: (0, offset) for index, offset in offsets.items()}
+        placement = ChunkTable.from_places((0,) * len(grid.shape), grid.chunk_counts, places)
     tensors = random_tensors(row)
     expected = in_chunks(leaf_by_numpy(row, tensors), grid, chunk_stride, offsets)
     out, copied_nbytes = np.zeros_like(expected), 0
     for name, stacked in row.tensors():
-        region = ChunkedLocation(row, tuple(stacked.items()), grid, placement, ITEM)
+        leaf = Array("leaf", "int32", grid.shape, grid.chunk_shape, placement)
+        region = MappedArray(row, tuple(stacked.items()), leaf)
         middle = data.draw(st.integers(0, row.source_shape[0])) if row.source_shape else 0
         spans = [(0, middle), (middle, row.source_shape[0])] if row.source_shape else [None]
         restored = np.zeros_like(as_bytes(tensors[name]))
         for span in spans:
-            for copy in region_copies(
-                region, (span, *full_box(row.source_shape[1:])) if span else ()
-            ):
+            for copy in region.copies((span, *full_box(row.source_shape[1:])) if span else ()):
                 copied_nbytes += move(copy, as_bytes(tensors[name]), out)
                 move(copy, restored, out, is_reversed=True)
         values = restored.view(np.int32).reshape(row.source_shape)
@@ -202,16 +202,15 @@ def test_leaf_box_copies_skip_padding():
     assert sum(c.nbytes for _, c in leaf_box_copies(row, ((9, 16), (0, 4)))) == 8
 
 
-def test_region_copies_of_many_chunks_are_one_copy():
+def test_copies_of_many_chunks_are_one_copy():
     row = bind_row(
         parse_row("layers heads head_dim embed <- h.{layers}.q: (heads head_dim) embed"),
         {"layers": 40, "heads": 40, "head_dim": 128, "embed": 5120},
     )
     grid = ChunkGrid(row.leaf_shape, (1, 10, 128, 80))
-    places = StridedPlacement(0, 0, (0, 0, 0, 0), strides(grid.chunk_counts, 10 * 128 * 80 * 2))
-    (copy,) = region_copies(
-        ChunkedLocation(row, (("layers", 7),), grid, places, 2), full_box(row.source_shape)
-    )
+    places = StridedChunks(0, 0, (0, 0, 0, 0), strides(grid.chunk_counts, 10 * 128 * 80 * 2))
+    leaf = Array("q", "bfloat16", grid.shape, grid.chunk_shape, places)
+    (copy,) = leaf.part(row, (("layers", 7),)).copies(full_box(row.source_shape))
     assert copy.run_nbytes == 5120 * 5120 * 2  # 256 chunks, one after another
     assert copy.width == 80 * 2
 

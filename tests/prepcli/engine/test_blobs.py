@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
-from prepcli.engine.blobs import ConcatenatedBlob, FileRange, open_blobs
-from prepcli.engine.files import Files, allocate_buffer
+from prepcli.engine.blobs import MemoryBlob, open_blobs
+from prepcli.engine.files import Files
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
-from prepcli.planning.plan import Contiguous, Stream, Strided, read_copies
+from prepcli.planning.arrays import whole_array
+from prepcli.planning.plan import Stream, read_copies
+from prepcli.stores.buffers import allocate_buffer
+from tests.helpers.plans import flat
 
 # (offset, length) in the second file.
 PIECES = (
@@ -36,9 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new_folder
 
 
-def _blobs(folder: Path) -> tuple[Path, ConcatenatedBlob, Path]:
-    parts = tuple(FileRange(folder / "b", offset, nbytes) for offset, nbytes in PIECES)
-    return folder / "a", ConcatenatedBlob("pieces", parts), folder / "b"
+def _blobs(folder: Path) -> tuple[Path, MemoryBlob, Path]:
+    return folder / "a", MemoryBlob("pieces", _bytes(folder, 1)), folder / "b"
 
 
 def _bytes(folder: Path, number: int) -> bytes:
@@ -49,9 +51,7 @@ def _bytes(folder: Path, number: int) -> bytes:
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 2), st.data())
-def test_read_run_reads_files_and_concatenated_pieces(
-    folder: Path, number: int, data: st.DataObject
-):
+def test_read_run_reads_files_and_blobs(folder: Path, number: int, data: st.DataObject):
     content = _bytes(folder, number)
     offset = data.draw(st.integers(0, len(content) - 1))
     width = data.draw(st.integers(1, len(content) - offset))
@@ -86,9 +86,8 @@ def test_open_blobs_of_files_only_returns_files(folder: Path):
 
 
 def test_read_at_rejects_range_beyond_its_file(folder: Path):
-    long = ConcatenatedBlob("long", (FileRange(folder / "a", 39_000, 2000),))
-    with open_blobs([long]) as reader, pytest.raises(PrepError, match="a is cut short"):
-        reader.read_at(0, 0, np.zeros(2000, np.uint8))
+    with open_blobs([folder / "a"]) as reader, pytest.raises(PrepError, match="a is cut short"):
+        reader.read_at(0, 39_000, np.zeros(2000, np.uint8))
 
 
 @pytest.mark.parametrize("order", [*permutations(range(3))])
@@ -100,7 +99,7 @@ def test_read_values_reads_strided_views_in_c_order(
     (tmp_path / "s").write_bytes(b"lead" + storage.tobytes())
     view = storage[2:, ::step, 1:].transpose(order)
     start = 4 + (2 * 12 * 13 + 1) * 4
-    side = (Strided(0, start, view.strides),)
+    side = (whole_array("w", "float32", view.shape, (0, start), view.strides),)
     stream = Stream("w", "float32", view.shape, (0, view.shape[0]), side, ())
     with open_blobs([tmp_path / "s"]) as reader:
         data_read = b"".join(
@@ -112,7 +111,8 @@ def test_read_values_reads_strided_views_in_c_order(
 
 def test_contiguous_strided_view_is_one_run():
     shape = (4, 6, 2)
-    locations = (Contiguous(0, 8), Strided(0, 8, (48, 8, 4)))
+    view = whole_array("w", "float32", shape, (0, 8), (48, 8, 4))
+    locations = (flat("float32", shape, 8), view)
     contiguous, view = (
         Stream("w", "float32", shape, (1, 3), (location,), ()) for location in locations
     )

@@ -23,8 +23,9 @@ from prepcli.engine.casts import (
     report_casts,
 )
 from prepcli.engine.fills import numpy_dtype
-from prepcli.planning.plan import Contiguous, Fill, Stream
+from prepcli.planning.plan import Fill, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, cast_dtype
+from tests.helpers.plans import flat
 
 # The reference computes with NaN, which makes NumPy warn.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -271,13 +272,19 @@ def test_max_finite_returns_largest_value_of_dtype(dtype: str, value: float):
 def test_report_casts_sums_streams_by_dtype_pair():
     def stream(name: str, dtype: str, cast: str, rows: tuple[int, int] = (0, 6)) -> Stream:
         return Stream(
-            name, dtype, (9, 5), rows, (Contiguous(0, 0),), (Contiguous(0, 0),), cast_to=cast
+            name,
+            dtype,
+            (9, 5),
+            rows,
+            (flat(dtype, (9, 5)),),
+            (flat(cast or dtype, (9, 5)),),
+            cast_to=cast,
         )
 
     streams = [
         stream("a", "float32", "bfloat16"),
         stream("a", "float32", "bfloat16", (6, 9)),
-        Stream("a", "bfloat16", (12, 5), (9, 12), (), (Contiguous(0, 0),), Fill("zeros")),
+        Stream("a", "bfloat16", (12, 5), (9, 12), (), (flat("bfloat16", (12, 5)),), Fill("zeros")),
         stream("b", "float32", "bfloat16"),
         stream("c", "float64", "bfloat16"),
         stream("mask", "bool", ""),

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap
-from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.chunks import StridedChunks
+from prepcli.algebra.grids import ChunkGrid
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.progress import NullProgress
 from prepcli.engine import checksum_recorder
@@ -92,7 +93,7 @@ NUMBERS = np.array([checksum(block.data) for block in DATA.reshape(3, -1)], np.u
 def recorder() -> ChecksumRecorder:
     """Return a recorder of a leaf of three blocks that starts at byte 4096 of its file."""
     shape = (DATA.size,)
-    box = PlacedChunks((0,), (1,), StridedPlacement(0, 4096, (0,), (DATA.size,)))
+    box = PlacedChunks((0,), (1,), StridedChunks(0, 4096, (0,), (DATA.size,)))
     leaves = [OutputLeaf(("x",), "int8", ChunkGrid(shape, shape), (box,))]
     return ChecksumRecorder(chunk_extents(leaves))
 

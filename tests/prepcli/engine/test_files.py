@@ -19,8 +19,10 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import RESUME_HINT, PrepError
 from prepcli.engine import files as files_module
 from prepcli.engine import io_policy
-from prepcli.engine.files import PAGE, ByteArray, Files, allocate_buffer, io_error
+from prepcli.engine.files import PAGE, Files
 from prepcli.engine.io_policy import WritePolicy
+from prepcli.stores.buffers import ByteArray, allocate_buffer
+from prepcli.stores.reading import io_error
 
 SIZE = 5 * PAGE + 123
 QUIET = settings(

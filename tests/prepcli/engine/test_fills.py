@@ -21,11 +21,11 @@ from prepcli.engine.fills import (
     piece_nbytes,
     round_to_dtype,
 )
-from prepcli.planning.plan import Contiguous, Fill, Stream
+from prepcli.planning.plan import Fill, Stream
 from prepcli.planning.slabs import Slab
+from tests.helpers.plans import flat
 
 DTYPES = ["float32", "float16", "bfloat16"]
-FLAT = (Contiguous(0, 0),)
 
 
 def nearest(value: float, dtype: str) -> float:
@@ -78,9 +78,10 @@ def padded_streams(
     dtype: str, true_rows: int, rows: int, columns: int, fill: Fill
 ) -> tuple[Stream, Stream]:
     shape = (rows, columns)
+    location = (flat(dtype, shape),)
     return (
-        Stream("w", dtype, shape, (0, true_rows), FLAT, FLAT),
-        Stream("w", dtype, shape, (true_rows, rows), (), FLAT, fill),
+        Stream("w", dtype, shape, (0, true_rows), location, location),
+        Stream("w", dtype, shape, (true_rows, rows), (), location, fill),
     )
 
 
@@ -180,8 +181,9 @@ def test_mean_is_computed_per_tensor():
 
 def test_mean_source_skips_stored_padding():
     true_rows, padding = padded_streams("float32", 4, 9, 2, Fill("mean"))
-    stored_padding = Stream("w", "float32", (9, 2), (4, 6), FLAT, FLAT)
-    new_padding = Stream("w", "float32", (9, 2), (6, 9), (), FLAT, Fill("mean"))
+    location = (flat("float32", (9, 2)),)
+    stored_padding = Stream("w", "float32", (9, 2), (4, 6), location, location)
+    new_padding = Stream("w", "float32", (9, 2), (6, 9), (), location, Fill("mean"))
     assert mean_source_number([true_rows, stored_padding, new_padding], 2) == 0
     assert mean_source_number([true_rows, padding, true_rows, padding], 3) == 2
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.checkpoint_store import HostLeaf
-from prepcli.engine.files import PAGE, allocate_buffer
+from prepcli.engine.files import PAGE
 from prepcli.engine.host_leaves import HostLeafReader
+from prepcli.stores.buffers import allocate_buffer
 
 
 def leaf(array: np.ndarray) -> HostLeaf:

@@ -13,8 +13,9 @@ from prepcli.core.errors import DamagedError, UsageError
 from prepcli.engine.budget import make_budget
 from prepcli.engine.files import Files
 from prepcli.engine.low_rank import BLOCK_VALUES, StreamUpdate, matrix_nbytes
-from prepcli.planning.plan import Contiguous, LowRankUpdate, Stream
+from prepcli.planning.plan import LowRankUpdate, Stream
 from prepcli.planning.plan_text import encode_text
+from tests.helpers.plans import flat
 
 MIB = 1 << 20
 
@@ -30,7 +31,14 @@ def make_stream(
     )
     (folder / "matrices").write_bytes(a.tobytes() + b.tobytes())
     streams = [
-        Stream(name, "float32", matrix.shape, (0, len(matrix)), (Contiguous(0, offset),), ())
+        Stream(
+            name,
+            "float32",
+            matrix.shape,
+            (0, len(matrix)),
+            (flat("float32", matrix.shape, offset),),
+            (),
+        )
         for name, matrix, offset in (("a", a, 0), ("b", b, a.nbytes))
     ]
     update = LowRankUpdate(streams[0], streams[1], 0.5, is_transposed)

@@ -22,10 +22,10 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.io_policy import WritePolicy
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.planning import coverage
-from prepcli.planning.plan import Contiguous, Fill, Stream
+from prepcli.planning.plan import Fill, Stream
 from prepcli.planning.slabs import PAGE, split_streams
 from tests.helpers.durable_units import DurableUnit
-from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
+from tests.helpers.plans import dividing_chunks, flat, make_save_plan, reverse_streams
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.strategies import complete_tables, leaf_by_numpy
 
@@ -153,7 +153,14 @@ def test_only_direct_writes_are_aligned_in_memory(
 ):
     content = np.random.default_rng(0).bytes(8 + 5 * PAGE)
     (tmp_path / "in").write_bytes(content)
-    stream = Stream("w", "int32", (5, PAGE // 4), (0, 5), (Contiguous(0, 8),), (Contiguous(0, 4),))
+    stream = Stream(
+        "w",
+        "int32",
+        (5, PAGE // 4),
+        (0, 5),
+        (flat("int32", (5, PAGE // 4), 8),),
+        (flat("int32", (5, PAGE // 4), 4),),
+    )
     with Files([tmp_path / "in"]) as reader, Files([tmp_path / "out"], [4 + 5 * PAGE]) as sink:
         sink.policy = WritePolicy(0, has_direct=has_direct)
         result = Pipeline(
@@ -227,9 +234,22 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, count: int):
 def test_pipeline_fills_padding_rows_by_fill_kind(tmp_path, kind: str, limit: int):
     table = np.random.default_rng(1).standard_normal((131, 7)).astype(np.float32)
     (tmp_path / "source").write_bytes(table.tobytes())
-    true_rows = Stream("t", "float32", (136, 7), (0, 131), (Contiguous(0, 0),), (Contiguous(0, 0),))
+    true_rows = Stream(
+        "t",
+        "float32",
+        (136, 7),
+        (0, 131),
+        (flat("float32", (136, 7)),),
+        (flat("float32", (136, 7)),),
+    )
     padding = Stream(
-        "t", "float32", (136, 7), (131, 136), (), (Contiguous(0, 0),), Fill(kind, seed=3, std=0.5)
+        "t",
+        "float32",
+        (136, 7),
+        (131, 136),
+        (),
+        (flat("float32", (136, 7)),),
+        Fill(kind, seed=3, std=0.5),
     )
     with Files([tmp_path / "source"]) as reader, Files([tmp_path / "out"], [136 * 28]) as sink:
         Pipeline(
@@ -256,7 +276,9 @@ def test_pipeline_fills_padding_rows_by_fill_kind(tmp_path, kind: str, limit: in
 def test_empty_tensors_have_digests(tmp_path):
     (tmp_path / "source").write_bytes(bytes(20))
     streams = tuple(
-        Stream(name, "int32", shape, (0, shape[0]), (Contiguous(0, 0),), (Contiguous(0, 0),))
+        Stream(
+            name, "int32", shape, (0, shape[0]), (flat("int32", shape),), (flat("int32", shape),)
+        )
         for name, shape in {"first": (0, 5), "full": (5,), "last": (3, 0)}.items()
     )
     with Files([tmp_path / "source"]) as reader, Files([tmp_path / "out"], [20]) as sink:
@@ -277,7 +299,7 @@ def test_empty_tensors_have_digests(tmp_path):
 
 def test_run_names_a_truncated_source(tmp_path):
     (tmp_path / "source").write_bytes(b"\0" * 10)
-    stream = Stream("t", "int32", (5,), (0, 5), (Contiguous(0, 0),), (Contiguous(0, 0),))
+    stream = Stream("t", "int32", (5,), (0, 5), (flat("int32", (5,)),), (flat("int32", (5,)),))
     with (
         Files([tmp_path / "source"]) as reader,
         Files([tmp_path / "out"], [20]) as sink,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.engine.files import Files
+from prepcli.engine.blobs import open_blobs
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.planning.plan import Stream
 from prepcli.sources.locate import locate
@@ -35,7 +35,7 @@ def test_read_values_returns_tensors_in_c_order(tmp_path: Path, run_nbytes: int)
     for folder in ("llama", "init"):
         source = open_source(locate(str(tmp_path / folder)))
         assert len(source.tensors) == len(tensors)
-        with Files(source.files) as files:
+        with open_blobs(source.byte_sources) as files:
             for tensor in source.tensors:
                 stream = Stream(
                     tensor.name,

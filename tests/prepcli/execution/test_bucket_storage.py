@@ -26,11 +26,12 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import OutputLeaf
-from prepcli.remote import placeholders, remote_files
-from prepcli.remote.object_store import Bucket, parse_url
-from prepcli.remote.remote_files import LOCK_FILE
-from prepcli.remote.retries import RetryPolicy
 from prepcli.restore.item_reader import open_reader
+from prepcli.stores import byte_ranges, object_store, paths
+from prepcli.stores.byte_ranges import LOCK_FILE
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.object_url import parse_url
+from prepcli.stores.retries import RetryPolicy
 from prepcli.targets.training_step import plan_training_step
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.slow_cases import slow_except
@@ -47,7 +48,7 @@ DIGEST_KEYS = ("tensors", "slots", "others", "leaves")
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 0.001)
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "PREP_"))]:
         monkeypatch.delenv(name)
     with use_objects(monkeypatch) as fake:
@@ -68,11 +69,11 @@ def test_files_of_a_run_are_moved_in_pieces(
 ):
     """The metrics of a long run are larger than the files that are fetched whole."""
     for module, name in (
-        (placeholders, "DOWNLOAD_PIECE_NBYTES"),
+        (object_store, "DOWNLOAD_PIECE_NBYTES"),
         (bucket_storage, "STORED_PIECE_NBYTES"),
     ):
         monkeypatch.setattr(module, name, 1000)
-    monkeypatch.setattr(placeholders, "SMALL_NBYTES", 1000)
+    monkeypatch.setattr(paths, "SMALL_NBYTES", 1000)
     content, run = os.urandom(12_345), make_run()
     Path("local").mkdir()
     path = Path("local/metrics.jsonl")

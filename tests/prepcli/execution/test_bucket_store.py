@@ -12,7 +12,8 @@ import pytest
 from prepcli.core.errors import PrepError
 from prepcli.execution import bucket_store
 from prepcli.execution.bucket_store import BucketStore
-from prepcli.remote.object_store import Bucket, parse_url
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.object_url import parse_url
 from tests.helpers.object_server import FakeObjectStore, use_objects
 
 IDENTITY: dict[str, object] = {"request": "prep save-init m", "source": "s", "prep": "1"}

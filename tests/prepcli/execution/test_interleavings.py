@@ -19,14 +19,15 @@ from prepcli.execution.folder_store import FolderStore, remove_work_folder
 from prepcli.execution.run import Run
 from prepcli.execution.run_store import DONE_FOLDER
 from prepcli.execution.unit_notes import UnitNote
-from prepcli.planning.plan import Contiguous, Plan, Stream
+from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.shares import Share
 from prepcli.planning.work_units import WorkUnit
 from tests.helpers.interleaving import ANY, COARSE, FINE, Process, World, explore, simulated, step
+from tests.helpers.plans import flat
 from tests.helpers.slow_cases import slow_except
 
 STREAMS = 3
-LOCATION = (Contiguous(0, 0),)
+LOCATION = (flat("float32", (4,)),)
 PLAN = Plan(
     "save-init", "prep save-init m", "m", (),
     tuple(Stream(f"t{i}", "float32", (4,), (0, 4), LOCATION, LOCATION) for i in range(STREAMS)), (),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from prepcli.algebra.grids import StridedPlacement
+from prepcli.algebra.chunks import StridedChunks
 from prepcli.engine.object_assembler import Piece
 from prepcli.execution.object_compressor import ObjectCompressor
 from prepcli.planning.checksum_blocks import LeafBlocks, chunk_blocks
@@ -39,7 +39,7 @@ def test_compressed_pieces_are_the_chunks(num_chunks: int, chunk_nbytes: int, le
     """The last chunks have bytes that can be compressed, and pieces end within chunks."""
     raw = random_bytes(num_chunks * chunk_nbytes)
     raw[raw.size // 2 :] = 0
-    placed = PlacedChunks((0,), (num_chunks,), StridedPlacement(0, 0, (0,), (chunk_nbytes,)))
+    placed = PlacedChunks((0,), (num_chunks,), StridedChunks(0, 0, (0,), (chunk_nbytes,)))
     blocks = LeafBlocks(0, (num_chunks,), chunk_blocks((chunk_nbytes,), "uint8"))
     extent = ChunkExtent(0, 0, chunk_nbytes, placed, blocks)
     outputs: list[bytes] = []

@@ -57,8 +57,13 @@ import os, signal, threading
 from prepcli.execution.signals import block_signals
 
 threading.Thread(target=threading.Event().wait, daemon=True).start()
+received, written = os.pipe()
+os.set_blocking(written, False)
+signal.set_wakeup_fd(written)
 with block_signals():
     os.kill(os.getpid(), signal.SIGTERM)
+    # The other thread receives the signal. It may have to wait for a processor.
+    os.read(received, 1)
     print("the end of the block", flush=True)
 print("the code after it", flush=True)
 """

@@ -10,7 +10,7 @@ import pytest
 
 from prepcli.engine.background_sync import StreamPrefix
 from prepcli.execution.unit_notes import UnitNote, decode_record, encode_record
-from prepcli.remote.remote_files import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile
 
 NOTE = UnitNote(
     {7: "00ff"},

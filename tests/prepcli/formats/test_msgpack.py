@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
 import numpy as np
 import pytest
 
+from prepcli.algebra.boxes import full_box
 from prepcli.core.errors import PrepError
+from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.msgpack import (
     CHUNKED_MARKER,
     MAX_DEPTH,
-    MsgpackArray,
     MsgpackHeader,
     MsgpackKind,
     read_msgpack_header,
     sniff_msgpack_kind,
 )
+from prepcli.planning.arrays import Array, whole_array
 from tests.helpers.golden_flax import FILES, FOLDER, decode_msgpack
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.stored_arrays import read_tensor
 
 F32 = msgpack.ExtType(1, msgpack.packb(([2, 3], "float32", bytes(24))))
 PIECE = msgpack.ExtType(1, msgpack.packb(([3], "float32", bytes(12))))
@@ -38,8 +42,9 @@ def refusal(path: Path, data: bytes, kind: MsgpackKind = "flax") -> str:
     return caught.value.why
 
 
-def payload(array: MsgpackArray, data: bytes) -> bytes:
-    return b"".join(data[offset : offset + nbytes] for offset, nbytes in array.runs)
+def payload(array: Array, data: bytes) -> bytes:
+    values = np.zeros(array.shape, numpy_dtype(array.dtype))
+    return read_tensor(array, values, [data]).tobytes()
 
 
 @pytest.mark.parametrize(("name", "kind"), FILES.items())
@@ -58,8 +63,9 @@ def test_read_msgpack_header_matches_msgpack_library(name: str, kind: MsgpackKin
 
 def test_read_msgpack_header_splits_chunked_array_into_runs():
     header = read_msgpack_header(FOLDER / "llama/pieces.msgpack", "flax")
-    assert max(len(array.runs) for array in header.arrays) > 5
-    assert max(nbytes for array in header.arrays for _, nbytes in array.runs) == 600
+    copies = [list(array.copies(full_box(array.shape))) for array in header.arrays]
+    assert max(map(len, copies)) > 5
+    assert max(copy.nbytes for array_copies in copies for copy in array_copies) <= 600
 
 
 def test_read_msgpack_header_lists_non_arrays(tmp_path: Path):
@@ -94,7 +100,7 @@ def test_read_msgpack_header_skips_payloads(tmp_path: Path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert header.arrays == (
-        MsgpackArray(("w",), "float32", (1 << 29,), ((len(header_bytes), nbytes),)),
+        replace(whole_array("w", "float32", (1 << 29,), (0, len(header_bytes))), path=("w",)),
     )
     assert peak < 1 << 20
 
@@ -276,11 +282,9 @@ def check_fuzzed(path: Path, seed: int) -> bool:
         header = read_msgpack_header(path, kind)
     except PrepError:
         return False
-    assert all(
-        0 <= offset <= offset + n <= len(data)
-        for array in header.arrays
-        for offset, n in array.runs
-    )
+    for array in header.arrays:
+        for copy in array.copies(full_box(array.shape)):
+            assert 0 <= copy.file_offset <= copy.file_offset + copy.nbytes <= len(data)
     return True
 
 

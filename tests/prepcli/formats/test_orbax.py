@@ -14,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.algebra.chunks import StoredRange
 from prepcli.formats.orbax import OrbaxItem, find_item, find_name_clash, read_item
-from prepcli.formats.orbax_chunks import ArrayMeta, StoredRange, WrittenChunk, unravel_chunk_index
+from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk, unravel_chunk_index
 from prepcli.formats.zarr import ZARR_TYPESTRS
+from prepcli.stores.paths import local_copy
 from tests.helpers.orbax_items import random_array, write_item, write_metadata
 
 ORACLE = Path(__file__).parents[2] / "helpers" / "orbax_oracle.py"
@@ -97,18 +99,24 @@ def test_item_saved_by_orbax_round_trips(saved, tmp_path):
     item = read_item(saved / "raw")
     (tmp_path / "d").mkdir()
     data, chunks = b"", []
-    for array_number, table in enumerate(item.chunks):
-        for index, stored in table.items():
+    metas: list[ArrayMeta] = []
+    for array_number, array in enumerate(item.arrays):
+        is_scalar = item.value_types[array_number] == "scalar" and not array.shape
+        meta = ArrayMeta(array.path, array.shape, array.dtype, array.chunk_shape, is_scalar)
+        metas.append(meta)
+        for index, stored in array.stored_chunks():
             chunk = stored if isinstance(stored, bytes) else _range(item, stored)
             chunks.append(WrittenChunk(array_number, index, 0, len(data), len(chunk)))
             data += chunk
     (tmp_path / "d/data").write_bytes(data)
-    write_metadata(tmp_path, item.arrays, chunks, ["d/data"], item.non_arrays)
+    write_metadata(tmp_path, metas, chunks, ["d/data"], item.non_arrays)
     assert not run_orbax("same", saved / "raw", tmp_path)
 
 
 def _range(item: OrbaxItem, stored: StoredRange) -> bytes:
-    return item.files[stored.file].read_bytes()[stored.offset : stored.offset + stored.nbytes]
+    return local_copy(item.files[stored.file]).read_bytes()[
+        stored.offset : stored.offset + stored.nbytes
+    ]
 
 
 def test_read_item_reads_sharded_arrays(saved):
@@ -120,15 +128,15 @@ def test_read_item_reads_sharded_arrays(saved):
         ("step", (), "int64", ()),
     ]
     assert item.value_types == ("jax.Array", "jax.Array", "np.ndarray", "scalar")
-    assert item.chunks[3] == {(): (3).to_bytes(8, "little")}
+    assert dict(item.arrays[3].stored_chunks()) == {(): (3).to_bytes(8, "little")}
     big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(4, 64, 64)
-    for (i, j, k), stored in item.chunks[1].items():
+    for (i, j, k), stored in item.arrays[1].stored_chunks():
         assert isinstance(stored, StoredRange)
         assert (
             _range(item, stored)
             == big[4 * i :, 16 * j : 16 * j + 16, 32 * k : 32 * k + 32].tobytes()
         )
-    assert len(item.chunks[1]) == 8
+    assert len([*item.arrays[1].stored_chunks()]) == 8
     assert {path.parent.parent.name for path in item.files} == {"ocdbt.process_0"}
 
 

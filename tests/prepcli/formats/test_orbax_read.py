@@ -14,14 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prepcli.algebra.chunks import StoredRange
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation, read_ocdbt_index
 from prepcli.formats.orbax import OrbaxItem, read_item
-from prepcli.formats.orbax_chunks import ArrayMeta, ChunkTable, StoredRange
+from prepcli.formats.orbax_chunks import ArrayMeta
 from prepcli.formats.zarr import ZARR_TYPESTRS
+from prepcli.planning.arrays import Array
+from prepcli.stores.paths import local_copy
 from tests.helpers.orbax_items import (
     NOW_NS,
     chunk_bytes,
+    metadata_of,
     random_array,
     write_item,
     write_ocdbt_index,
@@ -100,12 +104,15 @@ def test_written_item_is_read_back(tmp_path_factory, metas, gap, node_bytes):
     arrays = {meta: random_array(meta.dtype, meta.shape) for meta in metas}
     write_item(folder, arrays, gap, node_nbytes=node_bytes)
     item = read_item(folder)
-    assert item.arrays == tuple(metas)
-    for meta, table in zip(item.arrays, item.chunks):
+    for meta, array, value_type in zip(metas, item.arrays, item.value_types, strict=True):
+        assert (array.path, array.shape, array.dtype) == (meta.path, meta.shape, meta.dtype)
+        assert (array.name, array.chunk_shape) == (meta.name, meta.chunk_shape)
+        assert (value_type == "scalar") == meta.is_scalar
+        table = dict(array.stored_chunks())
         assert len(table) == math.prod(meta.grid)
         for index, stored in table.items():
             assert isinstance(stored, StoredRange)
-            data = item.files[stored.file].read_bytes()[
+            data = local_copy(item.files[stored.file]).read_bytes()[
                 stored.offset : stored.offset + stored.nbytes
             ]
             assert data == chunk_bytes(arrays[meta], meta.chunk_shape, index)
@@ -114,7 +121,7 @@ def test_written_item_is_read_back(tmp_path_factory, metas, gap, node_bytes):
 def test_read_item_returns_inline_chunk_of_the_index(item):
     chunk = chunk_bytes(ARRAYS[W], W.chunk_shape, (1, 0))
     rewrite(item, {b"params.w/1.0": chunk})
-    assert read_item(item).chunks[0][1, 0] == chunk
+    assert read_item(item).arrays[0].stored_chunk((1, 0)) == chunk
 
 
 def test_read_item_accepts_zarray_in_a_data_file(item):
@@ -122,12 +129,12 @@ def test_read_item_accepts_zarray_in_a_data_file(item):
     assert isinstance(document, bytes)
     (item / "d/document").write_bytes(b"..." + document)
     rewrite(item, {ZARRAY: ValueLocation("d/document", 3, len(document))})
-    assert read_item(item).arrays == tuple(ARRAYS)
+    assert list(map(metadata_of, read_item(item).arrays)) == [*ARRAYS]
 
 
 def test_read_item_accepts_a_relative_path(item, monkeypatch):
     monkeypatch.chdir(item / "d")
-    assert read_item(Path("../../item")).arrays == tuple(ARRAYS)
+    assert list(map(metadata_of, read_item(Path("../../item")).arrays)) == [*ARRAYS]
 
 
 def test_read_item_returns_names_missing_from_metadata(item):
@@ -318,7 +325,7 @@ def test_string_leaf_without_text_is_rejected(item):
 def test_missing_chunks_of_old_orbax_read_as_zeros(item):
     rewrite_json(item / "_METADATA", store_array_data_equal_to_fill_value=False)
     rewrite(item, {b"params.w/1.0": None})
-    assert [*read_item(item).chunks[0]] == [(0, 0)]
+    assert [index for index, _ in read_item(item).arrays[0].stored_chunks()] == [(0, 0)]
 
 
 @pytest.mark.parametrize("fill", [1, -1, 1.5, "NaN", True, [0]])
@@ -353,17 +360,17 @@ def read_or_refuse(item: Path) -> OrbaxItem | None:
 
 def check_chunks_lie_in_the_item(actual: OrbaxItem, item: Path) -> None:
     """Check that every chunk is a byte range of a file of the item."""
-    for table in actual.chunks:
-        for _, _, stored in named_chunks(actual, table):
+    for array in actual.arrays:
+        for _, _, stored in named_chunks(actual, array):
             if isinstance(stored, StoredRange):
-                file = actual.files[stored.file]
+                file = local_copy(actual.files[stored.file])
                 assert file.resolve().is_relative_to(item.resolve())
                 assert 0 <= stored.offset <= stored.offset + stored.nbytes <= file.stat().st_size
 
 
-def named_chunks(item: OrbaxItem, table: ChunkTable) -> Iterator[tuple[Any, str, Any]]:
+def named_chunks(item: OrbaxItem, array: Array) -> Iterator[tuple[Any, str, Any]]:
     """Yield index, file name and location of the stored chunks of an array."""
-    for index, stored in table.items():
+    for index, stored in array.stored_chunks():
         name = item.files[stored.file].name if isinstance(stored, StoredRange) else ""
         yield index, name, stored
 
@@ -371,16 +378,16 @@ def named_chunks(item: OrbaxItem, table: ChunkTable) -> Iterator[tuple[Any, str,
 def locations(item: OrbaxItem) -> dict[Any, Any]:
     """Return the type and the chunks of each array by its path."""
     return {
-        meta.path: (
-            meta.shape,
-            meta.dtype,
-            meta.chunk_shape,
+        array.path: (
+            array.shape,
+            array.dtype,
+            array.chunk_shape,
             [
                 (index, name, stored.offset, stored.nbytes)
-                for index, name, stored in named_chunks(item, table)
+                for index, name, stored in named_chunks(item, array)
             ],
         )
-        for meta, table in zip(item.arrays, item.chunks)
+        for array in item.arrays
     }
 
 

@@ -14,17 +14,19 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from prepcli.engine.fills import numpy_dtype
+from prepcli.formats.file_records import bytes_between
 from prepcli.formats.safetensors_layout import LayoutEntry
 from prepcli.formats.torch_dcp import (
     MAX_METADATA_OPCODES,
-    DcpEntry,
-    encode_metadata,
     read_dcp_folder,
 )
+from prepcli.formats.torch_dcp_metadata import DcpEntry, encode_metadata
 from prepcli.formats.torch_pickle import MAX_NBYTES, SUPPORTED_DTYPES, StoredTensor
 from prepcli.formats.torch_zip import encode_object
-from prepcli.targets import dcp_folder
-from prepcli.targets.dcp_folder import lay_out_dcp_folder
+from prepcli.stores.reading import open_regular_file
+from prepcli.targets import torch_folder
+from prepcli.targets.torch_folder import place_dcp_entries
+from tests.helpers.memory_stores import store_of
 
 ARRAYS = {
     "a.weight": np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32),
@@ -42,19 +44,22 @@ def write_folder(folder: Path, arrays: dict[str, np.ndarray], shard_nbytes: int)
     entries: list[LayoutEntry] = []
     for name, array in arrays.items():
         entries.append((name, array.dtype.name, array.shape, array.nbytes))
-    layout = lay_out_dcp_folder(entries, shard_nbytes)
+    placed = place_dcp_entries(entries, shard_nbytes)
     folder.mkdir()
-    for number, file in enumerate(layout.files):
+    for number, file in enumerate(placed.files):
         content = bytearray(file.size)
         for offset, data in file.constant_ranges:
             content[offset : offset + len(data)] = data
-        for name, location in layout.locations.items():
-            if location.file == number:
+        for name, locations in placed.locations.items():
+            (location,) = locations
+            file_number, start = location.position
+            if file_number == number:
                 data = arrays[name].tobytes()
-                content[location.offset : location.offset + len(data)] = data
+                content[start : start + len(data)] = data
         (folder / file.path).write_bytes(content)
-    (folder / layout.metadata.path).write_bytes(layout.metadata.content)
-    return [file.path for file in layout.files]
+    (metadata,) = placed.index
+    (folder / metadata.path).write_bytes(metadata.content)
+    return [file.path for file in placed.files]
 
 
 def torch_bits(tensor: Any) -> bytes:
@@ -119,10 +124,37 @@ def test_reader_finds_every_tensor(tmp_path: Path):
     for tensor in folder.tensors:
         array = ARRAYS[tensor.name]
         assert (tensor.dtype, tensor.shape) == (array.dtype.name, array.shape)
-        for box in tensor.boxes:
-            with folder.files[box.file].open("rb") as file:
-                file.seek(box.offset)
-                assert file.read(array.nbytes) == array.tobytes()
+        assert tensor.is_contiguous
+        with open_regular_file(folder.files[tensor.file]) as file:
+            file.seek(tensor.offset)
+            assert file.read(array.nbytes) == array.tobytes()
+
+
+def test_reader_requests_both_ends_of_archives_in_a_store(tmp_path: Path):
+    arrays = {f"layer.{i}": np.full((40, 100), i, np.float32) for i in range(50)}
+    (file,) = write_folder(tmp_path / "out", arrays, 1 << 30)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    root, reader = store_of(files)
+    folder = read_dcp_folder(root)
+    assert folder.tensors == read_dcp_folder(tmp_path / "out").tensors
+    sizes = [nbytes for name, _, nbytes in reader.requests if name == file]
+    # One request has the end of an archive and the start of the next one.
+    assert len(sizes) <= len(arrays) + 2
+    assert max(sizes) <= 16 << 10
+
+
+def test_bytes_between_tensors_are_the_same_in_a_store(tmp_path: Path):
+    content = np.random.default_rng(0).bytes(5 << 20)
+    (tmp_path / "data").write_bytes(content)
+    root, reader = store_of({"data": content})
+    for ranges in ([(10, 4 << 20)], [(0, 3), (3, 100), (200, 300), (300, 5 << 20)], []):
+        rest = bytearray(content)
+        for start, stop in reversed(ranges):
+            del rest[start:stop]
+        reader.requests.clear()
+        assert b"".join(bytes_between(root / "data", ranges)) == rest
+        assert b"".join(bytes_between(tmp_path / "data", ranges)) == rest
+        assert sum(nbytes for _, _, nbytes in reader.requests) == len(rest)
 
 
 @pytest.mark.parametrize("dtype", sorted(SUPPORTED_DTYPES))
@@ -177,16 +209,16 @@ def test_moments_of_max_tensors_are_readable():
         path = ("optimizer", "state", f"model.layers.{number}.weight", "exp_avg")
         entries.append(DcpEntry(".".join(path), "float32", (number, 7), "__0_0.distcp", 0, 1, path))
     num_opcodes = sum(1 for _ in pickletools.genops(encode_metadata(entries)))
-    assert num_opcodes / len(entries) * dcp_folder.MAX_TENSORS < MAX_METADATA_OPCODES
+    assert num_opcodes / len(entries) * torch_folder.MAX_TENSORS < MAX_METADATA_OPCODES
 
 
 def test_more_tensors_than_the_reader_takes_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dcp_folder, "MAX_TENSORS", 2)
+    monkeypatch.setattr(torch_folder, "MAX_TENSORS", 2)
     entries: list[LayoutEntry] = [(f"w{number}", "uint8", (1,), 1) for number in range(3)]
     with pytest.raises(PrepError, match="3 tensors are too many"):
-        lay_out_dcp_folder(entries, 1 << 30)
+        place_dcp_entries(entries, 1 << 30)
 
 
 def test_unsupported_dtype_is_named():
     with pytest.raises(PrepError, match="w is float8_e4m3fn"):
-        lay_out_dcp_folder([("w", "float8_e4m3fn", (2,), 2)], 100)
+        place_dcp_entries([("w", "float8_e4m3fn", (2,), 2)], 100)

@@ -19,7 +19,7 @@ from prepcli.formats.torch_files import (
     read_torch_object,
     select_model_files,
 )
-from prepcli.formats.torch_tensors import TorchTensor
+from prepcli.planning.arrays import whole_array
 from tests.golden.make_torch import FOLDER
 from tests.helpers.pickle_builder import (
     ONE_TENSOR,
@@ -61,16 +61,16 @@ def test_read_torch_header_matches_golden_files(path: Path) -> None:
 
 def test_read_torch_header_returns_byte_strides_of_views() -> None:
     header = read_torch_header(FOLDER / "views-zip.bin", 0)
-    assert {t.name: t.byte_strides for t in header.tensors} == {
+    assert {t.name: t.strides for t in header.tensors} == {
         "big": None, "alias": None, "row": None, "scalar": None, "empty": None, "parameter": None,
         "transposed": (4, 32), "inside": (32, 4), "every_other": (32, 8), "one": (32, 4), "swapped": (2, 24, 8),
     }  # fmt: skip
 
 
 def test_byte_range_of_a_view_ends_with_its_last_element() -> None:
-    transposed = TorchTensor("w", "float32", (3, 2), 0, 100, byte_strides=(4, 12))
+    transposed = whole_array("w", "float32", (3, 2), (0, 100), (4, 12))
     assert transposed.byte_range == (100, 124)
-    every_other = TorchTensor("w", "int16", (4,), 0, 8, byte_strides=(4,))
+    every_other = whole_array("w", "int16", (4,), (0, 8), (4,))
     assert every_other.byte_range == (8, 22)
 
 
@@ -231,8 +231,8 @@ def test_files_before_pytorch_1_6_are_refused(tmp_path: Path) -> None:
     assert error.what == "x.bin is not supported"
     assert error.why == "it has the format of PyTorch before version 1.6"
     assert "`torch.save(torch.load('x.bin'), 'x.bin')`" in str(error.hint)
-    with pytest.raises(PrepError) as caught, (tmp_path / "x.bin").open("rb") as file:
-        read_torch_object(tmp_path / "x.bin", file)
+    with pytest.raises(PrepError) as caught:
+        read_torch_object(tmp_path / "x.bin")
     assert str(caught.value) == str(error)
 
 
@@ -255,13 +255,12 @@ def test_repeated_containers_are_converted_once(tmp_path: Path) -> None:
     nested = b"Nq\x00" + (b"(" + b"h\x00" * 50 + b"tq\x00") * 12
     path = tmp_path / "optimizer.pt"
     path.write_bytes(make_zip_file(make_pickle(nested)))
-    with path.open("rb") as file:
-        root = read_torch_object(path, file).root
+    root = read_torch_object(path).root
     assert isinstance(root, tuple)
     assert len(root) == 50
     path.write_bytes(make_zip_file(make_pickle(nested, b"\x85" * 12)))
-    with pytest.raises(PrepError, match="nests more than 16"), path.open("rb") as file:
-        read_torch_object(path, file)
+    with pytest.raises(PrepError, match="nests more than 16"):
+        read_torch_object(path)
 
 
 # Which files of a folder

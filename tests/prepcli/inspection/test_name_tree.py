@@ -7,15 +7,16 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.inspection.checkpoint_contents import TensorEntry
 from prepcli.inspection.name_tree import TreeNode, build_tree, tree_fields, tree_rows
+from prepcli.planning.arrays import whole_array
+from prepcli.sources.source import SourceTensor, stored_tensor
 
 
-def entry(name: str, *shape: int, dtype: str = "float32") -> TensorEntry:
-    return TensorEntry(name, tuple(name.split(".")), dtype, shape, shape, {})
+def entry(name: str, *shape: int, dtype: str = "float32") -> SourceTensor:
+    return stored_tensor(whole_array(name, dtype, shape, (0, 0)))
 
 
-def lines(*entries: TensorEntry) -> list[str]:
+def lines(*entries: SourceTensor) -> list[str]:
     return [" | ".join(part for part in row if part) for row in tree_rows(build_tree(entries))]
 
 

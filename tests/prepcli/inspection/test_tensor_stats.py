@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.blobs import open_blobs
-from prepcli.engine.files import ByteArray
 from prepcli.formats.orbax_chunks import ArrayMeta
 from prepcli.formats.safetensors import DTYPE_CODES
 from prepcli.formats.zarr import ZARR_TYPESTRS
 from prepcli.inspection import tensor_stats as module
-from prepcli.inspection.checkpoint_contents import CheckpointContents, TensorEntry
+from prepcli.inspection.checkpoint_contents import CheckpointContents
 from prepcli.inspection.contents import read_contents
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.sources.locate import locate
+from prepcli.sources.source import SourceTensor
+from prepcli.stores.buffers import ByteArray
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.orbax_items import random_array, write_item
 
@@ -32,7 +33,7 @@ def contents_of(folder: Path) -> CheckpointContents:
     return read_contents(locate(str(folder)))
 
 
-def measure(contents: CheckpointContents, entry: TensorEntry) -> tuple[TensorStats | None, int]:
+def measure(contents: CheckpointContents, entry: SourceTensor) -> tuple[TensorStats | None, int]:
     read: list[int] = []
     with open_blobs(contents.byte_sources) as files:
         return compute_stats(entry, files, read.append), sum(read)
@@ -173,7 +174,7 @@ def test_stats_of_arrays_in_the_index_match_numpy(tmp_path: Path) -> None:
     ocp.PyTreeCheckpointer(use_compression=False).save(tmp_path / "saved", arrays)
     contents = contents_of(tmp_path / "saved")
     for entry in contents.entries:
-        assert entry.first_chunk is None
+        assert contents.first_place(entry) is None
         assert_same(measure(contents, entry)[0], np.asarray(arrays[entry.name]))
 
 

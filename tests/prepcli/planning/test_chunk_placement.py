@@ -14,20 +14,19 @@ from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.boxes import full_box
 from prepcli.algebra.grids import ChunkGrid
 from prepcli.algebra.row_text import parse_row
-from prepcli.algebra.strided_copies import region_copies
 from prepcli.planning import chunk_placement
 from prepcli.planning.chunk_placement import (
     MIN_ALIGNED_CHUNK_NBYTES,
     PAGE,
     ChunkLayout,
     LeafPiece,
-    chunk_group,
     place_chunk_files,
     place_chunks,
 )
 from tests.helpers.plans import dividing_chunks
 from tests.helpers.strategies import complete_tables
 
+DTYPE = "float32"
 ITEM = 4
 
 
@@ -42,7 +41,7 @@ def chunks_of(layout: ChunkLayout, grids: dict[str, ChunkGrid]) -> list[tuple[in
         )
         for box in boxes:
             for index in box.indices():
-                file, offset = box.placement.find(index)
+                file, offset = box.chunks.find(index)
                 copies.append((file, offset, offset + nbytes))
     return sorted(copies)
 
@@ -58,7 +57,7 @@ def check(layout: ChunkLayout, grids: dict[str, ChunkGrid]) -> None:
 def pieces_of(rows: Sequence[AxisMap], grids: dict[str, ChunkGrid], shift: int) -> list[LeafPiece]:
     size = math.prod(rows[0].source_shape) * ITEM
     return [
-        LeafPiece(leaf, row, tuple(stacked.items()), grids[leaf], ITEM, shift + i * size)
+        LeafPiece(leaf, row, tuple(stacked.items()), grids[leaf], DTYPE, shift + i * size)
         for i, (_, stacked) in enumerate(rows[0].tensors())
         for leaf, row in zip(grids, rows)
     ]
@@ -77,10 +76,10 @@ def test_place_chunks_never_overlaps_chunks(rows: tuple[AxisMap, ...], data):
     assert layout == place_chunks(pieces)
     for piece, region in zip(pieces, layout.regions, strict=True):
         copies, nbytes = (
-            list(region_copies(region, full_box(piece.axis_map.source_shape))),
+            list(region.copies(full_box(piece.axis_map.source_shape))),
             math.prod(piece.axis_map.source_shape) * ITEM,
         )
-        chunks = math.prod(stop - first for first, stop in zip(*chunk_group(piece)))
+        chunks = math.prod(stop - first for first, stop in zip(*piece.chunk_group))
         if (
             [copy.width for copy in copies]
             == [nbytes]
@@ -107,20 +106,20 @@ def test_place_chunk_files_gives_each_chunk_a_file(rows: tuple[AxisMap, ...], da
         pieces, layout.regions, database.regions, strict=True
     ):
         box = full_box(piece.axis_map.source_shape)
-        nbytes = sum(copy.nbytes for copy in region_copies(region, box))
-        assert nbytes == sum(copy.nbytes for copy in region_copies(database_region, box))
+        nbytes = sum(copy.nbytes for copy in region.copies(box))
+        assert nbytes == sum(copy.nbytes for copy in database_region.copies(box))
 
 
 def place_one(text: str, sizes: dict[str, int], chunk: tuple[int, ...], offset: int) -> ChunkLayout:
     row = bind_row(parse_row(text), sizes)
-    return place_chunks([LeafPiece("w", row, (), ChunkGrid(row.leaf_shape, chunk), ITEM, offset)])
+    return place_chunks([LeafPiece("w", row, (), ChunkGrid(row.leaf_shape, chunk), DTYPE, offset)])
 
 
 @pytest.mark.parametrize("offset", [0, 8, 4095, 4096, 123_456])
 def test_place_chunks_keeps_page_offset_of_contiguous(offset: int):
     layout = place_one("mlp embed <- w: mlp embed", {"mlp": 30, "embed": 50}, (10, 50), offset)
     (box,) = layout.placed_chunks["w"]
-    assert [box.placement.find(index)[1] for index in box.indices()] == [
+    assert [box.chunks.find(index)[1] for index in box.indices()] == [
         offset % PAGE + i * 2000 for i in range(3)
     ]
     assert layout.file_sizes == [offset % PAGE + 6000]
@@ -132,7 +131,7 @@ def test_place_chunks_aligns_large_reordered_chunks(columns: int):
         "embed mlp <- w: mlp embed", {"mlp": 2 * columns, "embed": 512}, (128, columns), 8
     )
     (box,) = layout.placed_chunks["w"]
-    offsets = [box.placement.find(index)[1] for index in box.indices()]
+    offsets = [box.chunks.find(index)[1] for index in box.indices()]
     nbytes = 128 * columns * ITEM
     if nbytes >= MIN_ALIGNED_CHUNK_NBYTES:
         assert all(offset % PAGE == 0 for offset in offsets)
@@ -146,24 +145,24 @@ def test_place_chunks_starts_new_file_when_full(monkeypatch):
     row = bind_row(parse_row("layers embed <- h.{layers}.n: embed"), {"layers": 8, "embed": 1000})
     grid = ChunkGrid(row.leaf_shape, (1, 1000))
     layout = place_chunks(
-        LeafPiece("n", row, tuple(stacked.items()), grid, ITEM) for _, stacked in row.tensors()
+        LeafPiece("n", row, tuple(stacked.items()), grid, DTYPE) for _, stacked in row.tensors()
     )
     check(layout, {"n": grid})
-    assert [box.placement.file for box in layout.placed_chunks["n"]] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert [box.chunks.file for box in layout.placed_chunks["n"]] == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
 def test_place_chunks_places_shared_chunks_once():
     row = bind_row(parse_row("layers embed <- h.{layers}.n: embed"), {"layers": 4, "embed": 6})
     grid = ChunkGrid(row.leaf_shape, (2, 6))
     pieces = [
-        LeafPiece("n", row, tuple(stacked.items()), grid, ITEM) for _, stacked in row.tensors()
+        LeafPiece("n", row, tuple(stacked.items()), grid, DTYPE) for _, stacked in row.tensors()
     ]
-    assert [chunk_group(piece) for piece in pieces] == [((0, 0), (1, 1))] * 2 + [
+    assert [piece.chunk_group for piece in pieces] == [((0, 0), (1, 1))] * 2 + [
         ((1, 0), (2, 1))
     ] * 2
     layout = place_chunks(pieces)
     assert len(layout.placed_chunks["n"]) == 2
-    assert layout.regions[0].placement == layout.regions[1].placement != layout.regions[2].placement
+    assert layout.regions[0].chunks == layout.regions[1].chunks != layout.regions[2].chunks
 
 
 @pytest.mark.parametrize(
@@ -185,15 +184,15 @@ def test_chunk_group_separates_stacked_indices(
         row,
         (("layers", 1), ("experts", 2)),
         ChunkGrid(row.leaf_shape, (1,) * len(row.leaf_dims)),
-        ITEM,
+        DTYPE,
     )
-    assert chunk_group(piece) == (first, stop)
+    assert piece.chunk_group == (first, stop)
 
 
 def test_place_chunks_places_a_0d_leaf_as_one_chunk():
     layout = place_one("<- s:", {}, (), 12)
     assert [list(box.indices()) for box in layout.placed_chunks["w"]] == [[()]]
-    assert layout.placed_chunks["w"][0].placement.find(()) == (0, 12)
+    assert layout.placed_chunks["w"][0].chunks.find(()) == (0, 12)
     assert layout.file_sizes == [16]
 
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
-from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.chunks import StridedChunks
+from prepcli.algebra.grids import ChunkGrid
 from prepcli.algebra.row_text import parse_row
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import PrepError
 from prepcli.planning import coverage
+from prepcli.planning.arrays import Array, MappedArray
 from prepcli.planning.plan import (
-    Contiguous,
     EqualityCheck,
     Fill,
     OutputFile,
@@ -27,7 +27,7 @@ from prepcli.planning.plan import (
     Stream,
 )
 from prepcli.planning.slabs import split_streams
-from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
+from tests.helpers.plans import dividing_chunks, flat, make_save_plan, reverse_streams
 from tests.helpers.strategies import complete_tables
 
 LIMIT = 64
@@ -65,11 +65,11 @@ def padded_vocab_plan(rows: int = 12) -> Plan:
     """Return a plan that saves an embedding of 9 rows to a leaf of 12 rows, the last 3 of them filled."""
     row = bind_row(parse_row("vocab embed <- wte: vocab embed"), SIZES)
     grid = ChunkGrid((12, 4), (4, 2))
-    placement = StridedPlacement(0, 0, (0, 0), (64, 32))
-    region = ChunkedLocation(row, (), grid, placement, 4)
-    true_rows = Stream("wte", "float32", (12, 4), (0, 9), (Contiguous(0, 0),), (region,))
+    chunks = StridedChunks(0, 0, (0, 0), (64, 32))
+    region = MappedArray(row, (), Array("wte", "float32", grid.shape, grid.chunk_shape, chunks))
+    true_rows = Stream("wte", "float32", (12, 4), (0, 9), (flat("float32", (12, 4)),), (region,))
     padding = replace(true_rows, rows=(9, rows), reads=(), fill=Fill("zeros"))
-    leaves = (OutputLeaf(("wte",), "float32", grid, (PlacedChunks((0, 0), (3, 2), placement),)),)
+    leaves = (OutputLeaf(("wte",), "float32", grid, (PlacedChunks((0, 0), (3, 2), chunks),)),)
     return Plan("test", "test", "test", (), (true_rows, padding), (), leaves=leaves)
 
 
@@ -98,7 +98,9 @@ def test_unwritten_spans_are_the_gaps_of_the_files(
 
 
 def test_check_accepts_padding_of_contiguous_tensor():
-    true_rows = Stream("wte", "float32", (12, 4), (0, 9), (Contiguous(0, 0),), (Contiguous(0, 0),))
+    true_rows = Stream(
+        "wte", "float32", (12, 4), (0, 9), (flat("float32", (12, 4)),), (flat("float32", (12, 4)),)
+    )
     padding = replace(true_rows, rows=(9, 12), reads=(), fill=Fill("zeros"))
     check(Plan("test", "test", "test", (), (true_rows, padding), ()))
     check_fails(
@@ -141,7 +143,7 @@ def with_a_chunk_twice(plan: Plan) -> Plan:
 
 def with_overlapping_leaves(plan: Plan) -> Plan:
     box = plan.leaves[1].placed_chunks[0]
-    moved = replace(box, placement=plan.leaves[0].placed_chunks[0].placement)
+    moved = replace(box, chunks=plan.leaves[0].placed_chunks[0].chunks)
     return replace(plan, leaves=(plan.leaves[0], replace(plan.leaves[1], placed_chunks=(moved,))))
 
 
@@ -214,7 +216,7 @@ def test_check_requires_tied_tensors_in_equal_row_ranges(
 ):
     def read(name: str, offset: int, pieces: list[tuple[int, int]]) -> list[Stream]:
         return [
-            Stream(name, "float32", (12, 4), piece, (Contiguous(0, offset),), ())
+            Stream(name, "float32", (12, 4), piece, (flat("float32", (12, 4), offset),), ())
             for piece in pieces
         ]
 
@@ -227,14 +229,23 @@ def test_check_requires_tied_tensors_in_equal_row_ranges(
 
 
 def test_check_accepts_plan_that_only_digests():
-    stream = Stream("w", "float32", (3, 4), (0, 3), (Contiguous(0, 8),), ())
+    stream = Stream("w", "float32", (3, 4), (0, 3), (flat("float32", (3, 4), 8),), ())
     check(Plan("test", "test", "test", (), (stream,), ()))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
 def test_check_accepts_empty_tensors(shape: tuple[int, ...]):
-    empty = Stream("e", "float32", shape, (0, shape[0]), (Contiguous(0, 0),), (Contiguous(0, 48),))
-    full = Stream("w", "float32", (3, 4), (0, 3), (Contiguous(0, 0),), (Contiguous(0, 0),))
+    empty = Stream(
+        "e",
+        "float32",
+        shape,
+        (0, shape[0]),
+        (flat("float32", shape),),
+        (flat("float32", shape, 48),),
+    )
+    full = Stream(
+        "w", "float32", (3, 4), (0, 3), (flat("float32", (3, 4)),), (flat("float32", (3, 4)),)
+    )
     check(Plan("test", "test", "test", (), (empty, full), ()))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import get_args
 
-from prepcli.commands.operations.tree_options import Layout
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.libraries import (
     HF_LAYOUT,
@@ -14,6 +13,7 @@ from prepcli.planning.libraries import (
     TUNIX,
     AdamNumbers,
     AdamSettings,
+    Layout,
     find_library,
 )
 

@@ -16,7 +16,7 @@ from prepcli.planning import coverage, object_files
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.object_passes import streams_of_spans
-from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Plan, Stream
+from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, Stream
 from prepcli.planning.slabs import split_streams
 from prepcli.planning.work_units import (
     WorkUnit,
@@ -24,6 +24,7 @@ from prepcli.planning.work_units import (
     find_work_units,
     order_units,
 )
+from tests.helpers.plans import flat
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 LIMIT_NBYTES = 64 << 10
@@ -66,12 +67,12 @@ def stacked_plan() -> Plan:
             row = parse_row(f"layers embed <- h.{{layers}}.{leaf}: embed")
             axis_map = bind_row(row, {"layers": 4, "embed": 6})
             grid = ChunkGrid((4, 6), (length, 6))
-            pieces.append(LeafPiece(leaf, axis_map, (("layers", layer),), grid, 4))
+            pieces.append(LeafPiece(leaf, axis_map, (("layers", layer),), grid, "float32"))
             tensors.append(f"h.{layer}.{leaf}")
     layout = place_chunks(pieces)
     streams: list[Stream] = []
     for number, (name, region) in enumerate(zip(tensors, layout.regions)):
-        read = Contiguous(0, 24 * number)
+        read = flat("float32", (6,), 24 * number)
         streams.append(Stream(name, "float32", (6,), (0, 6), (read,), (region,)))
     leaves: list[OutputLeaf] = []
     for leaf, length in (("n", 2), ("m", 1)):
@@ -94,7 +95,7 @@ def test_chunks_of_several_tensors_are_in_objects_of_their_own():
     coverage.check(plan, lambda: split_streams(plan.streams, 1 << 20))
     files: dict[str, set[int]] = {}
     for leaf in plan.leaves:
-        files[leaf.name] = {chunks.placement.file for chunks in leaf.placed_chunks}
+        files[leaf.name] = {chunks.chunks.file for chunks in leaf.placed_chunks}
     assert files == {"m": {0}, "n": {1}}
     assert [(unit.files, len(unit.streams)) for unit in find_work_units(plan)] == [
         ((0,), 4),

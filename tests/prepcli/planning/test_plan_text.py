@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.algebra.gapped_regions import GappedRegion
-from prepcli.algebra.grids import ChunkGrid, ExplicitPlacement
+from prepcli.algebra.chunks import ChunkTable, run_parts
+from prepcli.algebra.grids import ChunkGrid
 from prepcli.algebra.row_text import parse_row
+from prepcli.planning.arrays import whole_array
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.item_storage import Compression
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import (
-    Contiguous,
     DroppedTensor,
     EqualityCheck,
     Fill,
@@ -26,9 +26,9 @@ from prepcli.planning.plan import (
     SmallFile,
     SourceFile,
     Stream,
-    Strided,
 )
-from prepcli.planning.plan_text import NAMES, encode_text, iter_text
+from prepcli.planning.plan_text import NAMES, OWN_TEXTS, encode_text, iter_text
+from tests.helpers.plans import flat
 
 
 def dataclasses_in(hint: Any, found: set[type]) -> set[type]:
@@ -43,7 +43,7 @@ def dataclasses_in(hint: Any, found: set[type]) -> set[type]:
 
 
 def test_every_dataclass_in_a_plan_has_a_name():
-    assert dataclasses_in(Plan, set()) == set(NAMES)
+    assert dataclasses_in(Plan, set()) == {*NAMES, *OWN_TEXTS}
 
 
 @pytest.mark.parametrize("cls", NAMES, ids=lambda cls: cls.__name__)
@@ -61,19 +61,23 @@ def make_plan() -> Plan:
     axis_map = bind_row(parse_row(row), {"layers": 2, "list": (3, 5), "vocab": 3, "two": 2})
     grid = ChunkGrid((2, 3), (1, 3))
     pieces = [
-        LeafPiece("w", axis_map, tuple(stacked.items()), grid, 4)
+        LeafPiece("w", axis_map, tuple(stacked.items()), grid, "float32")
         for _, stacked in axis_map.tensors()
     ]
     layout = place_chunks(pieces)
-    explicit = dataclasses.replace(layout.regions[0], placement=ExplicitPlacement({(0, 0): (1, 8)}))
-    gapped = GappedRegion(layout.regions[1], ((16, 4),))
+    first, second = layout.regions
+    table = ChunkTable.from_places((0, 0), (1, 1), {(0, 0): (1, 8)})
+    explicit = first.with_array(dataclasses.replace(first.array, chunks=table))
+    parts = run_parts((2, 3), 4, [(8, 12), (24, 12)], file=0)
+    parted = second.with_array(dataclasses.replace(second.array, chunks=parts))
+    view = whole_array("w", "float32", (6,), (0, 8), (4,))
     streams = (
         Stream(
             "h.3.w",
             "float32",
             (6,),
             (0, 6),
-            (Contiguous(0, 8),),
+            (flat("float32", (6,), 8),),
             (layout.regions[0],),
             cast_to="bfloat16",
         ),
@@ -82,8 +86,8 @@ def make_plan() -> Plan:
             "float32",
             (6,),
             (0, 6),
-            (Strided(0, 8, (4,)), explicit),
-            (gapped,),
+            (view, explicit),
+            (parted,),
             Fill("normal", 7, 0.5),
         ),
     )
@@ -123,7 +127,7 @@ def test_text_omits_headers_and_copied_paths():
     [
         ((), "()"),
         ((1,), "(1,)"),
-        ((Contiguous(0, 1), "a"), "(Flat(file=0, offset=1), 'a')"),
+        ((flat("float32", (2,), 1), "a"), "(Flat(file=0, offset=1), 'a')"),
         ({"a": None}, "{'a': None}"),
     ],
 )
@@ -149,12 +153,12 @@ GOLDEN = (
     "source=(TensorDim(extent=6, start=0, factors=(Factor(atom='two', extent=2, held=1), Factor(atom='vocab', "
     "extent=3, held=None))),)), at=(('layers', 0),), grid=Grid(shape=(2, 3), chunk=(1, 3)), "
     "places=Scatter(chunks={(0, 0): (1, 8)}), itemsize=4)), "
-    "right=(Gapped(region=Region(row=AxisMap(text='layers vocab <- h.{layers@list}.w: (two=1 vocab)', "
+    "right=(Region(row=AxisMap(text='layers vocab <- h.{layers@list}.w: (two=1 vocab)', "
     "leaf=((Factor(atom='layers', extent=2, held=None),), (Factor(atom='vocab', extent=3, held=None),)), "
     "name=('h.', Choice(factors=(Factor(atom='layers', extent=2, held=None),), numbers=(3, 5)), '.w'), "
     "source=(TensorDim(extent=6, start=0, factors=(Factor(atom='two', extent=2, held=1), Factor(atom='vocab', "
     "extent=3, held=None))),)), at=(('layers', 1),), grid=Grid(shape=(2, 3), chunk=(1, 3)), "
-    "places=Lattice(file=0, offset=4096, first=(1, 0), strides=(12, 12)), itemsize=4), gaps=((16, 4),)),), "
+    "places=Parts((((0, 1), (0, 3)), 0, 8, (12, 4)), (((1, 2), (0, 3)), 0, 24, (12, 4))), itemsize=4),), "
     "fill=Fill(kind='normal', seed=7, std=0.5), cast='')), files=(OutFile(path='d0', size=64, fixed=((60, "
     "b'end'),)),), small_files=(SmallFile(path='config.json', content=b'{}', stamp=(2, 3)),), "
     "leaves=(Leaf(path=('w',), dtype='float32', grid=Grid(shape=(2, 3), chunk=(1, 3)), placed=(Placed(first=(0, "

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from prepcli.algebra.boxes import Box, full_box, strides
-from prepcli.algebra.grids import ChunkGrid, StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
+from prepcli.algebra.chunks import StridedChunks
+from prepcli.algebra.grids import ChunkGrid
 from prepcli.core.errors import PrepError
 from prepcli.planning import coverage
+from prepcli.planning.arrays import Array, MappedArray, identity_axis_map, whole_array
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
 from prepcli.planning.process_files import plan_process_files
 from prepcli.planning.slabs import split_streams
-from prepcli.planning.state_names import identity_axis_map
 
 SHAPES = {"a": (4, 6), "b": (2,)}
 CHUNKS = {"a": (2, 2), "b": (2,)}
@@ -28,18 +28,15 @@ def make_plan() -> Plan:
         grid, axis_map = ChunkGrid(shape, CHUNKS[name]), identity_axis_map(name, shape)
         leaf = OutputLeaf((name,), "float32", grid, ())
         zeros = (0,) * len(shape)
-        placement = StridedPlacement(
-            0, offset, zeros, strides(grid.chunk_counts, leaf.chunk_nbytes)
-        )
+        placement = StridedChunks(0, offset, zeros, strides(grid.chunk_counts, leaf.chunk_nbytes))
         leaves.append(
             OutputLeaf(
                 (name,), "float32", grid, (PlacedChunks(zeros, grid.chunk_counts, placement),)
             )
         )
-        whole = ChunkedLocation(
-            axis_map, (), ChunkGrid(shape, shape), StridedPlacement(number, 0, zeros, zeros), 4
-        )
-        written = ChunkedLocation(axis_map, (), grid, placement, 4)
+        whole = whole_array(name, "float32", shape, (number, 0)).mapped()
+        leaf_array = Array(name, "float32", shape, CHUNKS[name], placement)
+        written = MappedArray(axis_map, (), leaf_array)
         streams.append(Stream(name, "float32", shape, (0, shape[0]), (whole,), (written,)))
         offset += leaf.nbytes
     return Plan(
@@ -63,7 +60,7 @@ def test_each_chunk_is_in_the_file_of_its_process():
     files = plan_process_files(make_plan(), ["a", "b"], boxes)
     coverage.check(files.plan, lambda: split_streams(files.plan.streams, 1 << 20))
     locations = {
-        (leaf.name, index): chunks.placement.find(index)
+        (leaf.name, index): chunks.chunks.find(index)
         for leaf in files.plan.leaves
         for chunks in leaf.placed_chunks
         for index in chunks.indices()
@@ -94,11 +91,11 @@ def test_thousands_of_processes_have_files_of_their_own():
     """Each process has one row of the leaf `a`, and none has all of `b`."""
     num_processes = 4096
     grid = ChunkGrid((num_processes, 2), (1, 2))
-    placement = StridedPlacement(0, 0, (0, 0), (8, 8))
+    placement = StridedChunks(0, 0, (0, 0), (8, 8))
     axis_map = identity_axis_map("a", grid.shape)
     chunks = PlacedChunks((0, 0), grid.chunk_counts, placement)
-    read = ChunkedLocation(axis_map, (), ChunkGrid(grid.shape, grid.shape), placement, 4)
-    write = ChunkedLocation(axis_map, (), grid, placement, 4)
+    read = whole_array("a", "float32", grid.shape, (0, 0)).mapped()
+    write = MappedArray(axis_map, (), Array("a", "float32", grid.shape, (1, 2), placement))
     stream = Stream("a", "float32", grid.shape, (0, num_processes), (read,), (write,))
     leaf = OutputLeaf(("a",), "float32", grid, (chunks,))
     plan = replace(make_plan(), streams=(stream,), leaves=(leaf,))

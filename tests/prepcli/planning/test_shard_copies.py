@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.algebra.boxes import Box, strides
-from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.chunks import StridedChunks
+from prepcli.algebra.grids import ChunkGrid
 from prepcli.planning.plan import OutputLeaf, PlacedChunks
 from prepcli.planning.shard_copies import shard_copies
 
@@ -48,9 +49,7 @@ def _leaf(grid: ChunkGrid, *, by_row: bool) -> OutputLeaf:
         stop = (row + 1 if rows > 1 else counts[0], *counts[1:]) if counts else ()
         extents = [high - low for low, high in zip(first, stop)]
         groups.append(
-            PlacedChunks(
-                first, stop, StridedPlacement(row, 16, first, strides(extents, chunk_nbytes))
-            )
+            PlacedChunks(first, stop, StridedChunks(row, 16, first, strides(extents, chunk_nbytes)))
         )
     return OutputLeaf(("x",), "int32", grid, tuple(groups))
 
@@ -82,7 +81,7 @@ def test_shards_write_every_byte_of_a_leaf_once(case: tuple[OutputLeaf, list[lis
         write(leaf, box, values=values, files=files)
     for group in leaf.placed_chunks:
         for index in group.indices():
-            file, offset = group.placement.find(index)
+            file, offset = group.chunks.find(index)
             chunk = tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, leaf.grid.chunk_shape))
             assert (
                 files[file][offset : offset + leaf.chunk_nbytes].tobytes()

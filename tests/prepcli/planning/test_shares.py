@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, PrepError, UsageError
-from prepcli.planning.plan import Contiguous, EqualityCheck, Fill, Plan, Stream
+from prepcli.planning.plan import EqualityCheck, Fill, Plan, Stream
 from prepcli.planning.shares import (
     SINGLE_PROCESS,
     Share,
@@ -16,6 +16,7 @@ from prepcli.planning.shares import (
     requested_share,
     subplan,
 )
+from tests.helpers.plans import flat
 
 
 def stream(name: str, rows: tuple[int, int] = (0, 4), fill: Fill | None = None) -> Stream:
@@ -24,8 +25,8 @@ def stream(name: str, rows: tuple[int, int] = (0, 4), fill: Fill | None = None) 
         "float32",
         (rows[1], 8),
         rows,
-        () if fill else (Contiguous(0, 0),),
-        (Contiguous(0, 0),),
+        () if fill else (flat("float32", (rows[1], 8)),),
+        (flat("float32", (rows[1], 8)),),
         fill,
     )
 

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.boxes import strides
-from prepcli.algebra.grids import ChunkGrid, StridedPlacement
+from prepcli.algebra.chunks import StridedChunks
+from prepcli.algebra.grids import ChunkGrid
 from prepcli.algebra.row_text import parse_row
-from prepcli.algebra.strided_copies import ChunkedLocation, StridedCopy
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.planning.arrays import Array, MappedArray
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
-from prepcli.planning.plan import Contiguous, Fill, Stream
+from prepcli.planning.plan import Fill, Stream
 from prepcli.planning.slabs import (
     LONG_RUN_NBYTES,
     PAGE,
@@ -29,7 +31,7 @@ from prepcli.planning.slabs import (
     split_streams,
 )
 from prepcli.planning.tensors import itemsize
-from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
+from tests.helpers.plans import dividing_chunks, flat, make_save_plan, reverse_streams
 from tests.helpers.strategies import complete_tables
 
 
@@ -66,22 +68,21 @@ def test_slabs_tile_their_stream_within_the_limit(rows: tuple[AxisMap, ...], dat
 
 def region(
     text: str, sizes: dict[str, int], chunk: tuple[int, ...], itemsize: int = 4, **at: int
-) -> ChunkedLocation:
+) -> MappedArray:
     """Return a region whose chunks are stored one after another in file 0."""
     row = bind_row(parse_row(text), sizes)
     grid = ChunkGrid(row.leaf_shape, chunk)
     steps = strides(grid.chunk_counts, math.prod(chunk) * itemsize)
-    return ChunkedLocation(
-        row, tuple(at.items()), grid, StridedPlacement(0, 0, (0,) * len(chunk), steps), itemsize
-    )
+    dtype = {2: "bfloat16", 4: "float32"}[itemsize]
+    chunks = StridedChunks(0, 0, (0,) * len(chunk), steps)
+    leaf = Array("w", dtype, row.leaf_shape, chunk, chunks)
+    return MappedArray(row, tuple(at.items()), leaf)
 
 
-def stream_into(
-    *regions: ChunkedLocation, reads: tuple[Contiguous | ChunkedLocation, ...] = (Contiguous(0, 0),)
-) -> Stream:
+def stream_into(*regions: MappedArray, reads: tuple[MappedArray, ...] = ()) -> Stream:
     shape = regions[0].axis_map.source_shape
-    dtype = {2: "bfloat16", 4: "float32"}[regions[0].itemsize]
-    return Stream("w", dtype, shape, (0, shape[0]), reads, regions)
+    dtype = regions[0].array.dtype
+    return Stream("w", dtype, shape, (0, shape[0]), reads or (flat(dtype, shape),), regions)
 
 
 def split_chunk_count(slabs: Iterable[Slab], direction: str, chunk_nbytes: int) -> int:
@@ -160,7 +161,7 @@ def test_slabs_follow_bands_of_each_fused_part():
     ]
     stream = stream_into(
         region_parts[0],
-        replace(region_parts[1], placement=StridedPlacement(1, 0, (0, 0), (80, 40))),
+        region_parts[1].moved(1),
     )
     slabs = list(split_stream(0, stream, max_nbytes=11 * stream.row_nbytes))
     check_tiling(slabs, stream, 11 * stream.row_nbytes)
@@ -196,13 +197,15 @@ def test_slabs_of_large_chunks_end_with_whole_heads():
 @pytest.mark.parametrize("rows", [200, 205])
 def test_slabs_split_large_chunks_at_pages(columns: int, rows: int):
     row = bind_row(parse_row("mlp embed <- w: mlp embed"), {"mlp": 2 * rows, "embed": 2 * columns})
-    layout = place_chunks([LeafPiece("w", row, (), ChunkGrid(row.leaf_shape, (rows, columns)), 4)])
+    layout = place_chunks(
+        [LeafPiece("w", row, (), ChunkGrid(row.leaf_shape, (rows, columns)), "float32")]
+    )
     (stream,) = [stream_into(region_part) for region_part in layout.regions]
     limit = 64 * 2 * columns * 4
     slabs = list(split_stream(0, stream, max_nbytes=limit))
     check_tiling(slabs, stream, limit)
     ends = {
-        layout.regions[0].placement.find(index)[1] + rows * columns * 4
+        layout.placed_chunks["w"][0].chunks.find(index)[1] + rows * columns * 4
         for index in np.ndindex(2, 2)
     }
     for copy in (copy for slab in slabs for copy in slab.writes):
@@ -213,7 +216,12 @@ def test_slabs_split_large_chunks_at_pages(columns: int, rows: int):
 
 def test_slabs_split_contiguous_bytes_at_written_pages():
     stream = Stream(
-        "w", "uint8", (20_000,), (0, 20_000), (Contiguous(0, 5),), (Contiguous(0, 123),)
+        "w",
+        "uint8",
+        (20_000,),
+        (0, 20_000),
+        (flat("uint8", (20_000,), 5),),
+        (flat("uint8", (20_000,), 123),),
     )
     slabs = list(split_stream(0, stream, max_nbytes=2 * PAGE))
     check_tiling(slabs, stream, 2 * PAGE)
@@ -228,7 +236,14 @@ def test_slabs_split_contiguous_bytes_at_written_pages():
 
 
 def test_slabs_smaller_than_a_page_end_at_page_boundaries():
-    stream = Stream("w", "uint8", (10_000,), (0, 10_000), (Contiguous(0, 0),), (Contiguous(0, 10),))
+    stream = Stream(
+        "w",
+        "uint8",
+        (10_000,),
+        (0, 10_000),
+        (flat("uint8", (10_000,)),),
+        (flat("uint8", (10_000,), 10),),
+    )
     assert [slab.nbytes for slab in split_stream(0, stream, max_nbytes=3000)] == [
         3000,
         1086,
@@ -239,7 +254,9 @@ def test_slabs_smaller_than_a_page_end_at_page_boundaries():
 
 
 def test_slabs_of_filled_rows_have_no_reads():
-    stream = Stream("w", "float32", (12, 5), (9, 12), (), (Contiguous(0, 40),), Fill("zeros"))
+    stream = Stream(
+        "w", "float32", (12, 5), (9, 12), (), (flat("float32", (12, 5), 40),), Fill("zeros")
+    )
     slabs = list(split_stream(0, stream, max_nbytes=24))
     check_tiling(slabs, stream, 24)
     assert [copy.file_offset for slab in slabs for copy in slab.writes] == [
@@ -253,7 +270,9 @@ def test_slabs_of_filled_rows_have_no_reads():
 def test_split_stream_returns_no_slab_of_empty_stream(
     shape: tuple[int, ...], rows: tuple[int, int]
 ):
-    stream = Stream("w", "float32", shape, rows, (Contiguous(0, 8),), (Contiguous(0, 16),))
+    stream = Stream(
+        "w", "float32", shape, rows, (flat("float32", shape, 8),), (flat("float32", shape, 16),)
+    )
     assert (
         list(split_stream(0, stream, max_nbytes=64))
         == list(split_stream_evenly(0, stream, max_nbytes=64))
@@ -263,7 +282,7 @@ def test_split_stream_returns_no_slab_of_empty_stream(
 
 def test_split_stream_returns_one_slab_of_0d_tensor():
     region_part = region("layers <- s.{layers}:", {"layers": 3}, (1,), layers=2)
-    stream = Stream("s.2", "float32", (), (0, 1), (Contiguous(0, 4),), (region_part,))
+    stream = Stream("s.2", "float32", (), (0, 1), (flat("float32", (), 4),), (region_part,))
     (slab,) = split_stream(0, stream, max_nbytes=64)
     assert (slab.start, slab.nbytes, slab.writes[0].file_offset) == (0, 4, 8)
     (even,) = split_stream_evenly(0, stream, max_nbytes=64)
@@ -284,11 +303,18 @@ def test_even_slabs_do_not_depend_on_locations(limit: int, data):
         ]
         for region_part in (region_a, region_b)
     ]
-    flat = Stream("w", "float32", (24, 7), (0, 24), (Contiguous(0, 0),), (Contiguous(3, 77),))
+    plain = Stream(
+        "w",
+        "float32",
+        (24, 7),
+        (0, 24),
+        (flat("float32", (24, 7)),),
+        (flat("float32", (24, 7), 77, 3),),
+    )
     assert (
         boundaries[0]
         == boundaries[1]
-        == [(s.start, s.nbytes) for s in split_stream_evenly(0, flat, max_nbytes=limit)]
+        == [(s.start, s.nbytes) for s in split_stream_evenly(0, plain, max_nbytes=limit)]
     )
 
 
@@ -338,14 +364,19 @@ def test_min_buffer_nbytes_gives_slabs_with_long_write_runs(case: str):
     )
     shape = region_part.axis_map.source_shape
     stream = Stream(
-        "w", "float32", shape, (0, shape[0] if shape else 1), (Contiguous(0, 0),), (region_part,)
+        "w",
+        "float32",
+        shape,
+        (0, shape[0] if shape else 1),
+        (flat("float32", shape),),
+        (region_part,),
     )
     assert min_buffer_nbytes([stream]) == min_buffer_nbytes(reverse_streams([stream])) == nbytes
     assert min_buffer_nbytes([]) == 0
     for slab in split_stream(0, stream, max_nbytes=nbytes) if nbytes else ():
         assert slab.nbytes <= nbytes
         assert all(
-            copy.run_nbytes >= min(LONG_RUN_NBYTES, math.prod(region_part.grid.chunk_shape[1:]) * 4)
+            copy.run_nbytes >= min(LONG_RUN_NBYTES, math.prod(region_part.chunk_shape[1:]) * 4)
             for copy in slab.writes
         )
 
@@ -374,7 +405,13 @@ def test_slabs_of_casts_fit_in_either_dtype(pair: tuple[str, str], data):
     items = [itemsize(dtype), itemsize(cast)]
     shape = (data.draw(st.integers(1, 30)), data.draw(st.integers(1, 30)))
     stream = Stream(
-        "w", dtype, shape, (0, shape[0]), (Contiguous(0, 3),), (Contiguous(0, 5),), cast_to=cast
+        "w",
+        dtype,
+        shape,
+        (0, shape[0]),
+        (flat(dtype, shape, 3),),
+        (flat(cast or dtype, shape, 5),),
+        cast_to=cast,
     )
     limit = data.draw(st.integers(max(items), 2000))
     slabs = list(split_stream(0, stream, max_nbytes=limit))

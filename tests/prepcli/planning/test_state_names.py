@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.algebra.boxes import full_box
-from prepcli.algebra.grids import ChunkGrid, StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation, region_copies
-from prepcli.planning.state_names import PARAMS, find_slots, identity_axis_map, qualify, split_name
+from prepcli.planning.arrays import identity_axis_map, whole_array
+from prepcli.planning.state_names import PARAMS, find_slots, qualify, split_name
 
 SHAPES = {"embed.tokens": (8, 4), "encoder.embed.tokens": (8, 4), "norm.scale": (4,)}
 
@@ -57,13 +56,8 @@ def test_identity_axis_map_copies_the_whole_leaf(shape: tuple[int, ...]):
     axis_map = identity_axis_map("opt_state.count", shape)
     assert (axis_map.leaf_shape, axis_map.source_shape) == (shape, shape)
     assert list(axis_map.tensors()) == [("opt_state.count", {})]
-    zeros = (0,) * len(shape)
-    (copy,) = region_copies(
-        ChunkedLocation(
-            axis_map, (), ChunkGrid(shape, shape), StridedPlacement(0, 0, zeros, zeros), 4
-        ),
-        full_box(shape),
-    )
+    leaf = whole_array("opt_state.count", "float32", shape, (0, 0))
+    (copy,) = leaf.part(axis_map).copies(full_box(shape))
     nbytes = 4
     for extent in shape:
         nbytes *= extent

@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.boxes import Box, strides, volume
 from prepcli.algebra.strided_copies import StridedCopy, leaf_box_parts, part_copies, tensor_box
-from prepcli.planning.plan import Contiguous, Strided
+from prepcli.planning.arrays import location_copies, whole_array
 from prepcli.planning.windows import (
     file_strides,
     merge_windows,
     span_nbytes,
     split_into_spans,
     split_window,
-    window_copies,
 )
+from tests.helpers.plans import flat
 from tests.helpers.strategies import axis_maps, boxes, leaf_by_numpy, random_tensors
 
+DTYPE = "float32"
 ITEM = 4
 
 
@@ -69,10 +70,10 @@ def test_copies_of_a_window_read_its_elements(
     axes = [axis for axis in order if axis < len(shape)] if is_view else list(range(len(shape)))
     stored = np.ascontiguousarray(tensor.transpose(axes))
     view_strides = tuple(stored.transpose(np.argsort(axes)).strides)
-    placement = (Strided(0, 8, view_strides),) if is_view else (Contiguous(0, 8),)
+    placement = (whole_array("w", DTYPE, shape, (0, 8), view_strides if is_view else None),)
     file_bytes = np.concatenate([np.zeros(8, np.uint8), stored.reshape(-1).view(np.uint8)])
     out = np.zeros(volume(window) * ITEM, np.uint8)
-    for copy in window_copies(placement, shape, item_nbytes=ITEM, window=window):
+    for copy in location_copies(placement, window, window):
         for span in split_into_spans(copy, max_nbytes=24, min_skipped_gap_nbytes=9):
             assert span_nbytes(span) <= max(24, copy.width)
             for tensor_offset, file_offset in elements(span):
@@ -84,7 +85,7 @@ def test_copies_of_a_window_read_its_elements(
 @given(shaped_boxes(), st.integers(1, 40))
 def test_merged_windows_cover_the_windows(drawn: tuple[tuple[int, ...], list[Box]], max_gap: int):
     shape, windows = drawn
-    merged = merge_windows(windows, file_strides((Contiguous(0, 0),), shape, 1), max_gap)
+    merged = merge_windows(windows, file_strides((flat("int8", shape),), shape, 1), max_gap)
     assert len(merged) <= len(windows)
     for window in windows:
         assert any(
@@ -113,4 +114,4 @@ def test_adjacent_windows_and_short_gaps_are_merged():
     assert merge_windows(rows, axis_strides, 32) == [((0, 4), (0, 50)), ((9, 10), (0, 50))]
     columns: list[Box] = [((0, 4), (0, 5)), ((0, 4), (20, 30)), ((0, 4), (90, 100))]
     assert merge_windows(columns, axis_strides, 32) == [((0, 4), (0, 30)), ((0, 4), (90, 100))]
-    assert file_strides((Contiguous(0, 0),), (3, 5), 2) == (10, 2)
+    assert file_strides((flat("int16", (3, 5)),), (3, 5), 2) == (10, 2)

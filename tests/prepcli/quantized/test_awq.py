@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import DamagedError
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array, whole_array
 from prepcli.quantized.awq import AwqDecoder
 from tests.helpers.quantized import assert_equal_bits, decode_all, stored
 
@@ -69,9 +69,9 @@ def test_tensor_of_another_shape_is_named(name: str, shape: tuple[int, ...]):
         "scales": (4, 80),
         name: shape,
     }
-    tensors: list[FileTensor] = []
+    tensors: list[Array] = []
     for key in shapes:
         dtype = "float16" if key == "scales" else "int32"
-        tensors.append(FileTensor(key, dtype, shapes[key], 0, 0, 0))
+        tensors.append(whole_array(key, dtype, shapes[key], (0, 0)))
     with pytest.raises(DamagedError, match=f"`{name}` has shape"):
         AwqDecoder("w", *tensors)

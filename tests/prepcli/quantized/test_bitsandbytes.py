@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import DamagedError
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import whole_array
 from prepcli.quantized.bitsandbytes import Bits4Decoder, QuantState, parse_quant_state
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized import assert_equal_bits, decode_all, stored, to_numpy
@@ -116,17 +116,17 @@ def test_parse_quant_state_refuses_invalid_values(change: dict[str, Any]):
 
 def test_tensor_of_another_shape_is_named():
     state = parse_quant_state(DOCUMENT)
-    weight = FileTensor("w", "uint8", (64, 1), 0, 0, 64)
-    absmax = FileTensor("w.absmax", "float32", (3,), 0, 0, 12)
-    quant_map = FileTensor("w.quant_map", "float32", (16,), 0, 0, 64)
+    weight = whole_array("w", "uint8", (64, 1), (0, 0))
+    absmax = whole_array("w.absmax", "float32", (3,), (0, 0))
+    quant_map = whole_array("w.quant_map", "float32", (16,), (0, 0))
     with pytest.raises(DamagedError, match=r"`w\.absmax` has shape \[3\]"):
         Bits4Decoder("w", weight, absmax, quant_map, state=state)
 
 
 def test_nested_state_without_nested_tensors_is_refused():
     state = parse_quant_state({**DOCUMENT, "nested_blocksize": 256, "nested_offset": 0.5})
-    weight = FileTensor("w", "uint8", (64, 1), 0, 0, 64)
-    absmax = FileTensor("w.absmax", "float32", (2,), 0, 0, 8)
-    quant_map = FileTensor("w.quant_map", "float32", (16,), 0, 0, 64)
+    weight = whole_array("w", "uint8", (64, 1), (0, 0))
+    absmax = whole_array("w.absmax", "float32", (2,), (0, 0))
+    quant_map = whole_array("w.quant_map", "float32", (16,), (0, 0))
     with pytest.raises(DamagedError, match="scales of `w` are incomplete"):
         Bits4Decoder("w", weight, absmax, quant_map, state=state)

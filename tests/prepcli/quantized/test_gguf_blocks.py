@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import DamagedError
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import whole_array
 from prepcli.quantized.gguf_blocks import BLOCK_TYPES, GgufDecoder
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized import assert_equal_bits, decode_all
@@ -18,7 +18,7 @@ gguf = lazy_module("gguf")
 def decoder_of(name: str, blocks: np.ndarray, blocks_per_row: int) -> GgufDecoder:
     rows = len(blocks) // blocks_per_row
     shape = (rows, blocks[0].size * blocks_per_row)
-    stored = FileTensor("w", "uint8", shape, 0, 0, blocks.nbytes)
+    stored = whole_array("w", "uint8", shape, (0, 0))
     return GgufDecoder(stored, name, (rows, BLOCK_TYPES[name].values * blocks_per_row))
 
 
@@ -78,7 +78,7 @@ def test_transposed_columns_equal_whole_tensor(name: str):
     nbytes = BLOCK_TYPES[name].dtype.itemsize
     blocks = np.random.default_rng(3).integers(0, 256, (10, nbytes), dtype=np.uint8)
     plain = decode_all(decoder_of(name, blocks, blocks_per_row=2), {"w": blocks})
-    stored = FileTensor("w", "uint8", (5, 2 * nbytes), 0, 0, blocks.nbytes)
+    stored = whole_array("w", "uint8", (5, 2 * nbytes), (0, 0))
     decoder = GgufDecoder(stored, name, plain.T.shape, is_transposed=True)
     for rows_per_part in (None, 1, 37):
         values = decode_all(decoder, {"w": blocks}, rows_per_part)
@@ -89,7 +89,7 @@ def test_interleaved_rows_of_heads_are_separated():
     # 2 heads of 6 rows: the stored rows 0 2 4 of a head are its first half, and 1 3 5 its second half.
     rows = np.arange(12, dtype=np.float32)[:, None] * np.ones((1, 3), np.float32)
     octets = rows.view(np.uint8)
-    stored = FileTensor("w", "uint8", octets.shape, 0, 0, octets.nbytes)
+    stored = whole_array("w", "uint8", octets.shape, (0, 0))
     decoder = GgufDecoder(stored, "F32", (12, 3), interleaved_rows=6)
     for rows_per_part in (None, 1, 5):
         values = decode_all(decoder, {"w": octets}, rows_per_part)
@@ -98,13 +98,13 @@ def test_interleaved_rows_of_heads_are_separated():
 
 def test_offset_is_added_in_float32():
     rows = np.array([[1.0, 1.5, 0.1]], np.float32)
-    stored = FileTensor("w", "uint8", (1, 12), 0, 0, 12)
+    stored = whole_array("w", "uint8", (1, 12), (0, 0))
     decoder = GgufDecoder(stored, "F32", (3,), offset=-1.0)
     values = decode_all(decoder, {"w": rows.view(np.uint8)})
     assert_equal_bits(values, rows[0] - np.float32(1))
 
 
 def test_rows_of_part_of_a_block_are_refused():
-    stored = FileTensor("blk.0.ffn_up.weight", "uint8", (2, 100), 0, 0, 200)
+    stored = whole_array("blk.0.ffn_up.weight", "uint8", (2, 100), (0, 0))
     with pytest.raises(DamagedError, match=r"blk\.0\.ffn_up\.weight"):
         GgufDecoder(stored, "Q4_K", (2, 256))

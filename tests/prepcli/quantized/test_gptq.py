@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import DamagedError, PrepError
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import Array, whole_array
 from prepcli.quantized.find_weights import find_weights
 from prepcli.quantized.gptq import BITS, GptqDecoder
 from tests.helpers.quantized import assert_equal_bits, decode_all, stored
@@ -139,10 +139,10 @@ def test_tensor_of_another_shape_is_named(name: str, shape: tuple[int, ...]):
         "g_idx": (64,),
         name: shape,
     }
-    tensors: dict[str, FileTensor] = {}
+    tensors: dict[str, Array] = {}
     for key in shapes:
         dtype = "float16" if key == "scales" else "int32"
-        tensors[key] = FileTensor(key, dtype, shapes[key], 0, 0, 0)
+        tensors[key] = whole_array(key, dtype, shapes[key], (0, 0))
     with pytest.raises(DamagedError, match=f"`{name}` has shape"):
         GptqDecoder(
             "w",

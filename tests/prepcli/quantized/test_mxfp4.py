@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import DamagedError
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import whole_array
 from prepcli.quantized.mxfp4 import Mxfp4Decoder
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized import assert_equal_bits, decode_all, stored
@@ -61,7 +61,7 @@ def test_parts_equal_whole_tensor(rows_per_part: int):
 
 
 def test_scales_of_another_shape_are_refused():
-    blocks = FileTensor("experts.w_blocks", "uint8", (2, 4, 3, 16), 0, 0, 384)
-    scales = FileTensor("experts.w_scales", "uint8", (2, 4, 2), 0, 0, 16)
+    blocks = whole_array("experts.w_blocks", "uint8", (2, 4, 3, 16), (0, 0))
+    scales = whole_array("experts.w_scales", "uint8", (2, 4, 2), (0, 0))
     with pytest.raises(DamagedError, match=r"experts\.w_scales` has shape \[2, 4, 2\]"):
         Mxfp4Decoder("experts.w", blocks, scales)

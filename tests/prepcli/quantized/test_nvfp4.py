@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import DamagedError
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import whole_array
 from prepcli.quantized.nvfp4 import Nvfp4Decoder
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized import (
@@ -104,8 +104,8 @@ def test_parts_equal_whole_tensor(rows_per_part: int):
 
 
 def test_scales_of_another_shape_are_refused():
-    weight = FileTensor("w", "uint8", (8, 32), 0, 0, 256)
-    scales = FileTensor("w_scale", "float8_e4m3fn", (8, 3), 0, 0, 24)
-    tensor_scale = FileTensor("w_global_scale", "float32", (1,), 0, 0, 4)
+    weight = whole_array("w", "uint8", (8, 32), (0, 0))
+    scales = whole_array("w_scale", "float8_e4m3fn", (8, 3), (0, 0))
+    tensor_scale = whole_array("w_global_scale", "float32", (1,), (0, 0))
     with pytest.raises(DamagedError, match=r"w_scale` has shape \[8, 3\]"):
         Nvfp4Decoder("w", weight, scales, tensor_scale, is_divisor=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import DamagedError
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import whole_array
 from prepcli.quantized.packed_ints import PackedIntDecoder
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized import (
@@ -157,7 +157,7 @@ def test_tensor_of_another_shape_is_named(name: str, shape: tuple[int, ...]):
         name: shape,
     }
     dtypes = {"packed": "int32", "scale": "bfloat16", "zero_point": "int32"}
-    tensors = {key: FileTensor(key, dtypes[key], shapes[key], 0, 0, 0) for key in shapes}
+    tensors = {key: whole_array(key, dtypes[key], shapes[key], (0, 0)) for key in shapes}
     with pytest.raises(DamagedError, match=f"`{name}` has shape"):
         PackedIntDecoder(
             "w",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import DamagedError
-from prepcli.planning.tensors import FileTensor
+from prepcli.planning.arrays import whole_array
 from prepcli.quantized.scaled import Int8Decoder, ScaledDecoder, block_of_grid
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized import (
@@ -166,8 +166,8 @@ def test_int8_rows_equal_bitsandbytes():
 
 
 def test_scale_of_another_shape_is_named():
-    weight = FileTensor("layers.0.w", "float8_e4m3fn", (256, 256), 0, 0, 65536)
-    scale = FileTensor("layers.0.w_scale_inv", "float32", (2, 3), 0, 0, 24)
+    weight = whole_array("layers.0.w", "float8_e4m3fn", (256, 256), (0, 0))
+    scale = whole_array("layers.0.w_scale_inv", "float32", (2, 3), (0, 0))
     with pytest.raises(DamagedError, match=r"layers\.0\.w_scale_inv` has shape \[2, 3\]"):
         ScaledDecoder(weight, scale, block=(128, 128))
     with pytest.raises(DamagedError, match="does not divide"):
@@ -175,7 +175,7 @@ def test_scale_of_another_shape_is_named():
 
 
 def test_scale_of_another_dtype_is_named():
-    weight = FileTensor("w", "float8_e4m3fn", (128, 128), 0, 0, 16384)
-    scale = FileTensor("w_scale_inv", "int32", (1, 1), 0, 0, 4)
+    weight = whole_array("w", "float8_e4m3fn", (128, 128), (0, 0))
+    scale = whole_array("w_scale_inv", "int32", (1, 1), (0, 0))
     with pytest.raises(DamagedError, match="`w_scale_inv` is int32"):
         ScaledDecoder(weight, scale, block=(128, 128))

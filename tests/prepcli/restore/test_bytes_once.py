@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import prepcli as prep
+from prepcli.algebra.chunks import StoredRange
 from prepcli.core.errors import DamagedError
 from prepcli.formats.orbax import read_item
-from prepcli.formats.orbax_chunks import StoredRange
 from prepcli.formats.safetensors import read_safetensors_folder
+from prepcli.stores.paths import local_copy
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import serve_objects
 from tests.helpers.processes import finish, start_processes
@@ -63,10 +64,10 @@ def safetensors_ranges(folder: Path) -> ByteRanges:
 def item_ranges(folder: Path) -> ByteRanges:
     """Return the byte ranges of the chunks of an Orbax item."""
     item, ranges = read_item(folder), ByteRanges()
-    for chunks in item.chunks:
-        for stored in chunks.values():
+    for array in item.arrays:
+        for _, stored in array.stored_chunks():
             assert isinstance(stored, StoredRange)
-            name = item.files[stored.file].relative_to(folder).as_posix()
+            name = local_copy(item.files[stored.file]).relative_to(folder).as_posix()
             ranges.setdefault(name, []).append((stored.offset, stored.offset + stored.nbytes))
     return ranges
 

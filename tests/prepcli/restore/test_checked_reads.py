@@ -13,16 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.algebra.boxes import full_box
+from prepcli.algebra.chunks import StoredRange
 from prepcli.core.errors import PrepError
 from prepcli.engine.digest import checksum
 from prepcli.formats.checksums import CHECKSUMS_FILE, BlockChecksums
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import OrbaxItem, read_item
-from prepcli.formats.orbax_chunks import ArrayMeta, StoredRange
+from prepcli.formats.orbax_chunks import ArrayMeta
 from prepcli.planning import checksum_blocks
 from prepcli.planning.checksum_blocks import assign_block_numbers, chunk_blocks
 from prepcli.restore import item_reader
 from prepcli.restore.item_reader import DamagedLeafError, ItemReader, open_reader
+from prepcli.stores.paths import local_copy
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.orbax_items import write_item
 from tests.helpers.run_cli import run_ok
@@ -87,9 +89,9 @@ def chunk_locations(folder: Path) -> dict[tuple[str, tuple[int, ...]], tuple[Pat
     """Return path, offset and bytes of each stored chunk of an item."""
     item = read_item(folder)
     return {
-        (meta.name, index): (item.files[stored.file], stored.offset, stored.nbytes)
-        for meta, chunks in zip(item.arrays, item.chunks)
-        for index, stored in chunks.items()
+        (meta.name, index): (local_copy(item.files[stored.file]), stored.offset, stored.nbytes)
+        for meta in item.arrays
+        for index, stored in meta.stored_chunks()
         if isinstance(stored, StoredRange)
     }
 
@@ -100,12 +102,12 @@ def checksums_of(item: OrbaxItem) -> BlockChecksums:
         (meta.name, meta.shape, meta.chunk_shape, meta.dtype) for meta in item.arrays
     )
     sums = np.zeros(max(leaf.stop_number for leaf in leaves.values()), np.uint64)
-    for meta, chunks in zip(item.arrays, item.chunks):
+    for meta in item.arrays:
         leaf = leaves[meta.name]
-        for index, stored in chunks.items():
+        for index, stored in meta.stored_chunks():
             assert isinstance(stored, StoredRange)
             data = np.fromfile(
-                item.files[stored.file], np.uint8, stored.nbytes, offset=stored.offset
+                local_copy(item.files[stored.file]), np.uint8, stored.nbytes, offset=stored.offset
             )
             for block in leaf.per_chunk.overlapping(0, data.size):
                 sums[leaf.first_in_chunk(index) + block.number] = checksum(

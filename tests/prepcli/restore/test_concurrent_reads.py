@@ -13,8 +13,8 @@ import prepcli as prep
 from bench.throttled_store import ThrottledStore, Traffic, serve_throttled
 from prepcli.commands.operations.inspect import select_tensors
 from prepcli.core.observer import SilentObserver
-from prepcli.remote import remote_files
 from prepcli.restore import item_reader, tensor_jobs
+from prepcli.stores import byte_ranges
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
 # A block of the checksums of an item.
@@ -75,4 +75,4 @@ def test_statistics_read_several_tensors_at_once(
     local = select_tensors(str(bucket / name), SilentObserver(), {}, stats=True)
     assert remote.statistics == local.statistics
     assert traffic.repeated_nbytes < traffic.nbytes * (reads - 1) / reads + (1 << 20)
-    assert traffic.max_concurrent > remote_files.MAX_IN_FLIGHT
+    assert traffic.max_concurrent > byte_ranges.MAX_IN_FLIGHT

@@ -9,7 +9,7 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from prepcli.planning.plan import EqualityCheck
-from prepcli.restore.duplicates import find_duplicates
+from prepcli.restore.weights_reader import find_duplicates
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import Source

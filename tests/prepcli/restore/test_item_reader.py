@@ -23,13 +23,14 @@ from prepcli.algebra.boxes import Box, full_box
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
-from prepcli.engine.files import ByteArray, Files
+from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import read_item
 from prepcli.formats.orbax_chunks import ArrayMeta
 from prepcli.restore import item_reader
 from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.stores.buffers import ByteArray
 from tests.helpers.interruptions import SimulatedSignal, run_interrupted
 from tests.helpers.orbax_items import random_array, write_item
 from tests.helpers.slow_cases import slow_except

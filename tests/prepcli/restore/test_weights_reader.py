@@ -15,7 +15,6 @@ import pytest
 from prepcli.commands.testing.tiny_model import tiny_transformer
 from prepcli.core.errors import PrepError
 from prepcli.models.param_tree import flatten_tree
-from prepcli.restore import weights_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
@@ -90,7 +89,7 @@ def test_vocab_padding_is_zeros_and_recorded(tmp_path: Path):
 def test_read_writes_no_zeros_without_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Zeros in every array would touch all its pages in one thread, before the first byte is read."""
     make_checkpoint(tmp_path / "m", LLAMA)
-    monkeypatch.setattr(weights_reader, "run_jobs", lambda *arguments, **options: [])
+    monkeypatch.setattr(WeightsReader, "run_reads", lambda *arguments: [])
     with open_weights(tmp_path / "m", 8) as reader:
         assert np.isnan(read_leaf(reader, "params.layers.attn.q.weight")).all()
         assert not read_leaf(reader, "params.embed.tokens").any()

@@ -8,38 +8,56 @@ from pathlib import Path
 import pytest
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.algebra.gapped_regions import GappedRegion
-from prepcli.algebra.grids import ChunkGrid, ExplicitPlacement, StridedPlacement
+from prepcli.algebra.chunks import (
+    ChunkIndex,
+    Chunks,
+    ChunkTable,
+    FilePosition,
+    StridedChunks,
+    run_parts,
+)
 from prepcli.algebra.row_text import parse_row
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.engine.blobs import open_blobs
-from prepcli.planning.plan import Contiguous, Location, Strided
+from prepcli.planning.arrays import Array, Location, MappedArray, parted_array, whole_array
 from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import SourceTensor
 from prepcli.sources.tensor_rows import read_tensor
+from tests.helpers.plans import flat
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 AXIS_MAP = bind_row(parse_row("a b <- w: a b"), {"a": 2, "b": 3})
-GRID = ChunkGrid((2, 3), (1, 3))
 
 
-def chunked(placement: StridedPlacement | ExplicitPlacement) -> ChunkedLocation:
-    return ChunkedLocation(AXIS_MAP, (), GRID, placement, itemsize=4)
+def chunked(chunks: Chunks) -> MappedArray:
+    return MappedArray(AXIS_MAP, (), Array("w", "float32", (2, 3), (1, 3), chunks))
 
 
-FIRST_CHUNKS = chunked(StridedPlacement(0, 8, (0, 0), (12, 12)))
-SHIFTED_CHUNKS = chunked(StridedPlacement(3, 8, (0, 0), (12, 12)))
+def in_table(places: dict[ChunkIndex, FilePosition]) -> MappedArray:
+    return chunked(ChunkTable.from_places((0, 0), (2, 1), places))
+
+
+def in_runs(file: int) -> MappedArray:
+    parts = run_parts((2, 3), 4, [(8, 8), (21, 16)], file)
+    return MappedArray(AXIS_MAP, (), parted_array("w", "float32", (2, 3), parts))
+
+
 LOCATIONS: dict[str, tuple[Location, Location]] = {
-    "contiguous": (Contiguous(1, 8), Contiguous(4, 8)),
-    "strided": (Strided(0, 8, (4, 8)), Strided(3, 8, (4, 8))),
-    "regular chunks": (FIRST_CHUNKS, SHIFTED_CHUNKS),
-    "chunks in several files": (
-        chunked(ExplicitPlacement({(0, 0): (0, 8), (1, 0): (2, 16)})),
-        chunked(ExplicitPlacement({(0, 0): (3, 8), (1, 0): (5, 16)})),
+    "contiguous": (flat("float32", (2, 3), 8, 1), flat("float32", (2, 3), 8, 4)),
+    "strided": (
+        whole_array("w", "float32", (2, 3), (0, 8), (4, 8)),
+        whole_array("w", "float32", (2, 3), (3, 8), (4, 8)),
     ),
-    "gapped": (GappedRegion(FIRST_CHUNKS, ((16, 5),)), GappedRegion(SHIFTED_CHUNKS, ((16, 5),))),
+    "regular chunks": (
+        chunked(StridedChunks(0, 8, (0, 0), (12, 12))),
+        chunked(StridedChunks(3, 8, (0, 0), (12, 12))),
+    ),
+    "chunks in several files": (
+        in_table({(0, 0): (0, 8), (1, 0): (2, 16)}),
+        in_table({(0, 0): (3, 8), (1, 0): (5, 16)}),
+    ),
+    "runs": (in_runs(0), in_runs(3)),
 }
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.algebra.grids import ChunkGrid
+from prepcli.algebra.chunks import ArrayPart, ArrayParts
 from prepcli.algebra.row_text import parse_row
-from prepcli.algebra.strided_copies import ChunkedLocation
-from prepcli.core.errors import PrepError
-from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor
+from prepcli.formats.torch_dcp import DcpFolder
 from prepcli.models.families.llama import FAMILY as LLAMA
+from prepcli.planning.arrays import Array, parted_array, whole_array
 from prepcli.planning.libraries import TORCHTITAN
 from prepcli.sources.dcp_trees import match_dcp_tree
+from tests.helpers.stored_arrays import read_tensor
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 6,
@@ -25,36 +26,26 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def embedding_in_boxes(*starts: int) -> DcpFolder:
-    """Return a checkpoint of an embedding [6, 8] with boxes that begin at these rows."""
-    boxes: list[DcpBox] = []
-    for start, stop in zip(starts, (*starts[1:], 6)):
-        boxes.append(DcpBox((start, 0), (stop - start, 8), 0, 32 * start, None))
-    tensor = DcpTensor("tok_embeddings.weight", "float32", (6, 8), tuple(boxes))
-    return DcpFolder((tensor,), (), (), "", {})
+def embedding_in_boxes(*starts: int) -> Array:
+    """Return an embedding [6, 8] in boxes that begin at these rows, each in a file of its own."""
+    parts: list[ArrayPart] = []
+    for file, (start, stop) in enumerate(zip(starts, (*starts[1:], 6))):
+        parts.append(ArrayPart(((start, stop), (0, 8)), file, 32 * start, (32, 4)))
+    return parted_array("tok_embeddings.weight", "float32", (6, 8), ArrayParts(tuple(parts)))
 
 
-def test_boxes_of_two_ranks_are_the_chunks_of_a_tensor():
-    tensors: list[DcpTensor] = []
+@pytest.mark.parametrize("starts", [(0, 4), (0, 2), (0, 1, 2), (0, 3, 5)])
+def test_boxes_of_ranks_are_parts_of_a_tensor(starts: tuple[int, ...]):
+    tensors: list[Array] = []
     for path, row in LLAMA.layouts["torchtitan"].parameters.items():
         shape = bind_row(parse_row(row.row), LLAMA.sizes(CONFIG)).leaf_shape
-        box = DcpBox((0,) * len(shape), shape, 0, 0, None)
-        tensors.append(DcpTensor(path.format(layers=0), "float32", shape, (box,)))
-    # The second rank has two rows, in file 1.
-    halves = DcpBox((0, 0), (4, 8), 0, 512, None), DcpBox((4, 0), (2, 8), 1, 640, None)
-    tensors[0] = DcpTensor("tok_embeddings.weight", "float32", (6, 8), halves)
+        tensors.append(whole_array(path.format(layers=0), "float32", shape, (0, 0)))
+    tensors[0] = embedding_in_boxes(*starts)
     tree = match_dcp_tree(
         DcpFolder(tuple(tensors), (), (), "", {}), LLAMA, CONFIG, "step-3", library=TORCHTITAN
     )
     embedding = next(tensor for tensor in tree.tensors if tensor.name == "embed_tokens.weight")
-    (region,) = embedding.placement
-    assert isinstance(region, ChunkedLocation)
-    assert region.grid == ChunkGrid((6, 8), (4, 8))
-    assert region.placement.find((0, 0)) == (0, 512)
-    assert region.placement.find((1, 0)) == (1, 640)
-
-
-@pytest.mark.parametrize("starts", [(0, 2), (0, 1, 2), (0, 3, 5)])
-def test_rows_that_form_no_grid_are_refused(starts: tuple[int, ...]):
-    with pytest.raises(PrepError, match=r"tok_embeddings\.weight is not supported"):
-        match_dcp_tree(embedding_in_boxes(*starts), LLAMA, CONFIG, "step-3", library=TORCHTITAN)
+    values = np.arange(48, dtype=np.float32).reshape(6, 8)
+    assert np.array_equal(
+        read_tensor(embedding.placement[0], values, [values.tobytes()] * len(starts)), values
+    )

@@ -19,10 +19,17 @@ from prepcli.formats.ocdbt import ValueLocation, read_ocdbt_index
 from prepcli.formats.orbax import read_item
 from prepcli.formats.orbax_chunks import ArrayMeta, unravel_chunk_index
 from prepcli.formats.zarr import ZARR_TYPESTRS
+from prepcli.planning.arrays import Array
 from prepcli.planning.tensors import itemsize
 from prepcli.sources import decoded_arrays as decoded_module
 from prepcli.sources.decoded_arrays import DecodedArray, DecodedArrayReader
-from tests.helpers.orbax_items import NOW_NS, chunk_bytes, random_array, write_ocdbt_index
+from tests.helpers.orbax_items import (
+    NOW_NS,
+    chunk_bytes,
+    metadata_of,
+    random_array,
+    write_ocdbt_index,
+)
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.zarr_items import STORAGE_FORMS, StorageForm, write_zarr_item
 
@@ -49,9 +56,7 @@ def inside_mask(meta: ArrayMeta) -> np.ndarray:
     return np.frombuffer(b"".join(chunks), np.uint8).repeat(itemsize(meta.dtype)) == 1
 
 
-def open_array(
-    folder: Path, name: str, memory: int = 1 << 20
-) -> tuple[DecodedArrayReader, ArrayMeta]:
+def open_array(folder: Path, name: str, memory: int = 1 << 20) -> tuple[DecodedArrayReader, Array]:
     item = read_item(folder)
     number = next(n for n, meta in enumerate(item.arrays) if meta.name == name)
     return DecodedArray(item, number).open_with_cache(ChunkCache(memory)), item.arrays[number]
@@ -66,11 +71,12 @@ def read_bytes(reader: DecodedArrayReader, offset: int, nbytes: int) -> bytes:
 @pytest.mark.parametrize("form", STORAGE_FORMS, ids=str)
 def test_read_is_equal_for_every_storage_form(tmp_path: Path, form: StorageForm):
     write_zarr_item(tmp_path / "item", {**ARRAYS, NUMBER: np.array(7, np.int32)}, form)
-    assert set(read_item(tmp_path / "item").arrays) == {*ARRAYS, NUMBER}
+    assert set(map(metadata_of, read_item(tmp_path / "item").arrays)) == {*ARRAYS, NUMBER}
     for meta, array in ARRAYS.items():
         reader, stored_meta = open_array(tmp_path / "item", meta.name)
         data = np.frombuffer(
-            read_bytes(reader, 0, math.prod(stored_meta.grid) * meta.chunk_nbytes), np.uint8
+            read_bytes(reader, 0, math.prod(stored_meta.grid.chunk_counts) * meta.chunk_nbytes),
+            np.uint8,
         )
         expected = np.frombuffer(all_bytes(meta, array), np.uint8)
         assert np.array_equal(data[inside_mask(meta)], expected[inside_mask(meta)])
@@ -87,7 +93,8 @@ def test_read_decodes_every_dtype(tmp_path: Path, dtype: str, zarr3: bool):
         tmp_path / "item", {meta: array}, StorageForm(zarr3=zarr3, codec_names=("zstd",))
     )
     reader, stored_meta = open_array(tmp_path / "item", "w")
-    assert (stored_meta, read_bytes(reader, 0, array.nbytes)) == (meta, array.tobytes())
+    assert metadata_of(stored_meta) == meta
+    assert read_bytes(reader, 0, array.nbytes) == array.tobytes()
 
 
 @settings(max_examples=120, deadline=None)
@@ -256,7 +263,7 @@ def test_fuzzed_chunks_raise_prep_error_or_read(tmp_path_factory, count: int):
         try:
             with contextlib.suppress(PrepError):
                 reader, meta = open_array(folder, META.name)
-                read_bytes(reader, 0, math.prod(meta.grid) * META.chunk_nbytes)
+                read_bytes(reader, 0, math.prod(meta.grid.chunk_counts) * META.chunk_nbytes)
         finally:
             file.write_bytes(old)
 

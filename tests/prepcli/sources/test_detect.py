@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import FAILED, PrepError
-from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
 from prepcli.sources.detect import detect, detect_file
-from prepcli.sources.folders import Kind, LocalFiles, LocalFolder
+from prepcli.sources.folders import CheckpointFiles, Kind, OpenFolder
+from prepcli.stores.reading import MAX_CONFIG_NBYTES
 
 
 def fill(folder: Path, *names: str, config: object = None) -> Path:
@@ -27,7 +27,7 @@ def fill(folder: Path, *names: str, config: object = None) -> Path:
 
 
 def detect_folder(folder: Path) -> Kind:
-    return detect(LocalFolder("./m", folder))
+    return detect(OpenFolder("./m", folder))
 
 
 def detect_error(path: Path, display_name: str = "./m") -> PrepError:
@@ -35,7 +35,7 @@ def detect_error(path: Path, display_name: str = "./m") -> PrepError:
         _ = (
             detect_file(path, display_name)
             if path.is_file()
-            else detect(LocalFolder(display_name, path))
+            else detect(OpenFolder(display_name, path))
         )
     assert caught.value.code == FAILED
     return caught.value
@@ -202,10 +202,10 @@ class ListedFolder:
     def read(self, name: str, start: int, stop: int) -> bytes:
         raise AssertionError(f"{name} was read")
 
-    def fetch_headers(self) -> Path | None:
+    def open_headers(self) -> Path | None:
         raise AssertionError("headers were fetched")
 
-    def prepare_local_files(self, kind: Kind) -> LocalFiles:
+    def fetch(self, kind: Kind) -> CheckpointFiles:
         raise AssertionError(f"files of {kind} were fetched")
 
 

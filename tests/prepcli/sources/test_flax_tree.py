@@ -11,14 +11,18 @@ from typing import Any
 import msgpack
 import pytest
 
+from prepcli.algebra.chunks import ArrayParts
 from prepcli.core.errors import PrepError
-from prepcli.engine.blobs import ConcatenatedBlob
+from prepcli.engine.blobs import open_blobs
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.sources.locate import locate
+from prepcli.sources.openers.flax_tree import read_flax_files
 from prepcli.sources.opening import open_source
-from prepcli.sources.source import match_source_tensors, source_axis_maps
+from prepcli.sources.source import match_source_tensors, source_axis_maps, stored_tensor
 from prepcli.sources.source_hints import EASYLM_PARTS, split_part
-from tests.helpers.golden_flax import FILES, FOLDER, LLAMA
+from prepcli.sources.tensor_rows import read_tensor
+from tests.helpers.golden_flax import FILES, FOLDER, LLAMA, decode_msgpack
+from tests.helpers.memory_stores import store_of
 from tests.helpers.slow_cases import slow_except
 from tests.prepcli.formats.test_msgpack import fuzzed_file
 
@@ -73,14 +77,24 @@ def test_truncated_stream_is_rejected(tmp_path: Path):
             match_file(tmp_path)
 
 
-def test_arrays_in_pieces_are_concatenated():
+def test_arrays_in_pieces_are_read_from_their_file():
     source = open_source(locate(str(LLAMA / "pieces.msgpack")), LLAMA / "hf")
-    file, pieces = source.byte_sources
-    assert source.files == (file,)
-    assert isinstance(pieces, ConcatenatedBlob)
-    assert sum(part.nbytes for part in pieces.ranges) == sum(
-        t.nbytes for t in source.tensors if t.nbytes > 600
-    )
+    assert source.byte_sources == source.files
+    in_parts = [t for t in source.tensors if isinstance(t.placement[0].array.chunks, ArrayParts)]
+    assert {t.name for t in in_parts} == {t.name for t in source.tensors if t.nbytes > 600}
+
+
+def test_arrays_in_pieces_are_read_from_a_store():
+    data = (LLAMA / "pieces.msgpack").read_bytes()
+    values = {".".join(path): value for path, value in decode_msgpack(data, "flax").items()}
+    root, _ = store_of({"flax_model.msgpack": data})
+    folder = read_flax_files(root, "flax")
+    assert any(isinstance(array.chunks, ArrayParts) for array in folder.arrays)
+    with open_blobs(folder.files) as files:
+        for array in folder.arrays:
+            content = read_tensor(files, stored_tensor(array)).tobytes()
+            assert content == values.pop(array.name).tobytes()
+    assert not values
 
 
 @pytest.mark.parametrize(

@@ -64,12 +64,20 @@ def test_unknown_file_is_an_error_that_lists_the_others(repo: FakeRepo, tmp_path
     assert "m-Q8.gguf" in error
 
 
-def test_stream_of_a_file_is_refused(repo: FakeRepo, tmp_path: Path):
-    code, error, _ = run(
-        repo, tmp_path, "save-init", "o/m/m-Q8.gguf", "--quantized", "dequantize", "--stream"
-    )
-    assert code == 1
-    assert "cannot stream m-Q8.gguf" in error
+@pytest.mark.parametrize("name", ["m-Q8.gguf", "parts/p-00001-of"])
+def test_streamed_file_has_the_bytes_of_a_downloaded_one(repo: FakeRepo, tmp_path: Path, name: str):
+    file = next(file for file in repo.files if file.startswith(name))
+    for out, more in (("streamed", ["--stream"]), ("downloaded", [])):
+        arguments = ("save-init", f"o/m/{file}", "--quantized", "dequantize", "--storage", "files")
+        code, error, requests = run(repo, tmp_path, *arguments, "--out", out, *more)
+        assert code == 0, error
+        assert requests
+        assert bool(more) == (not list((tmp_path / "home").rglob("*.gguf")))
+    chunks = [path for path in (tmp_path / "downloaded").rglob("0*") if path.is_file()]
+    assert chunks
+    for path in chunks:
+        streamed = tmp_path / "streamed" / path.relative_to(tmp_path / "downloaded")
+        assert streamed.read_bytes() == path.read_bytes()
 
 
 def test_local_folder_with_the_owners_name_means_a_path(tmp_path: Path):

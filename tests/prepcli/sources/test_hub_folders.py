@@ -6,29 +6,24 @@ import pytest
 from huggingface_hub.hf_api import RepoSibling
 
 from prepcli.core.errors import PrepError
-from prepcli.remote.hub import HubListing
-from prepcli.remote.retries import DEFAULT_RETRY_POLICY
 from prepcli.sources.folders import Access, Kind
 from prepcli.sources.hub_folders import HubFolder
+from prepcli.stores.hub import HubListing
+from prepcli.stores.retries import DEFAULT_RETRY_POLICY
 
 
 @pytest.mark.parametrize(
     ("kind", "weights", "commit", "why"),
     [
         ("safetensors", "model.safetensors", None, "the hub did not report a commit"),
-        (
-            "torch",
-            "pytorch_model.bin",
-            "abc123",
-            "`--stream` reads safetensors, and the model has none",
-        ),
+        ("torch", "pytorch_model.bin", "abc123", "the hub lists no size of pytorch_model.bin"),
     ],
 )
-def test_stream_error_names_missing_commit_or_weights(
+def test_stream_error_names_missing_commit_or_size(
     kind: Kind, weights: str, commit: str | None, why: str
 ):
     files = {weights: RepoSibling(weights)}
     listing = HubListing("owner/name", None, commit, files, DEFAULT_RETRY_POLICY)
     with pytest.raises(PrepError, match="cannot stream owner/name") as caught:
-        HubFolder(listing, Access(stream=True)).prepare_local_files(kind)
+        HubFolder(listing, Access(stream=True)).fetch(kind)
     assert caught.value.why == why

@@ -8,9 +8,10 @@ import pytest
 
 from prepcli.core.errors import USAGE, PrepError
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
-from prepcli.sources.folders import Access, LocalFiles, LocalFolder
+from prepcli.sources.folders import Access, CheckpointFiles, OpenFolder
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.references import HubRepo, default_checkpoint
+from prepcli.stores.paths import local_copy
 from tests.prepcli.sources.test_detect import fill
 
 
@@ -28,9 +29,9 @@ def downloads(
     """Replace downloads by a folder named like a commit, and return the list of (hub id, revision, offline)."""
     requests = []
 
-    def open_hub_folder(repo: HubRepo, access: Access) -> LocalFolder:
+    def open_hub_folder(repo: HubRepo, access: Access) -> OpenFolder:
         requests.append((repo.display_name, repo.revision, access.offline))
-        return LocalFolder(
+        return OpenFolder(
             repo.display_name, fill(tmp_path / "abc123", "model.safetensors"), commit="abc123"
         )
 
@@ -63,8 +64,8 @@ def test_locate_accepts_any_spelling_of_a_path(cwd: Path) -> None:
             "llama-13b",
             "safetensors",
         )
-        assert located.local_files.commit is None
-        assert located.local_files.path.samefile(cwd / "llama-13b")
+        assert located.files.commit is None
+        assert local_copy(located.files.path).samefile(cwd / "llama-13b")
 
 
 def test_locate_names_the_working_directory(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +76,12 @@ def test_locate_names_the_working_directory(cwd: Path, monkeypatch: pytest.Monke
 def test_locate_expands_home(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(cwd))
     fill(cwd / "m", "model.safetensors")
-    assert locate("~/m").local_files.path == cwd / "m"
+    assert locate("~/m").files.path == cwd / "m"
 
 
 def test_locate_resolves_paths_from_cwd(tmp_path: Path) -> None:
     fill(tmp_path / "m", "model.safetensors")
-    assert locate("m", cwd=tmp_path).local_files.path == tmp_path / "m"
+    assert locate("m", cwd=tmp_path).files.path == tmp_path / "m"
 
 
 def test_model_name_comes_from_the_manifest(cwd: Path) -> None:
@@ -111,14 +112,14 @@ def test_broken_manifest_is_an_error(cwd: Path) -> None:
 def test_path_takes_precedence_over_alias_and_hub_id(cwd: Path, downloads: list[object]) -> None:
     fill(cwd / "llama-13b", "model.safetensors")
     fill(cwd / "owner", "name/model.safetensors")
-    assert locate("llama-13b").local_files.commit is None
-    assert locate("owner/name").local_files.commit is None
+    assert locate("llama-13b").files.commit is None
+    assert locate("owner/name").files.commit is None
     assert downloads == []
 
 
 def test_alias_resolves_to_its_hub_id(cwd: Path, downloads: list[object]) -> None:
     located = locate("llama-3-8b")
-    local_files = LocalFiles(cwd / "abc123", commit="abc123")
+    local_files = CheckpointFiles(cwd / "abc123", commit="abc123")
     assert located == LocatedCheckpoint(
         "meta-llama/Meta-Llama-3-8B", "llama-3-8b", "safetensors", local_files, None
     )

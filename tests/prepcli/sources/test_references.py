@@ -8,7 +8,6 @@ import pytest
 
 from prepcli.core.errors import USAGE, PrepError, UsageError
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.remote.object_store import ObjectStoreUrl
 from prepcli.sources.references import (
     BucketUrl,
     HubRepo,
@@ -17,6 +16,7 @@ from prepcli.sources.references import (
     RunStep,
     parse_reference,
 )
+from prepcli.stores.object_url import ObjectStoreUrl
 from tests.prepcli.sources.test_detect import fill
 
 

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.algebra.grids import StridedPlacement
-from prepcli.algebra.strided_copies import ChunkedLocation
 from prepcli.core.errors import PrepError
 from prepcli.models.families.gpt_neo import FAMILY as GPT_NEO
 from prepcli.models.families.llama import FAMILY as LLAMA
 from prepcli.models.parameters import Family, parameter_rows
 from prepcli.models.registry import FAMILIES
+from prepcli.planning.arrays import MappedArray, whole_array
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.foreign_trees import ForeignTree, TreeFormat, match_foreign_tree
-from prepcli.sources.tree_tensors import StoredLeaf
+from prepcli.sources.tree_tensors import Array
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 11,
@@ -47,18 +46,13 @@ FORMATS = {
 }
 
 
-def make_leaf(*shape: int) -> StoredLeaf:
-    return StoredLeaf(
-        shape,
-        "float32",
-        tuple(max(1, n) for n in shape),
-        lambda piece: StridedPlacement(0, 0, (0,) * len(shape), shape),
-    )
+def make_leaf(*shape: int) -> Array:
+    return whole_array("leaf", "float32", shape, (0, 0))
 
 
 def leaves_of(
     family: Family, tree_format: TreeFormat, config: Mapping[str, Any] = CONFIG
-) -> dict[str, StoredLeaf]:
+) -> dict[str, Array]:
     """Return the leaves of a tree of this format."""
     axis_maps = {
         path: bind_row(row, family.sizes(config))
@@ -89,7 +83,7 @@ def test_match_detects_format_and_tensors(name: str):
     assert tree.extra_entries == ()
     for tensor in tree.tensors:
         (region,) = tensor.placement
-        assert isinstance(region, ChunkedLocation)
+        assert isinstance(region, MappedArray)
         assert region.axis_map.source_shape == tensor.shape
 
 
@@ -212,7 +206,7 @@ MIXTRAL_CONFIG = CONFIG | {"num_local_experts": 2}
 FUSED_TENSOR = "layers.0.mlp.experts.gate_up_proj"
 
 
-def match_fused_experts(leaves: Mapping[str, StoredLeaf]) -> ForeignTree:
+def match_fused_experts(leaves: Mapping[str, Array]) -> ForeignTree:
     """Match a tree that prep wrote from a model with fused experts."""
     manifest = Manifest(prefixed=True, tensors={f"model.{FUSED_TENSOR}": {"digests": []}})
     return match_foreign_tree(leaves, MIXTRAL, MIXTRAL_CONFIG, "tree", manifest=manifest)

@@ -11,13 +11,13 @@ import pytest
 
 from prepcli.core.errors import USAGE, PrepError
 from prepcli.models.mesh import parse_mesh
-from prepcli.models.parameters import parameter_rows
 from prepcli.models.registry import family_of
 from prepcli.models.rules import DEFAULT_RULES
-from prepcli.planning.plan import Contiguous
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, detect_names, match_tensors
+from prepcli.planning.tensor_match import detect_names
 from prepcli.sources.source import Source, SourceTensor
-from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, make_item
+from prepcli.targets.orbax_item import OrbaxLayout, Partitioning, device_nbytes
+from prepcli.targets.planner import Placed, start_draft, with_rows
+from tests.helpers.plans import flat
 from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, checkpoint_tensors
 
 
@@ -30,7 +30,9 @@ def source_of(config: dict[str, Any], dtypes: dict[str, str] | None = None) -> S
     for name, array in arrays.items():
         dtype = (dtypes or {}).get(name, "float32")
         tensors.append(
-            SourceTensor(names.bare_name(name), dtype, array.shape, (Contiguous(0, offset),))
+            SourceTensor(
+                names.bare_name(name), dtype, array.shape, (flat(dtype, array.shape, offset),)
+            )
         )
         offset += tensors[-1].nbytes
     return Source("m", Path("m"), family, config, names, tuple(tensors), (), (), (), None)
@@ -38,35 +40,21 @@ def source_of(config: dict[str, Any], dtypes: dict[str, str] | None = None) -> S
 
 def item_of(
     source: Source, mesh: str = "", scan: bool = True, vocab: int = 131, axis: int = 0
-) -> OrbaxItemLayout:
-    table = parameter_rows(source.family, source.config, scan, axis)
-    sizes = source.family.sizes(source.config)
-    counted = match_tensors(
-        source.names,
-        source.config,
-        sizes=sizes,
-        rows=table,
-        tensors=source.tensor_specs(),
-        options=DEFAULT_MATCH_OPTIONS,
-        source_name="m",
-    )
-    return make_item(
-        source,
-        counted,
-        axis_maps=table,
-        vocab_tensors=(),
-        vocab_size=vocab,
-        partitioning=Partitioning(parse_mesh(mesh) if mesh else None, DEFAULT_RULES),
-    )
+) -> Placed:
+    """Return the item of a source with `vocab` rows of the vocabulary."""
+    partitioning = Partitioning(parse_mesh(mesh) if mesh else None, DEFAULT_RULES)
+    layout = OrbaxLayout(partitioning, scan=scan, scan_axis=axis)
+    draft = start_draft(source, layout.axis_maps(source))
+    return layout.place(with_rows(draft, vocab))
 
 
 @pytest.mark.parametrize("mesh", ["", "1,2,4", "1,1,1"])
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("config", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])
-def test_make_item_maps_every_tensor_to_a_leaf(config: dict[str, Any], scan: bool, mesh: str):
+def test_place_maps_every_tensor_to_a_leaf(config: dict[str, Any], scan: bool, mesh: str):
     source = source_of(config)
     item = item_of(source, mesh, scan, vocab=136)
-    assert item.regions.keys() == {t.name for t in source.tensors}
+    assert item.locations.keys() == {t.name for t in source.tensors}
     added = sum(t.nbytes // 131 * 5 for t in source.tensors if t.shape[0] == 131)
     assert sum(leaf.nbytes for leaf in item.leaves) == sum(t.nbytes for t in source.tensors) + added
     for leaf in item.leaves:
@@ -81,7 +69,7 @@ def test_make_item_maps_every_tensor_to_a_leaf(config: dict[str, Any], scan: boo
     assert ("params.layers.2.attn.q.weight" in names) != scan
 
 
-def test_make_item_stacks_layers_on_the_second_axis():
+def test_place_stacks_layers_on_the_second_axis():
     (q,) = [
         leaf
         for leaf in item_of(source_of(LLAMA), axis=1).leaves
@@ -91,7 +79,7 @@ def test_make_item_stacks_layers_on_the_second_axis():
     assert q.grid.chunk_shape[1] == 1
 
 
-def test_make_item_names_data_files_deterministically():
+def test_place_names_data_files_deterministically():
     first, second = (
         item_of(source_of(LLAMA), "1,2,4", vocab=136),
         item_of(source_of(LLAMA), "1,2,4", vocab=136),
@@ -106,33 +94,33 @@ def test_make_item_names_data_files_deterministically():
 def test_device_nbytes_follows_the_mesh():
     source = source_of(LLAMA)
     total_nbytes = sum(t.nbytes for t in source.tensors)
-    assert item_of(source, "1,1,1").device_nbytes() == total_nbytes
-    assert item_of(source, "8,1,1").device_nbytes() == total_nbytes
+    assert device_nbytes(item_of(source, "1,1,1")) == total_nbytes
+    assert device_nbytes(item_of(source, "8,1,1")) == total_nbytes
     split = item_of(source, "1,2,4", vocab=136)
     parts = {name: math.prod(spec.shards_per_dim) for name, spec in split.specs.items()}
     assert (
-        split.device_nbytes()
+        device_nbytes(split)
         == sum(leaf.nbytes // parts[leaf.name] for leaf in split.leaves)
         < total_nbytes // 4
     )
     assert item_of(source, "").specs == {}
 
 
-def test_make_item_rejects_a_mesh_that_does_not_divide():
+def test_place_rejects_a_mesh_that_does_not_divide():
     with pytest.raises(PrepError, match="vocab") as caught:
         item_of(source_of(LLAMA), "1,1,4")
     assert caught.value.code == USAGE
     assert "m" in str(caught.value)
 
 
-def test_make_item_keeps_dtypes_per_leaf():
+def test_place_keeps_dtypes_per_leaf():
     norms = {f"model.layers.{i}.input_layernorm.weight": "bfloat16" for i in range(3)}
     dtypes = {leaf.name: leaf.dtype for leaf in item_of(source_of(LLAMA, norms)).leaves}
     assert dtypes.pop("params.layers.attn_norm.scale") == "bfloat16"
     assert set(dtypes.values()) == {"float32"}
 
 
-def test_make_item_rejects_a_leaf_of_two_dtypes():
+def test_place_rejects_a_leaf_of_two_dtypes():
     source = source_of(LLAMA, {"model.layers.1.mlp.up_proj.weight": "bfloat16"})
     with pytest.raises(
         PrepError, match=r"the leaf params\.layers\.mlp\.up\.weight would have two dtypes"
@@ -151,7 +139,7 @@ def test_make_item_rejects_a_leaf_of_two_dtypes():
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_make_item_names_the_integer_tensor_of_a_leaf(layer: int):
+def test_place_names_the_integer_tensor_of_a_leaf(layer: int):
     odd = f"model.layers.{layer}.mlp.up_proj.weight"
     with pytest.raises(PrepError, match="would have two dtypes") as caught:
         item_of(source_of(LLAMA, {odd: "int32"}))
@@ -159,7 +147,7 @@ def test_make_item_names_the_integer_tensor_of_a_leaf(layer: int):
     assert odd in caught.value.hint
 
 
-def test_make_item_rejects_elements_smaller_than_a_byte():
+def test_place_rejects_elements_smaller_than_a_byte():
     source = source_of(LLAMA, {"model.norm.weight": "float4_e2m1fn"})
     with pytest.raises(PrepError, match=r"model\.norm\.weight is float4_e2m1fn") as caught:
         item_of(source)
@@ -170,20 +158,17 @@ def test_chunks_have_the_page_offset_of_their_tensor():
     source = source_of(LLAMA)
     item = item_of(source)
     plain = next(t for t in source.tensors if t.name == "layers.1.self_attn.q_proj.weight")
-    (region,) = item.regions[plain.name]
+    (region,) = item.locations[plain.name]
     (flat,) = plain.placement
-    assert isinstance(flat, Contiguous)
-    _, offset = region.placement.find((1, 0, 0, 0))
-    assert (offset - flat.offset) % 4096 == 0
+    assert flat.is_contiguous
+    assert (region.array.offset - flat.array.offset) % 4096 == 0
 
 
 def test_chunks_copied_from_an_item_begin_at_pages():
     source = source_of(LLAMA)
     item = item_of(source)
     stored = replace(
-        source, tensors=tuple(replace(t, placement=item.regions[t.name]) for t in source.tensors)
+        source, tensors=tuple(replace(t, placement=item.locations[t.name]) for t in source.tensors)
     )
     again = item_of(stored)
-    assert all(
-        box.placement.offset % 4096 == 0 for leaf in again.leaves for box in leaf.placed_chunks
-    )
+    assert all(box.chunks.offset % 4096 == 0 for leaf in again.leaves for box in leaf.placed_chunks)

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.models.families.gpt_neo import FAMILY
-from prepcli.planning.plan import Contiguous, Fill, Stream
+from prepcli.planning.plan import Fill, Stream
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, dropped_padding
+from tests.helpers.plans import flat
 
 MEAN = Fill("mean")
 
@@ -26,7 +27,7 @@ def source_of(*tensors: SourceTensor) -> Source:
 
 
 def tensor(name: str, *shape: int, digests: tuple[tuple[int, int, str], ...] = ()) -> SourceTensor:
-    return SourceTensor(name, "float32", shape, (Contiguous(0, 8),), digests)
+    return SourceTensor(name, "float32", shape, (flat("float32", shape, 8),), digests)
 
 
 def cut(true: int, stored: int, *names: str) -> VocabResize:
@@ -42,7 +43,7 @@ def rows_of(streams: tuple[Stream, ...]) -> list[tuple[str, tuple[int, int], str
 
 
 def to(rows: int) -> TensorTarget:
-    return TensorTarget((Contiguous(0, 0),), rows)
+    return TensorTarget((flat("float32", (rows,)),), rows)
 
 
 def test_build_streams_follows_the_order_of_the_source():

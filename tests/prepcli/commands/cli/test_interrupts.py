@@ -96,14 +96,15 @@ module.list_aliases = wait
 # The main thread runs no Python code, as in a compilation by XLA: the C library's `pause` returns at a handled signal
 # only, and the main thread receives none.
 PREP_IN_A_LONG_CALL = f"""
-import ctypes, signal, sys
+import ctypes, signal, sys, threading
 from pathlib import Path
 import prepcli.commands.operations.evaluate as module
 from prepcli.execution.signals import NUDGE
 
 def wait(*arguments, **options):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, NUDGE])
-    Path("waiting").touch()
+    # On a busy machine, the call may begin late.
+    threading.Timer(1, Path("waiting").touch).start()
     ctypes.CDLL(None).pause()
 
 module.evaluate = wait

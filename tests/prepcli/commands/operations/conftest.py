@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.planning import object_files
-from prepcli.remote import remote_files
+from prepcli.stores import byte_ranges
 from tests.helpers.faults import FaultSources, make_sources
 from tests.helpers.killing import KillSetup, make_setup
 from tests.helpers.shared_steps import share_steps
@@ -58,7 +58,7 @@ def site(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[StoreSite]:
     """Serve a store with the checkpoints of `home`, and retry at once."""
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 0.001)
     with open_site(home, tmp_path, monkeypatch, capsys) as site:
         yield site
 

@@ -20,10 +20,12 @@ from safetensors.numpy import save_file
 from prepcli.commands.operations import conversion
 from prepcli.execution.bucket_run import BucketRun
 from prepcli.planning.object_files import plan_object_files
-from prepcli.remote import object_store
-from prepcli.remote.bucket_lock import BucketLock, LockOwner
-from prepcli.remote.object_store import Bucket, parse_url
-from prepcli.remote.remote_files import LOCK_FILE
+from prepcli.planning.plan import Plan
+from prepcli.stores import object_store
+from prepcli.stores.bucket_lock import BucketLock, LockOwner
+from prepcli.stores.byte_ranges import LOCK_FILE
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.object_url import parse_url
 from tests.helpers.faults import change_and_restore_time, replace_by_copy
 from tests.helpers.fork_server import ForkedProcess, start_prep
 from tests.helpers.object_server import FakeObjectStore
@@ -64,16 +66,13 @@ def words(name: str, home: Path) -> list[str]:
 def convert_locally(site: StoreSite, arguments: Sequence[str]) -> dict[str, bytes]:
     """Execute the plan of a bucket output in a local folder, and return its files."""
     # The plan is the same object, so that manifest and index are equal too.
-    make_local = conversion._convert_to_folder  # pyright: ignore[reportPrivateUsage]
+    finish_plan = conversion._with_origin  # pyright: ignore[reportPrivateUsage]
 
-    def convert(common: Any, observer: Any, opened: Any, started_s: float) -> Any:
-        plan = opened.planned.plan
-        planned = conversion.replace(opened.planned, plan=plan_object_files(plan))
-        opened = conversion.replace(opened, planned=planned)
-        return make_local(common, observer, opened, started_s)
+    def plan_objects(plan: Plan, *args: Any) -> Plan:
+        return plan_object_files(finish_plan(plan, *args))
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(conversion, "_convert_to_folder", convert)
+        patches.setattr(conversion, "_with_origin", plan_objects)
         report = site.run_prep(*arguments, "--out", "local")
     assert report["ok"], report
     return read_files(Path("local"))

@@ -17,7 +17,7 @@ import xxhash
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, USAGE, UsageError
-from prepcli.remote import remote_files
+from prepcli.stores import byte_ranges
 from tests.helpers.adapters import make_adapter
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub
@@ -464,7 +464,7 @@ def test_model_of_the_hub_is_read_at_its_recorded_commit(chain: Path, stream: li
 
 
 def test_chain_in_a_bucket_is_proven(chain: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 0.001)
     files = [path for path in Path("padded").rglob("*") if path.is_file()]
     objects = {f"bucket/{path}": path.read_bytes() for path in files}
     with use_objects(monkeypatch, objects) as store:

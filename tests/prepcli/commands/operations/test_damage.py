@@ -84,8 +84,8 @@ def test_train_rejects_damaged_step(work_dir: Path, capsys: pytest.CaptureFixtur
         Path("runs/recipe", step).rename(f"away-{step}")
     damage_parameter(remove_checksums(Path("runs/recipe/1")) / "state")
     error = run_error_and_notes(capsys, FAILED, *words, "1")
-    assert error["what"].endswith(" in runs/recipe/1/state is damaged")
-    assert "runs/recipe/1/state has no prep-checksums.bin" in error["notes"]
+    assert error["what"].endswith(" in runs/recipe/1 is damaged")
+    assert "runs/recipe/1 has no prep-checksums.bin" in error["notes"]
     assert error["hint"] == "`--restart` starts the run again"
 
 

@@ -80,12 +80,12 @@ def test_next_command_of_an_export_to_a_bucket_works(site: StoreSite, words: tup
     assert site.run_prep(*report["next"].split()[1:])["differences"] == []
 
 
-def test_next_command_does_not_read_flax_files_from_a_bucket(site: StoreSite, home: Path):
+def test_next_command_reads_flax_files_from_a_bucket(site: StoreSite, home: Path):
     words = ("--layout", "hf-flax", "--out", "s3://bucket/out")
     report = site.run_prep("export", str(home / "init"), *words)
     assert report["ok"], report
-    assert "next" not in report
-    assert "are read remotely" in site.run_prep("verify", "s3://bucket/out")["error"]["why"]
+    assert "s3://bucket/out" in report["next"]
+    assert site.run_prep(*report["next"].split()[1:])["differences"] == []
 
 
 def test_damaged_compressed_chunk_in_a_bucket_is_found(site: StoreSite, home: Path):

@@ -10,7 +10,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations import conversion
+from prepcli.commands.operations import opening
 from prepcli.commands.operations.conflicts import check_mutually_exclusive
 from prepcli.core.errors import PYTHON, TERMINAL, Command, Key, Option, PrepError, text
 from prepcli.core.observer import Observer
@@ -165,6 +165,6 @@ def test_warning_of_a_conversion_names_arguments(
         rule = Option("rules", "kv_heads=none")
         observer.warn(text("not split: {}, then {}", rule, Command("verify", "init")))
 
-    monkeypatch.setattr(conversion, "note_missing_file_digests", warn)
+    monkeypatch.setattr(opening, "note_missing_file_digests", warn)
     (warning,) = prep.save_init(model, tmp_path / "init").warnings
     assert warning == 'not split: `rules="kv_heads=none"`, then `prep.verify("init")`'

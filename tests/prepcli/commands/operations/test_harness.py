@@ -72,13 +72,13 @@ def model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def log_probabilities(checkpoint: Path) -> Any:
     """Return a function from token ids to the log probabilities [T, V] of each next token."""
     params = prep.load_params(checkpoint)
-    from prepcli.commands.operations.conversion import common_options, open_checkpoint
+    from prepcli.commands.operations.opening import common_options, open_checkpoint
     from prepcli.core.observer import SilentObserver
     from trainer.run.params import open_model
 
     located, source = open_checkpoint(common_options(checkpoint, None, {}), SilentObserver())
     with open_model(
-        source, located.local_files.path, None, verify=False, on_unchecked=lambda: None
+        source, located.files.path, None, verify=False, on_unchecked=lambda: None
     ) as opened:
         spec = opened.model
 

@@ -42,7 +42,7 @@ def expert_chunks(folder: str) -> set[tuple[int, ...]]:
     shapes: set[tuple[int, ...]] = set()
     for entry in contents(folder).entries:
         if entry.name.startswith("params.layers.mlp."):
-            shapes.add(entry.chunk_shape[:2])
+            shapes.add(entry.placement[0].array.chunk_shape[:2])
     return shapes
 
 

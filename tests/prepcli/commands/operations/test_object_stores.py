@@ -11,6 +11,8 @@ import pytest
 import prepcli as prep
 from prepcli.core.errors import UsageError
 from prepcli.sources.openers import orbax_item
+from tests.helpers.golden_inputs import provide
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.store_sites import StoreSite, read_files
 
 pytestmark = pytest.mark.waits
@@ -54,6 +56,28 @@ def test_commands_read_init_from_bucket(site: StoreSite, home: Path):
     assert site.run_prep("verify", "s3://bucket/init")["ok"]
 
 
+@pytest.mark.parametrize("words", [(), pytest.param(("--format", "dcp"), marks=pytest.mark.slow)])
+def test_inspect_of_an_export_reads_no_weights(site: StoreSite, home: Path, words: tuple[str, ...]):
+    report = site.run_prep("export", str(home / "init"), "--out", "out", *words)
+    assert report["ok"], report
+    for path, data in read_files(site.cwd / "out").items():
+        site.store.objects[f"bucket/out/{path}"] = data
+    site.store.sent.clear()
+    report = site.run_prep("inspect", "gs://bucket/out")
+    assert report["ok"], report
+    # The files of weights have 13 MB, and are smaller than the limit of files to fetch whole.
+    assert sum(sent.stop - sent.start for sent in site.store.sent) < 2 << 20
+
+
+def test_verify_requests_each_small_file_once(site: StoreSite, home: Path):
+    site.store.requests.clear()
+    assert site.run_prep("verify", "gs://bucket/models/m", str(home / "m"))["ok"]
+    small = [path.name for path in (home / "m").glob("*.json")]
+    assert "generation_config.json" in small
+    for name in small:
+        assert site.store.requests.count(f"GET bucket/models/m/{name}") == 1, name
+
+
 def test_commands_read_and_write_chunk_files_in_a_bucket(
     site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -77,8 +101,49 @@ def test_commands_read_and_write_chunk_files_in_a_bucket(
     assert report["ok"], report
 
 
-def test_transformers_does_not_load_placeholders(site: StoreSite):
-    """The placeholder of a weight file is a hole, which reads as zeros."""
+FORMATS = {
+    "torch": ("torch",),
+    "torch-sharded": ("torch-sharded",),
+    "meta": ("meta",),
+    "gguf": ("model.gguf", "--quantized", "dequantize"),
+    "flax": ("flax",),
+    "flax-sharded": ("flax-sharded",),
+    "flax-t5": ("flax-t5",),
+    "easylm": ("easylm-stream", "--config", "./easylm-config"),
+    "dcp": ("dcp-plain", "--verbatim"),
+    "mxfp4": ("q-mxfp4", "--quantized", "dequantize"),
+    "multimodal": ("llava",),
+    "prediction": ("prediction",),
+    "verbatim": ("verbatim",),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(FORMATS, ("torch", "gguf", "flax", "easylm", "dcp")))
+def test_every_format_is_read_from_a_bucket(site: StoreSite, name: str):
+    source, *options = FORMATS[name]
+    for path in (source, *(["easylm-config"] if "--config" in options else [])):
+        provide(path)
+    local = Path(source)
+    for path in [local] if local.is_file() else local.rglob("*"):
+        if path.is_file():
+            site.store.store(f"bucket/in/{path.as_posix()}", path.read_bytes())
+    words = ("--storage", "files", "--memory", "64MiB", *options)
+    report = site.run_prep("save-init", f"./{source}", "--out", "from-disk", *words)
+    assert report["ok"], report.get("error")
+    site.store.faults.rate, site.store.faults.kinds = 0.1, READ_FAULTS
+    report = site.run_prep("save-init", f"gs://bucket/in/{source}", "--out", "streamed", *words)
+    assert report["ok"], report.get("error")
+    streamed, read = read_files(Path("streamed")), read_files(Path("from-disk"))
+    assert streamed.keys() == read.keys()
+    different = {file for file in read if streamed[file] != read[file]}
+    # Both have the time of the command or of the source.
+    assert different <= {"prep-manifest.json", "_CHECKPOINT_METADATA"}
+    shown = site.run_prep("inspect", f"gs://bucket/in/{source}")
+    assert shown["ok"], shown.get("error")
+    assert shown["tensors"]
+
+
+def test_transformers_does_not_load_a_url(site: StoreSite):
     pytest.importorskip("transformers")
     with pytest.raises(UsageError, match="cannot read gs://bucket/models/m"):
         prep.verify_logits("gs://bucket/models/m", library="transformers")
@@ -88,7 +153,7 @@ def test_transformers_does_not_load_placeholders(site: StoreSite):
 def test_lock_of_a_bucket_has_no_digests_of_its_weight_files(
     site: StoreSite, home: Path, name: str
 ):
-    """Object stores publish none, and the placeholders of weight files are holes."""
+    """Object stores publish none."""
     assert site.run_prep("lock", f"gs://bucket/{name}", "--out", "m.lock.json")["ok"]
     files = json.loads(Path("m.lock.json").read_bytes())["files"]
     local = home / Path(name).name
@@ -131,7 +196,7 @@ def test_invalid_bucket_requests_are_errors(site: StoreSite, home: Path):
     site.store.objects["bucket/bin/config.json"] = b"{}"
     assert (
         site.run_prep("inspect", "gs://bucket/bin")["error"]["what"]
-        == "gs://bucket/bin cannot be read remotely"
+        == "pytorch_model.bin is not a PyTorch file"
     )
     dry = site.run_prep("save-init", model, "--out", "gs://bucket/out", "--dry-run")
     assert (dry["ok"], dry["output"]) == (True, "gs://bucket/out")

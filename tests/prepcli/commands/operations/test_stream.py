@@ -17,6 +17,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from tests.helpers.fork_server import ForkedProcess, start_python
+from tests.helpers.golden_inputs import provide
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.range_server import FakeFileStore, FaultInjector, serve_ranges
 from tests.helpers.tiny_checkpoints import make_checkpoint
@@ -26,9 +27,9 @@ pytestmark = pytest.mark.waits
 
 PREP_SCRIPT = """
 import sys
-from prepcli.remote import remote_files
+from prepcli.stores import byte_ranges
 from prepcli.commands.cli.main import main
-remote_files.FIRST_WAIT_S = 0.001
+byte_ranges.FIRST_WAIT_S = 0.001
 sys.exit(main())
 """
 SMALL_FILES = (
@@ -108,7 +109,7 @@ def test_stream_with_network_faults_equals_local(files, tmp_path: Path):
     faults = FaultInjector(0.3, seed=11)
     with serve_site(files, tmp_path, faults, lasts=9) as site:
         streamed = site.run_prep(*SAVE_INIT, "--stream", "--out", "streamed", "--memory", "32MiB")
-        assert streamed["ok"], streamed
+        assert streamed["ok"], streamed.get("error")
         assert sum(map(bool, faults.injected)) >= 5
         assert cached_file_names(tmp_path / "home") == sorted(SMALL_FILES)
         assert not [headers for _, _, headers in site.store.requests if "Authorization" in headers]
@@ -143,7 +144,8 @@ def test_stream_with_network_faults_equals_local(files, tmp_path: Path):
 def test_killed_stream_resumes_without_rereading(files, tmp_path: Path):
     options = ("--stream", "--memory", "32MiB")
     with serve_site(files, tmp_path) as site:
-        assert site.run_prep(*SAVE_INIT, *options, "--out", "whole")["ok"]
+        whole = site.run_prep(*SAVE_INIT, *options, "--out", "whole")
+        assert whole["ok"], whole.get("error")
         site.store.requests.clear()
         site.store.delay_s = 0.15
         running = site.start_prep(*SAVE_INIT, *options, "--out", "killed")
@@ -153,7 +155,7 @@ def test_killed_stream_resumes_without_rereading(files, tmp_path: Path):
         assert not (tmp_path / "killed").exists()
         site.store.delay_s = 0.0
         resumed = site.run_prep(*SAVE_INIT, *options, "--out", "killed")
-    assert resumed["ok"], resumed
+    assert resumed["ok"], resumed.get("error")
     assert resumed["bytes"]["resumed"] > 16 << 20
     assert read_output_files(tmp_path / "killed") == read_output_files(tmp_path / "whole")
 
@@ -199,6 +201,34 @@ def test_unreachable_hub_is_an_error(files, tmp_path: Path):
     error = site.run_prep(*SAVE_INIT, "--stream")["error"]
     assert error["what"] == "cannot stream o/good"
     assert error["why"] == f"the hub cannot be reached at HF_ENDPOINT={site.hub.url}"
+
+
+@pytest.mark.parametrize("source", ["torch-sharded", "meta", "flax-sharded"])
+def test_streamed_format_has_the_bytes_of_a_downloaded_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+):
+    monkeypatch.chdir(tmp_path)
+    provide(source)
+    repo = FakeRepo({path.name: path.read_bytes() for path in Path(source).iterdir()})
+    reports: dict[str, Any] = {}
+    for out, words in (("streamed", ["--stream"]), ("downloaded", [])):
+        with serve_hub({"o/m": repo}) as hub:
+            environment = hub.environment(tmp_path / f"home-{out}")
+            arguments = ("save-init", "o/m", "--storage", "files", "--out", out, *words, "--json")
+            process = start_python(PREP_SCRIPT, *arguments, cwd=tmp_path, env=environment)
+            reports[out] = json.loads(process.communicate()[0])
+        assert reports[out]["ok"], reports[out].get("error")
+    assert reports["streamed"]["source"]["bytes"] == reports["downloaded"]["source"]["bytes"]
+    suffixes = (".bin", ".pth", ".msgpack")
+    weights = {path.name for path in Path(source).iterdir() if path.suffix in suffixes}
+    assert weights
+    assert weights.isdisjoint(cached_file_names(tmp_path / "home-streamed"))
+    assert weights <= {*cached_file_names(tmp_path / "home-downloaded")}
+    streamed, downloaded = (read_output_files(tmp_path / out) for out in reports)
+    # It has the time of the source, and a streamed file has none.
+    for files in (streamed, downloaded):
+        del files["_CHECKPOINT_METADATA"]
+    assert streamed == downloaded
 
 
 def test_stream_rejects_unsupported_formats(files, tmp_path: Path):

@@ -11,7 +11,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.core.errors import DamagedError
-from prepcli.remote import remote_files
+from prepcli.stores import byte_ranges
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
@@ -42,7 +42,7 @@ CASES = {
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 0.001)
     with use_objects(monkeypatch, {}) as store:
         yield store
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.remote import remote_files
+from prepcli.stores import byte_ranges
 from tests.helpers.fork_server import PREP, run_prep, run_python, run_two_processes
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import use_objects
@@ -63,7 +63,7 @@ def test_hub_model_converts(
 def test_bucket_is_source_and_target(
     tensors: dict[str, StoredTensor], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 0.001)
     objects = {f"bucket/m/{name}": data for name, data in read_files("m").items()}
     with use_objects(monkeypatch, objects):
         run_ok("save-init", "gs://bucket/m", "--mesh", "1,1,2", "--out", "gs://bucket/init")

@@ -1,0 +1,331 @@
+"""Open the checkpoint of an operation, as its options say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prepcli.commands.operations.conflicts import reject_without
+from prepcli.commands.operations.options import DEFAULT_MEMORY
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.formatting import format_bytes
+from prepcli.core.observer import Observer
+from prepcli.core.option_spec import PathLike, as_tuple
+from prepcli.engine.budget import parse_memory
+from prepcli.execution.folder_store import remove_leftover
+from prepcli.execution.workers import ONE_PROCESS, ProcessOptions
+from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder
+from prepcli.planning.tensor_match import MatchOptions
+from prepcli.restore.earlier_checkpoints import note_missing_file_digests
+from prepcli.sources.averages import use_averaged_params
+from prepcli.sources.dequantized import is_quantized
+from prepcli.sources.dropped_tensors import drop_tensors
+from prepcli.sources.folders import Access, make_access
+from prepcli.sources.locate import LocatedCheckpoint, locate
+from prepcli.sources.multimodal import text_part_fault
+from prepcli.sources.opening import has_unread_state, open_source
+from prepcli.sources.references import default_checkpoint
+from prepcli.sources.source import Source
+from prepcli.sources.source_hints import KeptScales
+from prepcli.targets.streams import optimizer_nbytes
+
+if TYPE_CHECKING:
+    from prepcli.formats.lock_file import Lock
+    from prepcli.planning.map_file import TensorMap
+
+
+@dataclass(frozen=True, slots=True)
+class CommonOptions:
+    """Common options of converting commands.
+
+    Attributes:
+        checkpoint: Folder, alias, hub id or URL. None for the only checkpoint of prep in the current folder.
+        out: Output folder or URL. None for a name made from the source's name.
+        memory_nbytes: Memory limit.
+        dry_run: Plan without reading weights or writing files.
+        overwrite: Replace an existing output.
+        restart: Delete an unfinished output, and start again.
+        offline: Use only files in the cache of the hub.
+        revision: Branch, tag or commit of the hub.
+        step: Step of a training run: a number, `best` or `last`. None for the last step.
+        process_options: Processes and workers of the conversion.
+        stream: Read from the hub without a local copy.
+        config: config.json for a checkpoint without one.
+        allow_overflow: Cast too large values to infinity.
+        ema: Take the moving average of a run's parameters.
+        verbatim: Keep the names of the files. None for a checkpoint without a family of its model type.
+        copied_files: Patterns of further small files to copy.
+        lock: Lock file of the checkpoint.
+        tensor_map: File of the map of the checkpoint's tensors.
+        source_layout: Layout of a tree of another library. None selects the best match.
+        quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
+            or the decoded tensors of GGUF. `decode`: like `dequantize`, also for a model without quantised weights.
+        training_state: Read the optimizer state of another framework.
+        drop: Patterns of tensors to drop.
+        strict: Refuse tensors that the index of the checkpoint does not name.
+    """
+
+    checkpoint: str | None
+    out: Path | None
+    memory_nbytes: int
+    dry_run: bool = False
+    overwrite: bool = False
+    restart: bool = False
+    offline: bool = False
+    revision: str | None = None
+    step: int | str | None = None
+    process_options: ProcessOptions = ONE_PROCESS
+    stream: bool = False
+    config: Path | None = None
+    allow_overflow: bool = False
+    ema: bool = False
+    verbatim: bool | None = False
+    copied_files: tuple[str, ...] = ()
+    lock: Path | None = None
+    tensor_map: Path | None = None
+    source_layout: str | None = None
+    quantized: str = "refuse"
+    training_state: bool = False
+    drop: tuple[str, ...] = ()
+    strict: bool = False
+
+
+def common_options(
+    checkpoint: PathLike | None,
+    out: PathLike | None,
+    options: Mapping[str, Any],
+    *,
+    dry_run: bool = False,
+    process_options: ProcessOptions | None = None,
+) -> CommonOptions:
+    """Return the common options of an operation, given all of its options. Missing ones have their defaults."""
+    named = {_FIELD_NAMES.get(name, name): value for name, value in options.items()}
+    values = {name: value for name, value in named.items() if name in _COMMON_FIELDS}
+    for name in ("config", "lock", "tensor_map"):
+        if values.get(name) is not None:
+            values[name] = Path(values[name])
+    for name in ("copied_files", "drop"):
+        values[name] = as_tuple(values.get(name, ()))
+    values["memory_nbytes"] = parse_memory(values.get("memory_nbytes", DEFAULT_MEMORY))
+    values["checkpoint"] = None if checkpoint is None else str(checkpoint)
+    values["out"] = None if out is None else Path(out)
+    values["dry_run"] = dry_run
+    values["process_options"] = process_options or ONE_PROCESS
+    return CommonOptions(**values)
+
+
+# Options with another name than their field of CommonOptions.
+_FIELD_NAMES = {"memory": "memory_nbytes", "map": "tensor_map", "copy": "copied_files"}
+_COMMON_FIELDS = frozenset(field.name for field in fields(CommonOptions))
+
+
+def make_match_options(options: Mapping[str, Any]) -> MatchOptions:
+    """Return the options of the tensor match, e.g. whether a stored head becomes a leaf."""
+    return MatchOptions(
+        options["untie"], offers_verbatim="verbatim" in options, offers_drop="drop" in options
+    )
+
+
+def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of options as in a manifest, e.g. `rules="a=mp"` -> `("a=mp",)`."""
+    values = dict(options)
+    for name in ("drop", "rules", "copy"):
+        if name in values:
+            values[name] = as_tuple(values[name])
+    for name in ("config", "map"):
+        if values.get(name) is not None:
+            values[name] = Path(values[name])
+    # An omitted seed means 0. Manifests record neither, so that an equal request has an equal line.
+    values["seed"] = values.get("seed") or None
+    return values
+
+
+def checkpoint_access(common: CommonOptions, observer: Observer) -> Access:
+    """Return the access to the checkpoints of a command."""
+    return make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
+
+
+def _read_lock(common: CommonOptions, checkpoint: str) -> tuple[Lock | None, str | None]:
+    """Return the lock of the options, if any, and the revision of the checkpoint to read."""
+    if common.lock is None:
+        return None, common.revision
+    # Only conversions with a lock need the models of lock files, which pydantic builds at import.
+    from prepcli.formats.lock_file import read_lock
+    from prepcli.sources.locked import pinned_revision
+
+    lock = read_lock(common.lock)
+    return lock, pinned_revision(checkpoint, common.revision, lock)
+
+
+def open_checkpoint(
+    common: CommonOptions,
+    observer: Observer,
+    is_candidate: Callable[[Path], bool] = Path.is_dir,
+    *,
+    allow_adapters: bool = False,
+    kept_scales: KeptScales = "none",
+    notes_names: bool = True,
+) -> tuple[LocatedCheckpoint, Source]:
+    """Locate and open the checkpoint of the options.
+
+    Args:
+        common: Options with the checkpoint, its step, revision, config and choice of parameters.
+        observer: Receives notes, warnings and progress.
+        is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
+        allow_adapters: Accept an adapter of PEFT.
+        kept_scales: Outputs of another trainer's layout to read as they are stored.
+        notes_names: Call `note_file_names`. A command that takes recorded drops off the source calls it later.
+
+    Returns:
+        The located checkpoint and its source. Only headers are read.
+
+    Raises:
+        PrepError: The checkpoint does not exist, or cannot be read.
+    """
+    checkpoint = common.checkpoint
+    if checkpoint is None:
+        checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
+        observer.note(f"using {checkpoint} (the only prep checkpoint here)")
+    is_decoded = common.quantized in ("dequantize", "decode")
+    is_kept = _keeps_codes(common)
+    access = replace(
+        checkpoint_access(common, observer),
+        allow_adapters=allow_adapters,
+        allow_quantized=is_decoded or is_kept,
+        allow_gguf=is_decoded or common.quantized == "stored",
+        copied_files=common.copied_files,
+        strict=common.strict,
+    )
+    lock, revision = _read_lock(common, checkpoint)
+    located = locate(checkpoint, revision, step=common.step, access=access)
+    if isinstance(located.files.path, Path):
+        # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
+        remove_leftover(find_manifest_folder(located.files.path))
+    verbatim = common.verbatim
+    may_have_codes = is_kept or common.quantized == "decode"
+    has_codes = may_have_codes and is_quantized(located.files.path)
+    if is_kept and has_codes:
+        verbatim = True
+        if common.quantized == "keep":
+            option = Option("quantized", "dequantize")
+            observer.note(text("quantised weights are kept; {} decodes them", option))
+    source = open_source(
+        located,
+        common.config,
+        verbatim=verbatim,
+        copied_files=common.copied_files,
+        # With `dequantize`, dense weights are an error later.
+        dequantize=common.quantized == "dequantize" or (is_decoded and has_codes),
+        kept_scales=kept_scales,
+        training_state=common.training_state,
+        tensor_map=read_map_option(common.tensor_map, verbatim=common.verbatim),
+        layout=common.source_layout,
+        drop=common.drop,
+    )
+    check_verbatim(common.verbatim, source)
+    if notes_names:
+        note_file_names(common, source, observer)
+    note_missing_file_digests(source.display_name, source.manifest, observer)
+    if has_unread_state(source):
+        observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")
+    if lock is not None:
+        from prepcli.sources.locked import apply_lock
+
+        commit = located.files.commit
+        is_mapped = common.tensor_map is not None
+        source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
+    source = drop_tensors(source, common.drop)
+    return located, use_averaged_params(source) if common.ema else source
+
+
+def note_file_names(common: CommonOptions, source: Source, observer: Observer) -> None:
+    """Print a note if a multimodal model is read under the names in its files, although nothing asks for it."""
+    if common.verbatim is not None or source.manifest is not None:
+        return
+    why = text_part_fault(source, common.drop)
+    if why and not (_keeps_codes(common) and is_quantized(source.root)):
+        observer.note(f"{source.display_name} is read under the names in its files: {why}")
+
+
+def _keeps_codes(common: CommonOptions) -> bool:
+    """Return whether quantised weights are read as they are stored.
+
+    A checkpoint keeps its codes and scales only under the names in its files (the verbatim family).
+    """
+    return common.quantized in ("keep", "stored") and common.verbatim is not False
+
+
+def check_config_option(common: CommonOptions, *sources: Source) -> None:
+    """Raise UsageError for a config if all sources already have a config in their manifest."""
+    if common.config is not None and all(source.tree_manifest for source in sources):
+        names = " and ".join(source.display_name for source in sources)
+        why = f"{MANIFEST_FILE} already has the config of the model"
+        config = Option("config")
+        what = text("{} has no effect for {}", config, names)
+        raise usage_error(what, why, text("remove {}", config))
+
+
+def check_allow_overflow(allow_overflow: bool, dtype: str | None) -> None:
+    """Raise UsageError for the option `allow_overflow` without a cast."""
+    if dtype is None:
+        why = "without a cast no value overflows"
+        reject_without(Option("allow_overflow"), allow_overflow, Option("dtype"), why)
+
+
+def check_verbatim(verbatim: bool | None, source: Source) -> None:
+    """Raise UsageError for `verbatim` if the source was converted with the names of its family."""
+    if verbatim and not source.family.is_verbatim:
+        option = Option("verbatim", True)
+        why = f"{source.display_name} was already converted with the tensor names of family {source.family.name}"
+        hint = text("remove {}, or convert the original model", option)
+        raise usage_error(text("{} has no effect", option), why, hint)
+
+
+def read_map_option(path: Path | None, *, verbatim: bool | None) -> TensorMap | None:
+    """Return the map in a file, or None without one. Raise UsageError if `verbatim` is set, too."""
+    if path is None:
+        return None
+    if verbatim:
+        what = text("{} and {} exclude each other", Option("map"), Option("verbatim", True))
+        raise usage_error(what, "a map replaces the names of the file", "remove one of them")
+    # Most conversions have no map, and no need of its parser.
+    from prepcli.sources.mapped import read_map
+
+    return read_map(path)
+
+
+def source_line(source: Source) -> str:
+    """Describe a source in one line: `EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
+    # Decoded weights count as they are written.
+    tensors = [tensor.cast(None) for tensor in (*source.tensors, *source.tower_tensors)]
+    largest_nbytes = max((t.nbytes for t in tensors), default=0)
+    # The scales of norms often stay float32 in a bfloat16 model. Their few bytes do not describe it: the
+    # named dtypes have a tensor of at least 1/8 of the largest one.
+    dtypes = sorted({t.dtype for t in tensors if t.nbytes * 8 >= largest_nbytes})
+    size = format_bytes(sum(t.nbytes for t in tensors))
+    parts = [
+        source.display_name,
+        _family_text(source),
+        count_text(len(tensors), "tensor"),
+        f"{size} {', '.join(dtypes)}",
+    ]
+    if source.quantization:
+        stored = (*source.tensors, *source.tower_tensors)
+        num_decoded = sum(bool(tensor.default_dtype) for tensor in stored)
+        method = source.quantization.get("quant_method")
+        parts.append(f"{num_decoded} decoded from {method}")
+    if nbytes := optimizer_nbytes(source):
+        parts.append(f"optimizer state {format_bytes(nbytes)}")
+    if len(source.files) > 1:
+        parts.append(count_text(len(source.files), "file"))
+    return "  ".join(parts)
+
+
+def _family_text(source: Source) -> str:
+    """Return the family of a source, e.g. `llama in llava` for the text part of a multimodal model."""
+    if source.wrapper is None or not source.is_multimodal:
+        return source.family.name
+    return f"{source.family.name} in {source.wrapper.config.get('model_type')!s:.60}"

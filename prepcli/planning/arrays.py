@@ -1,0 +1,384 @@
+"""`Array`: one description of stored numbers, and tensors as parts of stored arrays.
+
+Readers of formats yield Arrays. A listing prints them, a plan reads and writes them, and loading reads boxes of them. A
+tensor of a model is an Array, or a part of one selected by an axis map (`MappedArray`), e.g. one layer of a stacked
+leaf. Both have the same methods: a user of a tensor does not distinguish how it is stored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim
+from prepcli.algebra.boxes import Box, intersection, strides, volume
+from prepcli.algebra.chunks import (
+    ArrayParts,
+    ChunkIndex,
+    Chunks,
+    ChunkTable,
+    FilePosition,
+    StoredRange,
+    StoredValue,
+    StridedChunks,
+)
+from prepcli.algebra.grids import ChunkGrid
+from prepcli.algebra.strided_copies import StridedCopy, leaf_copies, merge_dims
+from prepcli.planning.tensors import array_bits, itemsize
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """Stored numbers, little endian.
+
+    Attributes:
+        name: Name in the checkpoint.
+        dtype: Dtype of the elements, a key of `ITEM_BITS`.
+        shape: Shape of the array.
+        chunk_shape: Shape of a chunk, at least 1 along each dim. The last chunk along a dim may extend past the array.
+            An array in parts is one chunk.
+        chunks: Where the chunks or parts are stored.
+        strides: Bytes between neighbouring elements of a chunk along each dim. None for C order.
+        path: Keys from the root of a tree to the array. Empty for a format without trees.
+        codecs: Names of the codecs of each chunk in encoding order, e.g. ("zstd", "crc32c").
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    chunk_shape: Shape
+    chunks: Chunks
+    strides: Shape | None = None
+    path: tuple[str | int, ...] = ()
+    codecs: tuple[str, ...] = ()
+    # A tensor that is an array of its own needs no axis map.
+    axis_map: ClassVar[None] = None
+
+    @property
+    def array(self) -> Array:
+        """The array itself. See `MappedArray.array`."""
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the elements in bytes."""
+        return array_bits(self.dtype, self.shape) // 8
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Size of a chunk in bytes, padding included."""
+        return math.prod(self.chunk_shape) * itemsize(self.dtype)
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """The chunk grid."""
+        return ChunkGrid(self.shape, self.chunk_shape)
+
+    @property
+    def position(self) -> FilePosition:
+        """File number and offset of the first chunk in the files."""
+        if isinstance(self.chunks, StridedChunks):
+            return self.chunks.file, self.chunks.offset
+        return min(self.chunks.positions(), default=(0, 0))
+
+    @property
+    def file(self) -> int:
+        """File number of the first chunk in the files."""
+        return self.position[0]
+
+    @property
+    def offset(self) -> int:
+        """Offset of the first chunk in the files."""
+        return self.position[1]
+
+    @property
+    def byte_range(self) -> tuple[int, int]:
+        """First and stop byte of an array of one chunk in its file."""
+        last = 0
+        if self.nbytes:
+            for extent, step in zip(self.shape, self.element_strides):
+                last += (extent - 1) * step
+            last += itemsize(self.dtype)
+        return self.offset, self.offset + last
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the array is one run of a file in C order."""
+        return self.strides is None and self._is_one_chunk
+
+    @property
+    def _is_one_chunk(self) -> bool:
+        if not isinstance(self.chunks, StridedChunks):
+            return False
+        return all(n <= length for n, length in zip(self.shape, self.chunk_shape))
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether every element is in a byte range of a file, without codecs."""
+        return not self.codecs and self.chunks.is_direct
+
+    def stored_chunk(self, index: ChunkIndex) -> StoredValue | None:
+        """Return the place of a chunk as stored, or its bytes if an index has them. None for a chunk of zeros."""
+        if isinstance(self.chunks, ChunkTable) and self.chunks.nbytes:
+            return self.chunks.stored(index)
+        assert not isinstance(self.chunks, ArrayParts)
+        return StoredRange(*self.chunks.find(index), self.chunk_nbytes)
+
+    def stored_chunks(self) -> Iterator[tuple[ChunkIndex, StoredValue]]:
+        """Yield index and value of each stored chunk, in C order."""
+        for index in itertools.product(*map(range, self.grid.chunk_counts)):
+            value = self.stored_chunk(index)
+            if value is not None:
+                yield index, value
+
+    @property
+    def element_strides(self) -> Shape:
+        """Bytes between neighbouring elements of a chunk along each dim."""
+        return self.strides or strides(self.chunk_shape, itemsize(self.dtype))
+
+    def with_array(self, array: Array) -> Array:
+        """Return another array. See `MappedArray.with_array`."""
+        return array
+
+    def in_file(self, file: int) -> Array:
+        """Return an array of one chunk at the same offset of another file."""
+        return whole_array(self.name, self.dtype, self.shape, (file, self.offset), self.strides)
+
+    def moved(self, first_file: int) -> Array:
+        """Return the same array after `first_file` files were put before its files."""
+        return replace(self, chunks=self.chunks.moved(first_file))
+
+    def permuted(self, order: Sequence[int]) -> Array:
+        """Return a view of an array of one chunk or in parts, with dim `order[i]` as dim i."""
+        view = replace(
+            self,
+            shape=tuple(self.shape[dim] for dim in order),
+            chunk_shape=tuple(self.chunk_shape[dim] for dim in order),
+            strides=tuple(self.element_strides[dim] for dim in order),
+        )
+        if not isinstance(self.chunks, ArrayParts):
+            return view
+        parts = []
+        for part in self.chunks.parts:
+            box = tuple(part.box[dim] for dim in order)
+            parts.append(part._replace(box=box, strides=tuple(part.strides[dim] for dim in order)))
+        return replace(view, chunks=ArrayParts(tuple(parts)), strides=None)
+
+    def cut(self, axis: int, length: int) -> Array | None:
+        """Return a view of the first indices along an axis. None if the array is not one chunk."""
+        if not self._is_one_chunk:
+            return None
+        shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
+        view = whole_array(self.name, self.dtype, shape, self.position, self.strides)
+        if axis and self.strides is None:
+            return replace(view, strides=self.element_strides)
+        return view
+
+    def copies(self, box: Box, window: Box | None = None) -> Iterator[StridedCopy]:
+        """Yield the copies between a box of the array and byte ranges of its files.
+
+        Args:
+            box: The box.
+            window: Tensor offsets count the bytes of this box of the array in C order. None for the whole array.
+        """
+        if isinstance(self.chunks, ArrayParts):
+            for part in self.chunks.parts:
+                common = intersection(part.box, box)
+                if volume(common):
+                    origin = [start for start, _ in part.box]
+                    yield self._box_copy(
+                        common, window, (part.file, part.offset), origin, part.strides
+                    )
+        elif self._is_one_chunk:
+            yield self._box_copy(box, window, self.position, None, self.element_strides)
+        else:
+            yield from self.mapped().copies(box, window)
+
+    def _box_copy(
+        self,
+        box: Box,
+        window: Box | None,
+        position: FilePosition,
+        origin: Sequence[int] | None,
+        file_strides: Shape,
+    ) -> StridedCopy:
+        """Return the copy of a box. Element `origin` is at a position of a file."""
+        item_nbytes = itemsize(self.dtype)
+        shape = self.shape
+        tensor_offset = 0
+        if window is not None:
+            shape = tuple(stop - start for start, stop in window)
+        tensor_strides = strides(shape, item_nbytes)
+        if window is not None:
+            tensor_offset = -sum(a * n for (a, _), n in zip(window, tensor_strides))
+        file, file_offset = position
+        dims: list[tuple[int, int, int]] = []
+        for axis, (start, stop) in enumerate(box):
+            tensor_offset += start * tensor_strides[axis]
+            file_offset += (start - (origin[axis] if origin else 0)) * file_strides[axis]
+            dims.append((stop - start, tensor_strides[axis], file_strides[axis]))
+        return merge_dims(StridedCopy(tensor_offset, file, file_offset, item_nbytes, tuple(dims)))
+
+    def mapped(self) -> MappedArray:
+        """Return the same tensor with the identity as its axis map."""
+        return MappedArray(identity_axis_map(self.name, self.shape), (), self)
+
+    def part(
+        self, axis_map: AxisMap, stacked_indices: tuple[tuple[str, int], ...] = ()
+    ) -> MappedArray:
+        """Return the tensor of a part of this array.
+
+        Args:
+            axis_map: Maps the elements of the tensor to the array's.
+            stacked_indices: Name and index of each stacked axis in the tensor's name, e.g. (("layers", 3),).
+        """
+        first, stop = chunk_group(axis_map, stacked_indices, self.grid)
+        array = replace(self, chunks=self.chunks.within(first, stop))
+        return MappedArray(axis_map, stacked_indices, array)
+
+
+@dataclass(frozen=True, slots=True)
+class MappedArray:
+    """A tensor as a part of a stored array: e.g. the weight of layer 3 in the stacked leaf of all layers.
+
+    Attributes:
+        axis_map: Maps the tensor's elements to the array's.
+        stacked_indices: Name and index of each stacked axis in the tensor's name, e.g. (("layers", 3),).
+        array: The array. Its chunks may be only the ones of the tensor.
+        starts: First index of the tensor's part along each dim of the array. None if the axis map covers every dim
+            from 0.
+    """
+
+    axis_map: AxisMap
+    stacked_indices: tuple[tuple[str, int], ...]
+    array: Array
+    starts: Shape | None = None
+    is_contiguous: ClassVar[bool] = False
+
+    @property
+    def chunk_shape(self) -> Shape:
+        """Shape of a chunk of the array."""
+        return self.array.chunk_shape
+
+    @property
+    def chunks(self) -> Chunks:
+        """Where the chunks are stored."""
+        return self.array.chunks
+
+    @property
+    def element_strides(self) -> Shape:
+        """Bytes between neighbouring elements of a chunk along each dim of the array."""
+        return self.array.element_strides
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return itemsize(self.array.dtype)
+
+    @property
+    def position(self) -> FilePosition:
+        """File number and offset of the array's first chunk in the files."""
+        return self.array.position
+
+    def with_array(self, array: Array) -> MappedArray:
+        """Return the same tensor in another array of the same shape."""
+        return replace(self, array=array)
+
+    def moved(self, first_file: int) -> MappedArray:
+        """Return the same tensor after `first_file` files were put before its files."""
+        return replace(self, array=self.array.moved(first_file))
+
+    def permuted(self, order: Sequence[int]) -> MappedArray:
+        """Return a view of the tensor with dim `order[i]` as dim i."""
+        dims = tuple(self.axis_map.source_dims[dim] for dim in order)
+        return replace(self, axis_map=replace(self.axis_map, source_dims=dims))
+
+    def cut(self, axis: int, length: int) -> None:
+        """Return None: the first indices of the tensor are not one box of the array in general."""
+
+    def copies(self, box: Box, window: Box | None = None) -> Iterator[StridedCopy]:
+        """Yield the copies between a box of the tensor and byte ranges of files. See `Array.copies`."""
+        return leaf_copies(self, box, window)
+
+    def mapped(self) -> MappedArray:
+        """Return the tensor itself. See `Array.mapped`."""
+        return self
+
+
+# Where a tensor is stored. Most tensors are in one location, e.g. a fused qkv in the leaves of q, k and v is in three.
+Location = Array | MappedArray
+Locations = tuple[Location, ...]
+
+
+def whole_array(
+    name: str, dtype: str, shape: Shape, position: FilePosition, strides: Shape | None = None
+) -> Array:
+    """Return an array of one chunk at a position (file number, offset).
+
+    Args:
+        name: Name in the checkpoint.
+        dtype: Dtype of the elements.
+        shape: Shape of the array.
+        position: File number and offset of its first element.
+        strides: Bytes between neighbouring elements along each dim, for a view. None for C order.
+    """
+    chunk_shape = shape
+    if 0 in shape:
+        # A chunk has at least one element in each dim, also in an empty array.
+        chunk_shape = tuple(max(1, extent) for extent in shape)
+    chunks = StridedChunks.single(*position, len(shape))
+    return Array(name, dtype, shape, chunk_shape, chunks, strides)
+
+
+def parted_array(name: str, dtype: str, shape: Shape, parts: ArrayParts) -> Array:
+    """Return an array in parts, each with a place and strides of its own."""
+    chunk_shape = tuple(max(1, extent) for extent in shape)
+    return Array(name, dtype, shape, chunk_shape, parts)
+
+
+def location_copies(
+    locations: Sequence[Location], box: Box, window: Box | None = None
+) -> Iterator[StridedCopy]:
+    """Yield the copies between a box of a tensor and all of its locations. See `Array.copies`."""
+    for location in locations:
+        yield from location.copies(box, window)
+
+
+def identity_axis_map(name: str, shape: Shape) -> AxisMap:
+    """Return the axis map of a leaf equal to one tensor, dim by dim."""
+    factors = tuple(SizedAxis(f"d{axis}", extent) for axis, extent in enumerate(shape))
+    source_dims = tuple(TensorDim(factor.extent, 0, (factor,)) for factor in factors)
+    return AxisMap(name, tuple((factor,) for factor in factors), (name,), source_dims)
+
+
+def chunk_group(
+    axis_map: AxisMap, stacked_indices: Sequence[tuple[str, int]], grid: ChunkGrid
+) -> tuple[ChunkIndex, ChunkIndex]:
+    """Return the box of chunks stored next to each other for a tensor, as (first, stop) chunk indices.
+
+    The box spans the whole chunk grid, except along dims that stack source tensors, such as `layers`. Along these dims
+    it holds only the chunk of the tensor.
+    """
+    # E.g. the leaf [layers=4, 3, 2] in chunks [1, 1, 2] has the grid [4, 3, 1]. Layer 2 takes the chunks
+    # [2, 0, 0] to [3, 3, 1]: a tensor is read once, and its chunks are written next to each other.
+    stacked = dict(stacked_indices)
+    first: list[int] = []
+    stop: list[int] = []
+    for dim, length, count in zip(axis_map.leaf_dims, grid.chunk_shape, grid.chunk_counts):
+        is_stacked = dim and all(factor.atom in stacked for factor in dim)
+        if not is_stacked:
+            first.append(0)
+            stop.append(count)
+            continue
+        # A dim of several stacked atoms counts like digits: (groups=2 layers=3) at 1, 2 is 1 * 3 + 2.
+        index = 0
+        for factor in dim:
+            index = index * factor.extent + stacked[factor.atom]
+        first.append(index // length)
+        stop.append(index // length + 1)
+    return tuple(first), tuple(stop)

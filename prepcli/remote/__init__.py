@@ -1,1 +1,0 @@
-"""Checkpoints on the Hugging Face hub and in object stores, read by byte range."""

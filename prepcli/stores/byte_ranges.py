@@ -1,0 +1,327 @@
+"""Remote files, read as byte ranges: requests are retried until all bytes are there, small reads are read ahead.
+
+A `RangeReader` makes single requests and raises `RetryableError` if one may be repeated. The retries and the read-ahead
+cache, common to all range readers, are in this module.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, RESUME_HINT, DamagedError, PrepError
+from prepcli.stores.buffers import ByteArray, allocate_buffer
+from prepcli.stores.retries import MIN_PROGRESS_NBYTES, RetryPolicy, map_in_daemon_threads
+
+MAX_STALLED_TRIES = 8  # consecutive tries that bring almost no bytes
+# Time-outs without progress after which fewer tries are made.
+MAX_STALLED_TIMEOUTS = 4
+FIRST_WAIT_S = 0.5
+MAX_WAIT_S = 30.0
+MAX_RETRY_AFTER_S = 300.0  # upper limit of the wait that a server asks for
+# A request that brings fewer bytes made no progress.
+PROGRESS_NBYTES = MIN_PROGRESS_NBYTES
+
+DIRECT_READ_NBYTES = 1 << 20  # reads of this size bypass the cache
+PART_NBYTES = 4 << 20  # bytes of each concurrent request of a large read
+MAX_IN_FLIGHT = 4
+# Threads that read a remote checkpoint into arrays, each with one request of at most PART_NBYTES. Stores limit the rate
+# of a connection, on GCS and S3 to about 50 MiB/s. 16 connections fill a link of 6 Gbit/s.
+MAX_READ_THREADS = 16
+MIN_READ_AHEAD_NBYTES = 128 << 10  # doubled with each sequential read
+MAX_READ_AHEAD_NBYTES = 2 << 20
+# Limit for all cached ranges. A memory budget leaves this much next to its buffers.
+READ_AHEAD_CACHE_NBYTES = 6 << 20
+LOCK_FILE = ".prep-lock"  # files whose names begin with it belong to the lock, too
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a remote checkpoint.
+
+    Attributes:
+        path: Path within the checkpoint.
+        size: Size in bytes.
+        digest: Identity of the content, such as `sha256:...` or `etag:...`.
+    """
+
+    path: str
+    size: int
+    digest: str
+
+    @property
+    def is_lock(self) -> bool:
+        """Whether the file belongs to the lock of an output in a bucket, and not to the output."""
+        return self.path.rpartition("/")[2].startswith(LOCK_FILE)
+
+
+class RetryableError(Exception):
+    """Temporary failure of a request. It may be repeated after `retry_after_s` seconds, the server's wait."""
+
+    def __init__(self, why: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.retry_after_s = retry_after_s
+
+
+class RangeReader(Protocol):
+    """Client for byte ranges. Several threads use it at once, and it is pickled for other processes."""
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint in messages."""
+        ...
+
+    @property
+    def retry_policy(self) -> RetryPolicy:
+        """Time-out of each request, and the receiver of notes about retries."""
+        ...
+
+    def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
+        """Make one request for the bytes from `offset` on, and return how many were received.
+
+        Raises:
+            RetryableError: The request failed and may be repeated.
+            PrepError: The file is gone, changed or forbidden.
+        """
+        ...
+
+
+def file_changed_error(reader: RangeReader, file: RemoteFile, why: str) -> PrepError:
+    """Return the error for a file with other content than listed.
+
+    The hint does not name `--restart`: a training run would delete its steps. The next start of a conversion has
+    another plan, and names the option itself.
+    """
+    return PrepError(
+        f"{file.path} changed while it was read", f"in {reader.name}: {why}", RERUN_HINT
+    )
+
+
+def read_range(
+    reader: RangeReader,
+    file: RemoteFile,
+    *,
+    offset: int,
+    into: ByteArray,
+    stop: threading.Event | None = None,
+) -> None:
+    """Fill `into` with the bytes from `offset` on, with as many requests as necessary.
+
+    Args:
+        reader: Makes the requests.
+        file: The file to read.
+        offset: First byte.
+        into: Destination.
+        stop: Once set, the next failed request is not repeated.
+
+    Raises:
+        PrepError: The file is gone, changed or forbidden, or the requests made no progress in
+            MAX_STALLED_TRIES consecutive tries or MAX_STALLED_TIMEOUTS time-outs.
+    """
+    stop = stop or threading.Event()
+    policy = reader.retry_policy
+    done = 0
+    tries = 0
+    spent_s = 0.0
+    while done < into.size:
+        failure = RetryableError("the answers are cut short or come too slowly")
+        began_s = time.monotonic()
+        try:
+            count = reader.read(file, offset + done, into[done:])
+        except RetryableError as error:
+            count = 0
+            failure = error
+        remaining = into.size - done
+        done = done + count
+        # Enough bytes arrived: the limits count consecutive tries without progress. The last piece
+        # of a range may be shorter than PROGRESS_NBYTES.
+        if count >= min(PROGRESS_NBYTES, remaining):
+            tries = 0
+            spent_s = 0.0
+            continue
+        tries = tries + 1
+        spent_s = spent_s + time.monotonic() - began_s
+        is_too_late = spent_s >= MAX_STALLED_TIMEOUTS * policy.timeout_s
+        if tries == MAX_STALLED_TRIES or is_too_late or stop.is_set():
+            raise _gave_up_error(reader, file, failure, tries)
+        wait_s = _backoff_s(tries, failure)
+        max_tries = _expected_tries(tries, spent_s, policy)
+        policy.report_retry(f"{file.path}: {failure}", wait_s, tries=tries, max_tries=max_tries)
+        if stop.wait(wait_s):
+            raise _gave_up_error(reader, file, failure, tries)
+
+
+def _expected_tries(tries: int, spent_s: float, retry_policy: RetryPolicy) -> int:
+    """Return the number of tries until the error, if all take as long as before."""
+    tries_in_time = math.ceil(
+        tries * MAX_STALLED_TIMEOUTS * retry_policy.timeout_s / max(spent_s, 1e-9)
+    )
+    return max(tries + 1, min(MAX_STALLED_TRIES, tries_in_time))
+
+
+def _backoff_s(tries: int, failure: RetryableError) -> float:
+    """Return the seconds until the next try: exponential with jitter, at least the server's Retry-After."""
+    # Jitter of 50 % spreads the retries of many processes over time.
+    backoff_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1)) * random.uniform(0.5, 1)
+    return max(backoff_s, min(failure.retry_after_s, MAX_RETRY_AFTER_S))
+
+
+def _gave_up_error(
+    reader: RangeReader, file: RemoteFile, failure: RetryableError, tries: int
+) -> PrepError:
+    hint = f"check the network, then {RESUME_HINT}"
+    return PrepError(
+        f"cannot read {file.path} of {reader.name}",
+        f"{tries} tries in a row failed: {failure}",
+        hint,
+    )
+
+
+def read_range_in_parallel(
+    reader: RangeReader, file: RemoteFile, *, offset: int, into: ByteArray
+) -> None:
+    """Fill `into` with the bytes from `offset` on, with concurrent requests if it is large.
+
+    Raises:
+        PrepError: As for `read_range`.
+    """
+    count = max(1, min(MAX_IN_FLIGHT, into.size // PART_NBYTES))
+    if count == 1:
+        read_range(reader, file, offset=offset, into=into)
+        return
+    # E.g. 10 bytes in 4 requests: cuts 0, 2, 5, 7, 10, so parts of 2, 3, 2 and 3 bytes.
+    cuts = [into.size * number // count for number in range(count + 1)]
+    stop = threading.Event()
+
+    def read(part: tuple[int, int]) -> None:
+        read_range(reader, file, offset=offset + part[0], into=into[part[0] : part[1]], stop=stop)
+
+    try:
+        map_in_daemon_threads(read, itertools.pairwise(cuts), num_threads=count)
+    finally:
+        # After an error, the other requests are not repeated.
+        stop.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedRange:
+    """A byte range of a file in the read-ahead cache."""
+
+    path: str
+    start: int
+    data: ByteArray
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.data.size
+
+    def covers(self, path: str, offset: int) -> bool:
+        return self.path == path and self.start <= offset < self.stop
+
+
+class ReadAheadCache:
+    """Reader of remote files: large runs directly, small ones through a cache of read-ahead ranges.
+
+    All files share the cache of at most READ_AHEAD_CACHE_NBYTES. The least recently used range is evicted first.
+    """
+
+    def __init__(self, reader: RangeReader) -> None:
+        self._reader = reader
+        self._cached_ranges: list[_CachedRange] = []  # least recently used first
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[ReadAheadCache], tuple[RangeReader]]:
+        """Pickle the reader without the cached bytes."""
+        return ReadAheadCache, (self._reader,)
+
+    def read(
+        self, file: RemoteFile, offset: int, into: ByteArray, *, reads_ahead: bool = True
+    ) -> None:
+        """Fill `into` with the bytes from `offset` on.
+
+        Args:
+            file: The file to read.
+            offset: First byte.
+            into: Destination.
+            reads_ahead: Whether a small read requests and keeps bytes after it. Otherwise only these bytes are sent.
+
+        Raises:
+            PrepError: As for `read_range`, or the range ends beyond the file.
+        """
+        if offset + into.size > file.size:
+            why = f"it has {file.size:,} bytes, the read ends at byte {offset + into.size:,}"
+            raise DamagedError(
+                f"{file.path} of {self._reader.name} is cut short", why, GET_AGAIN_HINT
+            )
+        # A large read through the cache would copy its bytes and evict the ranges of small reads.
+        if into.size >= DIRECT_READ_NBYTES or not reads_ahead:
+            done = self._copy_cached(file, offset, into)
+            if done < into.size:
+                read_range_in_parallel(self._reader, file, offset=offset + done, into=into[done:])
+            return
+        # Guards the list of ranges, also during a request. Concurrent small reads of one region
+        # then send a single request.
+        with self._lock:
+            for start, stop, cached in self._ranges_covering(file, offset, offset + into.size):
+                into[start - offset : stop - offset] = cached.data[
+                    start - cached.start : stop - cached.start
+                ]
+
+    def _copy_cached(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
+        """Copy the first bytes of a read from the cache, and return their number."""
+        done = 0
+        with self._lock:
+            for cached in self._cached_ranges:
+                if cached.covers(file.path, offset):
+                    done = min(cached.stop - offset, into.size)
+                    start = offset - cached.start
+                    into[:done] = cached.data[start : start + done]
+        return done
+
+    def _ranges_covering(
+        self, file: RemoteFile, offset: int, stop: int
+    ) -> Iterator[tuple[int, int, _CachedRange]]:
+        while offset < stop:
+            hit = next(
+                (cached for cached in self._cached_ranges if cached.covers(file.path, offset)), None
+            )
+            cached = hit or self._read_ahead(file, offset)
+            # Move the range to the end of the list: it is now the most recently used one.
+            self._cached_ranges.remove(cached)
+            self._cached_ranges.append(cached)
+            yield offset, min(stop, cached.stop), cached
+            offset = min(stop, cached.stop)
+
+    def _read_ahead(self, file: RemoteFile, offset: int) -> _CachedRange:
+        """Read and cache a range from `offset` on.
+
+        If a cached range ends at `offset`, the file is read in order: the new range is twice as large, and replaces it.
+        """
+        ending_here = (file.path, offset)
+        previous = next(
+            (cached for cached in self._cached_ranges if (cached.path, cached.stop) == ending_here),
+            None,
+        )
+        if previous:
+            wanted = min(2 * previous.data.size, MAX_READ_AHEAD_NBYTES)
+        else:
+            wanted = MIN_READ_AHEAD_NBYTES
+        size = min(wanted, file.size - offset)
+        if previous:
+            self._cached_ranges = [
+                cached for cached in self._cached_ranges if cached is not previous
+            ]
+        while (
+            sum(cached.data.size for cached in self._cached_ranges) + size > READ_AHEAD_CACHE_NBYTES
+        ):
+            self._cached_ranges.pop(0)
+        cached = _CachedRange(file.path, offset, allocate_buffer(size)[:size])
+        read_range(self._reader, file, offset=offset, into=cached.data)
+        self._cached_ranges.append(cached)
+        return cached

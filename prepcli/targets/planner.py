@@ -1,0 +1,361 @@
+"""The planner of all outputs: a draft, which edits have made from a source, and a layout become a plan.
+
+An export, for example:
+
+    draft = start_draft(source, stored_axis_maps(source))    # the parameters, as the source has them
+    draft = with_rows(draft, 131)                            # edits: each one returns a new draft
+    placed = place_safetensors(draft, shard_nbytes)          # a layout: where each tensor is written
+    plan = make_plan(draft, placed, command="export", request=line, name="llama")
+
+Streams, settings and small files follow from the draft and its layout, not from the command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from prepcli.algebra.axis_map import ParsedAxisMap
+from prepcli.core.json_types import HFConfig
+from prepcli.formats.manifest import adapter_fields, step_fields
+from prepcli.models.partition import Spec
+from prepcli.planning.item_storage import Compression
+from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.plan import (
+    DroppedTensor,
+    Fill,
+    Locations,
+    LowRankUpdate,
+    OutputFile,
+    OutputLeaf,
+    Plan,
+    SmallFile,
+    Stream,
+)
+from prepcli.planning.quantization_leaves import is_decoded_tensor
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, MatchOptions, TensorMatch
+from prepcli.planning.vocabulary import Vocabulary
+from prepcli.sources.adam_state import AdamState
+from prepcli.sources.appended_files import shift_file_numbers
+from prepcli.sources.dequantized import quantization_entries
+from prepcli.sources.mapped import map_record
+from prepcli.sources.multimodal import towers_entry
+from prepcli.sources.source import HF_FOLDER, Source, SourceTensor, match_source_tensors
+from prepcli.sources.vocabulary_tensors import VocabularyTensors, vocabulary_names
+from prepcli.targets.hf_folder import config_files, copied_small_files, output_config
+from prepcli.targets.streams import (
+    TensorTarget,
+    VocabResize,
+    build_streams,
+    dropped_padding,
+    dropped_state,
+    output_rows,
+)
+
+# Keys of the settings after those of the layout, for files of tensors and for prep's own tree. A plan's digest depends
+# on their order, and outputs of earlier versions record the digest.
+_LAST_FOLDER_KEYS = ("prefixed", "tied", "config", "towers")
+_LAST_TREE_KEYS = ("prefixed", "stacked", "towers", "compress", "storage", "tied", "config")
+NATIVE_TREE = "native"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """The model of an output before its layout: a source, and what the edits have changed.
+
+    Attributes:
+        source: The source. Edits have taken parts out of it, or added files to it.
+        axis_maps: Axis maps of its parameters, by path of their leaf.
+        match: The match of its parameters with the leaves of their family.
+        resize: The tensors of the vocabulary, and the rows to copy, to fill and to leave out.
+        vocabulary: True and stored size in the output.
+        tensors: The parameters and towers to write, with the dtypes of the output.
+        state_tensors: The training state and the scales of decoded weights to write.
+        state: The training state, if it is written in the form of another library.
+        dropped: Source tensors without a place in the output, each by a rule.
+        left: Other parts of the source without a place in the output.
+        dtype: Requested dtype of the parameters, or None.
+        scales: Scales of values in the tree of another library, by tensor.
+        updates: Matrices of an adapter to add to values, by tensor.
+        replaced: Tensors of an adapter in place of the base's, by tensor.
+        digested: Streams to read for their digests only.
+        side_files: Files other than the weights, their index and config.json, by their names in a model's folder.
+        config: Content of config.json. None for an output without this file.
+        settings: Fields of the manifest about the edits.
+    """
+
+    source: Source
+    axis_maps: Mapping[str, ParsedAxisMap]
+    match: TensorMatch
+    resize: VocabResize
+    vocabulary: Vocabulary
+    tensors: tuple[SourceTensor, ...]
+    state_tensors: tuple[SourceTensor, ...] = ()
+    state: AdamState | None = None
+    dropped: tuple[DroppedTensor, ...] = ()
+    left: tuple[DroppedTensor, ...] = ()
+    dtype: str | None = None
+    scales: Mapping[str, LayoutScale] = field(default_factory=dict)
+    updates: Mapping[str, LowRankUpdate] = field(default_factory=dict)
+    replaced: Mapping[str, SourceTensor] = field(default_factory=dict)
+    digested: tuple[Stream, ...] = ()
+    side_files: tuple[SmallFile, ...] = ()
+    config: HFConfig | None = None
+    settings: Manifest = field(default_factory=Manifest)
+
+    @property
+    def row_counts(self) -> dict[str, int]:
+        """Rows of each tensor in the output, or 1 for a 0-d tensor."""
+        return output_rows(
+            (*self.source.all_tensors, *self.tensors, *self.state_tensors),
+            self.resize.tensors,
+            vocab_size=self.vocabulary.stored_size,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where a layout writes the tensors of a draft.
+
+    Attributes:
+        files: The data files.
+        locations: Locations of each tensor, by name. Empty for a tensor without elements.
+        index: Small files of the layout, e.g. an index of several files.
+        has_index_first: Whether the index comes before the side files.
+        leaves: Leaves of an Orbax item, otherwise empty.
+        folder: Folder of the leaves in the output, or empty for the output itself.
+        empty_nodes: Paths of nodes without leaves in an Orbax item.
+        specs: Partition spec of each leaf, if there is a mesh.
+        compression: Compression of the chunks, or None.
+        settings: Fields of the manifest about the layout.
+    """
+
+    files: tuple[OutputFile, ...]
+    locations: Mapping[str, Locations]
+    index: tuple[SmallFile, ...] = ()
+    has_index_first: bool = False
+    leaves: tuple[OutputLeaf, ...] = ()
+    folder: str = ""
+    empty_nodes: tuple[tuple[str | int, ...], ...] = ()
+    specs: Mapping[str, Spec] = field(default_factory=dict)
+    compression: Compression | None = None
+    settings: Manifest = field(default_factory=Manifest)
+
+
+def start_draft(
+    source: Source,
+    axis_maps: Mapping[str, ParsedAxisMap],
+    options: MatchOptions = DEFAULT_MATCH_OPTIONS,
+    *,
+    true_vocab: int | None = None,
+    dtype: str | None = None,
+    kept: Collection[str] = (),
+) -> Draft:
+    """Return the draft of an output with all parameters of a source, and its vocabulary as it is stored.
+
+    Args:
+        source: The source, without the parts to leave out.
+        axis_maps: Axis maps of its parameters.
+        options: Options of their match.
+        true_vocab: Unpadded size of the vocabulary. By default, the size in the config.
+        dtype: Dtype of the parameters, or None to keep theirs.
+        kept: Tensors to write although they have no leaf.
+
+    Raises:
+        PrepError: Tensors are missing, unexpected or of another shape.
+    """
+    vocabulary = source.vocabulary(true_vocab)
+    match = match_source_tensors(source, axis_maps, options)
+    names = vocabulary_names(source, match, vocabulary)
+    present = VocabularyTensors(vocabulary, axis_maps, match, names, frozenset())
+    return draft_of(source, present, dtype=dtype, kept=kept)
+
+
+def draft_of(
+    source: Source,
+    present: VocabularyTensors,
+    *,
+    dtype: str | None = None,
+    kept: Collection[str] = (),
+) -> Draft:
+    """Return the draft of an output, given the vocabulary of its source. See `start_draft`."""
+    match = present.match
+    parameters = [t for t in source.tensors if t.name in match.uses or t.name in kept]
+    return Draft(
+        source=source,
+        axis_maps=present.axis_maps,
+        match=match,
+        resize=VocabResize(present.vocabulary, present.names, Fill("zeros")),
+        vocabulary=present.vocabulary,
+        tensors=tuple(tensor.cast(dtype) for tensor in (*parameters, *source.tower_tensors)),
+        dropped=tuple(d for d in match.dropped if d.name not in kept),
+        left=tuple(dropped_state(source)),
+        dtype=dtype,
+        side_files=copied_small_files(source),
+        config=output_config(source, present.vocabulary, match.is_tied, dtype),
+    )
+
+
+def resize_vocabulary(draft: Draft, vocabulary: Vocabulary, resize: VocabResize) -> Draft:
+    """Return a draft with other rows of the vocabulary, also in its config.json."""
+    config = output_config(draft.source, vocabulary, draft.match.is_tied, draft.dtype)
+    return replace(draft, vocabulary=vocabulary, resize=resize, config=config)
+
+
+def with_rows(draft: Draft, num_rows: int, fill: Fill | None = None) -> Draft:
+    """Return a draft with a vocabulary of `num_rows` rows. New rows are zeros, if no `fill` is given."""
+    resize = replace(draft.resize, fill=fill or draft.resize.fill)
+    return resize_vocabulary(draft, Vocabulary(resize.vocabulary.true_size, num_rows), resize)
+
+
+def with_source_state(draft: Draft) -> Draft:
+    """Return a draft with the training state of its source, and with the scales of decoded weights."""
+    return replace(draft, state_tensors=draft.source.state_tensors, left=())
+
+
+def with_state(draft: Draft, state: AdamState, others: Sequence[SourceTensor] = ()) -> Draft:
+    """Return a draft with a training state in the form of another library.
+
+    Args:
+        draft: The draft.
+        state: Moments, averages and counters.
+        others: Counters and constants with a tensor in the output.
+    """
+    source = replace(draft.source, state_tensors=state.left_out)
+    return replace(
+        draft,
+        state=state,
+        state_tensors=(*state.tensors, *others),
+        left=tuple(dropped_state(source)),
+    )
+
+
+def with_tied_head(source: Source) -> Source:
+    """Return the source with the head as a separate tensor, if it is tied to the embedding.
+
+    The head reads the bytes of the embedding a second time, from blobs after those of the source.
+    """
+    tie = source.family.tying
+    if any(tensor.name == tie.head_tensor for tensor in source.tensors):
+        return source
+    embedding = next(tensor for tensor in source.tensors if tensor.name == tie.embedding_tensor)
+    # A plan must read every byte of its files exactly once, and here two tensors have the same bytes.
+    # With 2 files, the head reads file 1 as blob 3: blobs 2 and 3 are files 0 and 1 again.
+    reads = source.byte_sources
+    head = replace(shift_file_numbers(embedding, len(reads)), name=tie.head_tensor)
+    return replace(source, tensors=(*source.tensors, head), blobs=(*reads, *reads))
+
+
+def make_plan(draft: Draft, placed: Placed, *, command: str, request: str, name: str) -> Plan:
+    """Return the plan of an output.
+
+    Args:
+        draft: The model of the output.
+        placed: Its layout.
+        command: Name of the command.
+        request: Its command line without options at their defaults.
+        name: Name of the model in the manifest.
+    """
+    source = draft.source
+    row_counts = draft.row_counts
+    targets: dict[str, TensorTarget] = {}
+    for tensor in (*draft.tensors, *draft.state_tensors):
+        if tensor.name in placed.locations:
+            targets[tensor.name] = TensorTarget(
+                placed.locations[tensor.name],
+                row_counts[tensor.name],
+                tensor.dtype,
+                draft.scales.get(tensor.name),
+            )
+    compared = {tensor.name for tensor in source.state_tensors if is_decoded_tensor(tensor.name)}
+    compared.update(check.name for check in draft.match.checks)
+    streams = build_streams(source, targets, resize=draft.resize, compared=compared)
+    return Plan(
+        command=command,
+        request=request,
+        source_name=source.display_name,
+        source_files=source.file_stamps,
+        streams=(*draft.digested, *(_edit_stream(stream, draft) for stream in streams)),
+        files=placed.files,
+        small_files=_small_files(draft, placed),
+        leaves=placed.leaves,
+        dropped=(
+            *draft.dropped,
+            *dropped_padding(source, targets, resize=draft.resize),
+            *draft.left,
+        ),
+        checks=draft.match.checks,
+        settings=_settings(draft, placed, name),
+        display_names=source.display_names(),
+        item=placed.folder,
+        compression=placed.compression,
+        empty_nodes=placed.empty_nodes,
+    )
+
+
+def _edit_stream(stream: Stream, draft: Draft) -> Stream:
+    """Return the stream of a tensor with the values of an adapter. Its rows of padding stay those of the base."""
+    if not (stream.writes and stream.reads):
+        return stream
+    tensor = draft.replaced.get(stream.name)
+    if tensor is not None and stream.rows[0] < tensor.shape[0]:
+        cast_to = "" if tensor.dtype == stream.written_dtype else stream.written_dtype
+        stream = replace(stream, dtype=tensor.dtype, reads=tensor.placement, cast_to=cast_to)
+    update = draft.updates.get(stream.name)
+    return stream if update is None else replace(stream, update=update)
+
+
+def _small_files(draft: Draft, placed: Placed) -> tuple[SmallFile, ...]:
+    """Return the files other than the weights. In an Orbax checkpoint they are in a folder of their own."""
+    prefix = ""
+    if placed.leaves:
+        prefix = f"{HF_FOLDER}/"
+        item = placed.leaves[0].item
+        if item is not None:
+            prefix = f"{item}/{prefix}"
+    side_files = [replace(file, path=prefix + file.path) for file in draft.side_files]
+    config: tuple[SmallFile, ...] = ()
+    if draft.config is not None:
+        config = config_files(draft.source, draft.config, prefix)
+    if placed.has_index_first:
+        return *config, *placed.index, *side_files
+    return *config, *side_files, *placed.index
+
+
+def _settings(draft: Draft, placed: Placed, name: str) -> Manifest:
+    """Return the manifest's description of the model."""
+    source = draft.source
+    model = Manifest(name=name, kind="hf", family=source.family.name)
+    if draft.config is not None:
+        vocabulary = draft.vocabulary
+        model |= Manifest(vocab={"true": vocabulary.true_size, "padded": vocabulary.stored_size})
+    model |= placed.settings
+    is_native = placed.settings.get("layout") == NATIVE_TREE
+    last = Manifest(prefixed=source.names.is_prefixed, tied=draft.match.is_tied)
+    if draft.config is not None:
+        last |= Manifest(config=draft.config)
+    # A text part that is written alone is no model with towers any more.
+    if is_native or source.wrapper is not None:
+        last |= towers_entry(source)
+    model |= last
+    keys = _LAST_TREE_KEYS if is_native else _LAST_FOLDER_KEYS
+    first = Manifest(**{key: value for key, value in model.items() if key not in keys})
+    last = Manifest(**{key: model[key] for key in keys if key in model})
+    return _inherited_settings(draft, placed) | first | last | draft.settings
+
+
+def _inherited_settings(draft: Draft, placed: Placed) -> Manifest:
+    """Return the fields of the source's manifest to keep: for prep's own tree, and for an adapter."""
+    source = draft.source
+    adapter = adapter_fields(source.tree_manifest)
+    if placed.settings.get("layout") != NATIVE_TREE:
+        is_adapter = draft.settings.get("kind") == "adapter"
+        return adapter if is_adapter else Manifest()
+    step = Manifest()
+    record = source.training_record
+    if placed.settings.kind == "train" and record is not None:
+        step = Manifest(step=record["step"], training_state=record)
+    elif placed.settings.kind == "train":
+        step = step_fields(source.tree_manifest)
+    return step | adapter | quantization_entries(source) | map_record(source)
