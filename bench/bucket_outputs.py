@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.meter import measure
-from prepcli.execution.output_urls import RETRIES
+from prepcli.execution.output_paths import RETRIES
 from prepcli.stores.object_store import Bucket
 from prepcli.stores.object_url import parse_url
 from tests.helpers import loopback

@@ -20,7 +20,7 @@ from prepcli.algebra.boxes import Box, strides
 from prepcli.algebra.chunks import StridedChunks
 from prepcli.algebra.grids import ChunkGrid
 from prepcli.engine.budget import anonymous_nbytes
-from prepcli.execution.joint_work import decode_boxes, encode_boxes
+from prepcli.execution.run_storage import decode_boxes, encode_boxes
 from prepcli.formats.orbax import encode_item_metadata
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
 from prepcli.planning.arrays import Array, MappedArray, identity_axis_map, whole_array

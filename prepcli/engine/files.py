@@ -26,8 +26,7 @@ from prepcli.core.errors import (
     PrepError,
     text,
 )
-from prepcli.engine.io_policy import WriteMode, WritePolicy
-from prepcli.engine.linux import allocate
+from prepcli.engine.io_policy import WriteMode, WritePolicy, allocate
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.engine.sync_files import sync_many
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE

@@ -11,7 +11,13 @@ import numpy as np
 
 from prepcli.core.errors import RERUN_HINT, Option, PrepError, text, usage_error
 from prepcli.engine.pipeline import PipelineUnit
-from prepcli.execution.bucket_store import NUM_THREADS, BucketStore
+from prepcli.execution.bucket_store import (
+    NUM_THREADS,
+    BucketStore,
+    check_stored_output,
+    has_intact_files,
+    stored_manifest,
+)
 from prepcli.execution.finalize import (
     WORK_FOLDER,
     content_record,
@@ -19,13 +25,12 @@ from prepcli.execution.finalize import (
     write_last_files,
 )
 from prepcli.execution.object_writer import ObjectBudget, ObjectWriter, compressed_chunks
-from prepcli.execution.output_urls import RETRIES
+from prepcli.execution.output_paths import RETRIES
 from prepcli.execution.request import ExecutionRequest
 from prepcli.execution.run import Run
 from prepcli.execution.run_store import DONE_FOLDER, RUN_FILE
 from prepcli.execution.signals import PARENT_VARIABLE
 from prepcli.execution.source_checks import parse_source_state
-from prepcli.execution.stored_outputs import check_stored_output, has_intact_files, stored_manifest
 from prepcli.execution.unit_notes import UnitNote, all_checksums, all_digests
 from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error
 from prepcli.planning.manifest_fields import FileRecord, Manifest

@@ -14,9 +14,8 @@ from typing import BinaryIO
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.execution.bucket_step import BucketStep
-from prepcli.execution.joint_work import exchange_boxes, joint_work
-from prepcli.execution.output_urls import RETRIES
-from prepcli.execution.run_storage import StepSave
+from prepcli.execution.output_paths import RETRIES
+from prepcli.execution.run_storage import StepSave, exchange_boxes, joint_work
 from prepcli.execution.step_writer import write_step
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.manifest import MANIFEST_FILE

@@ -23,13 +23,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
+from prepcli.core.errors import RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import JsonObject
 from prepcli.core.json_values import load_json
+from prepcli.engine.digest import digest
 from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.execution.run_store import (
     CLAIMS_FOLDER,
@@ -39,10 +40,10 @@ from prepcli.execution.run_store import (
     Claim,
     other_run_error,
 )
-from prepcli.execution.stored_outputs import stored_manifest
 from prepcli.execution.unit_notes import decode_record, encode_record
-from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, decode_manifest
 from prepcli.formats.orbax import COMMIT_MARKER
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.stores.bucket_lock import BucketLock
 from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.conditional_objects import (
@@ -52,6 +53,7 @@ from prepcli.stores.conditional_objects import (
     replace_object,
 )
 from prepcli.stores.object_store import Bucket
+from prepcli.stores.paths import SMALL_NBYTES, read_all
 from prepcli.stores.retries import map_in_daemon_threads
 
 ALIVE_FOLDER = "alive"
@@ -62,6 +64,9 @@ RENEW_S = 20.0
 STALE_S = 60.0
 LOOK_S = 0.5
 NUM_THREADS = 16  # concurrent requests for small objects
+OTHER_ADDRESS_HINT = text(
+    "set {} to another address, or pass {}", Option("out"), Option("overwrite", True)
+)
 
 
 class BucketStore:
@@ -386,3 +391,57 @@ def _has_records_only(files: Collection[RemoteFile]) -> bool:
 
 def _is_marker(path: str) -> bool:
     return path.rpartition("/")[2] in (MANIFEST_FILE, COMMIT_MARKER)
+
+
+def stored_manifest(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> Manifest | None:
+    """Return the manifest of an output. None if it has no manifest, NO_MANIFEST if its manifest is damaged."""
+    for file in remote_files:
+        if file.path == MANIFEST_FILE:
+            try:
+                return decode_manifest(Path(MANIFEST_FILE), read_all(bucket, file))
+            except DamagedError:
+                return NO_MANIFEST
+    return None
+
+
+def check_stored_output(
+    bucket: Bucket,
+    remote_files: Sequence[RemoteFile],
+    manifest: Manifest,
+    plan_digest: str,
+    *,
+    restart: bool,
+) -> None:
+    """Raise PrepError unless the URL holds an intact output of this plan.
+
+    With `restart`, such an output is an error too.
+    """
+    if manifest.plan != plan_digest:
+        why = "it was made by another request, or of another source"
+    elif not has_intact_files(bucket, remote_files, manifest):
+        why = "this command created it, but its files are damaged"
+    elif restart:
+        why = "this command created it earlier"
+    else:
+        return
+    raise PrepError(f"{bucket.name} already exists", why, OTHER_ADDRESS_HINT)
+
+
+def has_intact_files(
+    bucket: Bucket, remote_files: Sequence[RemoteFile], manifest: Manifest
+) -> bool:
+    """Return whether all listed files of an output exist and agree with their records.
+
+    The size of each file is compared. Files of at most SMALL_NBYTES are also fetched, to compare their digests.
+    """
+    files = {file.path: file for file in remote_files}
+    for name, record in manifest.files.items():
+        file = files.get(name)
+        if file is None or file.size != record["bytes"]:
+            return False
+        recorded = record.get("xxh3")
+        if recorded is None or file.size > SMALL_NBYTES:
+            continue
+        if digest(read_all(bucket, file)) != recorded:
+            return False
+    return True

@@ -17,7 +17,7 @@ from pathlib import Path
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.execution.folder_store import remove_work_folder
 from prepcli.execution.locks import acquire_lock
-from prepcli.execution.paths import is_same_file, remove_path
+from prepcli.execution.output_paths import is_same_file, remove_path
 from prepcli.execution.run_storage import StepSave
 from prepcli.execution.step_writer import FolderStep, write_step
 from prepcli.formats.again_hint import RECREATE_HINT

@@ -24,7 +24,7 @@ from prepcli.engine.no_follow import check_not_symlink, open_no_follow, read_no_
 from prepcli.engine.sync_files import sync_paths
 from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.execution.locks import exclusive_lock, holder_of, is_locked, join_lock, try_lock
-from prepcli.execution.paths import is_same_file, remove_path
+from prepcli.execution.output_paths import is_same_file, remove_path
 from prepcli.execution.run_store import (
     CLAIMS_FOLDER,
     DONE_FOLDER,

@@ -23,8 +23,7 @@ from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import piece_nbytes
 from prepcli.engine.low_rank import matrix_nbytes
-from prepcli.engine.object_assembler import ObjectAssembler, Piece, PieceLimits
-from prepcli.engine.object_budget import make_object_budget
+from prepcli.engine.object_assembler import ObjectAssembler, Piece, PieceLimits, make_object_budget
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.finalize import output_path, raw_chunks
 from prepcli.execution.object_compressor import (

@@ -1,4 +1,4 @@
-"""Check the paths of an output's files in its plan, before anything is written.
+"""The paths of an output: its folder or URL, and its files, checked before anything is written.
 
 Names of tensors and files come from untrusted checkpoints. Every writer (raw, compressed, several processes, a bucket)
 joins only paths that follow from the plan, so that one check of the plan covers all of them.
@@ -7,8 +7,10 @@ joins only paths that follow from the plan, so that one check of the plan covers
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from prepcli.core.errors import Option, PrepError, UsageError, text, usage_error
 from prepcli.core.json_values import quote_name
@@ -18,11 +20,13 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import CHECKPOINT_METADATA_FILE, COMMIT_MARKER, STRINGS_FILE
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.plan import Plan
+from prepcli.stores.object_url import ObjectStoreUrl, is_url, parse_url
 from prepcli.stores.writing import name_fault
 
 # Files that prep writes beside the data: in the folder of an item, and in the folder of the output.
 ITEM_FILES = (METADATA_FILE, CHECKPOINT_METADATA_FILE, STRINGS_FILE, COMMIT_MARKER)
 OUTPUT_FILES = (MANIFEST_FILE, CHECKSUMS_FILE, WORK_FOLDER)
+RETRIES = 10  # of obstore, for each request
 
 
 def check_output_paths(plan: Plan) -> None:
@@ -88,3 +92,44 @@ def _shared_path_error(plan: Plan, first: str, second: str) -> PrepError:
     if plan.storage.has_chunk_files:
         hint = text("{} makes no folder for an array", Option("storage", "ocdbt"))
     return PrepError(what, f"the other one is {quote_name(second)}", hint)
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file, a link or a folder with its contents, if it exists. The target of a link stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def is_same_file(file_stat: os.stat_result, path: Path) -> bool:
+    """Return whether a path leads to the file or folder of the stat result."""
+    try:
+        return os.path.samestat(file_stat, path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def parse_out_url(path: Path | None) -> ObjectStoreUrl | None:
+    """Return the URL given as a path, such as `--out`, or None for a local path.
+
+    `Path` collapses the `//` of a URL to `/`. This function restores it.
+
+    Raises:
+        UsageError: The scheme is not supported, or the bucket or path is invalid.
+    """
+    if path is None:
+        return None
+    scheme, colon, rest = path.as_posix().partition(":/")
+    url = f"{scheme}://{rest}"
+    if not colon or not is_url(url):
+        return None
+    return parse_url(url)
+
+
+def check_local_path(path: Path | None) -> None:
+    """Raise UsageError if the path of tokens, a page or another small output is a URL."""
+    url = parse_out_url(path)
+    if url is not None:
+        why = "only checkpoints and training runs are written to buckets"
+        raise usage_error(f"cannot write {url}", why, "name a local path, then copy the result")

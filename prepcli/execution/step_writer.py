@@ -18,16 +18,14 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.progress import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
-from prepcli.engine.host_leaves import HostLeafReader
+from prepcli.engine.host_leaves import HostLeafReader, write_shards
 from prepcli.engine.pipeline import Pipeline
-from prepcli.engine.shard_writer import write_shards
 from prepcli.execution.finalize import finalize_folder
 from prepcli.execution.folder_run import check_free_space, missing_nbytes, open_sink
 from prepcli.execution.folder_store import FolderStore
-from prepcli.execution.joint_work import joint_work
-from prepcli.execution.paths import remove_path
+from prepcli.execution.output_paths import remove_path
 from prepcli.execution.request import make_run_identity, plan_digest
-from prepcli.execution.run_storage import StepSave
+from prepcli.execution.run_storage import StepSave, joint_work
 from prepcli.execution.unit_notes import UnitNote
 from prepcli.execution.written_data import StreamReader
 from prepcli.planning.chunk_extents import chunk_extents

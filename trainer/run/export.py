@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from prepcli.core.lists import join_names
 from prepcli.core.observer import Observer
+from prepcli.execution.checkpoint_manager import StepExports
 from prepcli.execution.hub_push import check_push, parse_push_target
-from prepcli.execution.step_exports import StepExports
 from prepcli.stores.reading import io_error
 from prepcli.stores.retries import retry_policy_from_env
 from trainer.recipe.run_tables import Checkpoint

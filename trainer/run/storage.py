@@ -16,9 +16,8 @@ from prepcli.core.observer import Observer
 from prepcli.engine.digest import digest
 from prepcli.execution.bucket_storage import BucketStorage
 from prepcli.execution.folder_storage import FolderStorage
-from prepcli.execution.joint_work import joint_work
-from prepcli.execution.output_urls import parse_out_url
-from prepcli.execution.run_storage import TOKENS_FOLDER, RunStorage
+from prepcli.execution.output_paths import parse_out_url
+from prepcli.execution.run_storage import TOKENS_FOLDER, RunStorage, joint_work
 from prepcli.stores.reading import io_error, not_regular_error
 from prepcli.stores.retries import retry_policy_from_env
 from prepcli.stores.writing import write_file

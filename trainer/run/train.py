@@ -17,15 +17,14 @@ from prepcli.core.errors import Command, Key, Option, PrepError, UsageError, tex
 from prepcli.core.job_errors import label_errors
 from prepcli.core.observer import RunObserver
 from prepcli.engine.machine import free_memory
-from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule
-from prepcli.execution.joint_work import joint_work
+from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule, StepExports
+from prepcli.execution.run_storage import joint_work
 from prepcli.execution.signals import (
     note_durable_work,
     raise_on_signal,
     raise_stop,
     remember_signal,
 )
-from prepcli.execution.step_exports import StepExports
 from prepcli.formats.run_steps import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.folders import make_access

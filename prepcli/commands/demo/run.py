@@ -29,7 +29,7 @@ from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes, format_duration
 from prepcli.core.observer import Observer
 from prepcli.core.pacing import PacedNotes, ticking
-from prepcli.execution.output_urls import check_local_path
+from prepcli.execution.output_paths import check_local_path
 from prepcli.formats.manifest import read_manifest
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import device_boxes, partition_spec

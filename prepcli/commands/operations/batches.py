@@ -16,7 +16,7 @@ from prepcli.commands.operations.recipe_files import find_training_recipe
 from prepcli.core.observer import Observer
 from prepcli.core.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
 from prepcli.core.progress import Progress
-from prepcli.execution.output_urls import check_local_path
+from prepcli.execution.output_paths import check_local_path
 from trainer.data.batches import BatchDigest, Batches, check_share
 from trainer.recipe import Recipe, load_recipe
 from trainer.run.recipe_data import open_datasets, run_batch_size

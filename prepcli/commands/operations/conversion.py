@@ -28,8 +28,7 @@ from prepcli.engine.casts import format_cast, report_casts
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.folder_run import FolderRun
-from prepcli.execution.output_paths import check_output_paths
-from prepcli.execution.output_urls import parse_out_url
+from prepcli.execution.output_paths import check_output_paths, parse_out_url
 from prepcli.execution.packed_folder_run import PackedFolderRun
 from prepcli.execution.request import ExecutionRequest, plan_digest
 from prepcli.execution.workers import (

@@ -20,7 +20,7 @@ from prepcli.core.errors import (
     usage_error,
 )
 from prepcli.core.observer import QUIET, Observer
-from prepcli.execution.output_urls import check_local_path, parse_out_url
+from prepcli.execution.output_paths import check_local_path, parse_out_url
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
 from prepcli.launch.command import TRAIN, LaunchedCommand, check_process_count
 from prepcli.launch.gke import gke_manifest

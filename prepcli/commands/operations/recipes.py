@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prepcli.commands.operations.recipe_files import recipe_paths, shipped_recipe
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.execution.output_urls import check_local_path
+from prepcli.execution.output_paths import check_local_path
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.presets import preset_name
 from prepcli.stores.reading import io_error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prepcli.core.errors import OutputExistsError, Text
-from prepcli.execution.output_urls import check_local_path
+from prepcli.execution.output_paths import check_local_path
 from prepcli.stores.reading import check_parent_folder, io_error, read_small_file, stat_file
 from prepcli.stores.writing import write_file
 

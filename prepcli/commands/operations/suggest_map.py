@@ -23,7 +23,7 @@ from prepcli.core.errors import Option, PrepError, UsageError, text, usage_error
 from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike
 from prepcli.core.progress import Progress
-from prepcli.execution.output_urls import check_local_path
+from prepcli.execution.output_paths import check_local_path
 from prepcli.inspection.tensor_relations import Relations, RowWriter, TensorTree
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.map_file import MAX_DROPS, MAX_LINES, MAX_NBYTES

@@ -26,7 +26,7 @@ from prepcli.core.job_errors import label_errors
 from prepcli.core.observer import Observer, RunObserver
 from prepcli.core.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
 from prepcli.core.progress import Progress
-from prepcli.execution.output_urls import check_local_path
+from prepcli.execution.output_paths import check_local_path
 from prepcli.execution.signals import raise_on_signal
 from trainer.data.data_samples import SampleCounts, SamplePart, TokenSample
 from trainer.data.token_formats import check_exportable, export_tokens

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.budget import MIB
-from prepcli.engine.object_assembler import ObjectAssembler, Piece, PieceLimits
-from prepcli.engine.object_budget import make_object_budget
+from prepcli.engine.object_assembler import ObjectAssembler, Piece, PieceLimits, make_object_budget
 from prepcli.planning.plan import OutputFile
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from prepcli.algebra.grids import ChunkGrid
 from prepcli.core.errors import PrepError, UsageError
-from prepcli.execution.output_paths import check_output_paths
+from prepcli.execution.output_paths import check_output_paths, parse_out_url
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
+from prepcli.stores.object_url import ObjectStoreUrl
 
 
 def make_plan(*paths: str, small: tuple[str, ...] = (), item: str = "") -> Plan:
@@ -61,3 +64,14 @@ def test_leaf_without_a_folder_name_is_refused(name: str):
 def test_leaf_in_place_of_a_file_is_refused(name: str):
     with pytest.raises(PrepError, match='storage="ocdbt"'):
         check_output_paths(make_tree("params.w", name, small=("hf/config.json",)))
+
+
+def test_parse_out_url_accepts_a_path():
+    assert parse_out_url(Path("gs://bucket/a/b")) == ObjectStoreUrl("gs", "bucket", "a/b")
+    assert parse_out_url(Path("s3://bucket/a/")) == ObjectStoreUrl("s3", "bucket", "a")
+    assert [
+        parse_out_url(path) for path in (None, Path("a/b"), Path("/a/b"), Path("a:b"), Path("../a"))
+    ] == [None] * 5
+    with pytest.raises(PrepError) as caught:
+        parse_out_url(Path("abfs://bucket/a"))
+    assert caught.value.code == 2

@@ -37,7 +37,7 @@ def hanging_fsync(fd):
 
 os.fsync = hanging_fsync
 
-from prepcli.execution.step_exports import StepExports
+from prepcli.execution.checkpoint_manager import StepExports
 wait = StepExports.wait
 
 def wait_with_sign(self):
