@@ -32,7 +32,7 @@ from prepcli.execution.bucket_executor import FIRST_LOOK_S, LOOK_S_PER_PROCESS, 
 from prepcli.execution.bucket_publication import write_last_objects
 from prepcli.execution.bucket_run import UnitNote
 from prepcli.execution.execute import make_run_identity
-from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents, count_blocks
+from prepcli.planning.chunk_placement import ChunkExtent, chunk_extents, count_blocks
 from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import WorkUnit, divide_units, find_work_units
 from prepcli.stores.byte_ranges import RemoteFile

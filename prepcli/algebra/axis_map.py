@@ -32,7 +32,7 @@ No I/O, no jax.
 `row_text.parse_row` makes a `ParsedAxisMap` of the text, without sizes. `bind_row` adds the sizes. Two layers,
 four heads, two heads of keys, and three elements per head:
 
->>> from prepcli.algebra.row_text import parse_row
+>>> from prepcli.algebra.rows import parse_row
 >>> text = "layers heads head_dim embed <- h.{layers}.qk: (>heads head_dim | kv_heads head_dim) embed"
 >>> sizes = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 3, "embed": 5}
 >>> axis_map = bind_row(parse_row(text), sizes)

@@ -21,10 +21,10 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.digest import CHECKSUM_DTYPE, checksum
 from prepcli.engine.files import PAGE, Files
 from prepcli.engine.no_follow import read_no_follow, write_no_follow
-from prepcli.planning.checksum_blocks import BLOCK_NBYTES, ChecksumBlock
-from prepcli.planning.chunk_extents import ChunkExtent, count_blocks
+from prepcli.planning.arrays import BLOCK_NBYTES, ChecksumBlock
+from prepcli.planning.chunk_placement import ChunkExtent, count_blocks
 from prepcli.stores.buffers import ByteArray, allocate_buffer
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 
 UNKNOWN = 0
 # Hashing shorter runs takes longer than reading the block back.

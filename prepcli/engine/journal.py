@@ -17,7 +17,7 @@ import xxhash
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.engine.no_follow import open_no_follow, read_no_follow
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from prepcli.engine.checksum_recorder import (
     load_checksums,
 )
 from prepcli.execution.staging import Staging
-from prepcli.planning.chunk_extents import chunk_extents, count_blocks
+from prepcli.planning.chunk_placement import chunk_extents, count_blocks
 from prepcli.planning.plan import Plan
 
 # `checksums.I` in the work folder belongs to process I

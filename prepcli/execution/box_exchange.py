@@ -11,7 +11,7 @@ from typing import Any
 from prepcli.algebra.boxes import Box
 from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.checkpoint_store import HostLeaf
-from prepcli.planning.process_files import LeafBoxes
+from prepcli.planning.object_files import LeafBoxes
 
 
 def exchange_boxes(

@@ -47,19 +47,17 @@ from prepcli.formats.codecs import codec_of
 from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error
 from prepcli.planning import coverage
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.object_files import OBJECT_NBYTES
-from prepcli.planning.object_passes import streams_of_spans
+from prepcli.planning.object_files import OBJECT_NBYTES, streams_of_spans
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
 from prepcli.planning.work_units import divide_units, find_work_units
 from prepcli.restore.digest_checks import check_before_reading
 from prepcli.stores import object_store
+from prepcli.stores.addresses import ObjectStoreUrl
 from prepcli.stores.bucket_lock import BucketLock, check_lock, is_locked_by
-from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile, retry_policy_from_env
 from prepcli.stores.object_store import Bucket, part_nbytes
-from prepcli.stores.object_url import ObjectStoreUrl
 from prepcli.stores.object_writes import ObjectUploads
-from prepcli.stores.retries import retry_policy_from_env
 
 # A process that notes no unit for so long counts as missing.
 PATIENCE_S = 600.0

@@ -24,16 +24,15 @@ from prepcli.execution.finalize import (
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
 from prepcli.formats.orbax import COMMIT_MARKER
-from prepcli.planning.chunk_extents import chunk_extents, count_blocks
+from prepcli.planning.chunk_placement import chunk_extents, count_blocks
 from prepcli.planning.manifest_fields import FileRecord, Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import WorkUnit
 from prepcli.stores.bucket_lock import BucketLock
-from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads
 from prepcli.stores.conditional_objects import publish_content
 from prepcli.stores.object_store import Bucket
 from prepcli.stores.object_writes import ObjectUploads, missing_object_error
-from prepcli.stores.retries import map_in_daemon_threads
 
 
 def write_last_objects(

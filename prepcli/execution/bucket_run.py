@@ -31,12 +31,11 @@ from prepcli.execution.staging import WORK_FOLDER, other_run_error
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.shares import Share
-from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads
 from prepcli.stores.conditional_objects import read_object
 from prepcli.stores.object_store import Bucket
 from prepcli.stores.object_writes import put_object
 from prepcli.stores.paths import SMALL_NBYTES
-from prepcli.stores.retries import map_in_daemon_threads
 
 RUN_OBJECT = "run.json"
 READY_OBJECT = "ready.json"

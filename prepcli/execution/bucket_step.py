@@ -36,16 +36,15 @@ from prepcli.execution.run_storage import StepSave
 from prepcli.execution.staging import WORK_FOLDER
 from prepcli.execution.step_writer import MEMORY_NBYTES
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.planning.chunk_extents import chunk_extents
+from prepcli.planning.chunk_placement import chunk_extents
+from prepcli.planning.object_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.planning.plan import OutputLeaf, Stream
-from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.planning.shares import divide_streams, subplan
 from prepcli.stores.buffers import ByteArray
-from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads
 from prepcli.stores.conditional_objects import publish_content
 from prepcli.stores.object_store import Bucket, part_nbytes
 from prepcli.stores.paths import StoreListing, read_all
-from prepcli.stores.retries import map_in_daemon_threads
 
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step holds the digests and checksums of process I
 NUM_THREADS = 32  # concurrent requests for small objects

@@ -33,7 +33,7 @@ from prepcli.formats.codecs import codec_of
 from prepcli.formats.orbax_chunks import WrittenChunk
 from prepcli.planning.chunk_placement import FILE_NBYTES
 from prepcli.planning.item_storage import Compression
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 
 PIECE_NBYTES = 1 << 20
 # A mark is a line of the journal. One is written after this many raw bytes at the latest.

@@ -19,7 +19,7 @@ from prepcli.execution.failure_notes import FailureAge
 from prepcli.execution.staging import Staging
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import divide_streams, subplan
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 
 # A lock may be invisible on another machine. A process there shows life only by new lines in its
 # journal, and it writes none while it reads the bytes of an earlier run back.

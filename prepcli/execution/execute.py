@@ -48,12 +48,11 @@ from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, foreign_output_
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.planning import coverage
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Plan
-from prepcli.planning.plan_text import encode_text, iter_text
+from prepcli.planning.plan import Plan, encode_text, iter_text
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
 from prepcli.restore.digest_checks import check_before_reading
+from prepcli.stores.files import io_error
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import io_error
 
 
 def plan_digest(plan: Plan) -> str:

@@ -24,7 +24,7 @@ from prepcli.core.errors import PrepError
 from prepcli.core.json_values import load_json
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.planning.shares import Share
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.files import open_regular_file
 
 FAILED_STEM = "failed"
 HEARD_STEM = "heard"

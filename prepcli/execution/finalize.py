@@ -37,9 +37,9 @@ from prepcli.planning.manifest_fields import (
     TensorRecord,
 )
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile, Stream
-from prepcli.planning.quantization_leaves import is_quantization_tensor
-from prepcli.planning.state_names import PARAMS, qualify, split_name
-from prepcli.stores.reading import (
+from prepcli.planning.state_rows import is_quantization_tensor
+from prepcli.planning.tensors import PARAMS, qualify, split_name
+from prepcli.stores.files import (
     MAX_LFS_POINTER_NBYTES,
     check_not_lfs_pointer,
     io_error,

@@ -15,7 +15,7 @@ import numpy as np
 
 from prepcli.engine.object_assembler import Piece
 from prepcli.formats.codecs import Encoder, codec_of
-from prepcli.planning.chunk_extents import ChunkExtent
+from prepcli.planning.chunk_placement import ChunkExtent
 from prepcli.planning.item_storage import Compression
 from prepcli.stores.buffers import ByteArray, allocate_buffer
 

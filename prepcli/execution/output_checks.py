@@ -16,7 +16,7 @@ from prepcli.engine.no_follow import open_no_follow
 from prepcli.execution.resume import StreamReader, find_damaged
 from prepcli.planning.coverage import FileSpan, stream_write_spans
 from prepcli.planning.plan import Plan
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 
 # On each side of a hole: file systems truncate in the middle of a block.
 HOLE_MARGIN_NBYTES = 1 << 17

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prepcli.core.errors import usage_error
-from prepcli.stores.object_url import ObjectStoreUrl, is_url, parse_url
+from prepcli.stores.addresses import ObjectStoreUrl, is_url, parse_url
 
 RETRIES = 10  # of obstore, for each request
 

@@ -11,7 +11,7 @@ from prepcli.core.json_types import JsonObject
 from prepcli.core.json_values import load_json
 from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import read_no_follow
-from prepcli.stores.writing import write_file
+from prepcli.stores.files import write_file
 
 CHECKSUM_KEY = "checksum"  # key in each file, covers all other keys
 

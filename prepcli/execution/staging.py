@@ -30,8 +30,7 @@ from prepcli.execution.paths import is_same_file, remove_path
 from prepcli.execution.run_notes import read_json_record, write_json_record
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.shares import SINGLE_PROCESS, Share
-from prepcli.stores.reading import io_error
-from prepcli.stores.writing import MAX_NAME_NBYTES, fsync_path
+from prepcli.stores.files import MAX_NAME_NBYTES, fsync_path, io_error
 
 # Files in the work folder
 WORK_FOLDER = ".prep"

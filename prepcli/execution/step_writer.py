@@ -29,7 +29,7 @@ from prepcli.execution.run_notes import read_json_record, write_json_record
 from prepcli.execution.staging import Staging
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import divide_streams
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 
 MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf or shard that is fetched
 DIGESTS_STEM = "digests"  # `digests-I` in the work folder is written by process I

@@ -13,7 +13,7 @@ from prepcli.engine.object_assembler import Piece
 from prepcli.execution.bucket_run import UnitNote
 from prepcli.execution.finalize import output_path
 from prepcli.execution.object_compressor import ObjectCompressor
-from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
+from prepcli.planning.chunk_placement import ChunkExtent, chunk_extents
 from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import WorkUnit
 from prepcli.stores.buffers import ByteArray

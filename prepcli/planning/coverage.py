@@ -13,8 +13,8 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
 from prepcli.planning.arrays import Locations, MappedArray, location_copies
 from prepcli.planning.plan import OutputLeaf, Plan, Stream
-from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.slabs import Slab
+from prepcli.planning.state_rows import is_decoded_tensor
 
 # File number, start byte, stop byte.
 FileSpan = tuple[int, int, int]

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prepcli.algebra.chunks import FilePosition
+from prepcli.algebra.grids import FilePosition
 from prepcli.planning.plan import Plan, Stream
 
 

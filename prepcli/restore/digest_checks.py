@@ -17,18 +17,18 @@ from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.pipeline import Pipeline
 from prepcli.formats.again_hint import RECREATE_HINT, again_hint
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.planning.layout_scales import LayoutScale, recorded_scale
+from prepcli.planning.libraries import LayoutScale, recorded_scale
 from prepcli.planning.plan import Stream, read_copies
-from prepcli.planning.state_names import qualify, split_name
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
+from prepcli.planning.tensors import qualify, split_name
 from prepcli.sources.source import (
     Source,
     SourceTensor,
     file_position,
+    label_tensor,
     match_source_tensors,
     stored_axis_maps,
 )
-from prepcli.sources.tensor_labels import label_tensor
 from prepcli.stores.buffers import Blob
 from prepcli.stores.paths import AnyPath, path_in_folder
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from prepcli.algebra.boxes import Box, full_box, intersection, slices, strides, volume
-from prepcli.algebra.chunks import StoredRange
+from prepcli.algebra.grids import StoredRange
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, DamagedError, PrepError, text
@@ -27,11 +27,9 @@ from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import OrbaxItem, find_item, read_item
 from prepcli.formats.orbax_chunks import chunk_label
-from prepcli.planning.arrays import Array
-from prepcli.planning.checksum_blocks import chunk_blocks
+from prepcli.planning.arrays import Array, chunk_blocks
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.state_names import PARAMS
-from prepcli.planning.tensors import itemsize
+from prepcli.planning.tensors import PARAMS, itemsize
 from prepcli.restore.leaf_reader import BoxArrays, LeafReader
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk

@@ -18,15 +18,16 @@ from prepcli.engine.compare import compare_streams
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import EqualityCheck
-from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensor_match import (
     DEFAULT_MATCH_OPTIONS,
     VOCAB_ATOM,
     TensorMatch,
     TensorUse,
+    Vocabulary,
     not_equal_error,
+    with_vocabulary,
 )
-from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
+from prepcli.planning.tensors import PARAMS
 from prepcli.restore.digest_checks import (
     CHECK_MEMORY_NBYTES,
     check_before_reading,

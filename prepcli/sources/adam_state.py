@@ -1,7 +1,7 @@
 """The neutral form of a training state: the moments of Adam by tensor, counters, and settings of the optimizer.
 
 A training step of prep and a checkpoint of another library have the same names here. The moments of a tensor are
-`opt_state.adam.mu/TENSOR` and `opt_state.adam.nu/TENSOR`, as in `planning.state_names`.
+`opt_state.adam.mu/TENSOR` and `opt_state.adam.nu/TENSOR`, as in `planning.tensors`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.decayed_leaves import DecayRule
 from prepcli.planning.arrays import whole_array
-from prepcli.planning.layout_scales import LayoutScale
-from prepcli.planning.libraries import AdamNumbers, AdamSettings
+from prepcli.planning.libraries import AdamNumbers, AdamSettings, LayoutScale
 from prepcli.planning.plan import SourceFile, Stream
-from prepcli.planning.state_names import (
+from prepcli.planning.state_rows import is_leaf_path
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
+from prepcli.planning.tensors import (
     COUNTERS,
     FIRST_MOMENT,
+    FLOAT_DTYPES,
     MOMENTS,
     NUM_UPDATES,
     SECOND_MOMENT,
@@ -35,9 +37,6 @@ from prepcli.planning.state_names import (
     qualify,
     split_name,
 )
-from prepcli.planning.state_rows import is_leaf_path
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
-from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.stores.paths import AnyPath

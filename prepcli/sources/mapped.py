@@ -22,25 +22,27 @@ from prepcli.models.prediction import prediction_names
 from prepcli.models.registry import FAMILIES, family_of
 from prepcli.models.verbatim import verbatim_family
 from prepcli.planning.arrays import Location
-from prepcli.planning.composed_locations import compose_location
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.map_file import (
+from prepcli.planning.maps import (
     MAX_NBYTES,
+    MapCoverage,
     MapLine,
+    MapRow,
     TensorMap,
+    bind_map,
+    compose_location,
     compute_size,
     map_error,
     parse_map,
 )
-from prepcli.planning.map_rows import MapCoverage, MapRow, bind_map
 from prepcli.planning.plan import DroppedTensor
-from prepcli.planning.quantization_leaves import is_quantization_tensor
+from prepcli.planning.state_rows import is_quantization_tensor
 from prepcli.planning.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, detect_names
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.quantized.find_weights import quantization_settings
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
+from prepcli.stores.files import read_small_file
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import read_small_file
 
 # Rule of the tensors that a map drops, as plans and JSON objects name it.
 DROP_RULE = "drop line of --map"

@@ -17,18 +17,18 @@ from prepcli.models.parameters import Family, parameter_rows
 from prepcli.models.prediction import is_prediction_vocabulary, prediction_names
 from prepcli.models.registry import family_of
 from prepcli.models.text_part import text_section
-from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import (
     LAYER_VOCAB_ATOM,
     VOCAB_ATOM,
     MatchOptions,
     TensorMatch,
+    Vocabulary,
     detect_names,
     layer_vocab_tensors,
+    read_vocabulary,
     vocab_tensors,
 )
-from prepcli.planning.tensors import FLOAT_DTYPES
-from prepcli.planning.vocabulary import Vocabulary, read_vocabulary
+from prepcli.planning.tensors import FLOAT_DTYPES, split_name
 from prepcli.sources.dequantized import quantization_file
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps

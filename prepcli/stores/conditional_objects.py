@@ -11,8 +11,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, cast
 
 from prepcli.core.errors import PrepError
+from prepcli.stores.byte_ranges import WRITE_TIMEOUT_FACTOR, call_with_timeout
 from prepcli.stores.object_store import Bucket, status_of
-from prepcli.stores.retries import WRITE_TIMEOUT_FACTOR, call_with_timeout
 
 if TYPE_CHECKING:
     from obstore import PutMode, UpdateVersion

@@ -22,25 +22,22 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from prepcli.core.errors import RESUME_HINT, PrepError
+from prepcli.stores.addresses import ObjectStoreUrl
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import (
-    MAX_IN_FLIGHT,
-    RemoteFile,
-    RetryableError,
-    file_changed_error,
-    read_range,
-)
-from prepcli.stores.object_url import ObjectStoreUrl
-from prepcli.stores.reading import io_error
-from prepcli.stores.retries import (
     DEFAULT_RETRY_POLICY,
+    MAX_IN_FLIGHT,
     MAX_TRIES,
     WRITE_TIMEOUT_FACTOR,
+    RemoteFile,
+    RetryableError,
     RetryPolicy,
     call_with_timeout,
+    file_changed_error,
     map_in_daemon_threads,
+    read_range,
 )
-from prepcli.stores.writing import replacing_file
+from prepcli.stores.files import io_error, replacing_file
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, WritableFile

@@ -11,9 +11,9 @@ from prepcli.core.errors import PrepError
 from prepcli.execution import bucket_run
 from prepcli.execution.bucket_run import BucketRun, UnitNote
 from prepcli.planning.shares import SINGLE_PROCESS, Share
+from prepcli.stores.addresses import parse_url
 from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.object_url import parse_url
 from tests.helpers.object_server import FakeObjectStore, use_objects
 
 IDENTITY = {"plan": "a", "request": "prep save-init m", "source": "s", "prep": "1"}

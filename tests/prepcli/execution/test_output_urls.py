@@ -8,7 +8,7 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from prepcli.execution.output_urls import parse_out_url
-from prepcli.stores.object_url import ObjectStoreUrl
+from prepcli.stores.addresses import ObjectStoreUrl
 
 
 def test_parse_out_url_accepts_a_path():

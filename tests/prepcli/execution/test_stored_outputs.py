@@ -11,8 +11,8 @@ from prepcli.engine.digest import digest
 from prepcli.execution import stored_outputs
 from prepcli.execution.stored_outputs import check_stored_output, has_intact_files, stored_manifest
 from prepcli.formats.manifest import encode_manifest
+from prepcli.stores.addresses import parse_url
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.object_url import parse_url
 from tests.helpers.object_server import use_objects
 
 
