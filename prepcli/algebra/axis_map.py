@@ -263,9 +263,6 @@ class TensorIndex:
 
         >>> TensorIndex((SizedAxis("layers", 3), SizedAxis("half", 2, fixed=1))).resolve({"layers": 2})
         5
-
-        Args:
-            atom_indices: Index of each atom without a fixed index.
         """
         # Horner's rule for a row-major index: (i, j) in extents (m, n) is i * n + j.
         index = 0

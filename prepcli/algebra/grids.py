@@ -79,9 +79,6 @@ def split_dim(
         factors: The axes of the dim, outermost first.
         chunk_length: Length of a chunk along the dim.
         atom_ranges: Index range of each axis. Axes of other dims are ignored.
-
-    Yields:
-        Pieces that cover the box, each element once.
     """
     if not factors:
         yield DimPiece((), 0, 0, ())
@@ -127,9 +124,6 @@ def split_dim_part(
         chunk_length: Length of a chunk along the dim.
         atom_ranges: Index range of each axis. Axes of other dims are ignored.
         start: First index of the part in the dim, e.g. 6 for the second part of `(a=2 b=3 | c=4)`.
-
-    Yields:
-        Pieces that cover the box, each element once.
     """
     if start == 0:
         yield from split_dim(factors, chunk_length, atom_ranges=atom_ranges)
@@ -259,10 +253,6 @@ def free_atom_ranges(
     factors: Sequence[SizedAxis], merged_range: Range
 ) -> Iterator[dict[str, Range]]:
     """Split a range of a merged dim into boxes over its axes without a fixed index.
-
-    Args:
-        factors: The axes of the dim, outermost first.
-        merged_range: Half-open range of the merged dim.
 
     Yields:
         Index range of each axis, by name. Elements with another index of a fixed axis are excluded.

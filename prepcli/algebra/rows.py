@@ -30,17 +30,7 @@ from prepcli.algebra.boxes import strides
 # tensors of one checkpoint.
 @lru_cache(maxsize=4096)
 def parse_row(text: str) -> ParsedAxisMap:
-    """Parse `leaf dims <- name: tensor dims`.
-
-    Args:
-        text: An axis map in the notation of `axis_map`.
-
-    Returns:
-        The axis map without sizes.
-
-    Raises:
-        PrepError: The text is malformed. The error quotes it and the reason.
-    """
+    """Parse `leaf dims <- name: tensor dims`."""
     if text.count("<-") != 1 or ":" not in text.partition("<-")[2]:
         raise row_error(text, "it is not of the form `leaf dims <- name: tensor dims`")
     left, right = text.split("<-")
@@ -82,15 +72,7 @@ class ParsedTensor:
 
 
 def parse_tensor(row: str, tensor: str) -> ParsedTensor:
-    """Parse `name: dims`, the right side of a row.
-
-    Args:
-        row: The whole row, for messages.
-        tensor: The text of the tensor.
-
-    Raises:
-        PrepError: The text is malformed.
-    """
+    """Parse `name: dims`, the right side of a row."""
     if ":" not in tensor:
         raise row_error(row, f"`{tensor.strip()}` is not of the form `name: dims`")
     name, dims = tensor.rsplit(":", 1)
@@ -252,11 +234,7 @@ class RowCoverage:
         self._problems: dict[tuple[tuple[TensorDim, ...], ...], str] = {}
 
     def problem(self, sides: Sequence[AxisMap]) -> str:
-        """Return why the rows of one tensor do not cover each element once, or "".
-
-        Args:
-            sides: The side of each row with this tensor.
-        """
+        """Return why the rows of one tensor do not cover each element once, or ""."""
         key = tuple(side.source_dims for side in sides)
         if key not in self._problems:
             self._problems[key] = self._find_problem(sides)

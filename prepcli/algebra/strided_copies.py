@@ -219,9 +219,6 @@ def leaf_box_parts(
         axis_map: Maps the tensors' elements to the leaf's.
         box: Box of the leaf.
         unscanned_indices: Index of each axis with one leaf per index, e.g. {"layers": 3} for the leaf of layer 3.
-
-    Yields:
-        The parts. Elements in no part are padding.
     """
     # An axis map has the padded extents in the leaf's dims, and the true ones in the tensor's. What
     # is beyond the true extents is padding, which no tensor fills.

@@ -443,15 +443,7 @@ class ChunkBlocks:
 
 
 def chunk_blocks(chunk_shape: Sequence[int], dtype: str) -> ChunkBlocks:
-    """Return the division of a chunk into blocks of at most `BLOCK_NBYTES` where its shape allows that.
-
-    Args:
-        chunk_shape: Shape of the chunk.
-        dtype: Dtype of its elements.
-
-    Returns:
-        The division. It depends on the arguments alone.
-    """
+    """Return the division of a chunk into blocks of at most `BLOCK_NBYTES` where its shape allows that."""
     item_nbytes = itemsize(dtype)
     byte_strides = strides(chunk_shape, item_nbytes)
     nbytes = math.prod(chunk_shape) * item_nbytes

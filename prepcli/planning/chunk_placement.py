@@ -304,10 +304,6 @@ def shard_copies(leaf: OutputLeaf, box: Box) -> Iterator[tuple[Box, StridedCopy]
 
     Disjoint boxes of a leaf are copied to disjoint byte ranges, also within one chunk.
 
-    Args:
-        leaf: The leaf.
-        box: Box of the leaf.
-
     Yields:
         The part of the box in one chunk, and the copy of that part, packed in C order.
     """

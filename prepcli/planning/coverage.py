@@ -131,11 +131,7 @@ def _row_indices(dim: TensorDim) -> set[int]:
 def _slab_spans(
     plan: Plan, slabs: Iterable[Slab], direction: Literal["reads", "writes"]
 ) -> list[FileSpan]:
-    """Return the byte ranges that all slabs read from the source, or write to the output.
-
-    Raises:
-        PrepError: The copies of a slab have more or fewer bytes than the slab.
-    """
+    """Return the byte ranges that all slabs read from the source, or write to the output."""
     runs = _JoinedRuns()
     for slab in slabs:
         stream = plan.streams[slab.stream_number]

@@ -106,15 +106,7 @@ class TensorMap:
 
 
 def parse_map(name: str, content: str) -> TensorMap:
-    """Parse the text of a map.
-
-    Args:
-        name: Name of the file, for messages.
-        content: Text of the file.
-
-    Raises:
-        PrepError: Lines are malformed. The error lists them with their numbers.
-    """
+    """Parse the text of a map."""
     lines = content.splitlines()
     if len(content) > MAX_NBYTES or len(lines) > MAX_LINES:
         why = f"a map has at most {MAX_LINES:,} lines and {MAX_NBYTES >> 20} MiB"
@@ -218,9 +210,6 @@ def compute_size(value: str, config: HFConfig) -> int | tuple[int, ...]:
 
     >>> compute_size("hidden_size / heads", {"hidden_size": 64, "heads": 4}), compute_size("3,5", {})
     (16, (3, 5))
-
-    Raises:
-        ValueError: It is no size, with the reason.
     """
     if "," in value:
         numbers = [number.strip() for number in value.split(",")]
@@ -328,11 +317,6 @@ def bind_map(
 ) -> tuple[list[MapRow], list[str]]:
     """Give the rows of a map their sizes.
 
-    Args:
-        tensor_map: The map.
-        sizes: Size of each atom, and the indices of each index list.
-        numbers: Atom -> number in the tensor names for each of its indices.
-
     Returns:
         The rows, and the problems of the other rows.
     """
@@ -372,12 +356,7 @@ class MapCoverage:
     """
 
     def __init__(self, rows: Sequence[MapRow], tensors: Mapping[str, TensorInfo]) -> None:
-        """Collect the tensors of the rows.
-
-        Args:
-            rows: The rows.
-            tensors: The tensors of the checkpoint, by name.
-        """
+        """Collect the tensors of the rows."""
         self.targets: dict[str, list[MapRow]] = {}
         self.sources: dict[str, list[MapRow]] = {}
         self.problems: list[str] = []
@@ -485,14 +464,6 @@ def compose_location(
 
     A target [ffn, embed] from a source `embed (half=1 ffn)` is a leaf of the dims of the source. Its axes have the
     order of the source, and `half` is fixed.
-
-    Args:
-        row: The row of the map.
-        indices: Index of each atom in the name of the target or of the source.
-        stored: Location of the whole source.
-
-    Returns:
-        The location. None if the source is stored in several parts.
     """
     dims = [_stored_factors(dim) for dim in row.source.source_dims]
     starts = [dim.start for dim in row.source.source_dims]

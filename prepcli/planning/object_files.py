@@ -80,9 +80,6 @@ def plan_object_files(plan: Plan) -> Plan:
 
     The chunks of an OCDBT item are moved to data files of about OBJECT_NBYTES. Other data files are unchanged: their
     names and their contents belong to the format.
-
-    Args:
-        plan: The plan of the output in a folder.
     """
     if not plan.leaves:
         return plan
@@ -186,16 +183,7 @@ FileSpans = Mapping[int, Sequence[tuple[int, int]]]
 def streams_of_spans(
     streams: Sequence[Stream], spans: FileSpans, *, slab_nbytes: int
 ) -> list[Stream]:
-    """Return the parts of streams with writes to byte ranges of files.
-
-    Args:
-        streams: All streams, in order.
-        spans: The byte ranges.
-        slab_nbytes: Maximum size of a slab.
-
-    Returns:
-        Streams with fewer rows. Their digests are not those of the tensors.
-    """
+    """Return the parts of streams with writes to byte ranges of files."""
     # New rows with the mean of the true ones need the true rows, also if these are written already.
     averaged: set[str] = set()
     parts: list[Stream | None] = []
@@ -292,9 +280,6 @@ def plan_process_files(
         plan: Plan of a step. Its streams read leaf n as file n.
         leaf_names: Names of the leaves, by number.
         boxes: Boxes of each process's shards. Together they cover every leaf once.
-
-    Raises:
-        PrepError: Shards of two processes are in one chunk.
     """
     holders = _find_holders(boxes)
     groups = tuple(_leaf_groups(plan, leaf_names, holders))

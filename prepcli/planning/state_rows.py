@@ -47,13 +47,7 @@ class PathLeaf:
 def find_state_leaves(
     leaves: Shapes, parameters: Shapes, slots: Collection[str]
 ) -> Iterator[PathLeaf]:
-    """Yield the leaves of the optimizer state that belong to a parameter and are in no complete slot.
-
-    Args:
-        leaves: Shapes of all leaves of the state, by dotted name.
-        parameters: Shapes of the parameters, by dotted path.
-        slots: Names of the complete slots.
-    """
+    """Yield the leaves of the optimizer state that belong to a parameter and are in no complete slot."""
     for name, shape in leaves.items():
         if not name.startswith(f"{OPT_STATE}."):
             continue
@@ -162,9 +156,6 @@ def quantization_leaves(
     """Yield the name of each stored tensor with the name of its leaf, its axis map and its place in the leaf.
 
     A tensor without elements has no leaf.
-
-    Args:
-        types: Dtype and shape of each stored tensor, by name.
     """
     family = verbatim_family(types)
     sizes = family.sizes({})

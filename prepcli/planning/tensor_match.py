@@ -64,12 +64,6 @@ def read_vocabulary(
         config: The model's config.
         default_size: The family's default vocabulary size.
         true_size: The true size given by the user (`--true-vocab`), for a padded model.
-
-    Returns:
-        The sizes.
-
-    Raises:
-        PrepError: A size is not a positive integer, or the true size is larger than the stored size.
     """
     stored_size = read_size(config, VOCAB_SIZE_KEY, default_size)
     if true_size is None:
@@ -87,15 +81,7 @@ def read_vocabulary(
 
 
 def check_padded_size(rows: int, option: Option) -> int:
-    """Return `rows` if a padded vocabulary may have this size.
-
-    Args:
-        rows: Number of rows.
-        option: The option that asks for them, with its value.
-
-    Raises:
-        UsageError: There are more rows than 32-bit token ids.
-    """
+    """Return `rows` if a padded vocabulary may have this size."""
     if rows > MAX_ROWS:
         why = f"a vocabulary has at most {MAX_ROWS:,} rows"
         raise usage_error(text("{} is too large", option), why, "use a smaller value")
@@ -276,19 +262,7 @@ def find_wrapper_prefix(full_names: Collection[str], has_model: Callable[[str], 
 
 
 def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str]) -> TensorNames:
-    """Return the naming scheme of a source.
-
-    Args:
-        family: The model family.
-        config: The model's Hugging Face config.
-        full_names: The tensor names in the source.
-
-    Returns:
-        The naming scheme.
-
-    Raises:
-        PrepError: A tensor is stored twice, with and without the base prefix.
-    """
+    """Return the naming scheme of a source."""
     wrapper_prefix = ""
     if not family.is_verbatim:
         wrapper_prefix = find_wrapper_prefix(
@@ -317,13 +291,7 @@ def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str
 
 
 def _has_embedding(family: Family, full_names: Collection[str], wrapper_prefix: str) -> bool:
-    """Return whether a family's embedding is among names in files, under its own name or that of a duplicate.
-
-    Args:
-        family: The model family.
-        full_names: The names in files.
-        wrapper_prefix: Prefix of all names.
-    """
+    """Return whether a family's embedding is among names in files, under its own name or that of a duplicate."""
     tying = family.tying
     for bare_name in (tying.embedding_tensor, tying.head_tensor, *family.duplicates):
         prefix = family.head_prefix if bare_name in family.unprefixed else family.prefix
@@ -426,11 +394,7 @@ def match_tensors(
 def tensor_uses(
     rows: Mapping[str, ParsedAxisMap], sizes: Mapping[str, int]
 ) -> dict[str, list[TensorUse]]:
-    """Return the leaves that take each tensor of the axis-map rows, by bare tensor name.
-
-    Raises:
-        PrepError: The config requires far more tensors than any model has.
-    """
+    """Return the leaves that take each tensor of the axis-map rows, by bare tensor name."""
     uses: dict[str, list[TensorUse]] = {}
     for path, row in rows.items():
         axis_map = bind_row(row, sizes)
@@ -452,11 +416,7 @@ def _resolve_tying(
     tensors: Mapping[str, TensorInfo],
     options: MatchOptions,
 ) -> tuple[dict[str, ParsedAxisMap], bool, dict[str, str]]:
-    """Resolve whether the head is tied to the embedding.
-
-    Returns:
-        The rows without the head if it is tied, whether it is tied, and the original of each stored duplicate.
-    """
+    """Resolve whether the head is tied to the embedding."""
     tying = family.tying
     # A tied head that is stored is dropped as a duplicate of the embedding, after a comparison of bytes.
     duplicates = {name: original for name, original in family.duplicates.items() if name in tensors}

@@ -98,15 +98,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def find_slots(leaves: Shapes, parameters: Shapes) -> tuple[str, ...]:
-    """Return the dotted names of the slots (subtrees with one leaf per parameter) in an optimizer state.
-
-    Args:
-        leaves: Shapes of all leaves of the state, by dotted name.
-        parameters: Shapes of the parameters, by dotted path.
-
-    Returns:
-        The subtrees of `opt_state` that contain every parameter in its shape, sorted.
-    """
+    """Return the dotted names of the slots (subtrees with one leaf per parameter) in an optimizer state."""
     # Every complete slot has the first parameter, so that its leaves alone give all candidates.
     first_path = next(iter(parameters), "")
     slots: list[str] = []

@@ -45,11 +45,6 @@ def merge_windows(
 
     Windows of rows 0 to 2 and 2 to 5 become rows 0 to 5.
 
-    Args:
-        windows: Boxes of a tensor.
-        axis_strides: Result of `file_strides`.
-        min_skipped_gap_nbytes: Shorter gaps of the file are read too.
-
     Returns:
         Boxes that cover the windows.
     """
@@ -97,9 +92,6 @@ def split_window(window: Box, axis_strides: Sequence[int], max_volume: int) -> I
         window: Box of a tensor.
         axis_strides: Result of `file_strides`.
         max_volume: Maximum number of elements, at least 1.
-
-    Yields:
-        Boxes that cover the window, each element once.
     """
     # The axes closest together in the file are kept whole first, so that each part has few long runs of bytes.
     # E.g. window [4, 6] in C order and 8 elements: lengths 1 and 6, as 8 // 6 leaves 1 for axis 0.
@@ -131,9 +123,6 @@ def split_into_spans(
         copy: The copy.
         max_nbytes: Maximum span of a copy, at least its width.
         min_skipped_gap_nbytes: Shorter gaps of the file are read too.
-
-    Yields:
-        Copies in the order of their file offsets.
     """
     # `inner` is the span of the loops from `number` on. They are read at once, with their gaps.
     inner = copy.width

@@ -42,13 +42,7 @@ SAMPLE_ROWS = 4
 
 
 def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedError:
-    """Return the error for a tensor with another digest.
-
-    Args:
-        source: The checkpoint.
-        tensor: One of its tensors, or of another checkpoint that is read with it.
-        hint: Advice if the tensor is in files of the checkpoint.
-    """
+    """Return the error for a tensor with another digest."""
     items = [source.byte_sources[number] for number in sorted(_file_numbers(tensor))]
     names = [str(item) if isinstance(item, Path) else item.name for item in items]
     why = f"its bytes in {', '.join(names)} differ from their recorded digest"
@@ -91,18 +85,7 @@ def check_tensors(
     *,
     memory_nbytes: int = CHECK_MEMORY_NBYTES,
 ) -> None:
-    """Read tensors completely, and compare them with their recorded digests.
-
-    Args:
-        source: The checkpoint.
-        tensors: The tensors to check.
-        progress: Receives the bytes read.
-        hint: Advice in the error for a damaged checkpoint.
-        memory_nbytes: Memory limit.
-
-    Raises:
-        DamagedError: A tensor differs from a digest.
-    """
+    """Read tensors completely, and compare them with their recorded digests."""
     pieces: list[tuple[SourceTensor, str]] = []
     streams: list[Stream] = []
     for tensor in tensors:
@@ -152,15 +135,6 @@ def check_before_reading(
     which other rows or columns are read: e.g. a plan without padding reads rows 0 to 5 of a tensor [8, 4], and the
     digest of a lock covers rows 0 to 8. No other tensor is read: the digest of its stream is compared with the recorded
     one, by the reader of the stream.
-
-    Args:
-        source: The checkpoint.
-        streams: Streams of its tensors, before they are read.
-        memory_nbytes: Memory limit.
-        progress: Receives the bytes read.
-
-    Raises:
-        DamagedError: A tensor differs from a digest.
     """
     recorded = RecordedDigests(source)
     tensors = {tensor.name: tensor for tensor in source.all_tensors}
@@ -196,9 +170,6 @@ def check_after_reading(
         digests: Digest of the bytes of each stream.
         memory_nbytes: Memory limit.
         progress: Receives the bytes of tensors that are read once more. See `check_before_reading`.
-
-    Raises:
-        DamagedError: A tensor differs from a digest.
     """
     recorded = RecordedDigests(source)
     for stream, digest in zip(streams, digests):
@@ -215,19 +186,7 @@ def tensor_digests(
     task: str,
     is_checked: bool = True,
 ) -> list[str]:
-    """Return the digest of each range of rows, read within the memory limit.
-
-    Args:
-        source: The checkpoint.
-        pieces: Tensors, each with a range of its rows.
-        memory_nbytes: Memory limit.
-        progress: Receives the bytes read.
-        task: Name of the task in the progress.
-        is_checked: Compare the bytes with the recorded digests.
-
-    Raises:
-        DamagedError: A tensor differs from a recorded digest.
-    """
+    """Return the digest of each range of rows, read within the memory limit."""
     streams = [row_stream(tensor, rows) for tensor, rows in pieces]
     return stream_digests(
         source, streams, memory_nbytes, progress=progress, task=task, is_checked=is_checked
@@ -279,9 +238,6 @@ def sample_digest(source: Source) -> str:
 
     It distinguishes models in little time. It is the same for every format and mesh, and for a padded vocabulary.
     A difference only in later rows is not detected.
-
-    Raises:
-        PrepError: A parameter is missing, or the source cannot be read.
     """
     used = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS).uses
     return _sample_digest(source, [t for t in source.tensors if t.name in used])
@@ -349,14 +305,7 @@ def stored_scale(output: Source, name: str) -> LayoutScale | None:
 def written_stream(
     tensor: SourceTensor, rows: Range, dtype: str, scale: LayoutScale | None
 ) -> Stream:
-    """Return a stream of the rows of an output: scaled, and cast to its dtype.
-
-    Args:
-        tensor: The tensor of the source.
-        rows: The rows.
-        dtype: Dtype in the output.
-        scale: Scale of the values in the output, or None.
-    """
+    """Return a stream of the rows of an output: scaled, and cast to its dtype."""
     stream = row_stream(tensor, rows)
     if dtype != stream.dtype:
         stream = replace(stream, cast_to=dtype)

@@ -37,9 +37,6 @@ def check_without_checksums(
         tensors: Tensors to read and check. Tensors without digests are skipped.
         observer: Receives a note and progress.
         hint: Hint of the error for a damaged tensor.
-
-    Raises:
-        PrepError: A tensor is damaged.
     """
     nbytes = sum(tensor.nbytes for tensor in tensors if tensor.digests)
     if not nbytes:

@@ -62,9 +62,6 @@ def open_reader(
         path: Folder of the checkpoint.
         verify: Check the listed files, and every byte read against the recorded checksums, if there are any.
         hint: Advice in the error for a damaged checkpoint.
-
-    Raises:
-        PrepError: There is no checkpoint, it is broken, or prep did not write it.
     """
     folder = find_item(path)
     if folder is None:
@@ -146,10 +143,6 @@ class ItemReader(LeafReader):
 
     def read(self, name: str, parts: BoxArrays) -> None:
         """Fill each array (C order) with its box of a leaf, cast to the array's dtype.
-
-        Args:
-            name: Dotted name of the leaf.
-            parts: Arrays to fill, by their boxes of the leaf.
 
         Raises:
             PrepError: There is no such leaf, or a file is broken.

@@ -100,13 +100,7 @@ class LeafReader:
     def __init__(
         self, files: Files | FilesAndBlobs, *, num_threads: int, buffer_nbytes: int
     ) -> None:
-        """Take the files, and allocate no buffer before the first read.
-
-        Args:
-            files: The files. They are closed with the reader.
-            num_threads: Number of threads of a read.
-            buffer_nbytes: Size of the buffer of a thread.
-        """
+        """Take the files, and allocate no buffer before the first read."""
         self.read_nbytes = 0
         self._files = files
         self._num_threads = num_threads

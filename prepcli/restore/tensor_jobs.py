@@ -157,9 +157,6 @@ def read_window(
         buffer: Page-aligned buffer of BUFFER_NBYTES.
         min_skipped_gap_nbytes: Shorter gaps between two runs of the window are read too.
 
-    Returns:
-        The number of bytes read.
-
     Raises:
         UnequalDuplicateError: A duplicate differs. The arrays must not be used then.
     """
@@ -221,20 +218,7 @@ def _read_box(
 def read_checked(
     job: TensorRead, source: Source, files: Files | FilesAndBlobs, buffer: ByteArray
 ) -> int:
-    """Read a whole tensor in C order, copy its parts to the targets, and compare it with its digests.
-
-    Args:
-        job: The job.
-        source: The checkpoint, for the error.
-        files: Reader of the source's files.
-        buffer: Page-aligned buffer of BUFFER_NBYTES.
-
-    Returns:
-        The number of bytes read.
-
-    Raises:
-        DamagedError: The bytes differ from a digest. The arrays must not be used then.
-    """
+    """Read a whole tensor in C order, copy its parts to the targets, and compare it with its digests."""
     tensor = job.tensor
     dtype = numpy_dtype(tensor.dtype)
     read_half, ordered_half = _split_buffer(buffer)

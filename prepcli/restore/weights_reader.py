@@ -87,9 +87,6 @@ class WeightsReader(LeafReader):
             source: The checkpoint.
             vocab_multiple: Pad the vocabulary with zeros to a multiple of this.
             verify: Check each tensor against the digests in the source's manifest.
-
-        Raises:
-            PrepError: Tensors are missing or of another shape.
         """
         vocabulary = source.vocabulary()
         # Rounded up, e.g. 50257 rows and a multiple of 128: 393 * 128 = 50304.
@@ -149,10 +146,6 @@ class WeightsReader(LeafReader):
 
         Only the byte ranges of the boxes are read, in threads with small buffers. A tensor with recorded digests is
         read completely if the reader verifies: its digests cover all of its bytes.
-
-        Args:
-            name: Dotted name of the leaf.
-            parts: Arrays to fill, by their boxes of the leaf.
 
         Raises:
             PrepError: A file is broken, a tensor is damaged, or a head differs from its embedding.
@@ -254,12 +247,7 @@ def _has_digests(leaf: _LeafTensors) -> bool:
 
 
 def _read_unit_shape(leaf: _LeafTensors, *, is_whole: bool) -> tuple[int, ...]:
-    """Return the read unit of a leaf: the shape of one index of each tensor's first dim.
-
-    Args:
-        leaf: The leaf.
-        is_whole: Whether tensors are read as a whole.
-    """
+    """Return the read unit of a leaf: the shape of one index of each tensor's first dim."""
     # The unit is one index of the tensor's first axis. Example: the tensor (heads head_dim) embed of a leaf
     # [layers, embed, heads, head_dim] has the unit [1, embed, 1, head_dim].
     single = {factor.atom for factor in leaf.axis_map.stacked_factors}
@@ -305,9 +293,6 @@ def find_duplicates(source: Source, checks: Sequence[EqualityCheck], *, verify: 
         source: The checkpoint.
         checks: Each duplicate with its original.
         verify: Whether tensors with digests are compared with them when they are read.
-
-    Raises:
-        PrepError: A duplicate differs.
     """
     tensors = {tensor.name: tensor for tensor in source.tensors}
     duplicates: dict[str, list[SourceTensor]] = {}
@@ -324,11 +309,7 @@ def find_duplicates(source: Source, checks: Sequence[EqualityCheck], *, verify: 
 
 
 def check_equal(source: Source, check: EqualityCheck) -> None:
-    """Read a tensor and its duplicate.
-
-    Raises:
-        PrepError: They differ. The error has the number of differences and the first one.
-    """
+    """Read a tensor and its duplicate."""
     tensors = {tensor.name: tensor for tensor in source.tensors}
     pair = [tensors[name] for name in (check.name, check.duplicate_of)]
     result = compare_streams(

@@ -85,9 +85,6 @@ def read_adam_state(source: Source) -> AdamState:
     """Return the training state of a source, with the settings that another library stores.
 
     Only the counters are read.
-
-    Raises:
-        PrepError: The source has no state of AdamW, or moments of some parameters are missing.
     """
     if not source.state_tensors:
         hint = text("name a run of {}, or one of its steps", Command("train"))
@@ -175,11 +172,7 @@ def _read_counter(source: Source, counters: Mapping[str, SourceTensor], name: st
 
 
 def read_scalars(source: Source, tensors: Sequence[SourceTensor]) -> list[float]:
-    """Return the values of tensors with one element each, compared with their recorded digests.
-
-    Raises:
-        DamagedError: One has more elements or none, or differs from its digest.
-    """
+    """Return the values of tensors with one element each, compared with their recorded digests."""
     for tensor in tensors:
         if math.prod(tensor.shape) != 1:
             why = f"{tensor.name} is {list(tensor.shape)}, and must have one element"
@@ -191,11 +184,7 @@ def read_scalars(source: Source, tensors: Sequence[SourceTensor]) -> list[float]
 
 
 def read_small_tensors(source: Source, tensors: Sequence[SourceTensor]) -> list[bytes]:
-    """Return the bytes of tensors with a few elements, compared with their recorded digests.
-
-    Raises:
-        DamagedError: One differs from its digest.
-    """
+    """Return the bytes of tensors with a few elements, compared with their recorded digests."""
     contents: list[bytes] = []
     buffers = allocate_run_buffers(COUNTER_NBYTES)
     with open_blobs(source.byte_sources) as files:
@@ -263,9 +252,6 @@ def add_training_state(
         left_out: Names of the parts without a counterpart.
         files: Files of the moments, in addition to those of the source.
         stamps: Size, time and digest of these files.
-
-    Raises:
-        PrepError: A moment is not of a floating-point dtype, or there are more updates than steps.
     """
     for moment in moments:
         if moment.dtype not in FLOAT_DTYPES:

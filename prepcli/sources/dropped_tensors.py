@@ -51,15 +51,7 @@ def unindexed_names(entries: Iterable[DroppedTensor]) -> list[str]:
 
 
 def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:
-    """Return a source without the tensors that match a pattern. They are recorded in `dropped`.
-
-    Args:
-        source: The opened source.
-        patterns: Patterns of `--drop`.
-
-    Raises:
-        UsageError: A pattern matches no tensor that can be dropped, or no tensor is left.
-    """
+    """Return a source without the tensors that match a pattern. They are recorded in `dropped`."""
     if not patterns:
         return source
     needed = _needed_names(source)

@@ -68,17 +68,8 @@ def tensors_from_manifest(
 ) -> tuple[tuple[SourceTensor, ...], tuple[SourceTensor, ...]]:
     """List the tensors of a tree written by prep.
 
-    Args:
-        leaves: Leaves of the tree, by dotted name.
-        names: Naming scheme of the tensors in the manifest.
-        manifest: Manifest of the checkpoint. It states the layout of the tree.
-        folder: The checkpoint, for messages.
-
     Returns:
         The parameters, and the other tensors of a training state.
-
-    Raises:
-        PrepError: A parameter's leaf is missing or has another shape than the config implies.
     """
     family = names.family
     config = manifest.config
@@ -146,13 +137,7 @@ def split_tower_leaves(leaves: Leaves, manifest: Manifest) -> tuple[Leaves, Leav
 def tower_tensors(
     leaves: Leaves, names: TensorNames, manifest: Manifest
 ) -> tuple[SourceTensor, ...]:
-    """Return the tensors in the towers (vision and audio parts) of a multimodal model.
-
-    Args:
-        leaves: Leaves of the towers, by dotted name.
-        names: Names of the text part's tensors.
-        manifest: Manifest of the checkpoint.
-    """
+    """Return the tensors in the towers (vision and audio parts) of a multimodal model."""
     tensors: list[SourceTensor] = []
     for leaf_name, leaf in leaves.items():
         name = leaf_name.removeprefix(f"{TOWERS}.")
@@ -415,9 +400,6 @@ def match_foreign_tree(
         roots: Possible prefixes of the parameters.
         layout: Name of the layout. None allows all layouts of the family, and prep's own.
         manifest: Manifest of a tree written by prep. Its names of tensors are used.
-
-    Raises:
-        PrepError: No layout fits, a leaf has the wrong shape, or a tensor occurs twice.
     """
     tree_format = _find_format(leaves, family, config, display_name, roots, layout)
     leaves, ignored = _split_non_parameters(leaves, tree_format, family)
@@ -577,11 +559,7 @@ def _find_format(
     roots: Collection[str],
     layout: str | None,
 ) -> TreeFormat:
-    """Return the best format for the leaves.
-
-    Raises:
-        PrepError: No format fits, or the layout is unknown.
-    """
+    """Return the best format for the leaves."""
     all_formats = _candidate_formats(family, roots)
     candidates = all_formats
     if layout is not None:

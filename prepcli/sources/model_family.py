@@ -236,12 +236,7 @@ def text_model(source: Source) -> Source:
 
 
 def with_towers(source: Source, other: Source) -> Source:
-    """Return the parameters in one source with the towers of another one.
-
-    Args:
-        source: A training step.
-        other: The model with towers.
-    """
+    """Return the parameters in one source with the towers of another one."""
     first = len(source.byte_sources)
     return replace(
         append_files(source, other),
@@ -291,9 +286,6 @@ def read_folder_model(
         hints: User-supplied facts about the checkpoint.
         tensors: Dtype and shape of each tensor, by its name in the files.
         manifest: Manifest of a folder that prep wrote.
-
-    Raises:
-        PrepError: The config is missing or invalid, or no family fits.
     """
     config: HFConfig = {}
     if config_path is not None:
@@ -354,11 +346,7 @@ def existing_config(path: AnyPath, hints: SourceHints) -> AnyPath | None:
 
 
 def find_config_path(hints: SourceHints, folder: AnyPath, display_name: str) -> AnyPath | None:
-    """Return the path of the user's config.json or of the folder's, or None if no config is needed.
-
-    Raises:
-        PrepError: There is none, and the verbatim family is excluded.
-    """
+    """Return the path of the user's config.json or of the folder's, or None if no config is needed."""
     if hints.config_path is None and existing_config(folder / CONFIG, hints) is None:
         return None
     return hints.resolve_config_path(folder, display_name)
@@ -393,11 +381,7 @@ def as_verbatim(source: Source, dtype: str | None = None) -> Source:
 
 
 def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedTensor, ...]]:
-    """Return a source with the first layers of its model and their config, and the tensors of the other layers.
-
-    Raises:
-        PrepError: The number of layers is unknown, or has no place in the config.
-    """
+    """Return a source with the first layers of its model and their config, and the tensors of the other layers."""
     names = [tensor.name for tensor in source.tensors]
     later = later_layers(source.family, source.config, names, layers)
     if not later:
@@ -483,9 +467,6 @@ def _truncate_table(
         tensor: A tensor with the values of all layers.
         axis: Its dim with the layers in order: 0 for rows, 1 for columns.
         layers: Number of layers to keep.
-
-    Raises:
-        PrepError: The tensor is not stored in one piece.
     """
     extent = tensor.shape[axis]
     length = extent // source.family.sizes(source.config)[INPUT_LAYERS] * layers
@@ -515,12 +496,7 @@ def _check_first_layers_are_stored(source: Source, truncated: HFConfig) -> None:
 def _truncate_scales(
     source: Source, later_names: Collection[str]
 ) -> tuple[tuple[SourceTensor, ...], list[DroppedTensor], dict[str, QuantizedRecord]]:
-    """Return the scales of the first layers, the scales of the other ones, and the records of the first layers.
-
-    Args:
-        source: The source.
-        later_names: Names of the tensors of the other layers in files.
-    """
+    """Return the scales of the first layers, the scales of the other ones, and the records of the first layers."""
     later_numbers = {_up_to_number(name) for name in later_names}
     kept: list[SourceTensor] = []
     dropped: list[DroppedTensor] = []
@@ -542,11 +518,7 @@ def _up_to_number(name: str) -> str:
 
 
 def _has_later_layers(source: Source, config: HFConfig, names: Iterable[str], layers: int) -> bool:
-    """Return whether a truncated config still describes tensors of layers after the first `layers` ones.
-
-    Raises:
-        PrepError: The family does not support the first layers alone, e.g. the dense ones of an MoE model.
-    """
+    """Return whether a truncated config still describes tensors of layers after the first `layers` ones."""
     try:
         return bool(later_layers(source.family, config, names, layers))
     except PrepError as error:

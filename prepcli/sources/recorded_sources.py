@@ -91,15 +91,8 @@ def find_quantized_source(manifest: Manifest, output: AnyPath) -> tuple[str, Man
 
     Outputs of outputs keep decoded weights, e.g. a resharded init. Their sources are followed to the first one without.
 
-    Args:
-        manifest: Manifest of the output.
-        output: Its folder.
-
     Returns:
         The name or path of the model, and the manifest that records it as its source.
-
-    Raises:
-        PrepError: A manifest records no source.
     """
     visited: set[AnyPath] = set()
     while True:
@@ -186,9 +179,6 @@ def make_lock(
         revision: Its commit on the hub.
         digests: Digests of all rows of each tensor, by its name in `source.all_tensors`.
         progress: Receives the bytes of the files.
-
-    Raises:
-        PrepError: A file cannot be read.
     """
     paths = {**settings_files(source), **_weight_files(source)}
     sizes = {name: stat_file(path).st_size for name, path in paths.items()}
@@ -225,9 +215,6 @@ def apply_lock(
         lock_name: Name of the lock file, for the error.
         revision: Commit of the source on the hub.
         is_mapped: Whether a user's map has made the tensors of the source.
-
-    Raises:
-        PrepError: The source differs from the lock.
     """
     has_other_tensors = is_mapped or bool(source.quantization)
     differences: list[str] = []

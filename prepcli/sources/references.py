@@ -80,11 +80,7 @@ class SourceHints:
     drop: tuple[str, ...] = ()
 
     def resolve_config_path(self, folder: AnyPath, display_name: str) -> AnyPath:
-        """Return the path of the config.json to use: the user's, else the one in `folder`.
-
-        Raises:
-            PrepError: The user's config does not exist, or the user supplied none and the folder has none.
-        """
+        """Return the path of the config.json to use: the user's, else the one in `folder`."""
         if self.config_path:
             path: AnyPath = self.config_path.expanduser()
             if not path.exists():
@@ -114,11 +110,7 @@ def split_part(name: str) -> tuple[str, str]:
 
 @contextmanager
 def advise_conversion(model: str) -> Iterator[None]:
-    """In the errors of the block, replace a hint with an option of conversions by the conversion that has it.
-
-    Args:
-        model: Value of the recipe key `model.path`.
-    """
+    """In the errors of the block, replace a hint with an option of conversions by the conversion that has it."""
     try:
         yield
     except PrepError as error:
@@ -226,9 +218,6 @@ def parse_reference(
         revision: Revision on the hub.
         step: Step of the training run `name`: its number, `best` (lowest evaluation loss) or `last`.
         cwd: Folder that relative paths start from, without `step`. The working directory by default.
-
-    Raises:
-        UsageError: The argument is not a known name or path, or has no such revision or step.
     """
     if step is not None:
         return _without_revision(_parse_step(name, step), revision)
@@ -250,11 +239,7 @@ def parse_reference(
 
 
 def default_checkpoint(cwd: Path, is_candidate: Callable[[Path], bool] = Path.is_dir) -> Path:
-    """Return the only folder in `cwd` that prep wrote and for which `is_candidate` is true.
-
-    Raises:
-        UsageError: There is no such folder, or more than one.
-    """
+    """Return the only folder in `cwd` that prep wrote and for which `is_candidate` is true."""
     candidates: list[Path] = []
     for folder in _visible_folders(cwd):
         if _has_manifest(folder) and is_candidate(folder):
@@ -373,11 +358,7 @@ def _without_revision(
 
 
 def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:
-    """Parse `ALIAS`, `OWNER/NAME` or `OWNER/NAME/FILE.gguf`, each also with `@REVISION`.
-
-    Raises:
-        UsageError: It is another text.
-    """
+    """Parse `ALIAS`, `OWNER/NAME` or `OWNER/NAME/FILE.gguf`, each also with `@REVISION`."""
     name, revision = _split_revision(name, revision)
     match = _HUB_FILE.fullmatch(name)
     # A folder with the name of the owner shows that the user means a path.
@@ -407,11 +388,7 @@ def _hub_id(name: str) -> str:
 
 
 def _repo_of_address(url: str, address: HubAddress, revision: str | None, cwd: Path) -> HubRepo:
-    """Return the model, or its GGUF file, of an address on the hub.
-
-    Raises:
-        UsageError: It is the address of a dataset, a space, an owner, or another file.
-    """
+    """Return the model, or its GGUF file, of an address on the hub."""
     hub_id = _hub_id(address.hub_id)
     if address.repo_type != "model":
         hint = text("name a model")

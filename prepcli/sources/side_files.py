@@ -48,9 +48,6 @@ def resolve_small_file(path: AnyPath, root: AnyPath) -> Path:
         path: The file, as it was listed.
         root: The checkpoint named by the user, possibly a link. A file outside of it (next to the user's config) is
             checked against its own folder.
-
-    Raises:
-        PrepError: The file is a link that leaves the folder.
     """
     if isinstance(path, StorePath):
         return path.local().resolve()
@@ -222,11 +219,7 @@ def _add_entry(path: AnyPath, name: str, files: list[ListedFile], omitted: list[
 
 
 def local_folder(files: Iterable[SideFile], folder: AnyPath) -> Path:
-    """Return a folder on a disk with the config and the side files at the top of a model's folder.
-
-    Raises:
-        PrepError: A file in a store cannot be read.
-    """
+    """Return a folder on a disk with the config and the side files at the top of a model's folder."""
     if isinstance(folder, Path):
         return next((local_copy(file.path).parent for file in files if file.is_at_top), folder)
     paths = [file.path for file in files if file.is_at_top]
@@ -237,11 +230,7 @@ def local_folder(files: Iterable[SideFile], folder: AnyPath) -> Path:
 
 
 def select_side_files(files: Iterable[ListedFile], patterns: Sequence[str] = ()) -> SelectedNames:
-    """Select the side files of a model from a listing of its folder, local or remote.
-
-    Raises:
-        PrepError: A pattern matches a file of a subfolder with too many files.
-    """
+    """Select the side files of a model from a listing of its folder, local or remote."""
     copied: list[str] = []
     left: list[str] = []
     by_folder: dict[str, list[ListedFile]] = {}
@@ -315,12 +304,7 @@ def _sort_by_kind(name: str, patterns: Sequence[str], copied: list[str], left: l
 
 
 def _omitted_folders(top: str, files: Sequence[ListedFile]) -> dict[str, str]:
-    """Return the subfolders that are not copied, with the reason. All files below them are left.
-
-    Args:
-        top: A folder at the top of the model's.
-        files: Files below it.
-    """
+    """Return the subfolders that are not copied, with the reason. All files below them are left."""
     if len(files) > MAX_FILES:
         return {top: f"more than {MAX_FILES:,} files"}
     omitted: dict[str, str] = {}

@@ -305,11 +305,7 @@ class Source:
 def match_source_tensors(
     source: Source, axis_maps: Mapping[str, ParsedAxisMap], options: MatchOptions
 ) -> TensorMatch:
-    """Match the tensors of a source with the axis maps of its family.
-
-    Raises:
-        PrepError: Tensors are missing, unexpected or of another shape.
-    """
+    """Match the tensors of a source with the axis maps of its family."""
     match = match_tensors(
         source.names,
         source.config,
@@ -340,11 +336,7 @@ def source_axis_maps(
 
 
 def read_config(path: AnyPath) -> HFConfig:
-    """Read a config.json.
-
-    Raises:
-        PrepError: The file is missing, or is not a JSON object.
-    """
+    """Read a config.json."""
     if not is_there(path, follow_links=True):
         what = f"{path.parent} has no {path.name}"
         hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), path.name)
@@ -359,11 +351,7 @@ def read_config(path: AnyPath) -> HFConfig:
 
 
 def read_json_object(path: AnyPath, max_nbytes: int = MAX_CONFIG_NBYTES) -> JsonObject:
-    """Read a file with a JSON object, of at most `max_nbytes`.
-
-    Raises:
-        DamagedError: It is larger, or is not a JSON object.
-    """
+    """Read a file with a JSON object, of at most `max_nbytes`."""
     try:
         document = load_json(read_small_file(path, max_nbytes))
     except ValueError as error:
@@ -406,13 +394,7 @@ def file_stamps(headers: Iterable[WeightFileHeader]) -> tuple[SourceFile, ...]:
 
 
 def check_headers(folder: AnyPath, manifest: Manifest, stamps: Iterable[SourceFile]) -> None:
-    """Raise DamagedError if the header of a data file differs from its record in the manifest.
-
-    Args:
-        folder: The folder of the manifest.
-        manifest: Manifest of an output of prep.
-        stamps: The data files, with the digests of their headers.
-    """
+    """Raise DamagedError if the header of a data file differs from its record in the manifest."""
     # The digests of tensors cover the payload, this one the bytes before it: a changed offset in
     # a header would move every tensor and leave each payload as it is.
     for stamp in stamps:

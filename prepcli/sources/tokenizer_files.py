@@ -51,11 +51,7 @@ class JsonTokenizer:
         return self.tokenizer.token_to_id(content)
 
     def normalize(self, content: str) -> str:
-        """Return the text of a token as it is searched if it has `normalized`.
-
-        Raises:
-            PrepError: The normalizer fails.
-        """
+        """Return the text of a token as it is searched if it has `normalized`."""
         normalizer = self.tokenizer.normalizer
         if normalizer is None:
             return content
@@ -64,11 +60,7 @@ class JsonTokenizer:
             return normalizer.normalize_str(content)
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the ids of each text, without adding special tokens.
-
-        Raises:
-            PrepError: The tokenizer fails.
-        """
+        """Return the ids of each text, without adding special tokens."""
         num_chars = max(map(len, texts), default=0)
         check_normalizer_growth(self.growth, num_chars, str(self.path), ANOTHER_TOKENIZER_HINT)
         with library_errors(f"{self.path} cannot encode the tokens", ANOTHER_TOKENIZER_HINT):
@@ -77,15 +69,7 @@ class JsonTokenizer:
 
 
 def parse_tokenizer(path: AnyPath, data: bytes) -> JsonTokenizer:
-    """Return the tokenizer in the bytes of a tokenizer.json.
-
-    Args:
-        path: Its file, for messages.
-        data: The bytes.
-
-    Raises:
-        PrepError: The bytes are no tokenizer, or its ids differ from run to run.
-    """
+    """Return the tokenizer in the bytes of a tokenizer.json."""
     with library_errors(f"{path} is not a valid tokenizer", GET_AGAIN_HINT):
         tokenizer = load_fast_tokenizer(path, data)
         growth = normalizer_growth(data)
@@ -130,11 +114,7 @@ class SentencePieceTokenizer:
         return content
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the ids of each text. Special tokens and the added space are left out.
-
-        Raises:
-            PrepError: The library fails.
-        """
+        """Return the ids of each text. Special tokens and the added space are left out."""
         with library_errors(f"{self.path} cannot encode the tokens", GET_AGAIN_HINT):
             encoded: list[list[int]] = self.processor.encode(list(texts), out_type=int)
         space = self.token_id(SPACE)
@@ -155,15 +135,7 @@ class SentencePieceTokenizer:
 
 
 def parse_sentencepiece(path: AnyPath, data: bytes) -> SentencePieceTokenizer:
-    """Return the tokenizer in the bytes of a SentencePiece model.
-
-    Args:
-        path: Its file, for messages.
-        data: The bytes.
-
-    Raises:
-        PrepError: The bytes are no model, or the extra `sentencepiece` is not installed.
-    """
+    """Return the tokenizer in the bytes of a SentencePiece model."""
     with library_errors(f"{path} is not a SentencePiece model", GET_AGAIN_HINT):
         processor = load_sentencepiece(path, data)
         return SentencePieceTokenizer(

@@ -98,11 +98,6 @@ def vocabulary_names(source: Source, match: TensorMatch, vocabulary: Vocabulary)
     """Return the names of the tensors with one row per token.
 
     They are those of the parameters, of their training state, and of multi-token prediction.
-
-    Args:
-        source: The opened source.
-        match: The match of its tensors.
-        vocabulary: The true and the stored size of its vocabulary.
     """
     names = vocab_tensors(match)
     for tensor in source.state_tensors:
@@ -205,11 +200,7 @@ def _tensors_by_name(source: Source) -> tuple[Family, dict[str, SourceTensor]]:
 
 
 def stored_vocabulary(source: Source, true_size: int | None = None) -> Vocabulary:
-    """Return the vocabulary of a source. A verbatim one has the sizes of its config.
-
-    Raises:
-        PrepError: No family has the model type of the config.
-    """
+    """Return the vocabulary of a source. A verbatim one has the sizes of its config."""
     if not source.family.is_verbatim:
         return source.vocabulary(true_size)
     sizes = family_of(source.config).sizes(source.config)

@@ -62,9 +62,6 @@ def parse_hub_address(text: str) -> HubAddress | None:
 
     >>> parse_hub_address("https://huggingface.co/datasets/owner/name")
     HubAddress(repo_type='dataset', hub_id='owner/name', revision=None, path='')
-
-    Returns:
-        The parts of the address. None for any other text.
     """
     scheme, _, rest = text.rstrip("/").partition("://")
     match = None
@@ -122,11 +119,7 @@ def is_url(text: str) -> bool:
 
 
 def parse_url(text: str) -> ObjectStoreUrl:
-    """Parse `gs://BUCKET/PATH` or `s3://BUCKET/PATH`.
-
-    Raises:
-        UsageError: The scheme is not supported, or bucket or path are invalid.
-    """
+    """Parse `gs://BUCKET/PATH` or `s3://BUCKET/PATH`."""
     match = _URL.fullmatch(text.rstrip("/"))
     hint = "for example gs://BUCKET/PATH"
     if match is None:

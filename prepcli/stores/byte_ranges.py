@@ -102,11 +102,7 @@ DEFAULT_RETRY_POLICY = RetryPolicy()
 
 
 def retry_policy_from_env(environ: Mapping[str, str], note: Callable[[str], object]) -> RetryPolicy:
-    """Read the time-out from PREP_TIMEOUT, or from HF_HUB_DOWNLOAD_TIMEOUT.
-
-    Raises:
-        UsageError: The value is not a number of seconds above 0, at most 86400.
-    """
+    """Read the time-out from PREP_TIMEOUT, or from HF_HUB_DOWNLOAD_TIMEOUT."""
     if environ.get(TIMEOUT_VARIABLE):
         name = TIMEOUT_VARIABLE
     else:
@@ -405,11 +401,7 @@ def _gave_up_error(
 def read_range_in_parallel(
     reader: RangeReader, file: RemoteFile, *, offset: int, into: ByteArray
 ) -> None:
-    """Fill `into` with the bytes from `offset` on, with concurrent requests if it is large.
-
-    Raises:
-        PrepError: As for `read_range`.
-    """
+    """Fill `into` with the bytes from `offset` on, with concurrent requests if it is large."""
     count = max(1, min(MAX_IN_FLIGHT, into.size // PART_NBYTES))
     if count == 1:
         read_range(reader, file, offset=offset, into=into)
@@ -469,9 +461,6 @@ class ReadAheadCache:
             offset: First byte.
             into: Destination.
             reads_ahead: Whether a small read requests and keeps bytes after it. Otherwise only these bytes are sent.
-
-        Raises:
-            PrepError: As for `read_range`, or the range ends beyond the file.
         """
         if offset + into.size > file.size:
             why = f"it has {file.size:,} bytes, the read ends at byte {offset + into.size:,}"

@@ -44,13 +44,7 @@ def name_fault(name: str) -> str:
 
 
 def write_file(path: Path, content: bytes, *, overwrite: bool = True) -> None:
-    """Write a whole file. See `replacing_file`.
-
-    Args:
-        path: The file.
-        content: Its bytes.
-        overwrite: Whether an existing regular file is replaced.
-    """
+    """Write a whole file. See `replacing_file`."""
     with replacing_file(path, overwrite=overwrite) as file:
         file.write(content)
 
@@ -61,10 +55,6 @@ def replacing_file(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
 
     A kill, a full disk or an error leaves the old file, or none. The content is durable before it
     gets its name. No link is followed.
-
-    Args:
-        path: The file.
-        overwrite: Whether an existing regular file is replaced.
 
     Yields:
         The new file.
@@ -284,10 +274,6 @@ def read_complete_lines(path: Path, *, max_nbytes: int = MAX_LINE_NBYTES) -> Ite
 
     A line above the limit is yielded empty. A last line without an end, e.g. one cut short by a
     kill, is not yielded.
-
-    Raises:
-        PrepError: The path is not a regular file.
-        OSError: The system refuses to read it.
     """
     with open_regular_file(path) as file:
         while line := file.readline(max_nbytes + 1):
@@ -311,9 +297,6 @@ def resolve_named_path(folder: PathT, name: object, named_by: AnyPath | str) -> 
         folder: Folder of the named file.
         name: The name, as read, e.g. `"train/data-00000.arrow"`.
         named_by: The file or the listing with the name, for the error message.
-
-    Raises:
-        PrepError: The name is not text, is absolute, has a `..` or NUL, or is the folder itself.
 
     Example:
         >>> resolve_named_path(Path("data"), "train", Path("data/dataset_dict.json"))
@@ -401,10 +384,6 @@ def unreadable_error(path: AnyPath, error: OSError) -> PrepError:
 
 def io_error(path: AnyPath, error: OSError) -> PrepError:
     """Return an operating system error as a PrepError with the name of the file.
-
-    Args:
-        path: The file.
-        error: The error.
 
     Returns:
         An error with a hint for its cause, e.g. a full disk, too many open files or a missing folder.

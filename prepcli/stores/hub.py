@@ -56,9 +56,6 @@ def check_download(path: Path, digest: str, display_name: str) -> None:
         path: The file in the hub's cache, usually a link to its content.
         digest: `sha256:HEX` or `git:HEX`. Other texts are not digests of content: the file is not read.
         display_name: Name of the repository, for the message.
-
-    Raises:
-        DamagedError: The content has another digest.
     """
     for prefix, start in _HASHES.items():
         if not digest.startswith(prefix):
@@ -287,25 +284,14 @@ class HubListing:
     repo_type: str = "model"
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Download a small file into the hub's cache, and return bytes of it.
-
-        Raises:
-            PrepError: The disk has not enough room, or the bytes differ from the hub's digest.
-        """
+        """Download a small file into the hub's cache, and return bytes of it."""
         return read_bytes(self.download_file(name), start, stop - start)
 
     def download(self, names: Sequence[str], progress: Progress) -> Path:
         """Download files into the hub's cache, unless they are there.
 
-        Args:
-            names: The files.
-            progress: Receives the downloaded bytes.
-
         Returns:
             Folder of the snapshot in the cache, named by its commit.
-
-        Raises:
-            PrepError: The disk has not enough room, or the bytes of a file differ from the hub's digest.
         """
         from huggingface_hub import snapshot_download
         from huggingface_hub.constants import HF_HUB_CACHE
@@ -332,11 +318,7 @@ class HubListing:
             )
 
     def download_file(self, name: str) -> Path:
-        """Download a file of the listed commit into the hub's cache, unless it is there, and return its path.
-
-        Raises:
-            PrepError: The disk has not enough room, or the bytes differ from the hub's digest.
-        """
+        """Download a file of the listed commit into the hub's cache, unless it is there, and return its path."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
         if not _missing_files(self, [name]):
@@ -364,9 +346,6 @@ class HubListing:
         """Return the folder of some files of the listed commit, which are read where they are.
 
         Small files are fetched whole, through the hub's cache.
-
-        Raises:
-            PrepError: A file has no listed size.
         """
         from huggingface_hub import constants
 
@@ -400,12 +379,7 @@ class HubListing:
 
 
 def prepare_hub(offline: bool, retry_policy: RetryPolicy) -> bool:
-    """Set up huggingface_hub, and return whether only its cache may be used.
-
-    Args:
-        offline: Use only the cache, as HF_HUB_OFFLINE does.
-        retry_policy: Time-out and retries of each request.
-    """
+    """Set up huggingface_hub, and return whether only its cache may be used."""
     _set_hub_variables(offline)
     install_retrying_client(retry_policy)
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -416,17 +390,7 @@ def prepare_hub(offline: bool, retry_policy: RetryPolicy) -> bool:
 def list_repository(
     hub_id: str, revision: str | None, *, retry_policy: RetryPolicy, repo_type: str = "model"
 ) -> HubListing:
-    """List the files of a repository. A failed request raises an error of huggingface_hub.
-
-    Args:
-        hub_id: `OWNER/NAME`.
-        revision: Branch, tag or commit, or None for `main`.
-        retry_policy: Time-out and retries of each request.
-        repo_type: `model` or `dataset`.
-
-    Raises:
-        PrepError: The answer is malformed.
-    """
+    """List the files of a repository. A failed request raises an error of huggingface_hub."""
     from huggingface_hub import HfApi
 
     api = HfApi()

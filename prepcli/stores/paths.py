@@ -68,11 +68,7 @@ def _remove(folder: Path) -> None:
 
 
 def _try_lock(folder: Path, min_age_s: float = -math.inf) -> int | None:
-    """Lock a folder of this user until the descriptor is closed or the process ends.
-
-    Returns:
-        The descriptor of the lock, or None if the folder is locked, too young or another user's.
-    """
+    """Lock a folder of this user until the descriptor is closed or the process ends."""
     try:
         # /tmp is shared: O_NOFOLLOW refuses a symbolic link with this name.
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -123,9 +119,6 @@ class StoreListing:
             reader: Reads byte ranges of the files.
             files: The files.
             download: Returns a complete local file of a name. Default: a copy in a temporary folder.
-
-        Raises:
-            PrepError: A name would leave the folder of local copies, or is too long.
         """
         self.name = name
         self.reader = reader
@@ -162,11 +155,7 @@ class StoreListing:
         return None if names is None else [*names]
 
     def read(self, file: RemoteFile, offset: int, nbytes: int) -> bytes:
-        """Return bytes of a file, or fewer if it ends before. A file with a local copy needs no request.
-
-        Raises:
-            PrepError: The file cannot be read, or more than MAX_INDEX_NBYTES were read in this way.
-        """
+        """Return bytes of a file, or fewer if it ends before. A file with a local copy needs no request."""
         count = max(0, min(nbytes, file.size - offset))
         if (copy := self.copies.get(file.path)) is not None:
             with copy.open("rb") as stream:
@@ -445,11 +434,7 @@ class _StoreStream(io.RawIOBase):
 
 
 def read_all(reader: RangeReader, file: RemoteFile) -> bytes:
-    """Read the content of a small file.
-
-    Raises:
-        PrepError: The file has more than SMALL_NBYTES, or cannot be read.
-    """
+    """Read the content of a small file."""
     _check_is_small(reader, file)
     content = np.empty(file.size, np.uint8)
     read_range(reader, file, offset=0, into=content)
@@ -475,11 +460,7 @@ def path_in_folder(path: AnyPath, folder: AnyPath) -> PurePath | None:
 
 
 def local_copy(path: AnyPath) -> Path:
-    """Return a small file on a disk: the path itself, or a complete local copy of a file in a store.
-
-    Raises:
-        PrepError: A file in a store is too large, or cannot be read.
-    """
+    """Return a small file on a disk: the path itself, or a complete local copy of a file in a store."""
     return path.local() if isinstance(path, StorePath) else path
 
 
