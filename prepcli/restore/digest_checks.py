@@ -1,4 +1,4 @@
-"""Digests of complete tensors: checks against a manifest, and the digest of a whole model."""
+"""Digests of complete tensors: checks against a manifest, also of an earlier prep, and the digest of a whole model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from pathlib import Path
 import xxhash
 
 from prepcli.algebra.boxes import Range
-from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, text
+from prepcli.core.formatting import format_bytes
+from prepcli.core.observer import Observer
 from prepcli.core.progress import NullProgress, Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.pipeline import Pipeline
 from prepcli.formats.again_hint import RECREATE_HINT, again_hint
+from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.libraries import LayoutScale, recorded_scale
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Stream, read_copies
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.planning.tensors import qualify, split_name
@@ -310,3 +314,37 @@ def written_stream(
     if dtype != stream.dtype:
         stream = replace(stream, cast_to=dtype)
     return replace(stream, scale=scale)
+
+
+def note_missing_file_digests(
+    display_name: str, manifest: Manifest | None, observer: Observer
+) -> None:
+    """Print a note if a manifest has no digests of the checkpoint's settings and tokenizer files."""
+    if manifest and "files" not in manifest:
+        unchecked = "its settings and tokenizer files are not checked"
+        observer.note(f"{display_name} was written by an earlier prep: {unchecked}")
+
+
+def check_without_checksums(
+    source: Source,
+    tensors: Sequence[SourceTensor],
+    observer: Observer,
+    *,
+    hint: str = RECREATE_HINT,
+) -> None:
+    """Check the digests of whole tensors, for a checkpoint without checksums of its chunks.
+
+    Args:
+        source: Opened checkpoint.
+        tensors: Tensors to read and check. Tensors without digests are skipped.
+        observer: Receives a note and progress.
+        hint: Hint of the error for a damaged tensor.
+    """
+    nbytes = sum(tensor.nbytes for tensor in tensors if tensor.digests)
+    if not nbytes:
+        return
+    cost = f"checking it reads another {format_bytes(nbytes)}"
+    name = f"{source.display_name} has no {CHECKSUMS_FILE} (written by an earlier prep)"
+    reshard = Command("reshard")
+    observer.note(text("{}: {}; {} writes a checkpoint with checksums", name, cost, reshard))
+    check_tensors(source, tensors, observer.progress(), hint)

@@ -33,8 +33,12 @@ from prepcli.models.rule_text import merge_rules
 from prepcli.models.text_part import text_section
 from prepcli.planning.manifest_fields import Manifest, OriginRecord
 from prepcli.planning.tensor_match import Vocabulary, read_vocabulary, with_vocabulary
-from prepcli.restore.digest_checks import sample_digest, towers_digest
-from prepcli.restore.earlier_checkpoints import check_without_checksums, note_missing_file_digests
+from prepcli.restore.digest_checks import (
+    check_without_checksums,
+    note_missing_file_digests,
+    sample_digest,
+    towers_digest,
+)
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.folders import Access

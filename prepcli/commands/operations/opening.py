@@ -19,7 +19,7 @@ from prepcli.execution.staging import remove_leftover
 from prepcli.execution.workers import ONE_PROCESS, ProcessOptions
 from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder
 from prepcli.planning.tensor_match import MatchOptions
-from prepcli.restore.earlier_checkpoints import note_missing_file_digests
+from prepcli.restore.digest_checks import note_missing_file_digests
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.dropped_tensors import drop_tensors
