@@ -223,19 +223,17 @@ class BoxReader:
 
         This is the common case: each chunk is one shard of the mesh.
         """
-        if len(read.targets) > 1 or read.duplicates:
-            return None
-        (target,) = read.targets
-        runs = location_copies(read.placement, read.window, read.window)
-        run, *others = itertools.islice(runs, 2)
-        if others or run.width != read.nbytes or target.array.dtype != numpy_dtype(read.dtype):
+        target, *others = read.targets
+        if others or read.duplicates or target.array.dtype != numpy_dtype(read.dtype):
             return None
         into = target.bytes_of(read.window)
+        if into is None:
+            return None
+        run = next(location_copies(read.placement, read.window, read.window))
         # Direct I/O needs the address and the offset in the file to agree modulo PAGE.
         alignment = 1 if self.is_remote else PAGE
-        if into is None or (into.ctypes.data - run.file_offset) % alignment:
-            return None
-        return run, into
+        is_aligned = (into.ctypes.data - run.file_offset) % alignment == 0
+        return (run, into) if is_aligned and run.width == read.nbytes else None
 
     def _read_box(
         self, read: WindowRead, placement: Locations, buffer: ByteArray

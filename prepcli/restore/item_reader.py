@@ -6,14 +6,14 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from operator import mul
+from operator import itemgetter, mul
 from pathlib import Path
 
 from prepcli.algebra.boxes import Box, full_box, intersection, strides, volume
-from prepcli.algebra.grids import StoredRange
-from prepcli.algebra.strided_copies import leaf_box_parts
+from prepcli.algebra.grids import ChunkIndex, StoredRange
+from prepcli.algebra.strided_copies import LeafBoxPart
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, DamagedError, PrepError, text
 from prepcli.engine import checkpoint_store
@@ -25,7 +25,7 @@ from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import OrbaxItem, find_item, read_item
 from prepcli.formats.orbax_chunks import chunk_label
-from prepcli.planning.arrays import Array, chunk_blocks, identity_axis_map
+from prepcli.planning.arrays import Array, Locations, chunk_blocks, identity_axis_map, whole_array
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.tensors import PARAMS, itemsize
 from prepcli.restore.box_reads import (
@@ -182,47 +182,49 @@ class ItemReader(BoxReader):
         self._array_numbers = numbers
         self.leaves = leaves
 
-    def _jobs(self, number: int, parts: BoxArrays) -> Iterator[WindowRead | list[WindowRead]]:
-        """Yield the reads of a leaf: windows, or all windows of a chunk that is decoded as a whole."""
+    def _jobs(self, number: int, parts: BoxArrays) -> Iterator[_ChunkJob]:
+        """Yield the reads of a leaf: one window each, or all windows of a chunk that is decoded as a whole."""
         array = self._item.arrays[number]
-        # A chunk at the edge is stored in full size. Its checksum blocks may end outside of the array.
-        padded = map(mul, array.grid.chunk_counts, array.chunk_shape)
-        array = replace(array, shape=tuple(padded))
         is_direct = is_read_directly(self._item, number)
-        reads_blocks = self.is_checked or not is_direct
         for index, targets in _targets_by_chunk(array, parts):
-            reads = _chunk_reads(array, index, targets, reads_blocks=reads_blocks)
+            place: Locations = ()
             if is_direct:
-                yield from reads
+                stored = array.stored_chunk(index)
+                assert isinstance(stored, StoredRange)
+                position = (stored.file, stored.offset)
+                place = (whole_array(array.name, array.dtype, array.chunk_shape, position),)
+            reads_blocks = self.is_checked or not is_direct
+            reads = _chunk_reads(array, place, targets, reads_blocks=reads_blocks)
+            if is_direct:
+                yield from (_ChunkJob(index, (read,)) for read in reads)
             else:
-                yield [*reads]
+                yield _ChunkJob(index, tuple(reads))
 
-    def _run_job(self, number: int, job: WindowRead | list[WindowRead], buffer: ByteArray) -> int:
+    def _run_job(self, number: int, job: _ChunkJob, buffer: ByteArray) -> int:
         """Read a window or decode a chunk of array `number`. Return the number of bytes."""
-        check = partial(self._verify, number)
-        if isinstance(job, WindowRead):
-            return self.read_window(job, buffer, check)
+        check = partial(self._verify, number, job.index)
+        if job.reads[0].placement:
+            return self.read_window(job.reads[0], buffer, check)
         # Decode a chunk in one thread, up to the end of its last window.
         blob = DecodedArray(self._item, number)
-        index, _ = _chunk_position(blob.meta, job[0].window)
         cache = ChunkCache(DECODE_MEMORY_NBYTES)
         try:
-            with contextlib.closing(open_chunk(blob, index, cache)) as reader:
-                for read in job:
+            with contextlib.closing(open_chunk(blob, job.index, cache)) as reader:
+                for read in job.reads:
                     data = buffer[: read.nbytes]
-                    reader.read(_chunk_position(blob.meta, read.window)[1], data)
+                    reader.read(_offset(blob.meta, read.window), data)
                     check(read, data)
                     read.fill(data)
         except (ValueError, OSError) as error:
-            raise chunk_error(blob, index, error) from error
-        return sum(read.nbytes for read in job)
+            raise chunk_error(blob, job.index, error) from error
+        return sum(read.nbytes for read in job.reads)
 
-    def _verify(self, number: int, read: WindowRead, data: ByteArray) -> None:
-        """Raise DamagedLeafError unless the bytes of a window of array `number` agree with their checksums."""
+    def _verify(self, number: int, index: ChunkIndex, read: WindowRead, data: ByteArray) -> None:
+        """Raise DamagedLeafError unless a window of a chunk of array `number` agrees with its checksums."""
         if self._checksums is None:
             return
         array = self._item.arrays[number]
-        index, start = _chunk_position(array, read.window)
+        start = _offset(array, read.window)
         damaged = self._checksums.first_damaged_block(array.name, index, start, data)
         if damaged is None:
             return
@@ -231,13 +233,21 @@ class ItemReader(BoxReader):
         offset = 0
         if isinstance(value, StoredRange):
             where = self._item.files[value.file]
-        if is_read_directly(self._item, number) and isinstance(value, StoredRange):
-            offset = value.offset
+        if read.placement:
+            offset = read.placement[0].position[1]
         else:
             where = f"chunk {chunk_label(index)} (decoded) in {where}"
         span = f"bytes {offset + damaged[0]:,} to {offset + damaged[1]:,}"
         why = f"{span} of {where} differ from their recorded checksum"
         raise DamagedLeafError(f"{array.name} of {self.folder} is damaged", why, self._hint)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkJob:
+    """Reads of windows of one chunk. Their boxes count from the first element of the chunk."""
+
+    index: ChunkIndex
+    reads: tuple[WindowRead, ...]
 
 
 def _read_unit_shape(item: OrbaxItem, array_number: int) -> tuple[int, ...]:
@@ -271,42 +281,38 @@ def _check_arrays(meta: Array, arrays: BoxArrays) -> None:
             )
 
 
-def _targets_by_chunk(
-    array: Array, parts: BoxArrays
-) -> Iterator[tuple[tuple[int, ...], list[Target]]]:
+def _targets_by_chunk(array: Array, parts: BoxArrays) -> Iterator[tuple[ChunkIndex, list[Target]]]:
     """Yield the index and the arrays to fill of every needed chunk, in C order of the grid."""
-    axis_map = identity_axis_map(array.name, array.shape)
-    targets: dict[tuple[int, ...], list[Target]] = {}
+    axis_map = identity_axis_map(array.name, array.chunk_shape)
+    atoms = [dim[0].atom for dim in axis_map.leaf_dims]
+    targets: dict[ChunkIndex, list[Target]] = {}
     for box, out in parts.items():
+        if not volume(box):
+            continue
         index_ranges: list[range] = []
         for (low, high), length in zip(box, array.chunk_shape):
             # E.g. low 5, high 9 in chunks of 4: chunks 1 and 2.
             index_ranges.append(range(low // length, -(-high // length)))
-        for part in leaf_box_parts(axis_map, box):
-            for index in itertools.product(*index_ranges):
-                targets.setdefault(index, []).append(Target(axis_map, part, out))
-    yield from sorted(targets.items())
+        for index in itertools.product(*index_ranges):
+            corner = map(mul, index, array.chunk_shape)
+            in_chunk = tuple((low - by, high - by) for (low, high), by in zip(box, corner))
+            needed = intersection(in_chunk, full_box(array.chunk_shape))
+            part = LeafBoxPart(in_chunk, array.name, dict(zip(atoms, needed)))
+            targets.setdefault(index, []).append(Target(axis_map, part, out))
+    yield from sorted(targets.items(), key=itemgetter(0))
 
 
-def _chunk_position(array: Array, window: Box) -> tuple[tuple[int, ...], int]:
-    """Return the index of the chunk with a window, and the offset of the window in the decoded chunk."""
-    index = tuple(low // length for (low, _), length in zip(window, array.chunk_shape))
-    start = 0
+def _offset(array: Array, window: Box) -> int:
+    """Return the offset of a window of a chunk in the bytes of the chunk."""
     byte_strides = strides(array.chunk_shape, itemsize(array.dtype))
-    for (low, _), length, stride in zip(window, array.chunk_shape, byte_strides):
-        start += low % length * stride
-    return index, start
+    return sum(low * stride for (low, _), stride in zip(window, byte_strides))
 
 
 def _chunk_reads(
-    array: Array, index: tuple[int, ...], targets: Sequence[Target], *, reads_blocks: bool
+    array: Array, place: Locations, targets: Sequence[Target], *, reads_blocks: bool
 ) -> Iterator[WindowRead]:
     """Yield the reads of a chunk that fill its part of the targets, as whole checksum blocks on request."""
-    corner = [i * length for i, length in zip(index, array.chunk_shape)]
-    chunk_box = _shifted_box(full_box(array.chunk_shape), corner, 1)
-    needed: list[Box] = []
-    for target in targets:
-        needed.append(_shifted_box(intersection(target.part.box, chunk_box), corner, -1))
+    needed = [tuple(target.part.atom_ranges.values()) for target in targets]
     if reads_blocks:
         windows = _block_pieces(needed, array)
     else:
@@ -314,17 +320,13 @@ def _chunk_reads(
         max_volume = max(1, PIECE_NBYTES // item_nbytes)
         axis_strides = strides(array.chunk_shape, item_nbytes)
         windows = split_window(_bounding_box(needed), axis_strides, max_volume)
-    for window_in_chunk in windows:
-        window = _shifted_box(window_in_chunk, corner, 1)
+    for window in windows:
         # The bounding box of several boxes may contain windows that no box needs.
-        touched = [t for t in targets if volume(intersection(t.part.box, window))]
+        touched = [
+            target for target, box in zip(targets, needed) if volume(intersection(box, window))
+        ]
         if touched:
-            yield WindowRead(array.name, array.dtype, (array,), window, touched, MIN_GAP_NBYTES)
-
-
-def _shifted_box(box: Box, corner: Sequence[int], sign: int) -> Box:
-    """Return a box moved by `sign` times `corner`."""
-    return tuple((low + sign * by, high + sign * by) for (low, high), by in zip(box, corner))
+            yield WindowRead(array.name, array.dtype, place, window, touched, MIN_GAP_NBYTES)
 
 
 def _bounding_box(boxes: Sequence[Box]) -> Box:
