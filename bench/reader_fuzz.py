@@ -44,7 +44,7 @@ from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.formats.torch_dcp import METADATA_FILE, read_dcp_folder
 from prepcli.sources.dequantized import DequantizedBlob, find_stored_weights
 from prepcli.sources.openers.gguf_file import open_gguf
-from prepcli.sources.source_hints import NO_HINTS
+from prepcli.sources.references import NO_HINTS
 from prepcli.stores.buffers import Blob
 from trainer.data.dataset_layout import read_metadata, select_files
 from trainer.data.files import hash_file

@@ -17,15 +17,14 @@ import time
 from collections.abc import Sequence
 
 from prepcli.algebra.boxes import Box, strides
-from prepcli.algebra.chunks import StridedChunks
-from prepcli.algebra.grids import ChunkGrid
+from prepcli.algebra.grids import ChunkGrid, StridedChunks
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.execution.run_storage import decode_boxes, encode_boxes
 from prepcli.formats.orbax import encode_item_metadata
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
 from prepcli.planning.arrays import Array, MappedArray, identity_axis_map, whole_array
+from prepcli.planning.object_files import plan_process_files
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
-from prepcli.planning.process_files import plan_process_files
 
 LAYERS = 32
 WIDTH = 4096

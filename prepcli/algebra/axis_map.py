@@ -32,7 +32,7 @@ No I/O, no jax.
 `row_text.parse_row` makes a `ParsedAxisMap` of the text, without sizes. `bind_row` adds the sizes. Two layers,
 four heads, two heads of keys, and three elements per head:
 
->>> from prepcli.algebra.row_text import parse_row
+>>> from prepcli.algebra.rows import parse_row
 >>> text = "layers heads head_dim embed <- h.{layers}.qk: (>heads head_dim | kv_heads head_dim) embed"
 >>> sizes = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 3, "embed": 5}
 >>> axis_map = bind_row(parse_row(text), sizes)
@@ -263,9 +263,6 @@ class TensorIndex:
 
         >>> TensorIndex((SizedAxis("layers", 3), SizedAxis("half", 2, fixed=1))).resolve({"layers": 2})
         5
-
-        Args:
-            atom_indices: Index of each atom without a fixed index.
         """
         # Horner's rule for a row-major index: (i, j) in extents (m, n) is i * n + j.
         index = 0

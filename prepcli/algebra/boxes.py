@@ -51,9 +51,6 @@ def strides(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
     Args:
         shape: Shape of the array.
         itemsize: Stride of the innermost dim: bytes per element, or 1 to count elements.
-
-    Returns:
-        One stride per dim.
     """
     reversed_strides: list[int] = []
     stride = itemsize
@@ -67,10 +64,6 @@ def split_merged_range(merged_range: Range, extents: Sequence[int]) -> Iterator[
     """Split a range of a merged dim into boxes over its named axes (atoms).
 
     An index of the merged dim is a mixed-radix number. Its digits are the atoms' indices, outermost first.
-
-    Args:
-        merged_range: Half-open range of the merged dim.
-        extents: Extents of the atoms, outermost first.
 
     Yields:
         Boxes with one range per atom. In C order, one after another, they cover the range.

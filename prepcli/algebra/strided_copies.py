@@ -7,7 +7,7 @@ An example: the float32 tensor w [2, 3] becomes the leaf [3, 2], in chunks [1, 2
 dims on the left and the dims of the tensor on the right:
 
 >>> from prepcli.algebra.axis_map import bind_row
->>> from prepcli.algebra.row_text import parse_row
+>>> from prepcli.algebra.rows import parse_row
 >>> from prepcli.planning.arrays import Array, MappedArray
 >>> axis_map = bind_row(parse_row("b a <- w: a b"), {"a": 2, "b": 3})
 >>> axis_map.source_shape, axis_map.leaf_shape
@@ -47,8 +47,17 @@ from typing import Protocol
 
 from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.boxes import Box, Range, full_box, intersect, split_merged_range, strides
-from prepcli.algebra.chunks import ArrayPart, ArrayParts, Chunks, ChunkTable, StridedChunks
-from prepcli.algebra.grids import DimPiece, free_atom_ranges, split_dim, split_dim_part
+from prepcli.algebra.grids import (
+    ArrayPart,
+    ArrayParts,
+    Chunks,
+    ChunkTable,
+    DimPiece,
+    StridedChunks,
+    free_atom_ranges,
+    split_dim,
+    split_dim_part,
+)
 
 NO_INDICES: Mapping[str, int] = {}
 
@@ -210,9 +219,6 @@ def leaf_box_parts(
         axis_map: Maps the tensors' elements to the leaf's.
         box: Box of the leaf.
         unscanned_indices: Index of each axis with one leaf per index, e.g. {"layers": 3} for the leaf of layer 3.
-
-    Yields:
-        The parts. Elements in no part are padding.
     """
     # An axis map has the padded extents in the leaf's dims, and the true ones in the tensor's. What
     # is beyond the true extents is padding, which no tensor fills.

@@ -16,7 +16,7 @@ import xxhash
 
 from prepcli.core.counts import count_text
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
-from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.libraries import LayoutScale
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import CastEntry, itemsize
 from prepcli.stores.buffers import ByteArray

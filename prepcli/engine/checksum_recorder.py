@@ -19,8 +19,8 @@ import xxhash
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.digest import checksum
 from prepcli.engine.files import PAGE, Files
-from prepcli.planning.checksum_blocks import BLOCK_NBYTES, ChecksumBlock
-from prepcli.planning.chunk_extents import ChunkExtent, count_blocks
+from prepcli.planning.arrays import BLOCK_NBYTES, ChecksumBlock
+from prepcli.planning.chunk_placement import ChunkExtent, count_blocks
 from prepcli.stores.buffers import ByteArray, allocate_buffer
 
 UNKNOWN = 0

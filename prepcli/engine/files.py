@@ -31,7 +31,7 @@ from prepcli.engine.no_follow import open_no_follow
 from prepcli.engine.sync_files import sync_many
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.stores.buffers import ByteArray
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 
 # File descriptors left for other uses.
 RESERVED_DESCRIPTORS = 32

@@ -12,8 +12,8 @@ from prepcli.engine.checkpoint_store import HostLeaf, HostShard
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import PAGE, Files
 from prepcli.engine.fills import numpy_dtype
+from prepcli.planning.chunk_placement import shard_copies
 from prepcli.planning.plan import OutputLeaf
-from prepcli.planning.shard_copies import shard_copies
 from prepcli.stores.buffers import ByteArray, allocate_buffer
 
 # A sync between shards bounds the dirty pages in the page cache, which count as memory of the job.

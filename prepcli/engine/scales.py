@@ -18,7 +18,7 @@ import xxhash
 
 from prepcli.engine.casts import BLOCK_VALUES, StreamDigest, ValueTransform, count_changes
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
-from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.libraries import LayoutScale
 
 
 def scale_values(values: np.ndarray, scale: LayoutScale) -> np.ndarray:

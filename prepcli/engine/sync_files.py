@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from prepcli.core.worker_thread import run_in_threads
-from prepcli.stores.writing import fsync_path
+from prepcli.stores.files import fsync_path
 
 # Journalling file systems commit concurrent syncs together: on ext4, 1,500 files of 64 KiB took 8.1 s one after
 # another, 0.3 s in 8 threads and 0.2 s in 32.

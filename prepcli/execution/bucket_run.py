@@ -31,18 +31,21 @@ from prepcli.execution.run import Run
 from prepcli.execution.run_store import DONE_FOLDER, RUN_FILE
 from prepcli.execution.signals import PARENT_VARIABLE
 from prepcli.execution.source_checks import parse_source_state
-from prepcli.execution.unit_notes import UnitNote, all_checksums, all_digests
+from prepcli.execution.unit_notes import (
+    UnitNote,
+    all_checksums,
+    all_digests,
+)
 from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error
 from prepcli.planning.manifest_fields import FileRecord, Manifest
 from prepcli.planning.plan import SmallFile
 from prepcli.planning.work_units import find_work_units
 from prepcli.stores import object_store
 from prepcli.stores.bucket_lock import BucketLock, check_lock, is_locked_by
-from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile, retry_policy_from_env
 from prepcli.stores.conditional_objects import publish_content
 from prepcli.stores.object_store import Bucket, ObjectStoreUrl
 from prepcli.stores.object_writes import ObjectUploads, missing_object_error
-from prepcli.stores.retries import retry_policy_from_env
 
 # Units that a process claims at once. Their requests are sent concurrently.
 MAX_CLAIMED = 16

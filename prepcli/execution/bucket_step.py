@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from prepcli.algebra.boxes import Box, intersect, slices, volume
+from prepcli.algebra.grids import ChunkIndex
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.progress import NullProgress
 from prepcli.engine.blobs import open_blobs
@@ -34,14 +35,13 @@ from prepcli.execution.step_writer import MEMORY_NBYTES, NOTE_STEM
 from prepcli.execution.written_data import readback_stream
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.manifest_fields import FileRecord
+from prepcli.planning.object_files import LeafGroup, ProcessFiles
 from prepcli.planning.plan import OutputLeaf, Plan, SmallFile, Stream
-from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.stores.buffers import ByteArray
-from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads
 from prepcli.stores.conditional_objects import publish_content
 from prepcli.stores.object_store import Bucket, part_nbytes
 from prepcli.stores.paths import StoreListing, read_all
-from prepcli.stores.retries import map_in_daemon_threads
 
 NUM_THREADS = 32  # concurrent requests for small objects
 # Memory for the parts of the data file in flight, and their maximum number

@@ -20,21 +20,20 @@ from prepcli.execution.step_writer import write_step
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
-from prepcli.planning.plan import OutputLeaf
-from prepcli.planning.process_files import (
+from prepcli.planning.object_files import (
     ProcessFiles,
     plan_process_files,
 )
+from prepcli.planning.plan import OutputLeaf
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
+from prepcli.stores.addresses import ObjectStoreUrl
 from prepcli.stores.bucket_lock import BucketLock
-from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile, RetryPolicy
+from prepcli.stores.files import io_error, open_regular_file
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.object_url import ObjectStoreUrl
-from prepcli.stores.reading import io_error, open_regular_file
-from prepcli.stores.retries import RetryPolicy
 
 STORED_PIECE_NBYTES = 8 << 20  # bytes of a file read at a time for its upload
 

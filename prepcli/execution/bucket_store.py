@@ -45,7 +45,7 @@ from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, decode_manifest
 from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.stores.bucket_lock import BucketLock
-from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads
 from prepcli.stores.conditional_objects import (
     ConditionsNotSupportedError,
     create_object,
@@ -54,7 +54,6 @@ from prepcli.stores.conditional_objects import (
 )
 from prepcli.stores.object_store import Bucket
 from prepcli.stores.paths import SMALL_NBYTES, read_all
-from prepcli.stores.retries import map_in_daemon_threads
 
 ALIVE_FOLDER = "alive"
 BEGIN = "begin"  # the claim of the process that begins the run

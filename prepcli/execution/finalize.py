@@ -27,7 +27,7 @@ from prepcli.formats.orbax import (
     write_files,
 )
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
-from prepcli.planning.chunk_extents import chunk_extents
+from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.manifest_fields import (
     FileRecord,
     LeafRecord,
@@ -37,15 +37,15 @@ from prepcli.planning.manifest_fields import (
     TensorRecord,
 )
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile, Stream
-from prepcli.planning.quantization_leaves import is_quantization_tensor
-from prepcli.planning.state_names import PARAMS, qualify, split_name
-from prepcli.stores.reading import (
+from prepcli.planning.state_rows import is_quantization_tensor
+from prepcli.planning.tensors import PARAMS, qualify, split_name
+from prepcli.stores.byte_ranges import map_in_daemon_threads
+from prepcli.stores.files import (
     MAX_LFS_POINTER_NBYTES,
     check_not_lfs_pointer,
     io_error,
     not_regular_error,
 )
-from prepcli.stores.retries import map_in_daemon_threads
 
 # Small files are written from their first byte again, also after an interruption.
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC

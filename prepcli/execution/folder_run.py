@@ -42,7 +42,7 @@ from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.file_records import are_files_intact
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, foreign_output_error, read_manifest
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
-from prepcli.planning.chunk_extents import chunk_extents
+from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes

@@ -23,8 +23,7 @@ from prepcli.execution.step_writer import FolderStep, write_step
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.stores.reading import io_error
-from prepcli.stores.writing import fsync_path
+from prepcli.stores.files import fsync_path, io_error
 
 LOCK = ".lock"
 # Other starts of the run may fail and remove the folder, so locking is tried again.

@@ -36,7 +36,7 @@ from prepcli.execution.run_store import (
 )
 from prepcli.execution.unit_notes import decode_record, encode_record
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.stores.writing import MAX_NAME_NBYTES, fsync_path
+from prepcli.stores.files import MAX_NAME_NBYTES, fsync_path
 
 LOCK_FILE = "lock"  # shared by all processes of the run
 JOIN_LOCK_FILE = "door"

@@ -17,16 +17,16 @@ from prepcli.core.errors import RESUME_HINT, Option, PrepError, text, usage_erro
 from prepcli.core.lists import join_names
 from prepcli.core.progress import Progress
 from prepcli.execution.finalize import WORK_FOLDER
-from prepcli.sources.symlinks import resolve_small_file
+from prepcli.sources.side_files import resolve_small_file
+from prepcli.stores.byte_ranges import DEFAULT_RETRY_POLICY, RetryPolicy
 from prepcli.stores.hub_client import (
     CHECK_ENDPOINT,
     MALFORMED_ANSWER,
     NoAnswerError,
     install_retrying_client,
     is_malformed_answer,
+    is_network_error,
 )
-from prepcli.stores.hub_ranges import is_network_error
-from prepcli.stores.retries import DEFAULT_RETRY_POLICY, RetryPolicy
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from prepcli.engine.object_assembler import Piece
 from prepcli.formats.codecs import Encoder, codec_of
 from prepcli.formats.orbax_chunks import WrittenChunk
-from prepcli.planning.chunk_extents import ChunkExtent
+from prepcli.planning.chunk_placement import ChunkExtent
 from prepcli.planning.item_storage import Compression
 from prepcli.stores.buffers import ByteArray, allocate_buffer
 

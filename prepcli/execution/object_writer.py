@@ -36,9 +36,8 @@ from prepcli.execution.run import Run
 from prepcli.execution.unit_notes import UnitNote
 from prepcli.formats.codecs import codec_of
 from prepcli.planning import coverage
-from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
-from prepcli.planning.object_files import OBJECT_NBYTES
-from prepcli.planning.object_passes import streams_of_spans
+from prepcli.planning.chunk_placement import ChunkExtent, chunk_extents
+from prepcli.planning.object_files import OBJECT_NBYTES, streams_of_spans
 from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.stores.buffers import ByteArray

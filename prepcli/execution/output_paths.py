@@ -20,8 +20,8 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import CHECKPOINT_METADATA_FILE, COMMIT_MARKER, STRINGS_FILE
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.plan import Plan
-from prepcli.stores.object_url import ObjectStoreUrl, is_url, parse_url
-from prepcli.stores.writing import name_fault
+from prepcli.stores.addresses import ObjectStoreUrl, is_url, parse_url
+from prepcli.stores.files import name_fault
 
 # Files that prep writes beside the data: in the folder of an item, and in the folder of the output.
 ITEM_FILES = (METADATA_FILE, CHECKPOINT_METADATA_FILE, STRINGS_FILE, COMMIT_MARKER)

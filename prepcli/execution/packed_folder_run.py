@@ -24,7 +24,7 @@ from prepcli.execution.written_data import check_whole_file, is_intact_file
 from prepcli.planning.work_units import find_work_units
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import RemoteFile
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 
 
 class PackedFolderRun(FolderRun):

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from prepcli.core.version import version
 from prepcli.engine.digest import digest, digest_pieces
 from prepcli.execution.workers import WorkerPool
-from prepcli.planning.plan import Plan
-from prepcli.planning.plan_text import encode_text, iter_text
+from prepcli.planning.plan import Plan, encode_text, iter_text
 from prepcli.sources.source import Source
 
 

@@ -19,8 +19,8 @@ from prepcli.core.errors import RERUN_HINT, PrepError
 from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.formats.again_hint import RECREATE_HINT
+from prepcli.planning.object_files import LeafBoxes
 from prepcli.planning.plan import Plan
-from prepcli.planning.process_files import LeafBoxes
 from prepcli.restore.item_reader import ItemReader
 
 TOKENS_FOLDER = "data"  # the tokens of the datasets

@@ -12,15 +12,15 @@ from prepcli.core.json_types import JsonValue
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
 from prepcli.formats.again_hint import again_hint
 from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream, read_copies
-from prepcli.planning.quantization_leaves import is_decoded_tensor
-from prepcli.planning.state_names import split_name
+from prepcli.planning.state_rows import is_decoded_tensor
 from prepcli.planning.tensor_match import not_equal_error
+from prepcli.planning.tensors import split_name
 from prepcli.restore.digest_checks import RecordedDigests, checkpoint_of
 from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
 from prepcli.stores.buffers import Blob
+from prepcli.stores.files import io_error
 from prepcli.stores.paths import AnyPath, is_remote, local_copy
-from prepcli.stores.reading import io_error
 
 # File in the work folder, with the state of the source when the run began.
 SOURCE_STATE_FILE = "source.json"

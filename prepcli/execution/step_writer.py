@@ -28,10 +28,10 @@ from prepcli.execution.request import make_run_identity, plan_digest
 from prepcli.execution.run_storage import StepSave, joint_work
 from prepcli.execution.unit_notes import UnitNote
 from prepcli.execution.written_data import StreamReader
-from prepcli.planning.chunk_extents import chunk_extents
+from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import divide_streams, subplan
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 
 MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf or shard that is fetched
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step is the note of process I

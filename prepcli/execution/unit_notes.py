@@ -18,7 +18,7 @@ from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.checksum_recorder import ChecksumArray
 from prepcli.engine.digest import CHECKSUM_DTYPE, digest
 from prepcli.engine.pipeline import EMPTY_DIGEST
-from prepcli.planning.chunk_extents import chunk_extents, count_blocks
+from prepcli.planning.chunk_placement import chunk_extents, count_blocks
 from prepcli.planning.plan import Plan
 from prepcli.stores.byte_ranges import RemoteFile
 

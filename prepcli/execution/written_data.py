@@ -33,7 +33,7 @@ from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source
 from prepcli.stores.byte_ranges import RemoteFile
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 
 # Name of this task in progress reports.
 CHECK_TASK = "check"

@@ -1,7 +1,7 @@
 """Read and write `prep-checksums.bin`, the XXH3-64 checksum of every checksum block.
 
 A reader of part of a checkpoint checks only the blocks of that part. The file holds little-endian uint64 values in the
-order of `planning.checksum_blocks`. The manifest records the digest of the file.
+order of `planning.arrays`. The manifest records the digest of the file.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError,
 from prepcli.core.json_types import JsonObject
 from prepcli.engine.digest import CHECKSUM_DTYPE, checksum, digest
 from prepcli.engine.no_follow import write_no_follow
-from prepcli.planning.arrays import Array
-from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, assign_block_numbers
+from prepcli.planning.arrays import BLOCK_NBYTES, Array, LeafBlocks, assign_block_numbers
 from prepcli.planning.manifest_fields import Manifest
+from prepcli.stores.files import read_small_file
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import read_small_file
 
 CHECKSUMS_FILE = "prep-checksums.bin"
 CHECKSUM_METHOD = "xxh3_64"

@@ -19,13 +19,13 @@ from prepcli.formats.manifest import MANIFEST_FILE, accept_hint, read_manifest
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE, METADATA_FILE, ZARR2, ZARR3
 from prepcli.planning.manifest_fields import FileRecord, Manifest
-from prepcli.stores.paths import AnyPath, StorePath, path_in_folder, read_each
-from prepcli.stores.reading import (
+from prepcli.stores.files import (
     open_regular_file,
     resolve_named_path,
     stat_file,
     unreadable_error,
 )
+from prepcli.stores.paths import AnyPath, StorePath, path_in_folder, read_each
 
 READ_NBYTES = 1 << 20
 # Pieces of a file in a store that are in memory at the same time.

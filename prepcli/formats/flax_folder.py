@@ -15,8 +15,8 @@ from prepcli.formats.shard_index import (
     read_weight_map,
 )
 from prepcli.planning.arrays import Array
+from prepcli.stores.files import list_folder
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import list_folder
 
 STEM = "flax_model"
 SINGLE_FILE = f"{STEM}.{SUFFIX}"

@@ -20,8 +20,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from prepcli.core.errors import Command, DamagedError, text
+from prepcli.stores.files import read_small_file
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import read_small_file
 
 # Kimi-K2 has 139,583 tensors: about 30 MB.
 MAX_LOCK_NBYTES = 256 << 20

@@ -16,7 +16,7 @@ from prepcli.core.json_schema import find_type_fault
 from prepcli.core.json_values import load_json, quote_name
 from prepcli.engine.digest import digest
 from prepcli.formats.orbax import MODEL_ITEMS, find_item
-from prepcli.planning.layout_scales import is_scale_record
+from prepcli.planning.libraries import is_scale_record
 from prepcli.planning.manifest_fields import (
     KEYS_BY_KIND,
     PREP_KEYS,
@@ -26,8 +26,8 @@ from prepcli.planning.manifest_fields import (
     TensorRecord,
 )
 from prepcli.planning.tensors import ITEM_BITS
+from prepcli.stores.files import read_small_file
 from prepcli.stores.paths import AnyPath, PathT
-from prepcli.stores.reading import read_small_file
 
 MANIFEST_FILE = "prep-manifest.json"
 # Item of a training step. The step's manifest is in the parent folder.

@@ -17,15 +17,15 @@ from typing import BinaryIO, Literal
 
 import xxhash
 
-from prepcli.algebra.chunks import run_parts
+from prepcli.algebra.grids import run_parts
 from prepcli.core.counts import count_text
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.formats.shard_index import damage_hint
 from prepcli.planning.arrays import Array, parted_array, whole_array
 from prepcli.planning.tensors import ITEM_BITS, itemsize
+from prepcli.stores.files import CutShortError, open_regular_file, stat_file, unreadable_error
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import CutShortError, open_regular_file, stat_file, unreadable_error
 
 # Extension codes of flax.serialization: array and NumPy scalar.
 EXT_ARRAY = 1

@@ -30,14 +30,14 @@ from prepcli.formats.ocdbt_frames import (
     encode_varints,
     iter_ints,
 )
-from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import (
+from prepcli.stores.files import (
     list_folder,
     read_bytes,
     resolve_named_path,
     stat_file,
     stat_indexed_file,
 )
+from prepcli.stores.paths import AnyPath
 
 OCDBT_MANIFEST = "manifest.ocdbt"
 NODE_MAGIC = 0x0CDB20DE

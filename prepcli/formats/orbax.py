@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from prepcli.algebra.chunks import ChunkTable
+from prepcli.algebra.grids import ChunkTable
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import JsonObject
 from prepcli.core.json_values import parse_json, quote_name
@@ -61,8 +61,8 @@ from prepcli.planning.item_storage import (
     ItemStorage,
 )
 from prepcli.planning.libraries import LIBRARIES
+from prepcli.stores.files import list_folder, read_small_file
 from prepcli.stores.paths import AnyPath, PathT
-from prepcli.stores.reading import list_folder, read_small_file
 
 STRINGS_FILE = "_strings.json"
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prepcli.algebra.chunks import ChunkIndex, StoredRange, StoredValue
-from prepcli.algebra.grids import ChunkGrid
+from prepcli.algebra.grids import ChunkGrid, ChunkIndex, StoredRange, StoredValue
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.formats.codecs import CODECS, CRC32C_NBYTES
@@ -35,8 +34,7 @@ from prepcli.formats.zarr import (
 )
 from prepcli.planning.item_storage import ZARR2, ZARR3, Compression, ItemStorage
 from prepcli.planning.tensors import itemsize
-from prepcli.stores.paths import AnyPath, fetch_copies
-from prepcli.stores.reading import (
+from prepcli.stores.files import (
     list_folder,
     read_bytes,
     read_small_file,
@@ -44,6 +42,7 @@ from prepcli.stores.reading import (
     stat_file,
     stat_indexed_file,
 )
+from prepcli.stores.paths import AnyPath, fetch_copies
 
 # Values of an item: far above any model. A small malicious index may claim more.
 MAX_VALUES = 1 << 21

@@ -14,8 +14,8 @@ from prepcli.core.errors import Command, Option, PrepError, text
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, STATE_ITEM, read_manifest
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.manifest_fields import Manifest
+from prepcli.stores.files import unreadable_error
 from prepcli.stores.paths import AnyPath, PathT
-from prepcli.stores.reading import unreadable_error
 
 # Files of each run, from its first start on.
 RECIPE_FILE = "recipe.toml"

@@ -30,8 +30,8 @@ from prepcli.formats.shard_index import (
 )
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.tensors import array_bits
+from prepcli.stores.files import list_folder, open_regular_file, stat_file, unreadable_error
 from prepcli.stores.paths import AnyPath, StoreStat, map_files
-from prepcli.stores.reading import list_folder, open_regular_file, stat_file, unreadable_error
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import parse_json, quote_name
 from prepcli.core.lists import join_names
-from prepcli.stores.paths import AnyPath, StorePath
-from prepcli.stores.reading import (
+from prepcli.stores.files import (
     CutShortError,
     is_there,
     read_small_file,
     resolve_named_path,
     stat_file,
 )
+from prepcli.stores.paths import AnyPath, StorePath
 
 MAX_INDEX_NBYTES = 100_000_000
 _NUMBERED_FILE = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.([^.]+)", re.ASCII)

@@ -12,8 +12,8 @@ from prepcli.core.errors import Option, UsageError, text, usage_error
 from prepcli.core.json_types import JsonObject, JsonValue
 from prepcli.core.json_values import load_json
 from prepcli.core.lists import join_names
+from prepcli.stores.files import read_file_or_pipe, unreadable_error
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import read_file_or_pipe, unreadable_error
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 LIST_HINT = "write one token per line, or a JSON list of strings and objects in a file named *.json"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from prepcli.algebra.boxes import Box, strides
-from prepcli.algebra.chunks import ArrayPart, ArrayParts
+from prepcli.algebra.grids import ArrayPart, ArrayParts
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.engine.digest import digest
@@ -35,14 +35,14 @@ from prepcli.formats.torch_pickle import (
 from prepcli.formats.torch_tensors import DTYPES, SIZE_TYPE, TorchArchive, parse_counts
 from prepcli.planning.arrays import Array, parted_array, whole_array
 from prepcli.planning.tensors import itemsize
-from prepcli.stores.paths import AnyPath, StorePath, is_remote, read_each
-from prepcli.stores.reading import (
+from prepcli.stores.files import (
     CutShortError,
     open_regular_file,
     read_small_file,
     stat_file,
     unreadable_error,
 )
+from prepcli.stores.paths import AnyPath, StorePath, is_remote, read_each
 
 METADATA_FILE = ".metadata"
 SUFFIX = ".distcp"

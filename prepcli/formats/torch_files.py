@@ -41,8 +41,8 @@ from prepcli.formats.torch_tensors import (
     is_tensor,
 )
 from prepcli.formats.torch_zip import ZIP_MAGIC
+from prepcli.stores.files import list_folder, open_regular_file, stat_file, unreadable_error
 from prepcli.stores.paths import AnyPath, map_files
-from prepcli.stores.reading import list_folder, open_regular_file, stat_file, unreadable_error
 
 INDEX_FILE = "pytorch_model.bin.index.json"
 INDEXED_SUFFIX = "bin"

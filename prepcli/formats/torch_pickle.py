@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from prepcli.algebra.boxes import strides
 from prepcli.core.json_values import quote_name
 from prepcli.planning.tensors import itemsize
-from prepcli.stores.reading import CutShortError
+from prepcli.stores.files import CutShortError
 
 # Maximum size of a pickle. A tensor takes 100 to 200 bytes.
 MAX_NBYTES = 32 << 20

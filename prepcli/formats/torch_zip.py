@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from prepcli.core.json_values import quote_name
 from prepcli.formats.torch_pickle import PROTO, PickledValue, StoredTensor, pickle_value
-from prepcli.stores.reading import CutShortError
+from prepcli.stores.files import CutShortError
 
 ZIP_MAGIC = b"PK\x03\x04"
 _ENTRY_MAGIC = b"PK\x01\x02"

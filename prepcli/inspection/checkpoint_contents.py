@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from prepcli.algebra.chunks import FilePosition
+from prepcli.algebra.grids import FilePosition
 from prepcli.core.json_types import HFConfig
 from prepcli.models.parameters import VERBATIM, Family
 from prepcli.models.registry import FAMILIES

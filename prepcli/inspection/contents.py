@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from prepcli.algebra.chunks import FilePosition, StoredRange
+from prepcli.algebra.grids import FilePosition, StoredRange
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.core.json_types import HFConfig
 from prepcli.formats import msgpack
@@ -24,7 +24,7 @@ from prepcli.inspection.checkpoint_contents import (
     CheckpointContents,
 )
 from prepcli.planning.arrays import whole_array
-from prepcli.planning.map_file import TensorMap
+from prepcli.planning.maps import TensorMap
 from prepcli.quantized.find_weights import QuantizedWeights, without_quantization
 from prepcli.quantized.gguf_blocks import FLOAT_TYPES, GgufDecoder
 from prepcli.sources.decoded_arrays import DecodedArray
@@ -40,7 +40,7 @@ from prepcli.sources.dequantized import (
 )
 from prepcli.sources.folders import Kind
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.multimodal import (
+from prepcli.sources.model_family import (
     MULTIMODAL_KINDS,
     find_text_part,
     multimodal_wrapper_prefix,
@@ -51,6 +51,7 @@ from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import find_config, stored_leaves
 from prepcli.sources.openers.peft_folder import read_header
 from prepcli.sources.opening import check_recorded_files, open_source
+from prepcli.sources.references import NO_HINTS, SourceHints
 from prepcli.sources.source import (
     CONFIG,
     Source,
@@ -60,7 +61,6 @@ from prepcli.sources.source import (
     read_config,
     stored_tensor,
 )
-from prepcli.sources.source_hints import NO_HINTS, SourceHints
 from prepcli.sources.unused_quantization import unused_quantization_note
 from prepcli.stores.paths import AnyPath
 

@@ -18,12 +18,12 @@ from prepcli.inspection.checkpoint_contents import CheckpointContents
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family, parameter_rows
 from prepcli.models.rule_text import with_default_preset
-from prepcli.planning.quantization_leaves import is_quantization_leaf
-from prepcli.planning.state_names import PARAMS, TOWERS
+from prepcli.planning.state_rows import is_quantization_leaf
 from prepcli.planning.tensor_match import detect_names
+from prepcli.planning.tensors import PARAMS, TOWERS
 from prepcli.sources.model_family import select_family
+from prepcli.sources.references import SourceHints
 from prepcli.sources.source import SourceTensor
-from prepcli.sources.source_hints import SourceHints
 from prepcli.targets.orbax_item import is_tower_leaf
 
 MAX_LISTED = 3  # leaves in a message

@@ -13,10 +13,10 @@ from prepcli.models.parameters import Family, StoredShapes, parameter_rows
 from prepcli.models.prediction import prediction_names
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.libraries import find_marked_library
-from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensor_match import TensorNames, detect_names
+from prepcli.planning.tensors import PARAMS
 from prepcli.sources.foreign_trees import match_foreign_tree
-from prepcli.sources.multimodal import MULTIMODAL_KINDS
+from prepcli.sources.model_family import MULTIMODAL_KINDS
 
 
 def nbytes_below(contents: CheckpointContents, root: str) -> int:

@@ -19,8 +19,7 @@ from prepcli.core.observer import Observer
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.models.parameters import MAX_AXIS_SIZE
 from prepcli.models.verbatim import split_numbers
-from prepcli.planning.map_file import compute_size, parse_map
-from prepcli.planning.map_rows import MapRow, bind_map
+from prepcli.planning.maps import MapRow, bind_map, compute_size, parse_map
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
 from prepcli.restore.digest_checks import num_rows, row_stream, stream_digests

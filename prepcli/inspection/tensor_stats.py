@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prepcli.algebra.boxes import strides
-from prepcli.algebra.chunks import ArrayParts, FilePosition
+from prepcli.algebra.grids import ArrayParts, FilePosition
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prepcli.algebra.axis_map import LAYER_ATOMS, LAYERS, bind_row, number_tensors
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError, usage_error
 from prepcli.core.suggest import suggest
 from prepcli.models.lora_config import LoraConfig

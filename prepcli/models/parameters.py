@@ -24,7 +24,7 @@ from prepcli.algebra.axis_map import (
     number_tensors,
     stack_axis,
 )
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError, invalid_config_error
 from prepcli.core.json_types import HFConfig
 from prepcli.models.architecture import ArchConfig

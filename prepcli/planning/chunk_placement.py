@@ -1,4 +1,4 @@
-"""Assign file offsets to the chunks of output leaves.
+"""Chunks of output leaves in data files: assign them file offsets, move them, and find them.
 
 The layout depends on the saved tensors alone, not on the run.
 """
@@ -7,15 +7,30 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import sub
 
 from prepcli.algebra.axis_map import AxisMap
-from prepcli.algebra.boxes import full_box, strides
-from prepcli.algebra.chunks import ChunkIndex, Chunks, ChunkTable, FilePosition, StridedChunks
-from prepcli.algebra.grids import ChunkGrid
-from prepcli.planning.arrays import Array, MappedArray, chunk_group
-from prepcli.planning.plan import PlacedChunks
+from prepcli.algebra.boxes import Box, Range, full_box, intersect, strides
+from prepcli.algebra.grids import (
+    ChunkGrid,
+    ChunkIndex,
+    Chunks,
+    ChunkTable,
+    FilePosition,
+    StridedChunks,
+)
+from prepcli.algebra.strided_copies import StridedCopy, merge_dims
+from prepcli.planning.arrays import (
+    Array,
+    LeafBlocks,
+    Location,
+    MappedArray,
+    assign_block_numbers,
+    chunk_group,
+)
+from prepcli.planning.plan import OutputLeaf, PlacedChunks, Plan, Stream
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.tensors import array_bits, itemsize
 
@@ -168,3 +183,169 @@ def _place_group_in_files(
         next_index = tuple(i + 1 for i in index)
         boxes.append(PlacedChunks(index, next_index, StridedChunks(file, 0, index, chunk_strides)))
     return ChunkTable.from_places(first, stop, places)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkExtent:
+    """Consecutive chunks of a leaf in a file.
+
+    Attributes:
+        file: Number of the file.
+        offset: Offset of the first chunk.
+        stride_nbytes: Bytes from one chunk to the next.
+        placed_chunks: Indices of the chunks, in C order.
+        blocks: Checksum blocks of the leaf.
+    """
+
+    file: int
+    offset: int
+    stride_nbytes: int
+    placed_chunks: PlacedChunks
+    blocks: LeafBlocks
+
+    @property
+    def chunk_count(self) -> int:
+        """Number of chunks."""
+        return math.prod(self._chunk_counts)
+
+    @property
+    def _chunk_counts(self) -> list[int]:
+        return list(map(sub, self.placed_chunks.stop, self.placed_chunks.first))
+
+    def first_block(self, position: int) -> int:
+        """Return the number of the first checksum block of the extent's chunk `position`."""
+        # E.g. chunks [2, 0] to [4, 3] have the strides (3, 1): position 4 is chunk [2 + 1, 0 + 1].
+        index = []
+        for first, stride in zip(self.placed_chunks.first, strides(self._chunk_counts)):
+            index.append(first + position // stride)
+            position %= stride
+        return self.blocks.first_in_chunk(index)
+
+
+def chunk_extents(leaves: Sequence[OutputLeaf]) -> list[ChunkExtent]:
+    """Return the extents of output leaves, one per box of placed chunks, sorted by file and offset."""
+    blocks = assign_block_numbers(
+        (leaf.name, leaf.grid.shape, leaf.grid.chunk_shape, leaf.dtype) for leaf in leaves
+    )
+    extents: list[ChunkExtent] = []
+    for leaf in leaves:
+        for box in leaf.placed_chunks:
+            chunks = box.chunks
+            stride_nbytes = chunks.strides[-1] if chunks.strides else leaf.chunk_nbytes
+            extents.append(
+                ChunkExtent(chunks.file, chunks.offset, stride_nbytes, box, blocks[leaf.name])
+            )
+    return sorted(extents, key=lambda extent: (extent.file, extent.offset))
+
+
+def count_blocks(extents: Sequence[ChunkExtent]) -> int:
+    """Return the number of checksum blocks in all extents of an output."""
+    return max((extent.blocks.stop_number for extent in extents), default=0)
+
+
+# File number and offset of each chunk
+ChunkPlaces = Mapping[ChunkIndex, FilePosition]
+
+
+def move_chunks(plan: Plan, locations: Mapping[str, ChunkPlaces]) -> Plan:
+    """Return the plan with other locations of its chunks.
+
+    Args:
+        plan: The plan. Its chunks are strided.
+        locations: New file number and offset of every chunk, by leaf name and chunk index.
+    """
+    moved: dict[Chunks, Chunks] = {}
+    boxes: dict[str, tuple[PlacedChunks, ...]] = {}
+    for leaf in plan.leaves:
+        places = locations[leaf.name]
+        for chunks in leaf.placed_chunks:
+            moved[chunks.chunks] = ChunkTable.from_places(chunks.first, chunks.stop, places)
+        boxes[leaf.name] = single_chunks(leaf, places)
+    return replace_chunks(plan, moved, boxes)
+
+
+def replace_chunks(
+    plan: Plan,
+    moved: Mapping[Chunks, Chunks],
+    boxes: Mapping[str, Sequence[PlacedChunks]],
+) -> Plan:
+    """Return the plan with other locations of its groups of chunks.
+
+    Args:
+        plan: The plan. Its chunks are strided.
+        moved: The chunks of each group at their new places, by the chunks at their old ones.
+        boxes: New boxes of placed chunks, by leaf name.
+    """
+    leaves: list[OutputLeaf] = []
+    for leaf in plan.leaves:
+        leaves.append(replace(leaf, placed_chunks=tuple(boxes[leaf.name])))
+    streams: list[Stream] = []
+    for stream in plan.streams:
+        writes: list[Location] = []
+        for write in stream.writes:
+            array = replace(write.array, chunks=moved[write.array.chunks])
+            writes.append(write.with_array(array))
+        streams.append(replace(stream, writes=tuple(writes)))
+    return replace(plan, leaves=tuple(leaves), streams=tuple(streams))
+
+
+def single_chunks(leaf: OutputLeaf, places: ChunkPlaces) -> tuple[PlacedChunks, ...]:
+    """Return one box for each chunk of a leaf."""
+    strides = (leaf.chunk_nbytes,) * len(leaf.grid.shape)
+    boxes: list[PlacedChunks] = []
+    for index, (file, offset) in places.items():
+        stop = tuple(i + 1 for i in index)
+        boxes.append(PlacedChunks(index, stop, StridedChunks(file, offset, index, strides)))
+    return tuple(boxes)
+
+
+def shard_copies(leaf: OutputLeaf, box: Box) -> Iterator[tuple[Box, StridedCopy]]:
+    """Yield the copies from a box of a leaf to its chunks, one per chunk.
+
+    Disjoint boxes of a leaf are copied to disjoint byte ranges, also within one chunk.
+
+    Yields:
+        The part of the box in one chunk, and the copy of that part, packed in C order.
+    """
+    for group in leaf.placed_chunks:
+        for index in _chunk_indices(leaf, group, box):
+            chunk_starts: list[int] = []
+            part: list[Range] = []
+            for i, length, box_range in zip(index, leaf.grid.chunk_shape, box):
+                start = i * length
+                chunk_starts.append(start)
+                part.append(intersect(box_range, (start, start + length)))
+            location = group.chunks.find(index)
+            copy = _copy_to_chunk(leaf, part, chunk_starts=chunk_starts, location=location)
+            yield tuple(part), copy
+
+
+def _chunk_indices(leaf: OutputLeaf, group: PlacedChunks, box: Box) -> Iterator[tuple[int, ...]]:
+    """Yield the index of each chunk of a group that overlaps a box."""
+    # E.g. rows 3 to 9 in chunks of 4 touch the chunks 0 to 3: 3 // 4 is 0, 9 / 4 rounded up is 3.
+    ranges: list[range] = []
+    for (low, high), first, stop, length in zip(
+        box, group.first, group.stop, leaf.grid.chunk_shape
+    ):
+        ranges.append(range(*intersect((first, stop), (low // length, -(-high // length)))))
+    return itertools.product(*ranges)
+
+
+def _copy_to_chunk(
+    leaf: OutputLeaf,
+    part: Sequence[Range],
+    *,
+    chunk_starts: Sequence[int],
+    location: tuple[int, int],
+) -> StridedCopy:
+    """Return the copy of packed elements to a box inside one chunk at (file, offset)."""
+    # The packed part has the strides of its own shape. The chunk has the strides of the chunk's shape. e.g. a
+    # part [2, 2] in a float32 chunk [2, 4] is packed with (8, 4) and stored with (16, 4).
+    item_nbytes = itemsize(leaf.dtype)
+    chunk_strides = strides(leaf.grid.chunk_shape, item_nbytes)
+    counts = [stop - start for start, stop in part]
+    file, offset = location
+    for (low, _), start, stride in zip(part, chunk_starts, chunk_strides):
+        offset += (low - start) * stride
+    dims = tuple(zip(counts, strides(counts, item_nbytes), chunk_strides))
+    return merge_dims(StridedCopy(0, file, offset, item_nbytes, dims))

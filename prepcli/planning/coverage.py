@@ -13,8 +13,8 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
 from prepcli.planning.arrays import Locations, MappedArray, location_copies
 from prepcli.planning.plan import OutputLeaf, Plan, Stream
-from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.slabs import Slab
+from prepcli.planning.state_rows import is_decoded_tensor
 
 # File number, start byte, stop byte.
 FileSpan = tuple[int, int, int]
@@ -131,11 +131,7 @@ def _row_indices(dim: TensorDim) -> set[int]:
 def _slab_spans(
     plan: Plan, slabs: Iterable[Slab], direction: Literal["reads", "writes"]
 ) -> list[FileSpan]:
-    """Return the byte ranges that all slabs read from the source, or write to the output.
-
-    Raises:
-        PrepError: The copies of a slab have more or fewer bytes than the slab.
-    """
+    """Return the byte ranges that all slabs read from the source, or write to the output."""
     runs = _JoinedRuns()
     for slab in slabs:
         stream = plan.streams[slab.stream_number]

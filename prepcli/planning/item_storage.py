@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from prepcli.algebra.chunks import ChunkIndex
+from prepcli.algebra.grids import ChunkIndex
 
 # The values of `--storage`.
 StorageName = Literal["ocdbt", "files", "zarr3", "zarr3-files"]

@@ -60,7 +60,7 @@ class QuantizedRecord(TypedDict):
 
 
 class ScaleFields(TypedDict):
-    """A change of values in a layout. See `planning.layout_scales.LayoutScale`.
+    """A change of values in a layout. See `planning.libraries.LayoutScale`.
 
     `sqrt` is the number under the root, and `power` the number of divisions, 1 if it is missing. `root` is the dtype of
     the rounded root, and `offset` the number that is added.

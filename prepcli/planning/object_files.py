@@ -1,21 +1,30 @@
-"""Data files that are assembled in memory: objects of an object store, and files of compressed chunks.
+"""Data files that are assembled in memory: objects of an object store, files of compressed chunks, files of a step.
 
 An object has no writes at an offset, and a compressed chunk has no place before it is compressed. A local data file of
 1 GiB becomes many objects. The layout depends on the plan alone, neither on the memory nor on the number of processes.
+One process writes each data file of a training step, with the chunks of its shards in the order of its writes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from prepcli.algebra.chunks import ChunkIndex, Chunks, ChunkTable, FilePosition, StridedChunks
-from prepcli.planning.chunk_moves import move_chunks, replace_chunks, single_chunks
-from prepcli.planning.chunk_placement import MIN_ALIGNED_CHUNK_NBYTES
-from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan
-from prepcli.planning.slabs import PAGE
+from prepcli.algebra.boxes import Box, Range, volume
+from prepcli.algebra.grids import ChunkIndex, Chunks, ChunkTable, FilePosition, StridedChunks
+from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.core.errors import PrepError
+from prepcli.planning.chunk_placement import (
+    MIN_ALIGNED_CHUNK_NBYTES,
+    move_chunks,
+    replace_chunks,
+    single_chunks,
+)
+from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
+from prepcli.planning.slabs import PAGE, Slab, split_stream
 
 # Size of an object. A single chunk may be larger.
 OBJECT_NBYTES = 16 << 20
@@ -71,9 +80,6 @@ def plan_object_files(plan: Plan) -> Plan:
 
     The chunks of an OCDBT item are moved to data files of about OBJECT_NBYTES. Other data files are unchanged: their
     names and their contents belong to the format.
-
-    Args:
-        plan: The plan of the output in a folder.
     """
     if not plan.leaves:
         return plan
@@ -168,3 +174,237 @@ def _output_files(files: _FileSizes) -> Iterable[OutputFile]:
         name = hashlib.md5(f"prep data object {number}".encode(), usedforsecurity=False)
         folder = f"{item}/d" if item else "d"
         yield OutputFile(f"{folder}/{name.hexdigest()}", size)
+
+
+# Byte ranges by file, ascending
+FileSpans = Mapping[int, Sequence[tuple[int, int]]]
+
+
+def streams_of_spans(
+    streams: Sequence[Stream], spans: FileSpans, *, slab_nbytes: int
+) -> list[Stream]:
+    """Return the parts of streams with writes to byte ranges of files."""
+    # New rows with the mean of the true ones need the true rows, also if these are written already.
+    averaged: set[str] = set()
+    parts: list[Stream | None] = []
+    for number, stream in enumerate(streams):
+        rows = _touching_rows(number, stream, spans, slab_nbytes)
+        part: Stream | None = None
+        if rows is not None:
+            part = stream
+            # The adapter and the values of new rows count from the first row.
+            if stream.shape and stream.update is None and stream.fill is None:
+                part = replace(stream, rows=rows)
+            if stream.fill is not None and stream.fill.needs_true_rows:
+                averaged.add(stream.name)
+        parts.append(part)
+    needed: list[Stream] = []
+    for stream, part in zip(streams, parts):
+        if stream.name in averaged:
+            needed.append(stream)
+        elif part is not None:
+            needed.append(part)
+    return needed
+
+
+def _touching_rows(number: int, stream: Stream, spans: FileSpans, slab_nbytes: int) -> Range | None:
+    """Return the rows of the slabs with writes to byte ranges, or None if there are none."""
+    first: int | None = None
+    stop = 0
+    for slab in split_stream(number, stream, max_nbytes=slab_nbytes):
+        if not any(_touches(copy, spans) for copy in slab.writes):
+            continue
+        slab_rows = _slab_rows(slab, stream)
+        if first is None:
+            first = slab_rows[0]
+        stop = slab_rows[1]
+    if first is None:
+        return None
+    return first, stop
+
+
+def _slab_rows(slab: Slab, stream: Stream) -> Range:
+    return slab.start // stream.row_nbytes, -(-(slab.start + slab.nbytes) // stream.row_nbytes)
+
+
+def _touches(copy: StridedCopy, spans: FileSpans) -> bool:
+    """Return whether the range from the first to the last byte of a copy overlaps byte ranges."""
+    last_offset = sum((count - 1) * stride for count, stride in copy.repeats)
+    stop = copy.file_offset + last_offset + copy.run_nbytes
+    return any(start < stop and copy.file_offset < end for start, end in spans.get(copy.file, ()))
+
+
+# Boxes of one process's shards, by leaf name.
+LeafBoxes = Mapping[str, Sequence[Box]]
+# Boxes of one leaf by process, by leaf name.
+Holders = Mapping[str, Mapping[int, Sequence[Box]]]
+
+
+@dataclass(frozen=True, slots=True)
+class LeafGroup:
+    """Leaves that each process writes together, before the next group. No tensor has elements in two groups.
+
+    Attributes:
+        leaves: Names of the leaves.
+        streams: Numbers of the plan's streams that read these leaves.
+        owner: Process that holds all shards of the group. None if several processes hold shards of it.
+    """
+
+    leaves: tuple[str, ...]
+    streams: tuple[int, ...]
+    owner: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFiles:
+    """A step's plan with one data file per process.
+
+    Attributes:
+        plan: The plan. Data file n belongs to process n.
+        groups: The leaves, in the order in which each process writes them.
+        chunks: Of each process: the index and offset of each of its chunks, in ascending order, by leaf name. Leaves
+            without a chunk of the process have no entry.
+    """
+
+    plan: Plan
+    groups: tuple[LeafGroup, ...]
+    chunks: tuple[Mapping[str, Sequence[tuple[ChunkIndex, int]]], ...]
+
+
+def plan_process_files(
+    plan: Plan, leaf_names: Sequence[str], boxes: Sequence[LeafBoxes]
+) -> ProcessFiles:
+    """Return a plan with each chunk in the data file of the process that holds it.
+
+    Args:
+        plan: Plan of a step. Its streams read leaf n as file n.
+        leaf_names: Names of the leaves, by number.
+        boxes: Boxes of each process's shards. Together they cover every leaf once.
+    """
+    holders = _find_holders(boxes)
+    groups = tuple(_leaf_groups(plan, leaf_names, holders))
+    leaves = {leaf.name: leaf for leaf in plan.leaves}
+    order: list[OutputLeaf] = []
+    for group in groups:
+        order += [leaves[name] for name in group.leaves]
+    locations: dict[str, dict[ChunkIndex, tuple[int, int]]] = {name: {} for name in leaves}
+    files: list[OutputFile] = []
+    chunks_by_process: list[Mapping[str, Sequence[tuple[ChunkIndex, int]]]] = []
+    for file, indices in enumerate(_chunk_indices(order, holders, len(boxes))):
+        chunks, size = _place_chunks(order, indices)
+        files.append(OutputFile(_file_path(file), size))
+        chunks_by_process.append(chunks)
+        for name, entries in chunks.items():
+            for index, offset in entries:
+                locations[name][index] = (file, offset)
+    moved_plan = move_chunks(replace(plan, files=tuple(files)), locations)
+    return ProcessFiles(moved_plan, groups, tuple(chunks_by_process))
+
+
+def _find_holders(boxes: Sequence[LeafBoxes]) -> Holders:
+    """Return the processes with shards of each leaf."""
+    # Of 4,096 processes, a few hundred hold shards of one leaf. Loops over these alone take seconds
+    # less than loops over all processes for each leaf.
+    holders: dict[str, dict[int, Sequence[Box]]] = {}
+    for process, leaf_boxes in enumerate(boxes):
+        for name, own_boxes in leaf_boxes.items():
+            if own_boxes:
+                holders.setdefault(name, {})[process] = own_boxes
+    return holders
+
+
+def _leaf_groups(plan: Plan, leaf_names: Sequence[str], holders: Holders) -> Iterator[LeafGroup]:
+    """Yield the smallest groups of leaves such that each stream (rows of one tensor) reads leaves of one group."""
+    leaves_by_stream: list[list[int]] = []
+    for stream in plan.streams:
+        # A step reads leaf n as file n.
+        leaves_by_stream.append(sorted({location.array.file for location in stream.reads}))
+    # Leaves of one stream join one group. `group_of` has the group of each leaf, which is the number
+    # of one of its leaves.
+    group_of = list(range(len(leaf_names)))
+    for first, *others in leaves_by_stream:
+        for other in others:
+            merged = group_of[other]
+            kept = group_of[first]
+            group_of = [kept if group == merged else group for group in group_of]
+    streams: dict[int, list[int]] = {}
+    for number, (first, *_) in enumerate(leaves_by_stream):
+        streams.setdefault(group_of[first], []).append(number)
+    sizes = {leaf.name: math.prod(leaf.grid.shape) for leaf in plan.leaves}
+    for group, numbers in streams.items():
+        names = tuple(name for name, leaf_group in zip(leaf_names, group_of) if leaf_group == group)
+        owner = _owner_process({name: sizes[name] for name in names}, holders)
+        yield LeafGroup(names, tuple(numbers), owner)
+
+
+def _owner_process(sizes: Mapping[str, int], holders: Holders) -> int | None:
+    """Return the process that holds all elements of the given leaves, or None if there is none."""
+    candidates: set[int] | None = None
+    for name, size in sizes.items():
+        owners: set[int] = set()
+        for process, boxes in holders.get(name, {}).items():
+            # Boxes of one process do not overlap, so that volumes that add up to the leaf cover it.
+            if sum(map(volume, boxes)) == size:
+                owners.add(process)
+        candidates = owners if candidates is None else candidates & owners
+    return min(candidates or (), default=None)
+
+
+def _chunk_indices(
+    leaves: Sequence[OutputLeaf], holders: Holders, num_processes: int
+) -> list[dict[str, list[ChunkIndex]]]:
+    """Return the chunks of each process by leaf, in the order of its shards."""
+    # A chunk is written at once, so that one process must hold all of its shards.
+    chunks: list[dict[str, list[ChunkIndex]]] = [{} for _ in range(num_processes)]
+    for leaf in leaves:
+        owners: dict[ChunkIndex, int] = {}
+        for process, boxes in holders.get(leaf.name, {}).items():
+            for box in boxes:
+                for index in _touched_chunks(leaf, box):
+                    if owners.setdefault(index, process) != process:
+                        raise _shared_chunk_error(leaf, index, (owners[index], process))
+        for index, process in owners.items():
+            chunks[process].setdefault(leaf.name, []).append(index)
+    return chunks
+
+
+def _shared_chunk_error(
+    leaf: OutputLeaf, index: ChunkIndex, processes: tuple[int, int]
+) -> PrepError:
+    """Return the error for a chunk that two processes hold parts of."""
+    first, second = processes
+    why = f"processes {first} and {second} hold parts of chunk {index} of {leaf.name}"
+    return PrepError("the step cannot be saved to a bucket", why, "save it to a shared folder")
+
+
+def _touched_chunks(leaf: OutputLeaf, box: Box) -> Iterator[ChunkIndex]:
+    """Yield the chunks of a leaf that overlap a box."""
+    ranges: list[range] = []
+    for (low, high), length in zip(box, leaf.grid.chunk_shape):
+        ranges.append(range(low // length, -(-high // length)))
+    return itertools.product(*ranges)
+
+
+def _place_chunks(
+    leaves: Sequence[OutputLeaf], indices: Mapping[str, Sequence[ChunkIndex]]
+) -> tuple[dict[str, list[tuple[ChunkIndex, int]]], int]:
+    """Assign each chunk an offset in its process's file. Return the offsets and the file's size."""
+    chunks: dict[str, list[tuple[ChunkIndex, int]]] = {}
+    size = 0
+    for leaf in leaves:
+        if leaf.name not in indices:
+            continue
+        # Large chunks start at a page, for direct I/O of readers.
+        unit = PAGE if leaf.chunk_nbytes >= MIN_ALIGNED_CHUNK_NBYTES else 1
+        chunks[leaf.name] = []
+        for index in indices[leaf.name]:
+            offset = -(-size // unit) * unit
+            chunks[leaf.name].append((index, offset))
+            size = offset + leaf.chunk_nbytes
+    return chunks, size
+
+
+def _file_path(process: int) -> str:
+    """Return the path of a data file. OCDBT names it by 32 hexadecimal digits."""
+    name = hashlib.md5(f"prep data file of process {process}".encode(), usedforsecurity=False)
+    return f"d/{name.hexdigest()}"

@@ -70,9 +70,6 @@ def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iter
         stream_number: Number of the stream in its plan.
         stream: The stream.
         max_nbytes: Maximum size of a slab, both as read and as written.
-
-    Returns:
-        Slabs in the order of the tensor's bytes.
     """
     if not stream.nbytes:
         return iter(())
@@ -137,16 +134,7 @@ def _clip_copies(copies: tuple[StridedCopy, ...], start: int, stop: int) -> tupl
 
 
 def split_stream_evenly(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iterator[Slab]:
-    """Split a stream at rows that depend on the tensor's shape alone, not on how it is stored.
-
-    Args:
-        stream_number: Number of the stream in its plan.
-        stream: The stream.
-        max_nbytes: Maximum size of a slab.
-
-    Returns:
-        Slabs in the order of the tensor's bytes.
-    """
+    """Split a stream at rows that depend on the tensor's shape alone, not on how it is stored."""
     if not stream.nbytes:
         return iter(())
     axis = _split_axis(stream, max_nbytes)
@@ -322,12 +310,6 @@ def min_buffer_nbytes(streams: Sequence[Stream]) -> int:
     """Return the slab size that gives every stream long runs in both reads and writes.
 
     In a transpose, the length of a written run is proportional to the number of rows in a slab.
-
-    Args:
-        streams: The streams of a plan.
-
-    Returns:
-        Size in bytes, or 0 if any slab size has long runs.
     """
     needed_nbytes = 0
     for stream in streams:

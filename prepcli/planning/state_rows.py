@@ -1,9 +1,14 @@
-"""Leaves of a training state that have the layers and dims of a parameter, but no tensors of its source.
+"""Leaves beside the parameters with tensors of their own: partial slots of the optimizer, and scales of weights.
 
 A slot of the optimizer state may lack parameters (frozen ones, or ones of another rule), and its leaves may be
 statistics that have some axes of a parameter with extent 1. Tensors of the source cannot name such leaves: one tensor
 may hold several parameters. Their tensors are named `SLOT//PATH`, one per layer, where PATH is the path of the leaf in
 a tree with one leaf per layer. So the tensors do not depend on the stacking of layers.
+
+An init of decoded weights keeps the scales and all other stored tensors except the codes: the quantised integers or
+float8 values. An export copies both from the original model, and compares the scales with the kept ones. The kept
+tensors are in the slot `quantization`, under their names in the quantised files. The name of their leaf is one key
+below `quantization`, with stacked numbers as `*`.
 """
 
 from __future__ import annotations
@@ -11,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
+from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex, bind_row
 from prepcli.models.leaf_matrices import counts_layers, reduced_axes, unstacked_path
 from prepcli.models.param_tree import find_param_path
-from prepcli.planning.state_names import OPT_STATE, SEPARATOR, Shapes
+from prepcli.models.parameters import parameter_rows
+from prepcli.models.verbatim import TensorTypes, verbatim_family
+from prepcli.planning.tensors import OPT_STATE, SEPARATOR, Shapes, split_name
 
 # Name and index of each stacked axis, e.g. (("layers", 3),).
 StackedIndices = tuple[tuple[str, int], ...]
@@ -40,13 +47,7 @@ class PathLeaf:
 def find_state_leaves(
     leaves: Shapes, parameters: Shapes, slots: Collection[str]
 ) -> Iterator[PathLeaf]:
-    """Yield the leaves of the optimizer state that belong to a parameter and are in no complete slot.
-
-    Args:
-        leaves: Shapes of all leaves of the state, by dotted name.
-        parameters: Shapes of the parameters, by dotted path.
-        slots: Names of the complete slots.
-    """
+    """Yield the leaves of the optimizer state that belong to a parameter and are in no complete slot."""
     for name, shape in leaves.items():
         if not name.startswith(f"{OPT_STATE}."):
             continue
@@ -139,3 +140,42 @@ def shape_in_leaf(row: AxisMap, shape: tuple[int, ...]) -> tuple[int, ...]:
         else:
             leaf_shape.append(next(extents))
     return tuple(leaf_shape)
+
+
+# Slot of the scales, and first key of their leaves.
+QUANTIZATION = "quantization"
+# Slot of tensors that are read for a check, and written nowhere: decoded weights, and tensors in their stored order of
+# dims whose views in another order are written.
+DECODED = "decoded"
+QUANTIZATION_RULE = "scales of quantised weights"
+
+
+def quantization_leaves(
+    types: TensorTypes,
+) -> Iterator[tuple[str, str, AxisMap, StackedIndices]]:
+    """Yield the name of each stored tensor with the name of its leaf, its axis map and its place in the leaf.
+
+    A tensor without elements has no leaf.
+    """
+    family = verbatim_family(types)
+    sizes = family.sizes({})
+    for path, row in parameter_rows(family, {}).items():
+        axis_map = bind_row(row, sizes)
+        for name, indices in axis_map.tensors():
+            leaf = f"{QUANTIZATION}.{path.format(**indices)}"
+            yield name, leaf, axis_map, tuple(indices.items())
+
+
+def is_quantization_leaf(name: str) -> bool:
+    """Return whether a leaf has scales."""
+    return name.startswith(f"{QUANTIZATION}.")
+
+
+def is_quantization_tensor(name: str) -> bool:
+    """Return whether the qualified name of a tensor is in the slot of the scales."""
+    return split_name(name)[0] == QUANTIZATION
+
+
+def is_decoded_tensor(name: str) -> bool:
+    """Return whether the qualified name of a tensor is in the slot of decoded weights, which are read for a check."""
+    return split_name(name)[0] == DECODED

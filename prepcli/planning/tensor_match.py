@@ -1,4 +1,4 @@
-"""Match the tensors of a source with the parameters of its family.
+"""Match the tensors of a source with the parameters of its family, and its vocabulary with its config.
 
 Each tensor is used by at least one leaf, dropped by a named rule, or listed in an error. Names are bare here: they lack
 the family's base prefix, as in the family's parameter table. Error messages show names as the source spells them.
@@ -21,12 +21,81 @@ from prepcli.core.errors import (
     invalid_config_error,
     join_texts,
     text,
+    usage_error,
 )
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.core.lists import MAX_CHARS, join_names
 from prepcli.models.name_patterns import pattern_of_layers
-from prepcli.models.parameters import Family, dropped_patterns
+from prepcli.models.parameters import Family, dropped_patterns, read_size
+from prepcli.planning.manifest_fields import MAX_ROWS
 from prepcli.planning.plan import DroppedTensor, EqualityCheck
+
+VOCAB_SIZE_KEY = "vocab_size"
+TRUE_VOCAB_SIZE_KEY = "true_vocab_size"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Vocabulary sizes of a model.
+
+    Attributes:
+        true_size: Number of rows used by the tokenizer.
+        stored_size: Number of rows in the tensors, including padding.
+    """
+
+    true_size: int
+    stored_size: int
+
+    def padded_size(self, multiple: int) -> int:
+        """Return the smallest multiple of `multiple` not below the true size."""
+        return -(-self.true_size // multiple) * multiple
+
+
+# Of a model without a known embedding.
+NO_VOCABULARY = Vocabulary(0, 0)
+
+
+def read_vocabulary(
+    config: HFConfig, default_size: int, *, true_size: int | None = None
+) -> Vocabulary:
+    """Read the vocabulary sizes from a config.
+
+    Args:
+        config: The model's config.
+        default_size: The family's default vocabulary size.
+        true_size: The true size given by the user (`--true-vocab`), for a padded model.
+    """
+    stored_size = read_size(config, VOCAB_SIZE_KEY, default_size)
+    if true_size is None:
+        size = read_size(config, TRUE_VOCAB_SIZE_KEY, stored_size)
+    else:
+        size = true_size
+    if 1 <= size <= stored_size:
+        return Vocabulary(size, stored_size)
+    why = f"the vocabulary has {stored_size} rows"
+    if true_size is None:
+        what = f"config.json's {TRUE_VOCAB_SIZE_KEY} {size} is out of range"
+        raise PrepError(what, why, f"set it to a number from 1 to {stored_size}")
+    what = text("{} is out of range", Option("true_vocab", size))
+    raise usage_error(what, why, text("{} or less", Option("true_vocab", stored_size)))
+
+
+def check_padded_size(rows: int, option: Option) -> int:
+    """Return `rows` if a padded vocabulary may have this size."""
+    if rows > MAX_ROWS:
+        why = f"a vocabulary has at most {MAX_ROWS:,} rows"
+        raise usage_error(text("{} is too large", option), why, "use a smaller value")
+    return rows
+
+
+def with_vocabulary(config: HFConfig, vocabulary: Vocabulary) -> JsonObject:
+    """Return the config with the given vocabulary sizes. Without padding, the config has no true size."""
+    updated = {**config, VOCAB_SIZE_KEY: vocabulary.stored_size}
+    updated.pop(TRUE_VOCAB_SIZE_KEY, None)
+    if vocabulary.true_size != vocabulary.stored_size:
+        updated[TRUE_VOCAB_SIZE_KEY] = vocabulary.true_size
+    return updated
+
 
 VOCAB_ATOM = "vocab"
 LAYER_VOCAB_ATOM = "layer_vocab"
@@ -193,19 +262,7 @@ def find_wrapper_prefix(full_names: Collection[str], has_model: Callable[[str], 
 
 
 def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str]) -> TensorNames:
-    """Return the naming scheme of a source.
-
-    Args:
-        family: The model family.
-        config: The model's Hugging Face config.
-        full_names: The tensor names in the source.
-
-    Returns:
-        The naming scheme.
-
-    Raises:
-        PrepError: A tensor is stored twice, with and without the base prefix.
-    """
+    """Return the naming scheme of a source."""
     wrapper_prefix = ""
     if not family.is_verbatim:
         wrapper_prefix = find_wrapper_prefix(
@@ -234,13 +291,7 @@ def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str
 
 
 def _has_embedding(family: Family, full_names: Collection[str], wrapper_prefix: str) -> bool:
-    """Return whether a family's embedding is among names in files, under its own name or that of a duplicate.
-
-    Args:
-        family: The model family.
-        full_names: The names in files.
-        wrapper_prefix: Prefix of all names.
-    """
+    """Return whether a family's embedding is among names in files, under its own name or that of a duplicate."""
     tying = family.tying
     for bare_name in (tying.embedding_tensor, tying.head_tensor, *family.duplicates):
         prefix = family.head_prefix if bare_name in family.unprefixed else family.prefix
@@ -343,11 +394,7 @@ def match_tensors(
 def tensor_uses(
     rows: Mapping[str, ParsedAxisMap], sizes: Mapping[str, int]
 ) -> dict[str, list[TensorUse]]:
-    """Return the leaves that take each tensor of the axis-map rows, by bare tensor name.
-
-    Raises:
-        PrepError: The config requires far more tensors than any model has.
-    """
+    """Return the leaves that take each tensor of the axis-map rows, by bare tensor name."""
     uses: dict[str, list[TensorUse]] = {}
     for path, row in rows.items():
         axis_map = bind_row(row, sizes)
@@ -369,11 +416,7 @@ def _resolve_tying(
     tensors: Mapping[str, TensorInfo],
     options: MatchOptions,
 ) -> tuple[dict[str, ParsedAxisMap], bool, dict[str, str]]:
-    """Resolve whether the head is tied to the embedding.
-
-    Returns:
-        The rows without the head if it is tied, whether it is tied, and the original of each stored duplicate.
-    """
+    """Resolve whether the head is tied to the embedding."""
     tying = family.tying
     # A tied head that is stored is dropped as a duplicate of the embedding, after a comparison of bytes.
     duplicates = {name: original for name, original in family.duplicates.items() if name in tensors}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prepcli.algebra.chunks import FilePosition
+from prepcli.algebra.grids import FilePosition
 from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.shares import stream_groups
 

@@ -1,4 +1,4 @@
-"""Digests of complete tensors: checks against a manifest, and the digest of a whole model."""
+"""Digests of complete tensors: checks against a manifest, also of an earlier prep, and the digest of a whole model."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ from pathlib import Path
 import xxhash
 
 from prepcli.algebra.boxes import Range
-from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, text
+from prepcli.core.formatting import format_bytes
+from prepcli.core.observer import Observer
 from prepcli.core.progress import NullProgress, Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.pipeline import Pipeline
 from prepcli.formats.again_hint import RECREATE_HINT, again_hint
+from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.planning.layout_scales import LayoutScale, recorded_scale
+from prepcli.planning.libraries import LayoutScale, recorded_scale
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Stream, read_copies
-from prepcli.planning.state_names import qualify, split_name
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
+from prepcli.planning.tensors import qualify, split_name
 from prepcli.sources.source import (
     Source,
     SourceTensor,
     file_position,
+    label_tensor,
     match_source_tensors,
     stored_axis_maps,
 )
-from prepcli.sources.tensor_labels import label_tensor
 from prepcli.stores.buffers import Blob
 from prepcli.stores.paths import AnyPath, path_in_folder
 
@@ -42,13 +46,7 @@ SAMPLE_ROWS = 4
 
 
 def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedError:
-    """Return the error for a tensor with another digest.
-
-    Args:
-        source: The checkpoint.
-        tensor: One of its tensors, or of another checkpoint that is read with it.
-        hint: Advice if the tensor is in files of the checkpoint.
-    """
+    """Return the error for a tensor with another digest."""
     items = [source.byte_sources[number] for number in sorted(_file_numbers(tensor))]
     names = [str(item) if isinstance(item, Path) else item.name for item in items]
     why = f"its bytes in {', '.join(names)} differ from their recorded digest"
@@ -91,18 +89,7 @@ def check_tensors(
     *,
     memory_nbytes: int = CHECK_MEMORY_NBYTES,
 ) -> None:
-    """Read tensors completely, and compare them with their recorded digests.
-
-    Args:
-        source: The checkpoint.
-        tensors: The tensors to check.
-        progress: Receives the bytes read.
-        hint: Advice in the error for a damaged checkpoint.
-        memory_nbytes: Memory limit.
-
-    Raises:
-        DamagedError: A tensor differs from a digest.
-    """
+    """Read tensors completely, and compare them with their recorded digests."""
     pieces: list[tuple[SourceTensor, str]] = []
     streams: list[Stream] = []
     for tensor in tensors:
@@ -152,15 +139,6 @@ def check_before_reading(
     which other rows or columns are read: e.g. a plan without padding reads rows 0 to 5 of a tensor [8, 4], and the
     digest of a lock covers rows 0 to 8. No other tensor is read: the digest of its stream is compared with the recorded
     one, by the reader of the stream.
-
-    Args:
-        source: The checkpoint.
-        streams: Streams of its tensors, before they are read.
-        memory_nbytes: Memory limit.
-        progress: Receives the bytes read.
-
-    Raises:
-        DamagedError: A tensor differs from a digest.
     """
     unchecked = find_transformed(source, streams)
     if unchecked:
@@ -198,9 +176,6 @@ def check_after_reading(
         digests: Digest of the bytes of each stream.
         memory_nbytes: Memory limit.
         progress: Receives the bytes of tensors that are read once more. See `check_before_reading`.
-
-    Raises:
-        DamagedError: A tensor differs from a digest.
     """
     recorded = RecordedDigests(source)
     for stream, digest in zip(streams, digests):
@@ -217,19 +192,7 @@ def tensor_digests(
     task: str,
     is_checked: bool = True,
 ) -> list[str]:
-    """Return the digest of each range of rows, read within the memory limit.
-
-    Args:
-        source: The checkpoint.
-        pieces: Tensors, each with a range of its rows.
-        memory_nbytes: Memory limit.
-        progress: Receives the bytes read.
-        task: Name of the task in the progress.
-        is_checked: Compare the bytes with the recorded digests.
-
-    Raises:
-        DamagedError: A tensor differs from a recorded digest.
-    """
+    """Return the digest of each range of rows, read within the memory limit."""
     streams = [row_stream(tensor, rows) for tensor, rows in pieces]
     return stream_digests(
         source, streams, memory_nbytes, progress=progress, task=task, is_checked=is_checked
@@ -281,9 +244,6 @@ def sample_digest(source: Source) -> str:
 
     It distinguishes models in little time. It is the same for every format and mesh, and for a padded vocabulary.
     A difference only in later rows is not detected.
-
-    Raises:
-        PrepError: A parameter is missing, or the source cannot be read.
     """
     used = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS).uses
     return _sample_digest(source, [t for t in source.tensors if t.name in used])
@@ -351,15 +311,42 @@ def stored_scale(output: Source, name: str) -> LayoutScale | None:
 def written_stream(
     tensor: SourceTensor, rows: Range, dtype: str, scale: LayoutScale | None
 ) -> Stream:
-    """Return a stream of the rows of an output: scaled, and cast to its dtype.
-
-    Args:
-        tensor: The tensor of the source.
-        rows: The rows.
-        dtype: Dtype in the output.
-        scale: Scale of the values in the output, or None.
-    """
+    """Return a stream of the rows of an output: scaled, and cast to its dtype."""
     stream = row_stream(tensor, rows)
     if dtype != stream.dtype:
         stream = replace(stream, cast_to=dtype)
     return replace(stream, scale=scale)
+
+
+def note_missing_file_digests(
+    display_name: str, manifest: Manifest | None, observer: Observer
+) -> None:
+    """Print a note if a manifest has no digests of the checkpoint's settings and tokenizer files."""
+    if manifest and "files" not in manifest:
+        unchecked = "its settings and tokenizer files are not checked"
+        observer.note(f"{display_name} was written by an earlier prep: {unchecked}")
+
+
+def check_without_checksums(
+    source: Source,
+    tensors: Sequence[SourceTensor],
+    observer: Observer,
+    *,
+    hint: str = RECREATE_HINT,
+) -> None:
+    """Check the digests of whole tensors, for a checkpoint without checksums of its chunks.
+
+    Args:
+        source: Opened checkpoint.
+        tensors: Tensors to read and check. Tensors without digests are skipped.
+        observer: Receives a note and progress.
+        hint: Hint of the error for a damaged tensor.
+    """
+    nbytes = sum(tensor.nbytes for tensor in tensors if tensor.digests)
+    if not nbytes:
+        return
+    cost = f"checking it reads another {format_bytes(nbytes)}"
+    name = f"{source.display_name} has no {CHECKSUMS_FILE} (written by an earlier prep)"
+    reshard = Command("reshard")
+    observer.note(text("{}: {}; {} writes a checkpoint with checksums", name, cost, reshard))
+    check_tensors(source, tensors, observer.progress(), hint)

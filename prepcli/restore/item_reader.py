@@ -7,32 +7,36 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter, mul
 from pathlib import Path
 
-import numpy as np
-
-from prepcli.algebra.boxes import Box, full_box, intersection, slices, strides, volume
-from prepcli.algebra.chunks import StoredRange
-from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.algebra.boxes import Box, full_box, intersection, strides, volume
+from prepcli.algebra.grids import ChunkIndex, StoredRange
+from prepcli.algebra.strided_copies import LeafBoxPart
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, DamagedError, PrepError, text
 from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.engine.files import PAGE
-from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import OrbaxItem, find_item, read_item
 from prepcli.formats.orbax_chunks import chunk_label
-from prepcli.planning.arrays import Array
-from prepcli.planning.checksum_blocks import chunk_blocks
+from prepcli.planning.arrays import Array, Locations, chunk_blocks, identity_axis_map, whole_array
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.state_names import PARAMS
-from prepcli.planning.tensors import itemsize
-from prepcli.restore.leaf_reader import BoxArrays, LeafReader
+from prepcli.planning.tensors import PARAMS, itemsize
+from prepcli.restore.box_reads import (
+    MIN_GAP_NBYTES,
+    PIECE_NBYTES,
+    BoxArrays,
+    BoxReader,
+    Target,
+    WindowRead,
+    split_window,
+)
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
@@ -40,10 +44,6 @@ from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import MAX_READ_THREADS
 from prepcli.stores.paths import AnyPath, is_remote, without_read_ahead
 
-# Upper limit of one read of a thread.
-PIECE_NBYTES = 4 << 20
-# Shorter runs are read together with the bytes between them, which is faster.
-MIN_RUN_NBYTES = 32 << 10
 MAX_THREADS = 8
 # Upper limit per thread. Chunks that Orbax writes need about 2 MiB.
 DECODE_MEMORY_NBYTES = 32 << 20
@@ -64,9 +64,6 @@ def open_reader(
         path: Folder of the checkpoint.
         verify: Check the listed files, and every byte read against the recorded checksums, if there are any.
         hint: Advice in the error for a damaged checkpoint.
-
-    Raises:
-        PrepError: There is no checkpoint, it is broken, or prep did not write it.
     """
     folder = find_item(path)
     if folder is None:
@@ -91,7 +88,7 @@ def open_reader(
     return ItemReader(item, manifest, checksums, hint)
 
 
-class ItemReader(LeafReader):
+class ItemReader(BoxReader):
     """CheckpointReader of an Orbax item.
 
     Attributes:
@@ -128,15 +125,15 @@ class ItemReader(LeafReader):
             read_unit = _read_unit_shape(item, number)
             self._array_numbers[meta.name] = number
             self.leaves[meta.name] = checkpoint_store.LeafSpec(meta.shape, meta.dtype, read_unit)
-        self.is_remote = is_remote(item.files)
+        in_store = is_remote(item.files)
         num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
-        if self.is_remote:
+        if in_store:
             num_threads = MAX_READ_THREADS
         # An item with more files than a process may hold open has no chunks that are read directly.
         blobs: Sequence[AnyPath] = ()
-        if self.is_remote or len(item.files) <= MAX_OPEN_FILES:
+        if in_store or len(item.files) <= MAX_OPEN_FILES:
             blobs = item.files
-        super().__init__(open_blobs(blobs), num_threads=num_threads, buffer_nbytes=PIECE_NBYTES)
+        super().__init__(open_blobs(blobs), num_threads=num_threads, is_remote=in_store)
 
     def __enter__(self) -> ItemReader:
         return self
@@ -149,10 +146,6 @@ class ItemReader(LeafReader):
     def read(self, name: str, parts: BoxArrays) -> None:
         """Fill each array (C order) with its box of a leaf, cast to the array's dtype.
 
-        Args:
-            name: Dotted name of the leaf.
-            parts: Arrays to fill, by their boxes of the leaf.
-
         Raises:
             PrepError: There is no such leaf, or a file is broken.
             DamagedLeafError: Bytes differ from their recorded checksum.
@@ -163,10 +156,9 @@ class ItemReader(LeafReader):
                 f"it has {count_text(len(self._array_numbers), 'other leaf', 'other leaves')}",
                 text("{} shows their names", Command("inspect", str(self.folder))),
             )
-        blob = DecodedArray(self._item, self._array_numbers[name])
-        _check_arrays(blob.meta, parts)
-        jobs = _split_into_jobs(blob, parts, self.is_checked)
-        errors = self.run_reads(jobs, self._run_job)
+        number = self._array_numbers[name]
+        _check_arrays(self._item.arrays[number], parts)
+        errors = self.run_reads(self._jobs(number, parts), partial(self._run_job, number))
         if not errors:
             return
         error = errors[0]
@@ -190,59 +182,72 @@ class ItemReader(LeafReader):
         self._array_numbers = numbers
         self.leaves = leaves
 
-    def _run_job(self, job: _PieceJob | _ChunkJob, buffer: ByteArray) -> int:
-        """Read a piece or decode a chunk. Return the number of bytes."""
-        if isinstance(job, _ChunkJob):
-            self._decode_chunk(job, buffer)
-        else:
-            self._read_piece(job, buffer)
-        return job.nbytes
+    def _jobs(self, number: int, parts: BoxArrays) -> Iterator[_ChunkJob]:
+        """Yield the reads of a leaf: one window each, or all windows of a chunk that is decoded as a whole."""
+        array = self._item.arrays[number]
+        is_direct = is_read_directly(self._item, number)
+        for index, targets in _targets_by_chunk(array, parts):
+            place: Locations = ()
+            if is_direct:
+                stored = array.stored_chunk(index)
+                assert isinstance(stored, StoredRange)
+                position = (stored.file, stored.offset)
+                place = (whole_array(array.name, array.dtype, array.chunk_shape, position),)
+            reads_blocks = self.is_checked or not is_direct
+            reads = _chunk_reads(array, place, targets, reads_blocks=reads_blocks)
+            if is_direct:
+                yield from (_ChunkJob(index, (read,)) for read in reads)
+            else:
+                yield _ChunkJob(index, tuple(reads))
 
-    def _read_piece(self, piece: _PieceJob, scratch: ByteArray) -> None:
-        """Read a piece (a byte range of a chunk) into its array, or through `scratch` into all of its arrays."""
-        # Pieces of compressed chunks are read by `_decode_chunk`.
-        assert piece.stored is not None
-        # A piece is read directly into its array if dtype and order agree, and for direct I/O the page
-        # offset. This is the common case: each chunk is one shard of the mesh.
-        offset = piece.stored.offset + piece.start
-        alignment = 1 if self.is_remote else PAGE
-        if (target := _direct_target(piece, offset, alignment)) is not None:
-            self._files.read_at(piece.stored.file, offset, target)
-            self._verify_piece(piece, target)
-        else:
-            run = StridedCopy(0, piece.stored.file, offset, piece.nbytes)
-            data = self._files.read_run(run, scratch)
-            self._verify_piece(piece, data)
-            _copy_to_arrays(piece, data)
-
-    def _verify_piece(self, piece: _PieceJob, data: ByteArray) -> None:
-        """Raise DamagedLeafError unless a piece agrees with its recorded checksums."""
-        if self._checksums is None:
-            return
-        damaged = self._checksums.first_damaged_block(piece.name, piece.index, piece.start, data)
-        if damaged is None:
-            return
-        value = self._item.arrays[self._array_numbers[piece.name]].stored_chunk(piece.index)
-        path = self._item.files[value.file] if isinstance(value, StoredRange) else self.folder
-        chunk_offset = piece.stored.offset if piece.stored else 0
-        start = chunk_offset + damaged[0]
-        stop = chunk_offset + damaged[1]
-        where = path if piece.stored else f"chunk {chunk_label(piece.index)} (decoded) in {path}"
-        why = f"bytes {start:,} to {stop:,} of {where} differ from their recorded checksum"
-        raise DamagedLeafError(f"{piece.name} of {self.folder} is damaged", why, self._hint)
-
-    def _decode_chunk(self, chunk: _ChunkJob, scratch: ByteArray) -> None:
-        """Decode a chunk in one thread, up to the end of its last piece, and copy its pieces."""
+    def _run_job(self, number: int, job: _ChunkJob, buffer: ByteArray) -> int:
+        """Read a window or decode a chunk of array `number`. Return the number of bytes."""
+        check = partial(self._verify, number, job.index)
+        if job.reads[0].placement:
+            return self.read_window(job.reads[0], buffer, check)
+        # Decode a chunk in one thread, up to the end of its last window.
+        blob = DecodedArray(self._item, number)
         cache = ChunkCache(DECODE_MEMORY_NBYTES)
         try:
-            with contextlib.closing(open_chunk(chunk.blob, chunk.index, cache)) as reader:
-                for piece in chunk.pieces:
-                    data = scratch[: piece.nbytes]
-                    reader.read(piece.start, data)
-                    self._verify_piece(piece, data)
-                    _copy_to_arrays(piece, data)
+            with contextlib.closing(open_chunk(blob, job.index, cache)) as reader:
+                for read in job.reads:
+                    data = buffer[: read.nbytes]
+                    reader.read(_offset(blob.meta, read.window), data)
+                    check(read, data)
+                    read.fill(data)
         except (ValueError, OSError) as error:
-            raise chunk_error(chunk.blob, chunk.index, error) from error
+            raise chunk_error(blob, job.index, error) from error
+        return sum(read.nbytes for read in job.reads)
+
+    def _verify(self, number: int, index: ChunkIndex, read: WindowRead, data: ByteArray) -> None:
+        """Raise DamagedLeafError unless a window of a chunk of array `number` agrees with its checksums."""
+        if self._checksums is None:
+            return
+        array = self._item.arrays[number]
+        start = _offset(array, read.window)
+        damaged = self._checksums.first_damaged_block(array.name, index, start, data)
+        if damaged is None:
+            return
+        value = array.stored_chunk(index)
+        where: object = self.folder
+        offset = 0
+        if isinstance(value, StoredRange):
+            where = self._item.files[value.file]
+        if read.placement:
+            offset = read.placement[0].position[1]
+        else:
+            where = f"chunk {chunk_label(index)} (decoded) in {where}"
+        span = f"bytes {offset + damaged[0]:,} to {offset + damaged[1]:,}"
+        why = f"{span} of {where} differ from their recorded checksum"
+        raise DamagedLeafError(f"{array.name} of {self.folder} is damaged", why, self._hint)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkJob:
+    """Reads of windows of one chunk. Their boxes count from the first element of the chunk."""
+
+    index: ChunkIndex
+    reads: tuple[WindowRead, ...]
 
 
 def _read_unit_shape(item: OrbaxItem, array_number: int) -> tuple[int, ...]:
@@ -260,52 +265,6 @@ def _read_unit_shape(item: OrbaxItem, array_number: int) -> tuple[int, ...]:
     return (*(1,) * axis, rows, *meta.chunk_shape[axis + 1 :])
 
 
-def _copy_to_arrays(piece: _PieceJob, data: ByteArray) -> None:
-    """Copy the bytes of a piece to all intersecting arrays."""
-    values = data.view(numpy_dtype(piece.dtype)).reshape(_box_shape(piece.box))
-    for box, array in piece.arrays.items():
-        shared = intersection(piece.box, box)
-        array[slices(shared, box)] = values[slices(shared, piece.box)]
-
-
-@dataclass(frozen=True, slots=True)
-class _PieceJob:
-    """A box of a leaf, contiguous in one chunk.
-
-    Attributes:
-        name: Dotted name of the leaf.
-        index: Index of the chunk.
-        stored: Byte range of the chunk, if it is stored uncompressed in a file.
-        start: First byte of the piece, relative to the decoded chunk.
-        nbytes: Size of the piece in bytes.
-        box: Box of the leaf.
-        dtype: Stored dtype.
-        arrays: The intersecting arrays, by their boxes.
-    """
-
-    name: str
-    index: tuple[int, ...]
-    stored: StoredRange | None
-    start: int
-    nbytes: int
-    box: Box
-    dtype: str
-    arrays: BoxArrays
-
-
-@dataclass(frozen=True, slots=True)
-class _ChunkJob:
-    """A chunk to decode, and its pieces in the order of their bytes."""
-
-    blob: DecodedArray
-    index: tuple[int, ...]
-    pieces: tuple[_PieceJob, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
-
-
 def _check_arrays(meta: Array, arrays: BoxArrays) -> None:
     """Raise ValueError unless each box is inside the leaf and each array is contiguous and of its box's shape."""
     for box, array in arrays.items():
@@ -314,97 +273,60 @@ def _check_arrays(meta: Array, arrays: BoxArrays) -> None:
             is_inside = is_inside and 0 <= low <= high <= extent
         if not is_inside:
             raise ValueError(f"{meta.name} {meta.shape}: box {box} is not inside the leaf")
-        if array.shape != _box_shape(box) or not array.flags.c_contiguous:
+        shape = tuple(high - low for low, high in box)
+        if array.shape != shape or not array.flags.c_contiguous:
             raise ValueError(
                 f"{meta.name} {meta.shape}: the array must be contiguous and have the shape of box {box},"
                 f" it has {array.shape}"
             )
 
 
-def _split_into_jobs(
-    blob: DecodedArray, arrays: BoxArrays, is_checked: bool
-) -> Iterator[_PieceJob | _ChunkJob]:
-    """Yield the jobs to fill the arrays of a leaf.
-
-    A chunk is a unit of storage, a piece is a contiguous part of a chunk. Uncompressed chunks have one job per piece.
-    Other chunks are decoded as a whole, so they have one job per chunk.
-    """
-    is_direct = is_read_directly(blob.item, blob.array_number)
-    for index, pieces in _touched_chunks(blob, arrays, is_direct=is_direct, is_checked=is_checked):
-        if is_direct:
-            yield from pieces
-        else:
-            yield _ChunkJob(blob, index, tuple(pieces))
-
-
-def _touched_chunks(
-    blob: DecodedArray, arrays: BoxArrays, *, is_direct: bool, is_checked: bool
-) -> Iterator[tuple[tuple[int, ...], Iterator[_PieceJob]]]:
-    """Yield the index and the pieces of every needed chunk, in C order of the grid."""
-    meta = blob.meta
-    arrays_by_chunk: dict[tuple[int, ...], dict[Box, np.ndarray]] = {}
-    for box, array in arrays.items():
+def _targets_by_chunk(array: Array, parts: BoxArrays) -> Iterator[tuple[ChunkIndex, list[Target]]]:
+    """Yield the index and the arrays to fill of every needed chunk, in C order of the grid."""
+    axis_map = identity_axis_map(array.name, array.chunk_shape)
+    atoms = [dim[0].atom for dim in axis_map.leaf_dims]
+    targets: dict[ChunkIndex, list[Target]] = {}
+    for box, out in parts.items():
         if not volume(box):
             continue
         index_ranges: list[range] = []
-        for (low, high), length in zip(box, meta.chunk_shape):
+        for (low, high), length in zip(box, array.chunk_shape):
             # E.g. low 5, high 9 in chunks of 4: chunks 1 and 2.
             index_ranges.append(range(low // length, -(-high // length)))
         for index in itertools.product(*index_ranges):
-            arrays_by_chunk.setdefault(index, {})[box] = array
-    for index in sorted(arrays_by_chunk):
-        value = blob.stored_value(index) if is_direct else None
-        stored = value if isinstance(value, StoredRange) else None
-        chunk_arrays = arrays_by_chunk[index]
-        pieces = _piece_jobs(meta, stored, index=index, arrays=chunk_arrays, is_checked=is_checked)
-        yield index, pieces
+            corner = map(mul, index, array.chunk_shape)
+            in_chunk = tuple((low - by, high - by) for (low, high), by in zip(box, corner))
+            needed = intersection(in_chunk, full_box(array.chunk_shape))
+            part = LeafBoxPart(in_chunk, array.name, dict(zip(atoms, needed)))
+            targets.setdefault(index, []).append(Target(axis_map, part, out))
+    yield from sorted(targets.items(), key=itemgetter(0))
 
 
-def _piece_jobs(
-    meta: Array,
-    stored: StoredRange | None,
-    *,
-    index: tuple[int, ...],
-    arrays: BoxArrays,
-    is_checked: bool,
-) -> Iterator[_PieceJob]:
-    """Yield the pieces of a chunk for the boxes of `arrays`, as whole checksum blocks if they are checked."""
-    item_nbytes = itemsize(meta.dtype)
-    byte_strides = strides(meta.chunk_shape, item_nbytes)
-    corner = [i * length for i, length in zip(index, meta.chunk_shape)]
-    chunk_box = _shifted_box(full_box(meta.chunk_shape), corner, 1)
-    needed = [_shifted_box(intersection(box, chunk_box), corner, -1) for box in arrays]
-    if is_checked:
-        pieces = _block_pieces(needed, meta)
+def _offset(array: Array, window: Box) -> int:
+    """Return the offset of a window of a chunk in the bytes of the chunk."""
+    byte_strides = strides(array.chunk_shape, itemsize(array.dtype))
+    return sum(low * stride for (low, _), stride in zip(window, byte_strides))
+
+
+def _chunk_reads(
+    array: Array, place: Locations, targets: Sequence[Target], *, reads_blocks: bool
+) -> Iterator[WindowRead]:
+    """Yield the reads of a chunk that fill its part of the targets, as whole checksum blocks on request."""
+    needed = [tuple(target.part.atom_ranges.values()) for target in targets]
+    if reads_blocks:
+        windows = _block_pieces(needed, array)
     else:
-        pieces = _contiguous_pieces(_bounding_box(needed), meta.chunk_shape, item_nbytes)
-    for piece in pieces:
-        box = _shifted_box(piece, corner, 1)
-        touching: dict[Box, np.ndarray] = {}
-        for array_box, array in arrays.items():
-            if volume(intersection(array_box, box)):
-                touching[array_box] = array
-        # The bounding box of several boxes may contain pieces that no box needs.
-        if touching:
-            yield _PieceJob(
-                name=meta.name,
-                index=index,
-                stored=stored,
-                start=sum(low * stride for (low, _), stride in zip(piece, byte_strides)),
-                nbytes=volume(piece) * item_nbytes,
-                box=box,
-                dtype=meta.dtype,
-                arrays=touching,
-            )
-
-
-def _box_shape(box: Box) -> tuple[int, ...]:
-    return tuple(high - low for low, high in box)
-
-
-def _shifted_box(box: Box, corner: Sequence[int], sign: int) -> Box:
-    """Return a box moved by `sign` times `corner`."""
-    return tuple((low + sign * by, high + sign * by) for (low, high), by in zip(box, corner))
+        item_nbytes = itemsize(array.dtype)
+        max_volume = max(1, PIECE_NBYTES // item_nbytes)
+        axis_strides = strides(array.chunk_shape, item_nbytes)
+        windows = split_window(_bounding_box(needed), axis_strides, max_volume)
+    for window in windows:
+        # The bounding box of several boxes may contain windows that no box needs.
+        touched = [
+            target for target, box in zip(targets, needed) if volume(intersection(box, window))
+        ]
+        if touched:
+            yield WindowRead(array.name, array.dtype, place, window, touched, MIN_GAP_NBYTES)
 
 
 def _bounding_box(boxes: Sequence[Box]) -> Box:
@@ -413,52 +335,6 @@ def _bounding_box(boxes: Sequence[Box]) -> Box:
         lows, highs = zip(*spans)
         bounds.append((min(lows), max(highs)))
     return tuple(bounds)
-
-
-def _innermost_cut_axis(box: Box, chunk_shape: Sequence[int]) -> int:
-    """Return the innermost axis with a smaller extent in the box than in the chunk, or 0."""
-    for axis in reversed(range(len(box))):
-        if box[axis] != (0, chunk_shape[axis]):
-            return axis
-    return 0
-
-
-def _contiguous_pieces(box: Box, chunk_shape: Sequence[int], item_nbytes: int) -> Iterator[Box]:
-    """Cover a box of a chunk with boxes, each contiguous in the chunk and of at most PIECE_NBYTES.
-
-    The box is widened to whole trailing dims if its runs are short or cover most of the chunk.
-    """
-    byte_strides = strides(chunk_shape, item_nbytes)
-    # The first axis with more than one index: after it, whole trailing dims are contiguous.
-    first = 0
-    while first < len(box) and box[first][1] - box[first][0] <= 1:
-        first += 1
-    widened = (*box[: first + 1], *full_box(chunk_shape[first + 1 :]))
-    last = _innermost_cut_axis(box, chunk_shape)
-    run_nbytes = item_nbytes
-    if box:
-        run_nbytes = (box[last][1] - box[last][0]) * byte_strides[last]
-    if run_nbytes < MIN_RUN_NBYTES or 2 * volume(box) >= volume(widened):
-        box = widened
-        last = min(first, len(box) - 1)
-    if not box:
-        yield box
-        return
-    # Pieces are cut along the outermost axis where one step fits into a piece.
-    axis = last
-    while axis < len(box) - 1 and byte_strides[axis] > PIECE_NBYTES:
-        axis += 1
-    # E.g. steps of 1 MiB: 4 steps per piece.
-    length = max(1, PIECE_NBYTES // byte_strides[axis])
-    outer_ranges = [range(low, high) for low, high in box[:axis]]
-    for outer in itertools.product(*outer_ranges):
-        for low in range(*box[axis], length):
-            rows = (low, min(low + length, box[axis][1]))
-            yield (*_single_index_box(outer), rows, *box[axis + 1 :])
-
-
-def _single_index_box(index: Sequence[int]) -> Box:
-    return tuple((i, i + 1) for i in index)
 
 
 def _block_pieces(boxes: Sequence[Box], meta: Array) -> Iterator[Box]:
@@ -484,7 +360,7 @@ def _block_pieces(boxes: Sequence[Box], meta: Array) -> Iterator[Box]:
         for low, high in _whole_block_spans(spans, blocks.rows, meta.chunk_shape[axis]):
             for first in range(low, high, length):
                 span = (first, min(first + length, high))
-                yield (*_single_index_box(outer), span, *inner_box)
+                yield (*((i, i + 1) for i in outer), span, *inner_box)
 
 
 def _whole_block_spans(
@@ -513,22 +389,3 @@ def _whole_block_spans(
         else:
             union.append((low, high))
     yield from union
-
-
-def _direct_target(piece: _PieceJob, offset: int, alignment: int) -> ByteArray | None:
-    """Return the array bytes of a piece if they can be read without a copy: same dtype, and contiguous.
-
-    Args:
-        piece: The piece.
-        offset: Offset of the piece in its file.
-        alignment: Direct I/O needs the address and the offset to agree modulo PAGE. 1 for other reads.
-    """
-    if len(piece.arrays) > 1:
-        return None
-    ((box, array),) = piece.arrays.items()
-    if array.dtype != numpy_dtype(piece.dtype) or intersection(piece.box, box) != piece.box:
-        return None
-    target = array[slices(piece.box, box)]
-    if not target.flags.c_contiguous or (target.ctypes.data - offset) % alignment:
-        return None
-    return target.reshape(-1).view(np.uint8)

@@ -3,46 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import xxhash
+
 from prepcli.algebra.axis_map import AxisMap, bind_row
-from prepcli.algebra.boxes import Box, volume
-from prepcli.algebra.strided_copies import leaf_box_parts
+from prepcli.algebra.boxes import Box, Range, full_box, split_merged_range, volume
+from prepcli.algebra.strided_copies import leaf_box_parts, tensor_box
 from prepcli.core.counts import count_text
 from prepcli.core.errors import RERUN_HINT, PrepError
 from prepcli.core.progress import NullProgress
 from prepcli.engine import checkpoint_store
-from prepcli.engine.blobs import CachedBlob, open_blobs
+from prepcli.engine.blobs import CachedBlob, FilesAndBlobs, open_blobs
 from prepcli.engine.compare import compare_streams
+from prepcli.engine.files import Files
+from prepcli.engine.fills import numpy_dtype
+from prepcli.engine.stream_values import read_values
+from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import EqualityCheck
-from prepcli.planning.state_names import PARAMS
+from prepcli.planning.plan import EqualityCheck, Stream
 from prepcli.planning.tensor_match import (
     DEFAULT_MATCH_OPTIONS,
     VOCAB_ATOM,
     TensorMatch,
     TensorUse,
+    Vocabulary,
     not_equal_error,
+    with_vocabulary,
 )
-from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
+from prepcli.planning.tensors import PARAMS, itemsize
+from prepcli.restore.box_reads import (
+    MIN_GAP_NBYTES,
+    PIECE_NBYTES,
+    BoxArrays,
+    BoxReader,
+    Target,
+    UnequalDuplicateError,
+    WindowRead,
+    file_strides,
+    merge_windows,
+    split_buffer,
+    split_window,
+)
 from prepcli.restore.digest_checks import (
     CHECK_MEMORY_NBYTES,
     check_before_reading,
+    damaged_error,
     num_rows,
     row_stream,
-)
-from prepcli.restore.item_reader import MIN_RUN_NBYTES
-from prepcli.restore.leaf_reader import BoxArrays, LeafReader
-from prepcli.restore.tensor_jobs import (
-    BUFFER_NBYTES,
-    Target,
-    TensorRead,
-    UnequalDuplicateError,
-    read_checked,
-    read_window,
-    tensor_jobs,
 )
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
 from prepcli.stores.buffers import ByteArray
@@ -68,7 +78,7 @@ class _LeafTensors:
     tensors: dict[str, SourceTensor]
 
 
-class WeightsReader(LeafReader):
+class WeightsReader(BoxReader):
     """CheckpointReader of the parameters of a source, with layers stacked on axis 0.
 
     Attributes:
@@ -86,9 +96,6 @@ class WeightsReader(LeafReader):
             source: The checkpoint.
             vocab_multiple: Pad the vocabulary with zeros to a multiple of this.
             verify: Check each tensor against the digests in the source's manifest.
-
-        Raises:
-            PrepError: Tensors are missing or of another shape.
         """
         vocabulary = source.vocabulary()
         # Rounded up, e.g. 50257 rows and a multiple of 128: 393 * 128 = 50304.
@@ -123,7 +130,11 @@ class WeightsReader(LeafReader):
                 _common_dtype(leaf),
                 _read_unit_shape(leaf, is_whole=is_whole),
             )
-        self.is_remote = is_remote(source.files)
+        in_store = is_remote(source.files)
+        num_threads = MAX_READ_THREADS if in_store else MAX_THREADS
+        if is_decoded:
+            # Decoders share a cache.
+            num_threads = 1
         self.source = source
         self._verify = verify
         if verify:
@@ -133,11 +144,9 @@ class WeightsReader(LeafReader):
             check_before_reading(source, streams, CHECK_MEMORY_NBYTES, NullProgress())
         super().__init__(
             open_blobs(without_read_ahead(source.byte_sources)),
-            num_threads=_thread_count(is_decoded=is_decoded, is_remote=self.is_remote),
-            buffer_nbytes=BUFFER_NBYTES,
+            num_threads=num_threads,
+            is_remote=in_store,
         )
-        # In a remote file, another process of the job requests the bytes of a gap. The store would send them twice.
-        self._min_skipped_gap_nbytes = 1 if self.is_remote else MIN_RUN_NBYTES
         self._shared_tensors = {name for name, uses in match.uses.items() if len(uses) > 1}
 
     def __enter__(self) -> WeightsReader:
@@ -148,10 +157,6 @@ class WeightsReader(LeafReader):
 
         Only the byte ranges of the boxes are read, in threads with small buffers. A tensor with recorded digests is
         read completely if the reader verifies: its digests cover all of its bytes.
-
-        Args:
-            name: Dotted name of the leaf.
-            parts: Arrays to fill, by their boxes of the leaf.
 
         Raises:
             PrepError: A file is broken, a tensor is damaged, or a head differs from its embedding.
@@ -166,7 +171,9 @@ class WeightsReader(LeafReader):
         if errors:
             raise errors[0]
 
-    def _leaf_jobs(self, leaf: _LeafTensors, parts: BoxArrays) -> Iterator[TensorRead]:
+    def _leaf_jobs(
+        self, leaf: _LeafTensors, parts: BoxArrays
+    ) -> Iterator[WindowRead | CheckedRead]:
         """Yield the reads of all tensors with elements in the boxes."""
         targets: dict[str, list[Target]] = {}
         for box, array in parts.items():
@@ -174,37 +181,102 @@ class WeightsReader(LeafReader):
                 target = Target(leaf.axis_map, part, array)
                 targets.setdefault(part.tensor_name, []).append(target)
         for name, tensor_targets in targets.items():
-            yield from tensor_jobs(
-                leaf.tensors[name],
-                tensor_targets,
-                duplicates=self._duplicates.get(name, ()),
-                is_checked=self._verify,
-                min_skipped_gap_nbytes=self._skipped_gap_nbytes(name),
-            )
+            tensor = leaf.tensors[name]
+            if self._verify and tensor.digests:
+                yield CheckedRead(tensor, tensor_targets)
+            else:
+                yield from self._windows(tensor, tensor_targets)
 
-    def _skipped_gap_nbytes(self, tensor_name: str) -> int:
-        """Return the size of the smallest skipped gap between runs. Smaller gaps are read too."""
-        is_shared = self.is_remote and tensor_name in self._shared_tensors
-        return SHARED_GAP_NBYTES if is_shared else self._min_skipped_gap_nbytes
+    def _windows(self, tensor: SourceTensor, targets: Sequence[Target]) -> Iterator[WindowRead]:
+        """Yield reads of windows that cover the elements that the targets need."""
+        duplicates = [duplicate.placement for duplicate in self._duplicates.get(tensor.name, ())]
+        # In a remote file, another process of the job requests the bytes of a gap. The store would send them twice.
+        min_gap_nbytes = 1 if self.is_remote else MIN_GAP_NBYTES
+        if self.is_remote and tensor.name in self._shared_tensors:
+            min_gap_nbytes = SHARED_GAP_NBYTES
+        item_nbytes = itemsize(tensor.dtype)
+        # With duplicates, a window and the same window of the duplicate share one buffer.
+        max_volume = PIECE_NBYTES // (2 if duplicates else 1) // item_nbytes
+        axis_strides = file_strides(tensor.placement, tensor.shape, item_nbytes)
+        boxes = [tensor_box(target.axis_map, target.part.atom_ranges) for target in targets]
+        for merged in merge_windows(boxes, axis_strides, min_gap_nbytes):
+            for window in split_window(merged, axis_strides, max_volume):
+                yield WindowRead(
+                    tensor.name,
+                    tensor.dtype,
+                    tensor.placement,
+                    window,
+                    targets,
+                    min_gap_nbytes,
+                    duplicates,
+                )
 
-    def _run_job(self, job: TensorRead, buffer: ByteArray) -> int:
+    def _run_job(self, job: WindowRead | CheckedRead, buffer: ByteArray) -> int:
         """Read a window or a whole tensor. Return the number of bytes."""
-        if job.window is None:
-            return read_checked(job, self.source, self._files, buffer)
-        return self._read_window(job, job.window, buffer)
-
-    def _read_window(self, job: TensorRead, window: Box, buffer: ByteArray) -> int:
+        if isinstance(job, CheckedRead):
+            return _read_checked(job, self.source, self._files, buffer)
         try:
-            min_skipped_gap_nbytes = self._skipped_gap_nbytes(job.tensor.name)
-            return read_window(
-                job, window, self._files, buffer, min_skipped_gap_nbytes=min_skipped_gap_nbytes
-            )
+            return self.read_window(job, buffer)
         except UnequalDuplicateError as error:
+            duplicate = self._duplicates[job.name][error.number].name
             # Raises the error for unequal tensors. If they are equal now, a file changed meanwhile.
-            check_equal(self.source, EqualityCheck(error.duplicate_tensor.name, job.tensor.name))
+            check_equal(self.source, EqualityCheck(duplicate, job.name))
             what = f"{self.source.display_name} changed while it was read"
-            why = f"{error.duplicate_tensor.name} and {job.tensor.name} differed, and are equal now"
+            why = f"{duplicate} and {job.name} differed, and are equal now"
             raise PrepError(what, why, RERUN_HINT) from error
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRead:
+    """A read of a whole tensor into targets, compared with its digests."""
+
+    tensor: SourceTensor
+    targets: Sequence[Target]
+
+
+def _read_checked(
+    job: CheckedRead, source: Source, files: Files | FilesAndBlobs, buffer: ByteArray
+) -> int:
+    """Read a whole tensor in C order, copy its parts to the targets, and compare it with its digests.
+
+    Return the number of bytes. Raise DamagedError if the bytes differ. The arrays must not be used then.
+    """
+    tensor = job.tensor
+    dtype = numpy_dtype(tensor.dtype)
+    read_half, ordered_half = split_buffer(buffer)
+    buffers = (read_half[:PIECE_NBYTES], ordered_half[:PIECE_NBYTES])
+    for rows, digest in _digested_rows(tensor):
+        state = xxhash.xxh3_128()
+        stream = Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
+        for start, run in read_values(files, stream, buffers=buffers):
+            state.update(run.data)
+            # The run is a range of the flat tensor. The windows are the boxes of this range, in C order.
+            values = run.view(dtype)
+            first = start // dtype.itemsize
+            windows: Iterable[Box] = ((),)
+            if tensor.shape:
+                windows = split_merged_range((first, first + values.size), tensor.shape)
+            filled = 0
+            for window in windows:
+                count = volume(window)
+                for target in job.targets:
+                    target.fill(window, values[filled : filled + count])
+                filled += count
+        if digest and state.hexdigest() != digest:
+            raise damaged_error(source, tensor, RECREATE_HINT)
+    return tensor.nbytes
+
+
+def _digested_rows(tensor: SourceTensor) -> Iterator[tuple[Range, str]]:
+    """Yield consecutive row ranges of a tensor, each with its digest, or an empty text without one."""
+    (row, stop), *_ = full_box(tensor.shape) or ((0, 1),)
+    for low, high, digest in sorted(tensor.digests):
+        if row < low:
+            yield (row, low), ""
+        yield (low, high), digest
+        row = high
+    if row < stop:
+        yield (row, stop), ""
 
 
 def _dropped_records(source: Source, match: TensorMatch) -> list[Mapping[str, object]]:
@@ -220,13 +292,6 @@ def _has_padding(leaf: _LeafTensors, box: Box) -> bool:
     for part in leaf_box_parts(leaf.axis_map, box, leaf.unscanned_index):
         num_filled += math.prod(stop - start for start, stop in part.atom_ranges.values())
     return num_filled != volume(box)
-
-
-def _thread_count(*, is_decoded: bool, is_remote: bool) -> int:
-    # Decoders share a cache.
-    if is_decoded:
-        return 1
-    return MAX_READ_THREADS if is_remote else MAX_THREADS
 
 
 def _group_by_leaf(
@@ -253,12 +318,7 @@ def _has_digests(leaf: _LeafTensors) -> bool:
 
 
 def _read_unit_shape(leaf: _LeafTensors, *, is_whole: bool) -> tuple[int, ...]:
-    """Return the read unit of a leaf: the shape of one index of each tensor's first dim.
-
-    Args:
-        leaf: The leaf.
-        is_whole: Whether tensors are read as a whole.
-    """
+    """Return the read unit of a leaf: the shape of one index of each tensor's first dim."""
     # The unit is one index of the tensor's first axis. Example: the tensor (heads head_dim) embed of a leaf
     # [layers, embed, heads, head_dim] has the unit [1, embed, 1, head_dim].
     single = {factor.atom for factor in leaf.axis_map.stacked_factors}
@@ -304,9 +364,6 @@ def find_duplicates(source: Source, checks: Sequence[EqualityCheck], *, verify: 
         source: The checkpoint.
         checks: Each duplicate with its original.
         verify: Whether tensors with digests are compared with them when they are read.
-
-    Raises:
-        PrepError: A duplicate differs.
     """
     tensors = {tensor.name: tensor for tensor in source.tensors}
     duplicates: dict[str, list[SourceTensor]] = {}
@@ -323,11 +380,7 @@ def find_duplicates(source: Source, checks: Sequence[EqualityCheck], *, verify: 
 
 
 def check_equal(source: Source, check: EqualityCheck) -> None:
-    """Read a tensor and its duplicate.
-
-    Raises:
-        PrepError: They differ. The error has the number of differences and the first one.
-    """
+    """Read a tensor and its duplicate."""
     tensors = {tensor.name: tensor for tensor in source.tensors}
     pair = [tensors[name] for name in (check.name, check.duplicate_of)]
     result = compare_streams(

@@ -1,7 +1,7 @@
 """The neutral form of a training state: the moments of Adam by tensor, counters, and settings of the optimizer.
 
 A training step of prep and a checkpoint of another library have the same names here. The moments of a tensor are
-`opt_state.adam.mu/TENSOR` and `opt_state.adam.nu/TENSOR`, as in `planning.state_names`.
+`opt_state.adam.mu/TENSOR` and `opt_state.adam.nu/TENSOR`, as in `planning.tensors`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.decayed_leaves import DecayRule
 from prepcli.planning.arrays import whole_array
-from prepcli.planning.layout_scales import LayoutScale
-from prepcli.planning.libraries import AdamNumbers, AdamSettings
+from prepcli.planning.libraries import AdamNumbers, AdamSettings, LayoutScale
 from prepcli.planning.plan import SourceFile, Stream
-from prepcli.planning.state_names import (
+from prepcli.planning.state_rows import is_leaf_path
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
+from prepcli.planning.tensors import (
     COUNTERS,
     FIRST_MOMENT,
+    FLOAT_DTYPES,
     MOMENTS,
     NUM_UPDATES,
     SECOND_MOMENT,
@@ -35,9 +37,6 @@ from prepcli.planning.state_names import (
     qualify,
     split_name,
 )
-from prepcli.planning.state_rows import is_leaf_path
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
-from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.stores.paths import AnyPath
@@ -86,9 +85,6 @@ def read_adam_state(source: Source) -> AdamState:
     """Return the training state of a source, with the settings that another library stores.
 
     Only the counters are read.
-
-    Raises:
-        PrepError: The source has no state of AdamW, or moments of some parameters are missing.
     """
     if not source.state_tensors:
         hint = text("name a run of {}, or one of its steps", Command("train"))
@@ -176,11 +172,7 @@ def _read_counter(source: Source, counters: Mapping[str, SourceTensor], name: st
 
 
 def read_scalars(source: Source, tensors: Sequence[SourceTensor]) -> list[float]:
-    """Return the values of tensors with one element each, compared with their recorded digests.
-
-    Raises:
-        DamagedError: One has more elements or none, or differs from its digest.
-    """
+    """Return the values of tensors with one element each, compared with their recorded digests."""
     for tensor in tensors:
         if math.prod(tensor.shape) != 1:
             why = f"{tensor.name} is {list(tensor.shape)}, and must have one element"
@@ -192,11 +184,7 @@ def read_scalars(source: Source, tensors: Sequence[SourceTensor]) -> list[float]
 
 
 def read_small_tensors(source: Source, tensors: Sequence[SourceTensor]) -> list[bytes]:
-    """Return the bytes of tensors with a few elements, compared with their recorded digests.
-
-    Raises:
-        DamagedError: One differs from its digest.
-    """
+    """Return the bytes of tensors with a few elements, compared with their recorded digests."""
     contents: list[bytes] = []
     buffers = allocate_run_buffers(COUNTER_NBYTES)
     with open_blobs(source.byte_sources) as files:
@@ -264,9 +252,6 @@ def add_training_state(
         left_out: Names of the parts without a counterpart.
         files: Files of the moments, in addition to those of the source.
         stamps: Size, time and digest of these files.
-
-    Raises:
-        PrepError: A moment is not of a floating-point dtype, or there are more updates than steps.
     """
     for moment in moments:
         if moment.dtype not in FLOAT_DTYPES:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from prepcli.core.errors import Key, Option, PrepError, text, usage_error
-from prepcli.planning.state_names import OPT_STATE, PARAMS, SEPARATOR, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
+from prepcli.planning.tensors import OPT_STATE, PARAMS, SEPARATOR, qualify, split_name
 from prepcli.sources.source import Source, SourceTensor
 
 AVERAGE_SLOT = f"{OPT_STATE}.ema"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from prepcli.algebra.chunks import StoredRange, StoredValue
+from prepcli.algebra.grids import StoredRange, StoredValue
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
@@ -32,8 +32,8 @@ from prepcli.formats.orbax import OrbaxItem
 from prepcli.formats.orbax_chunks import chunk_label, unravel_chunk_index
 from prepcli.planning.arrays import Array
 from prepcli.stores.buffers import ByteArray
+from prepcli.stores.files import io_error
 from prepcli.stores.paths import AnyPath, StorePath
-from prepcli.stores.reading import io_error
 
 # A chunk of at most 1/8 of the cache size is decoded at once and kept.
 WHOLE_CHUNK_DIVISOR = 8

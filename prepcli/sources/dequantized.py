@@ -26,9 +26,8 @@ from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.arrays import Array, Location, whole_array
 from prepcli.planning.manifest_fields import Manifest, QuantizedRecord
-from prepcli.planning.quantization_leaves import QUANTIZATION
-from prepcli.planning.state_names import qualify
-from prepcli.planning.tensors import itemsize
+from prepcli.planning.state_rows import QUANTIZATION
+from prepcli.planning.tensors import itemsize, qualify
 from prepcli.quantized.decoder import Decoder, StoredMatrix
 from prepcli.quantized.find_weights import (
     QUANTIZATION_FILES,
@@ -39,8 +38,7 @@ from prepcli.quantized.find_weights import (
     without_quantization,
 )
 from prepcli.sources.dropped_tensors import without_recorded_drops
-from prepcli.sources.model_family import as_verbatim
-from prepcli.sources.multimodal import split_towers
+from prepcli.sources.model_family import as_verbatim, split_towers
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor, read_json_object
 from prepcli.sources.tensor_rows import TensorBytes
 from prepcli.sources.unused_quantization import (

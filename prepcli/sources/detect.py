@@ -36,10 +36,10 @@ from prepcli.formats.torch_files import (
 )
 from prepcli.quantized.find_weights import QUANTIZATION_KEYS
 from prepcli.sources.folders import Folder, Kind, OpenFolder
-from prepcli.sources.source_hints import CONFIG
+from prepcli.sources.references import CONFIG
 from prepcli.sources.unused_quantization import has_quantized_tensors
+from prepcli.stores.files import MAX_CONFIG_NBYTES, read_bytes
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import MAX_CONFIG_NBYTES, read_bytes
 
 MAX_LISTED = 6
 # Folders above the metadata file of an Orbax item: its step and the item itself.

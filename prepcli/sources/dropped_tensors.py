@@ -1,17 +1,18 @@
-"""Tensors that the user drops (`--drop`): a source without them.
+"""Tensors that no output has: those that the user drops (`--drop`), and those that the index of a model does not name.
 
 One rule holds for each form of a checkpoint. A tensor is dropped if a pattern matches its name and the family of the
 source does not need it. A verbatim checkpoint needs none of its tensors, and nor does a multimodal model those of its
-towers.
+towers. No command reads a tensor outside of the index.
 """
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from prepcli.core.errors import Command, Option, text, usage_error
+from prepcli.formats.shard_index import UnindexedTensor
 from prepcli.models.name_patterns import matching_patterns
 from prepcli.models.prediction import (
     EARLIER_RULES,
@@ -22,22 +23,35 @@ from prepcli.models.prediction import (
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.tensor_match import DROP_RULE, tensor_uses
-from prepcli.sources.model_family import as_verbatim
-from prepcli.sources.multimodal import split_towers
+from prepcli.sources.model_family import as_verbatim, split_towers
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
-from prepcli.sources.unindexed import unindexed_names
+
+# Rule of these tensors, as plans and JSON objects name it.
+UNINDEXED_RULE = "not in the index"
+# An index names no file with a colon.
+_SEPARATOR = ": "
+
+
+def unindexed_entries(tensors: Iterable[UnindexedTensor]) -> tuple[DroppedTensor, ...]:
+    """Return the records of tensors, named `FILE: TENSOR`: the index may name the same tensor of another file."""
+    entries: list[DroppedTensor] = []
+    for tensor in tensors:
+        name = f"{tensor.file}{_SEPARATOR}{tensor.name}"
+        entries.append(DroppedTensor(name, tensor.nbytes, UNINDEXED_RULE))
+    return tuple(entries)
+
+
+def unindexed_names(entries: Iterable[DroppedTensor]) -> list[str]:
+    """Return the names of these tensors, without their files, from the records of all dropped tensors."""
+    names: list[str] = []
+    for entry in entries:
+        if entry.rule == UNINDEXED_RULE:
+            names.append(entry.name.partition(_SEPARATOR)[2])
+    return names
 
 
 def drop_tensors(source: Source, patterns: Sequence[str]) -> Source:
-    """Return a source without the tensors that match a pattern. They are recorded in `dropped`.
-
-    Args:
-        source: The opened source.
-        patterns: Patterns of `--drop`.
-
-    Raises:
-        UsageError: A pattern matches no tensor that can be dropped, or no tensor is left.
-    """
+    """Return a source without the tensors that match a pattern. They are recorded in `dropped`."""
     if not patterns:
         return source
     needed = _needed_names(source)

@@ -15,7 +15,13 @@ from prepcli.formats.orbax import ITEM_MARKERS, find_item, item_metadata_file
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.sources.references import BucketUrl
-from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.byte_ranges import (
+    DEFAULT_RETRY_POLICY,
+    RemoteFile,
+    RetryPolicy,
+    retry_policy_from_env,
+)
+from prepcli.stores.files import list_folder, read_bytes
 from prepcli.stores.object_store import Bucket
 from prepcli.stores.paths import (
     COPY_HINT,
@@ -25,8 +31,6 @@ from prepcli.stores.paths import (
     local_copy,
     path_in_folder,
 )
-from prepcli.stores.reading import list_folder, read_bytes
-from prepcli.stores.retries import DEFAULT_RETRY_POLICY, RetryPolicy, retry_policy_from_env
 
 Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm", "adapter", "gguf"]
 

@@ -64,9 +64,6 @@ def generation_defaults(
         config: The model's config.json. It has the fields if there is no generation_config.json, as in transformers.
         generation_config: Its generation_config.json. None if it has none.
         vocab: Vocabulary size.
-
-    Raises:
-        PrepError: A field has an invalid value.
     """
     name = "config.json"
     values: Mapping[str, JsonValue] = config

@@ -320,13 +320,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 
 
 def needs_config_reason(metadata: GgufMetadata, prefix: str, names: Collection[str]) -> str:
-    """Return why the metadata does not describe the model and a config.json is needed, or an empty string.
-
-    Args:
-        metadata: Metadata of the file.
-        prefix: The architecture.
-        names: Names of the tensors.
-    """
+    """Return why the metadata does not describe the model and a config.json is needed, or an empty string."""
     for name in ROPE_FACTORS:
         if name in names:
             return f"it has `{name}`, the factors of a scaled rotary embedding without its settings"
@@ -344,10 +338,6 @@ def query_divisor(metadata: GgufMetadata, prefix: str) -> int | None:
 
     It is the width of a head, and in the 27B models the width of the model divided by its heads. The metadata does not
     have it. Source: `f_attention_scale` of llama.cpp (src/llama-model.cpp).
-
-    Args:
-        metadata: Metadata of the file.
-        prefix: The architecture, a key of LAYERS_OF_27B.
 
     Returns:
         The number, or None if the metadata does not have what it follows from.

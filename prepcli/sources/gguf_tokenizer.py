@@ -95,14 +95,7 @@ PRE_TOKENIZERS = {
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[SmallFile, ...]:
-    """Return `tokenizer.json`, to make when it is written, and `tokenizer_config.json`.
-
-    Args:
-        metadata: Metadata of a GGUF file.
-
-    Raises:
-        ValueError: The metadata does not describe the tokenizer exactly.
-    """
+    """Return `tokenizer.json`, to make when it is written, and `tokenizer_config.json`."""
     _check_spaces_are_kept(metadata)
     # Check the metadata. The merges take most of the time, and a dry run does not need them.
     _tokenizer_document(metadata, has_merges=False)
@@ -351,13 +344,7 @@ def _check_merges(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> Non
 def _added_tokens(
     tokens: Sequence[str], types: Sequence[int], added_types: Collection[int]
 ) -> list[dict[str, Any]]:
-    """Return the tokens to find in texts before words are split.
-
-    Args:
-        tokens: All tokens.
-        types: Their types.
-        added_types: Types of such tokens.
-    """
+    """Return the tokens to find in texts before words are split."""
     added: list[dict[str, Any]] = []
     for number, (token, token_type) in enumerate(zip(tokens, types)):
         if token_type in added_types:

@@ -21,7 +21,7 @@ from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.quantized.find_weights import QUANTIZATION_FILES
 from prepcli.sources.detect import Refusal, apply_rules, no_checkpoint_error
 from prepcli.sources.folders import Access, CheckpointFiles, Folder, Kind, OpenFolder
-from prepcli.sources.references import HubRepo
+from prepcli.sources.references import CONFIG, HubRepo
 from prepcli.sources.side_files import (
     ListedFile,
     SelectedNames,
@@ -29,9 +29,14 @@ from prepcli.sources.side_files import (
     select_side_files,
     unread_weights,
 )
-from prepcli.sources.source_hints import CONFIG
-from prepcli.stores.hub import HubListing, cached_snapshot, list_repository, prepare_hub
-from prepcli.stores.hub_errors import is_hub_down, translate_errors
+from prepcli.stores.hub import (
+    HubListing,
+    cached_snapshot,
+    is_hub_down,
+    list_repository,
+    prepare_hub,
+    translate_errors,
+)
 from prepcli.stores.paths import AnyPath, StorePath
 
 SMALL_FILE_PATTERNS = (

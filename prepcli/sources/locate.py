@@ -30,8 +30,8 @@ from prepcli.sources.references import (
     parse_reference,
 )
 from prepcli.sources.unused_quantization import unused_quantization_note
+from prepcli.stores.files import name_fault
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.writing import name_fault
 
 
 @dataclass(frozen=True, slots=True)

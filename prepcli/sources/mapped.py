@@ -22,25 +22,27 @@ from prepcli.models.prediction import prediction_names
 from prepcli.models.registry import FAMILIES, family_of
 from prepcli.models.verbatim import verbatim_family
 from prepcli.planning.arrays import Location
-from prepcli.planning.composed_locations import compose_location
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.map_file import (
+from prepcli.planning.maps import (
     MAX_NBYTES,
+    MapCoverage,
     MapLine,
+    MapRow,
     TensorMap,
+    bind_map,
+    compose_location,
     compute_size,
     map_error,
     parse_map,
 )
-from prepcli.planning.map_rows import MapCoverage, MapRow, bind_map
 from prepcli.planning.plan import DroppedTensor
-from prepcli.planning.quantization_leaves import is_quantization_tensor
+from prepcli.planning.state_rows import is_quantization_tensor
 from prepcli.planning.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, detect_names
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.quantized.find_weights import quantization_settings
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
+from prepcli.stores.files import read_small_file
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import read_small_file
 
 # Rule of the tensors that a map drops, as plans and JSON objects name it.
 DROP_RULE = "drop line of --map"
@@ -53,11 +55,7 @@ AtomSizes = dict[str, int | tuple[int, ...]]
 
 
 def read_map(path: AnyPath) -> TensorMap:
-    """Read the file of a map.
-
-    Raises:
-        PrepError: The file cannot be read, is no text, or has malformed lines.
-    """
+    """Read the file of a map."""
     data = read_small_file(path, MAX_NBYTES)
     try:
         content = data.decode()
@@ -68,11 +66,7 @@ def read_map(path: AnyPath) -> TensorMap:
 
 
 def recorded_map(manifest: Manifest | None) -> TensorMap | None:
-    """Return the recorded map of an export, or None. It leads from the tensors of its files to those of the model.
-
-    Raises:
-        PrepError: The record is malformed.
-    """
+    """Return the recorded map of an export, or None. It leads from the tensors of its files to those of the model."""
     record = (manifest or NO_MANIFEST).map
     content = record.get(CONTENT_KEY)
     if not isinstance(content, str):
@@ -100,15 +94,7 @@ def is_read_through_map(output: Source, source: Source) -> bool:
 
 
 def apply_map(source: Source, tensor_map: TensorMap) -> Source:
-    """Return a source with the targets of a map as its tensors.
-
-    Args:
-        source: A source of the verbatim family.
-        tensor_map: The map.
-
-    Raises:
-        PrepError: The map does not fit the source. The error lists all reasons.
-    """
+    """Return a source with the targets of a map as its tensors."""
     family, config = _map_family(tensor_map, source)
     rows, problems = bind_model_map(tensor_map, family, config)
     tensors = {source.names.stored_name(tensor.name): tensor for tensor in source.tensors}
@@ -151,10 +137,6 @@ def _without_useless_scales(mapped: Source, tensors: Mapping[str, SourceTensor])
     """Return a mapped source without scales, if a decoded weight is no longer a tensor of its own.
 
     The codes of such a weight cannot be written again.
-
-    Args:
-        mapped: The mapped source.
-        tensors: The tensors before, by name in the files.
     """
     placements = {mapped.names.full_name(each.name): each.placement for each in mapped.tensors}
     if all(placements.get(name) == tensors[name].placement for name in mapped.quantized):
@@ -347,15 +329,7 @@ def map_tensors(
 
 
 def apply_recorded_map(source: Source, tensor_map: TensorMap) -> Source:
-    """Return an export with the tensors of the model, and their recorded digests.
-
-    Args:
-        source: The export, as a source of the verbatim family.
-        tensor_map: The map that it recorded.
-
-    Raises:
-        PrepError: The map does not fit the files.
-    """
+    """Return an export with the tensors of the model, and their recorded digests."""
     mapped = apply_map(source, tensor_map)
     records = (source.manifest or NO_MANIFEST).tensors
     tensors: list[SourceTensor] = []
@@ -367,11 +341,7 @@ def apply_recorded_map(source: Source, tensor_map: TensorMap) -> Source:
 
 
 def _composed(row: MapRow, indices: Mapping[str, int], stored: SourceTensor) -> Location:
-    """Return where a target is stored in a tensor.
-
-    Raises:
-        PrepError: The tensor is stored in several parts.
-    """
+    """Return where a target is stored in a tensor."""
     location = None
     if len(stored.placement) == 1:
         location = compose_location(row, indices, stored.placement[0])

@@ -17,23 +17,21 @@ from prepcli.formats.torch_files import MISTRAL_FILE
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.map_file import TensorMap
+from prepcli.planning.maps import TensorMap
 from prepcli.planning.plan import DroppedTensor, SourceFile
-from prepcli.planning.state_names import OPT_STATE_RULE
+from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
-from prepcli.sources.dropped_tensors import matching_drops
+from prepcli.sources.dropped_tensors import UNINDEXED_RULE, matching_drops, unindexed_names
 from prepcli.sources.folders import CheckpointFiles
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
-from prepcli.sources.model_family import verbatim_error
-from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_towers
+from prepcli.sources.model_family import MULTIMODAL_KINDS, split_towers, verbatim_error
+from prepcli.sources.references import CONFIG, KeptScales, SourceHints
 from prepcli.sources.side_files import check_patterns, unread_weights
 from prepcli.sources.source import Source, check_headers
-from prepcli.sources.source_hints import CONFIG, KeptScales, SourceHints
-from prepcli.sources.unindexed import UNINDEXED_RULE, unindexed_names
+from prepcli.stores.files import list_folder
 from prepcli.stores.paths import SMALL_NBYTES, StorePath, fetch_copies, is_remote
-from prepcli.stores.reading import list_folder
 
 # A note names at most this many tensors that the index does not name.
 MAX_UNINDEXED_NAMES = 5

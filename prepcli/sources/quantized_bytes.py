@@ -14,10 +14,9 @@ from prepcli.core.json_values import quote_name
 from prepcli.models.text_part import with_text_config
 from prepcli.planning.arrays import whole_array
 from prepcli.planning.manifest_fields import QuantizedRecord
-from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
-from prepcli.planning.state_names import qualify, split_name
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
-from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
+from prepcli.planning.state_rows import DECODED, QUANTIZATION
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, Vocabulary, with_vocabulary
+from prepcli.planning.tensors import qualify, split_name
 from prepcli.quantized.decoder import Decoder
 from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.dequantized import DequantizedBlob, find_source_weights

@@ -1,18 +1,30 @@
-"""Find the sources of an output by the names and digests in its manifest."""
+"""What records say about a checkpoint: its sources in its manifest, and its files and tensors in a lock.
+
+The digests of a lock become digests of the source's tensors. Every reader compares its bytes with them, as with
+the digests of a manifest. A lock therefore costs no further read.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prepcli.core.errors import Option, PrepError, text
+from prepcli.core.errors import Command, Option, PrepError, text
+from prepcli.core.json_values import quote_name
+from prepcli.core.lists import join_names
+from prepcli.core.progress import Progress
+from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder, read_manifest
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.planning.manifest_fields import Manifest, OriginRecord
-from prepcli.stores.object_url import is_url
-from prepcli.stores.paths import AnyPath
+from prepcli.sources.references import HubRepo, parse_reference
+from prepcli.sources.source import CONFIG, Source, SourceTensor
+from prepcli.stores.addresses import is_url
+from prepcli.stores.files import stat_file
+from prepcli.stores.hub import SHA256, sha256_of_file
+from prepcli.stores.paths import AnyPath, StorePath, path_in_folder
 
 TRAIN = "train"
 MERGE = "merge"
@@ -79,15 +91,8 @@ def find_quantized_source(manifest: Manifest, output: AnyPath) -> tuple[str, Man
 
     Outputs of outputs keep decoded weights, e.g. a resharded init. Their sources are followed to the first one without.
 
-    Args:
-        manifest: Manifest of the output.
-        output: Its folder.
-
     Returns:
         The name or path of the model, and the manifest that records it as its source.
-
-    Raises:
-        PrepError: A manifest records no source.
     """
     visited: set[AnyPath] = set()
     while True:
@@ -153,3 +158,199 @@ def _read_manifest(path: Path) -> Manifest:
         return read_manifest(folder) or NO_MANIFEST
     except PrepError:
         return NO_MANIFEST
+
+
+RowDigests = tuple[tuple[int, int, str], ...]
+
+
+def make_lock(
+    source: Source,
+    *,
+    name: str,
+    revision: str | None,
+    digests: Mapping[str, RowDigests],
+    progress: Progress,
+) -> Lock:
+    """Return the lock of a source.
+
+    Args:
+        source: The checkpoint.
+        name: Its name in the lock.
+        revision: Its commit on the hub.
+        digests: Digests of all rows of each tensor, by its name in `source.all_tensors`.
+        progress: Receives the bytes of the files.
+    """
+    paths = {**settings_files(source), **_weight_files(source)}
+    sizes = {name: stat_file(path).st_size for name, path in paths.items()}
+    published = _published_digests(source)
+    files: dict[str, LockedFile] = {}
+    progress.begin("lock files", sum(sizes.values()))
+    try:
+        for file, path in sorted(paths.items()):
+            digest = published[file] if file in published else sha256_of_file(path)
+            files[file] = LockedFile(bytes=sizes[file], digest=digest)
+            progress.advance(sizes[file])
+    finally:
+        progress.end()
+    tensors: dict[str, LockedTensor] = {}
+    names = _stored_names(source)
+    for tensor in source.all_tensors:
+        tensors[names[tensor.name]] = LockedTensor(
+            dtype=tensor.dtype, shape=tensor.shape, digests=digests[tensor.name]
+        )
+    return Lock(source=name, revision=revision, files=files, tensors=tensors)
+
+
+def apply_lock(
+    source: Source, lock: Lock, lock_name: str, revision: str | None, *, is_mapped: bool = False
+) -> Source:
+    """Check the files and headers of a source against a lock, and return the source with the digests of the lock.
+
+    Decoded weights, such as fp8 to bfloat16, have other names and bytes than their files. So have the tensors of a
+    user's map. Their files are read and compared here, before they are read a second time.
+
+    Args:
+        source: The opened checkpoint.
+        lock: Content of the lock file.
+        lock_name: Name of the lock file, for the error.
+        revision: Commit of the source on the hub.
+        is_mapped: Whether a user's map has made the tensors of the source.
+    """
+    has_other_tensors = is_mapped or bool(source.quantization)
+    differences: list[str] = []
+    if lock.revision is not None and revision is not None and revision != lock.revision:
+        differences.append(f"its commit is {revision}, the lock has {lock.revision}")
+    differences += _file_differences(source, lock, hashes_weights=has_other_tensors)
+    if not has_other_tensors:
+        differences += _tensor_differences(source, lock)
+    if differences:
+        raise PrepError(
+            f"{source.display_name} differs from {lock_name}",
+            join_names(differences, separator="; "),
+            text(
+                "get the locked files again; {} approves the present ones",
+                Command("lock", source.display_name),
+            ),
+        )
+    if has_other_tensors:
+        return replace(source, is_locked=True)
+    return replace(
+        source,
+        tensors=_with_digests(source, source.tensors, lock),
+        tower_tensors=_with_digests(source, source.tower_tensors, lock),
+        state_tensors=_with_digests(source, source.state_tensors, lock),
+        is_locked=True,
+    )
+
+
+def pinned_revision(checkpoint: str, revision: str | None, lock: Lock) -> str | None:
+    """Return the revision to read: the requested one, else for a model of the hub the commit of the lock."""
+    if revision is None and isinstance(parse_reference(checkpoint), HubRepo):
+        return lock.revision
+    return revision
+
+
+def _with_digests(
+    source: Source, tensors: tuple[SourceTensor, ...], lock: Lock
+) -> tuple[SourceTensor, ...]:
+    """Return tensors with the digests of the lock, unless a manifest has recorded equal ones."""
+    names = _stored_names(source)
+    locked: list[SourceTensor] = []
+    for tensor in tensors:
+        digests = tensor.digests or lock.tensors[names[tensor.name]].digests
+        locked.append(replace(tensor, digests=digests))
+    return tuple(locked)
+
+
+def _file_differences(source: Source, lock: Lock, *, hashes_weights: bool) -> Iterator[str]:
+    """Yield a text for each file with another size or digest, and for each missing or additional file."""
+    settings = settings_files(source)
+    weights = _weight_files(source)
+    paths = {**settings, **weights}
+    sizes = {name: stat_file(path).st_size for name, path in paths.items()}
+    published = _published_digests(source)
+    for name in sorted({*paths, *lock.files}):
+        label = quote_name(name)
+        locked = lock.files.get(name)
+        if name not in paths:
+            yield f"{label} is missing"
+        elif locked is None:
+            yield f"{label} is not in the lock"
+        elif locked.bytes != sizes[name]:
+            yield f"{label} has {sizes[name]:,} bytes, the lock has {locked.bytes:,}"
+        # The digests of the tensors cover the weights of all other sources.
+        elif name in settings or hashes_weights:
+            digest = published[name] if name in published else sha256_of_file(paths[name])
+            if digest is None:
+                yield f"{label} has no SHA-256 to compare, and its decoded or mapped tensors are not in the lock"
+            elif digest != locked.digest:
+                yield f"{label} has the SHA-256 {digest}, the lock has {locked.digest}"
+
+
+def _tensor_differences(source: Source, lock: Lock) -> Iterator[str]:
+    """Yield a text for each missing or additional tensor, and for each with another dtype, shape or digest."""
+    names = _stored_names(source)
+    tensors = {names[tensor.name]: tensor for tensor in source.all_tensors}
+    for name in sorted({*tensors, *lock.tensors}):
+        label = f"tensor {quote_name(name)}"
+        tensor = tensors.get(name)
+        locked = lock.tensors.get(name)
+        if tensor is None:
+            yield f"{label} is missing"
+        elif locked is None:
+            yield f"{label} is not in the lock"
+        elif (tensor.dtype, tensor.shape) != (locked.dtype, locked.shape):
+            present = f"{tensor.dtype} {list(tensor.shape)}"
+            yield f"{label} is {present}, the lock has {locked.dtype} {list(locked.shape)}"
+        elif tensor.digests and tensor.digests != locked.digests:
+            yield f"{label} has other digests in {MANIFEST_FILE} than in the lock"
+
+
+def _stored_names(source: Source) -> dict[str, str]:
+    """Return the name of each tensor in the files of a source, by its name in `source.all_tensors`."""
+    names = source.display_names()
+    for tensor in (*source.tensors, *source.tower_tensors):
+        names[tensor.name] = source.names.wrapper_prefix + source.stored_name(tensor)
+    return names
+
+
+def settings_files(source: Source) -> dict[str, AnyPath]:
+    """Return the config, the tokenizer and the other small files of a source, by name in the lock."""
+    paths = [file.path for file in source.small_files]
+    # A decoded or a truncated model has another config than its file, which the lock covers all the same.
+    config_path = source.config_path or _source_folder(source) / CONFIG
+    if config_path.is_file():
+        paths.append(config_path)
+    if source.manifest is not None:
+        paths.append(_source_folder(source) / MANIFEST_FILE)
+    return {_name_in_checkpoint(source, path): path for path in paths}
+
+
+def _weight_files(source: Source) -> dict[str, AnyPath]:
+    """Return the files of the tensors, by name in the lock."""
+    return {_name_in_checkpoint(source, path): path for path in source.files}
+
+
+def _published_digests(source: Source) -> dict[str, str | None]:
+    """Return the SHA-256 of each weight file on a server, or None if the server publishes none."""
+    digests: dict[str, str | None] = {}
+    for path in source.files:
+        if not isinstance(path, StorePath):
+            continue
+        digest = path.file.digest
+        is_sha256 = digest.startswith(SHA256)
+        digests[_name_in_checkpoint(source, path)] = (
+            digest.removeprefix(SHA256) if is_sha256 else None
+        )
+    return digests
+
+
+def _source_folder(source: Source) -> AnyPath:
+    """Return the folder of a source. A single file is in the folder of its manifest."""
+    return source.root if source.root.is_dir() else source.root.parent
+
+
+def _name_in_checkpoint(source: Source, path: AnyPath) -> str:
+    """Return the path of a file within its checkpoint, or its name if it is elsewhere, e.g. a config of the user."""
+    inside = path_in_folder(path, _source_folder(source))
+    return path.name if inside is None else inside.as_posix()

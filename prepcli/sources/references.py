@@ -1,12 +1,18 @@
-"""Checkpoint names: a path, an object store URL, an alias or a hub id, parsed into one typed reference."""
+"""Checkpoint names, parsed into one typed reference, and facts about a checkpoint that its files do not state.
+
+A name is a path, an object store URL, an alias or a hub id. Facts are e.g. the user's model config and the part of an
+EasyLM file.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from prepcli.core.bounded_text import shorten
 from prepcli.core.errors import Command, Key, Option, PrepError, Text, text, usage_error
@@ -22,9 +28,99 @@ from prepcli.formats.run_steps import (
     step_folder,
 )
 from prepcli.sources.aliases import ALIASES_BY_NAME
-from prepcli.sources.source_hints import split_part
-from prepcli.stores.hub_address import HubAddress, parse_hub_address
-from prepcli.stores.object_url import ObjectStoreUrl, is_url, parse_url
+from prepcli.stores.addresses import (
+    HubAddress,
+    ObjectStoreUrl,
+    is_url,
+    parse_hub_address,
+    parse_url,
+)
+from prepcli.stores.paths import AnyPath
+
+CONFIG = "config.json"
+PART_SEPARATOR = "::"
+FLAX_PARAMS = "flax_params"
+TRAIN_STATE_PARTS = ("trainstate", "trainstate_params")
+# EasyLM's prefixes of a path, as in `params::PATH`.
+EASYLM_PARTS = (
+    *TRAIN_STATE_PARTS,
+    "params",
+    FLAX_PARAMS,
+)
+
+# Options of conversions, which recipes have no keys for.
+CONVERSION_OPTIONS = {"config", "drop", "layers", "map", "quantized", "source_layout", "verbatim"}
+
+# "rounded": outputs that the scale has changed. Otherwise they are refused. "all": exact ones, too.
+KeptScales = Literal["none", "rounded", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceHints:
+    """Facts about a checkpoint that its files do not state.
+
+    Attributes:
+        config_path: A config.json, or a folder that contains one, for checkpoints without a config.
+        part: One of EASYLM_PARTS, or an empty string.
+        verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: never use it.
+        copied_files: Name patterns of further side files to copy.
+        kept_scales: Which outputs with a scale of another trainer's layout are read as they are stored.
+        layout: Layout of a tree of another library, or None for the one that fits best.
+        training_state: Whether the optimizer state of another framework is read.
+        drop: Patterns of tensors that may lie among those of a text part.
+    """
+
+    config_path: Path | None = None
+    part: str = ""
+    verbatim: bool | None = False
+    copied_files: tuple[str, ...] = ()
+    kept_scales: KeptScales = "none"
+    layout: str | None = None
+    training_state: bool = False
+    drop: tuple[str, ...] = ()
+
+    def resolve_config_path(self, folder: AnyPath, display_name: str) -> AnyPath:
+        """Return the path of the config.json to use: the user's, else the one in `folder`."""
+        if self.config_path:
+            path: AnyPath = self.config_path.expanduser()
+            if not path.exists():
+                what = text("{} does not exist", Option("config", str(self.config_path)))
+                hint = f"pass a {CONFIG}, or a folder with one"
+                raise PrepError(what, "the weights are read by the config of their model", hint)
+        else:
+            path = folder
+        if path.is_dir():
+            path = path / CONFIG
+        if self.config_path is None and not path.is_file():
+            hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
+            raise PrepError(f"{display_name} has no {CONFIG}", f"{path} does not exist", hint)
+        return path
+
+
+NO_HINTS = SourceHints()
+
+
+def split_part(name: str) -> tuple[str, str]:
+    """Split `PART::PATH` into part and path. The part is empty unless it is one of EASYLM_PARTS."""
+    part, separator, path = name.partition(PART_SEPARATOR)
+    if separator and part in EASYLM_PARTS:
+        return (part, path)
+    return ("", name)
+
+
+@contextmanager
+def advise_conversion(model: str) -> Iterator[None]:
+    """In the errors of the block, replace a hint with an option of conversions by the conversion that has it."""
+    try:
+        yield
+    except PrepError as error:
+        options = [part for part in getattr(error.hint, "parts", ()) if isinstance(part, Option)]
+        if not any(option.name in CONVERSION_OPTIONS for option in options):
+            raise
+        command = Command("save-init", model, *options)
+        hint = text("{}, and name its output in {}", command, Key("model.path"))
+        raise error.with_texts(hint=hint) from error.__cause__
+
 
 # Values of `--step` other than a number.
 BEST = "best"
@@ -122,9 +218,6 @@ def parse_reference(
         revision: Revision on the hub.
         step: Step of the training run `name`: its number, `best` (lowest evaluation loss) or `last`.
         cwd: Folder that relative paths start from, without `step`. The working directory by default.
-
-    Raises:
-        UsageError: The argument is not a known name or path, or has no such revision or step.
     """
     if step is not None:
         return _without_revision(_parse_step(name, step), revision)
@@ -146,11 +239,7 @@ def parse_reference(
 
 
 def default_checkpoint(cwd: Path, is_candidate: Callable[[Path], bool] = Path.is_dir) -> Path:
-    """Return the only folder in `cwd` that prep wrote and for which `is_candidate` is true.
-
-    Raises:
-        UsageError: There is no such folder, or more than one.
-    """
+    """Return the only folder in `cwd` that prep wrote and for which `is_candidate` is true."""
     candidates: list[Path] = []
     for folder in _visible_folders(cwd):
         if _has_manifest(folder) and is_candidate(folder):
@@ -269,11 +358,7 @@ def _without_revision(
 
 
 def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:
-    """Parse `ALIAS`, `OWNER/NAME` or `OWNER/NAME/FILE.gguf`, each also with `@REVISION`.
-
-    Raises:
-        UsageError: It is another text.
-    """
+    """Parse `ALIAS`, `OWNER/NAME` or `OWNER/NAME/FILE.gguf`, each also with `@REVISION`."""
     name, revision = _split_revision(name, revision)
     match = _HUB_FILE.fullmatch(name)
     # A folder with the name of the owner shows that the user means a path.
@@ -303,11 +388,7 @@ def _hub_id(name: str) -> str:
 
 
 def _repo_of_address(url: str, address: HubAddress, revision: str | None, cwd: Path) -> HubRepo:
-    """Return the model, or its GGUF file, of an address on the hub.
-
-    Raises:
-        UsageError: It is the address of a dataset, a space, an owner, or another file.
-    """
+    """Return the model, or its GGUF file, of an address on the hub."""
     hub_id = _hub_id(address.hub_id)
     if address.repo_type != "model":
         hint = text("name a model")

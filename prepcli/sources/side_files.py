@@ -2,10 +2,15 @@
 
 A conversion copies them unread. Files in subfolders keep their place, e.g. `additional_chat_templates/tool_use.jinja`.
 Folders are of any origin: hidden files, links to folders, weights, other checkpoints and large folders are left.
+
+Files that prep parses (weights, their index, `config.json`, `params.json`) may be links to any path: unparsable files
+are errors. Files to copy or upload unparsed may be links only within the folder named by the user, or, in the Hugging
+Face cache, into `blobs` of the same model.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,10 +24,63 @@ from prepcli.formats.orbax import ITEM_MARKERS, READABLE_SUFFIXES
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
 from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
 from prepcli.planning.item_storage import ZARR2, ZARR3
-from prepcli.sources.source_hints import CONFIG
-from prepcli.stores.paths import SMALL_NBYTES, AnyPath, StorePath, fetch_copies, local_copy
-from prepcli.stores.reading import list_folder
-from prepcli.stores.temporary_folders import create_temporary_folder
+from prepcli.sources.references import CONFIG
+from prepcli.stores.files import list_folder
+from prepcli.stores.paths import (
+    SMALL_NBYTES,
+    AnyPath,
+    StorePath,
+    create_temporary_folder,
+    fetch_copies,
+    local_copy,
+)
+
+# Layout of the Hugging Face cache: `models--OWNER--NAME/snapshots/COMMIT` and `models--OWNER--NAME/blobs`
+SNAPSHOTS = "snapshots"
+BLOBS = "blobs"
+MODEL_FOLDER_PREFIX = "models--"
+
+
+def resolve_small_file(path: AnyPath, root: AnyPath) -> Path:
+    """Return the real path of a file to copy or upload unparsed, or of its local copy if it is in a store.
+
+    Args:
+        path: The file, as it was listed.
+        root: The checkpoint named by the user, possibly a link. A file outside of it (next to the user's config) is
+            checked against its own folder.
+    """
+    if isinstance(path, StorePath):
+        return path.local().resolve()
+    if root.is_dir():
+        folder = root
+    else:
+        folder = root.parent
+    if folder not in path.parents:
+        folder = path.parent
+    # Compare real paths: the checkpoint may itself be named through a link, and a text such as
+    # `folder/../x` begins with the folder without lying in it.
+    real_path = path.resolve()
+    real_folder = folder.resolve()
+    if real_folder in real_path.parents:
+        return real_path
+    # All files of a snapshot in the Hugging Face cache are links to `../../blobs/HASH`. Other models'
+    # blobs stay out of reach.
+    model = real_folder.parent.parent
+    is_in_cache = model.name.startswith(MODEL_FOLDER_PREFIX)
+    is_snapshot = is_in_cache and real_folder.parent.name == SNAPSHOTS
+    if is_snapshot and model / BLOBS in real_path.parents:
+        return real_path
+    why = f"it leaves {folder}, and its bytes would be copied into the output"
+    what = f"{path} is a link to {_link_target(path, real_path)}"
+    raise PrepError(what, why, "replace the link by the file, or remove it")
+
+
+def _link_target(path: Path, real_path: Path) -> str:
+    if path.is_symlink():
+        return os.readlink(path)
+    # A parent folder of the path is the link.
+    return str(real_path)
+
 
 INDEX_FILES = (safetensors.INDEX_FILE, torch_files.INDEX_FILE, flax_folder.INDEX_FILE)
 # A file of transformers' Trainer. A copy of it in another step would have the wrong step number.
@@ -161,11 +219,7 @@ def _add_entry(path: AnyPath, name: str, files: list[ListedFile], omitted: list[
 
 
 def local_folder(files: Iterable[SideFile], folder: AnyPath) -> Path:
-    """Return a folder on a disk with the config and the side files at the top of a model's folder.
-
-    Raises:
-        PrepError: A file in a store cannot be read.
-    """
+    """Return a folder on a disk with the config and the side files at the top of a model's folder."""
     if isinstance(folder, Path):
         return next((local_copy(file.path).parent for file in files if file.is_at_top), folder)
     paths = [file.path for file in files if file.is_at_top]
@@ -176,11 +230,7 @@ def local_folder(files: Iterable[SideFile], folder: AnyPath) -> Path:
 
 
 def select_side_files(files: Iterable[ListedFile], patterns: Sequence[str] = ()) -> SelectedNames:
-    """Select the side files of a model from a listing of its folder, local or remote.
-
-    Raises:
-        PrepError: A pattern matches a file of a subfolder with too many files.
-    """
+    """Select the side files of a model from a listing of its folder, local or remote."""
     copied: list[str] = []
     left: list[str] = []
     by_folder: dict[str, list[ListedFile]] = {}
@@ -254,12 +304,7 @@ def _sort_by_kind(name: str, patterns: Sequence[str], copied: list[str], left: l
 
 
 def _omitted_folders(top: str, files: Sequence[ListedFile]) -> dict[str, str]:
-    """Return the subfolders that are not copied, with the reason. All files below them are left.
-
-    Args:
-        top: A folder at the top of the model's.
-        files: Files below it.
-    """
+    """Return the subfolders that are not copied, with the reason. All files below them are left."""
     if len(files) > MAX_FILES:
         return {top: f"more than {MAX_FILES:,} files"}
     omitted: dict[str, str] = {}

@@ -30,24 +30,26 @@ from prepcli.planning.manifest_fields import (
     TensorRecords,
     TrainingStateRecord,
 )
-from prepcli.planning.map_file import TensorMap
+from prepcli.planning.maps import TensorMap
 from prepcli.planning.plan import DroppedTensor, SmallFile, SourceFile
-from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
-from prepcli.planning.state_names import TOWERS, qualify, split_name
-from prepcli.planning.state_rows import is_leaf_path
+from prepcli.planning.state_rows import DECODED, QUANTIZATION, is_leaf_path
 from prepcli.planning.tensor_match import (
+    DEFAULT_MATCH_OPTIONS,
+    NO_VOCABULARY,
     MatchOptions,
     TensorInfo,
     TensorMatch,
     TensorNames,
+    TensorUse,
+    Vocabulary,
     match_tensors,
+    read_vocabulary,
 )
-from prepcli.planning.tensors import ITEM_BITS, cast_dtype
-from prepcli.planning.vocabulary import NO_VOCABULARY, Vocabulary, read_vocabulary
+from prepcli.planning.tensors import ITEM_BITS, TOWERS, cast_dtype, qualify, split_name
 from prepcli.sources.side_files import SideFile
 from prepcli.stores.buffers import Blob
+from prepcli.stores.files import MAX_CONFIG_NBYTES, is_there, read_small_file
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import MAX_CONFIG_NBYTES, is_there, read_small_file
 
 CONFIG = "config.json"
 # In an init checkpoint: config, tokenizer and the other files of the model.
@@ -173,7 +175,7 @@ class Source:
         manifest: The manifest of a checkpoint that prep wrote.
         tensor_file_names: For each parameter, then each tensor of the towers, the file name for a Hugging Face folder.
         state_tensors: The other tensors of a training checkpoint, and the scales of dequantised weights, named as in
-            `planning.state_names`.
+            `planning.tensors`.
         blobs: Byte sources by the file numbers of placements. Empty if the placements refer to `files`.
         extra_entries: Other contents of the files, which no conversion uses.
         has_averages: Whether the parameters are the averages of a run. See `sources.averages`.
@@ -183,7 +185,7 @@ class Source:
         left_files: Side files of the model that are not copied, because no pattern selects them.
         omitted: Descriptions of the subfolders and files of the model that are not copied, e.g. `onnx/ (weights)`.
         made_files: Small files with the content of metadata, such as the tokenizer of GGUF.
-        is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
+        is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.recorded_sources`.
         wrapper: The model with further tensors around the parameters, if any.
         tower_tensors: Its other tensors, named `towers/TENSOR`: vision and audio parts, and multi-token prediction.
         training_record: Record of the training state in `state_tensors`, if another framework wrote it.
@@ -303,11 +305,7 @@ class Source:
 def match_source_tensors(
     source: Source, axis_maps: Mapping[str, ParsedAxisMap], options: MatchOptions
 ) -> TensorMatch:
-    """Match the tensors of a source with the axis maps of its family.
-
-    Raises:
-        PrepError: Tensors are missing, unexpected or of another shape.
-    """
+    """Match the tensors of a source with the axis maps of its family."""
     match = match_tensors(
         source.names,
         source.config,
@@ -338,11 +336,7 @@ def source_axis_maps(
 
 
 def read_config(path: AnyPath) -> HFConfig:
-    """Read a config.json.
-
-    Raises:
-        PrepError: The file is missing, or is not a JSON object.
-    """
+    """Read a config.json."""
     if not is_there(path, follow_links=True):
         what = f"{path.parent} has no {path.name}"
         hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), path.name)
@@ -357,11 +351,7 @@ def read_config(path: AnyPath) -> HFConfig:
 
 
 def read_json_object(path: AnyPath, max_nbytes: int = MAX_CONFIG_NBYTES) -> JsonObject:
-    """Read a file with a JSON object, of at most `max_nbytes`.
-
-    Raises:
-        DamagedError: It is larger, or is not a JSON object.
-    """
+    """Read a file with a JSON object, of at most `max_nbytes`."""
     try:
         document = load_json(read_small_file(path, max_nbytes))
     except ValueError as error:
@@ -404,13 +394,7 @@ def file_stamps(headers: Iterable[WeightFileHeader]) -> tuple[SourceFile, ...]:
 
 
 def check_headers(folder: AnyPath, manifest: Manifest, stamps: Iterable[SourceFile]) -> None:
-    """Raise DamagedError if the header of a data file differs from its record in the manifest.
-
-    Args:
-        folder: The folder of the manifest.
-        manifest: Manifest of an output of prep.
-        stamps: The data files, with the digests of their headers.
-    """
+    """Raise DamagedError if the header of a data file differs from its record in the manifest."""
     # The digests of tensors cover the payload, this one the bytes before it: a changed offset in
     # a header would move every tensor and leave each payload as it is.
     for stamp in stamps:
@@ -422,3 +406,58 @@ def recorded_digests(records: TensorRecords, name: str) -> tuple[tuple[int, int,
     return tuple(
         (first, stop, digest) for first, stop, digest in records.get(name, {}).get("digests", ())
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLabel:
+    """The two names of a tensor.
+
+    Attributes:
+        leaf: Dotted path of the leaf, `params.` included. Several, separated by commas, if the tensor is split. Empty
+            if the tensor belongs to no parameter.
+        tensor: Name in the checkpoint's files, without the optimizer slot (such as `opt_state.adam.mu/`) if `leaf` has
+            it.
+    """
+
+    leaf: str
+    tensor: str
+
+    def __str__(self) -> str:
+        if self.leaf:
+            return f"{self.leaf} ({self.tensor})"
+        return self.tensor
+
+
+def label_tensors(
+    source: Source, uses: Mapping[str, tuple[TensorUse, ...]]
+) -> dict[str, TensorLabel]:
+    """Return the label of each tensor of a source, by its name in `source.all_tensors`.
+
+    Args:
+        source: The checkpoint.
+        uses: The leaves of each parameter's tensor, from matching the source with its family.
+    """
+    labels: dict[str, TensorLabel] = {}
+    for name, display_name in source.display_names().items():
+        slot, parameter = split_name(name)
+        if source.wrapper is not None and slot == TOWERS:
+            leaf = f"{TOWERS}.{parameter}"
+        elif slot:
+            leaf = ", ".join(f"{slot}.{use.path}" for use in uses.get(parameter, ()))
+        else:
+            leaf = ""
+        # The path of the leaf begins with the slot. Do not repeat it in the name of the tensor.
+        if leaf and slot != TOWERS:
+            display_name = source.names.full_name(parameter)
+        labels[name] = TensorLabel(leaf, display_name)
+    return labels
+
+
+def label_tensor(source: Source, tensor: SourceTensor) -> TensorLabel:
+    """Return the label of one tensor of a source. A source that does not match its family has no leaves."""
+    try:
+        uses = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS).uses
+    except PrepError:
+        # E.g. the base of a merge with the matrices of an adapter.
+        uses = {}
+    return label_tensors(source, uses).get(tensor.name, TensorLabel("", tensor.name))

@@ -20,11 +20,10 @@ from prepcli.core.errors import PrepError
 from prepcli.models.parameters import StoredShapes, parameter_rows
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.arrays import Location
-from prepcli.planning.composed_locations import compose_location
-from prepcli.planning.map_rows import MapRow
-from prepcli.planning.state_names import PARAMS, qualify, split_name
+from prepcli.planning.maps import MapRow, compose_location
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, detect_names
-from prepcli.sources.multimodal import split_towers, with_bare_names
+from prepcli.planning.tensors import PARAMS, qualify, split_name
+from prepcli.sources.model_family import split_towers, with_bare_names
 from prepcli.sources.source import (
     Source,
     SourceTensor,

@@ -64,11 +64,7 @@ class TensorBytesReader:
         self._files = open_blobs(blob.stored, cache_nbytes)
 
     def read_at(self, offset: int, into: ByteArray) -> None:
-        """Fill `into` with the bytes from `offset` on.
-
-        Raises:
-            PrepError: A tensor cannot be read.
-        """
+        """Fill `into` with the bytes from `offset` on."""
         done = 0
         while done < into.size:
             number = bisect.bisect_right(self._offsets, offset + done) - 1
@@ -97,13 +93,7 @@ def read_tensor(files: RunReader, tensor: SourceTensor) -> ByteArray:
 
 
 def read_rows(files: RunReader, tensor: SourceTensor, rows: Range) -> ByteArray:
-    """Return rows of a tensor as bytes [rows, bytes per row].
-
-    Args:
-        files: Reader of the files of the tensor.
-        tensor: The tensor. All dims except the last are rows.
-        rows: Range of rows.
-    """
+    """Return rows of a tensor as bytes [rows, bytes per row]."""
     row_nbytes = math.prod(tensor.shape[-1:]) * itemsize(tensor.dtype)
     height = math.prod(tensor.shape[-2:-1])
     data = np.empty((rows[1] - rows[0], row_nbytes), np.uint8)

@@ -23,8 +23,8 @@ from prepcli.models.param_tree import param_leaves
 from prepcli.planning.arrays import Array
 from prepcli.planning.libraries import AdamNumbers, AdamSettings, find_marked_library
 from prepcli.planning.plan import DroppedTensor, SourceFile
-from prepcli.planning.state_names import MOMENTS, OPT_STATE_RULE, qualify
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
+from prepcli.planning.tensors import MOMENTS, OPT_STATE_RULE, qualify
 from prepcli.sources.adam_state import (
     MAX_COUNT,
     WITHOUT_STATE_HINT,

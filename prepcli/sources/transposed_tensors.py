@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.models.parameters import parameter_rows
-from prepcli.planning.quantization_leaves import DECODED
-from prepcli.planning.state_names import qualify
+from prepcli.planning.state_rows import DECODED
+from prepcli.planning.tensors import qualify
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
 
 

@@ -11,8 +11,8 @@ from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.quantized.find_weights import QUANTIZATION_FILES, quantization_settings
 from prepcli.quantized.stored_weights import SCALE_SUFFIXES
 from prepcli.sources.source import CONFIG, read_json_object
+from prepcli.stores.files import list_folder
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import list_folder
 
 # Integer tensors of models without quantised weights: masks of GPT-2, positions, and counters of batch norm.
 BUFFER_SUFFIXES = (

@@ -17,18 +17,18 @@ from prepcli.models.parameters import Family, parameter_rows
 from prepcli.models.prediction import is_prediction_vocabulary, prediction_names
 from prepcli.models.registry import family_of
 from prepcli.models.text_part import text_section
-from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import (
     LAYER_VOCAB_ATOM,
     VOCAB_ATOM,
     MatchOptions,
     TensorMatch,
+    Vocabulary,
     detect_names,
     layer_vocab_tensors,
+    read_vocabulary,
     vocab_tensors,
 )
-from prepcli.planning.tensors import FLOAT_DTYPES
-from prepcli.planning.vocabulary import Vocabulary, read_vocabulary
+from prepcli.planning.tensors import FLOAT_DTYPES, split_name
 from prepcli.sources.dequantized import quantization_file
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
@@ -98,11 +98,6 @@ def vocabulary_names(source: Source, match: TensorMatch, vocabulary: Vocabulary)
     """Return the names of the tensors with one row per token.
 
     They are those of the parameters, of their training state, and of multi-token prediction.
-
-    Args:
-        source: The opened source.
-        match: The match of its tensors.
-        vocabulary: The true and the stored size of its vocabulary.
     """
     names = vocab_tensors(match)
     for tensor in source.state_tensors:
@@ -205,11 +200,7 @@ def _tensors_by_name(source: Source) -> tuple[Family, dict[str, SourceTensor]]:
 
 
 def stored_vocabulary(source: Source, true_size: int | None = None) -> Vocabulary:
-    """Return the vocabulary of a source. A verbatim one has the sizes of its config.
-
-    Raises:
-        PrepError: No family has the model type of the config.
-    """
+    """Return the vocabulary of a source. A verbatim one has the sizes of its config."""
     if not source.family.is_verbatim:
         return source.vocabulary(true_size)
     sizes = family_of(source.config).sizes(source.config)

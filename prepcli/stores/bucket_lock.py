@@ -26,7 +26,7 @@ from types import TracebackType
 
 from prepcli.core.errors import RERUN_HINT, PrepError
 from prepcli.core.json_values import load_json
-from prepcli.stores.byte_ranges import LOCK_FILE
+from prepcli.stores.byte_ranges import LOCK_FILE, ignore_note
 from prepcli.stores.conditional_objects import (
     ConditionsNotSupportedError,
     ObjectVersion,
@@ -36,7 +36,6 @@ from prepcli.stores.conditional_objects import (
     replace_object,
 )
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.retries import ignore_note
 
 # A lock expires after 10 missed renewals. `check` trusts the last renewal for UNSURE_S.
 # A write that it allows has at least 300 - 120 = 180 s until another plan may take the lock over.

@@ -11,8 +11,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, cast
 
 from prepcli.core.errors import PrepError
+from prepcli.stores.byte_ranges import WRITE_TIMEOUT_FACTOR, call_with_timeout
 from prepcli.stores.object_store import Bucket, status_of
-from prepcli.stores.retries import WRITE_TIMEOUT_FACTOR, call_with_timeout
 
 if TYPE_CHECKING:
     from obstore import PutMode, UpdateVersion
@@ -64,11 +64,6 @@ class SmallObject:
 def create_object(bucket: Bucket, path: str, content: bytes) -> ObjectVersion | None:
     """Create an object.
 
-    Args:
-        bucket: Client of the store.
-        path: Path of the object below the URL.
-        content: The bytes.
-
     Returns:
         Its version, or None if the object exists.
 
@@ -83,12 +78,6 @@ def replace_object(
     bucket: Bucket, path: str, content: bytes, version: ObjectVersion
 ) -> ObjectVersion | None:
     """Overwrite a version of an object.
-
-    Args:
-        bucket: Client of the store.
-        path: Path of the object below the URL.
-        content: The bytes.
-        version: The version to replace.
 
     Returns:
         The new version, or None if the object has another version or does not exist.
@@ -110,14 +99,6 @@ def publish_content(bucket: Bucket, path: str, content: bytes) -> None:
 
     Call it directly after `BucketLock.confirm`. The object must not exist: the caller deletes the
     one of an earlier output first.
-
-    Args:
-        bucket: Client of the output's URL.
-        path: Path of the object below the URL.
-        content: The bytes, sent in one request.
-
-    Raises:
-        PrepError: Another process has published an output there, or the store does not answer.
     """
     # The lock and the manifest are two objects, and a store puts a condition only on the object
     # that a request writes. So the requests come in this order:
@@ -143,16 +124,7 @@ def publish_content(bucket: Bucket, path: str, content: bytes) -> None:
 
 
 def read_object(bucket: Bucket, path: str, max_nbytes: int) -> SmallObject | None:
-    """Read an object, or None if it does not exist.
-
-    Args:
-        bucket: Client of the store.
-        path: Path of the object below the URL.
-        max_nbytes: Maximum number of bytes to read.
-
-    Raises:
-        PrepError: The store does not answer, or access is denied.
-    """
+    """Read an object, or None if it does not exist."""
     from obstore import exceptions
 
     def get() -> SmallObject:

@@ -1,33 +1,272 @@
 """Repositories of the Hugging Face hub: list them, download into the hub's own cache, or open for remote reads.
 
-huggingface_hub reads its HF_* variables when it is imported, so functions import it after the variables are set.
+huggingface_hub reads its HF_* variables when it is imported, so functions import it after the variables are set. It
+compares only the sizes of downloads. A proxy, a mirror or a bad disk may change bytes without changing their number, so
+new downloads are compared with the digests that the hub publishes. Errors of the library become PrepErrors with hints.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prepcli.core.errors import Option, PrepError, text
+from prepcli.core.errors import RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.formatting import format_bytes
 from prepcli.core.progress import Progress
-from prepcli.stores.byte_ranges import RemoteFile
-from prepcli.stores.hub_client import CHECK_ENDPOINT, MALFORMED_ANSWER, install_retrying_client
-from prepcli.stores.hub_errors import translate_errors
-from prepcli.stores.hub_ranges import HubRangeReader
-from prepcli.stores.paths import StoreListing, StorePath
-from prepcli.stores.published_digests import GIT_BLOB, SHA256, check_download
-from prepcli.stores.reading import read_bytes
-from prepcli.stores.retries import RetryPolicy, map_in_daemon_threads
+from prepcli.stores.byte_ranges import (
+    TIMEOUT_VARIABLE,
+    RemoteFile,
+    RetryPolicy,
+    map_in_daemon_threads,
+)
+from prepcli.stores.files import io_error, open_regular_file, read_bytes
+from prepcli.stores.hub_client import (
+    CHECK_ENDPOINT,
+    HTTP_LIBRARIES,
+    MALFORMED_ANSWER,
+    HubRangeReader,
+    NoAnswerError,
+    install_retrying_client,
+    is_malformed_answer,
+)
+from prepcli.stores.paths import AnyPath, StoreListing, StorePath
 
 if TYPE_CHECKING:
+    from hashlib import _Hash
+
     from huggingface_hub.hf_api import RepoSibling
+
+SHA256 = "sha256:"
+# SHA-1 of a small file with git's header, e.g. `blob 12\0` and 12 bytes.
+GIT_BLOB = "git:"
+PIECE_NBYTES = 4 << 20
+
+
+def check_download(path: Path, digest: str, display_name: str) -> None:
+    """Compare a downloaded file with its published digest, and delete it if they differ.
+
+    Args:
+        path: The file in the hub's cache, usually a link to its content.
+        digest: `sha256:HEX` or `git:HEX`. Other texts are not digests of content: the file is not read.
+        display_name: Name of the repository, for the message.
+    """
+    for prefix, start in _HASHES.items():
+        if not digest.startswith(prefix):
+            continue
+        computed = _hash_file(path, start(path.stat().st_size))
+        if computed != digest.removeprefix(prefix):
+            # The next run would find the file in the cache, and would not download or check it.
+            _delete_from_cache(path)
+            why = f"the hub lists {digest}, the downloaded bytes have {prefix}{computed}"
+            what = f"{path.name} of {display_name} is damaged"
+            raise DamagedError(what, why, f"{RERUN_HINT}: the file is downloaded again")
+
+
+def sha256_of_file(path: AnyPath) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits. Raise PrepError if it cannot be read."""
+    try:
+        return _hash_file(path, hashlib.sha256())
+    except OSError as error:
+        raise io_error(path, error) from error
+
+
+def _start_git_blob(nbytes: int) -> _Hash:
+    """Return the hash of a blob's header in git's object format."""
+    return hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False)
+
+
+_HASHES: dict[str, Callable[[int], _Hash]] = {
+    SHA256: lambda _: hashlib.sha256(),
+    GIT_BLOB: _start_git_blob,
+}
+
+
+def _hash_file(path: AnyPath, content_hash: _Hash) -> str:
+    """Hash a file in bounded memory, and return the hexadecimal digest."""
+    with open_regular_file(path, buffering=0) as stream:
+        while piece := stream.read(PIECE_NBYTES):
+            content_hash.update(piece)
+    return content_hash.hexdigest()
+
+
+def _delete_from_cache(path: Path) -> None:
+    """Delete a file of a snapshot and the blob to which it links."""
+    blob = path.resolve()
+    path.unlink(missing_ok=True)
+    # On file systems without links the snapshot holds the content itself.
+    with suppress(FileNotFoundError):
+        blob.unlink()
+
+
+# huggingface_hub 1.x has no exception type for this error.
+WRONG_SIZE = "Consistency check failed"
+TOKEN_HINT = "`hf auth login`, or set HF_TOKEN"
+
+
+@contextmanager
+def translate_errors(
+    hub_id: str,
+    revision: str | None,
+    *,
+    offline: bool = False,
+    is_streamed: bool = False,
+    repo_type: str = "model",
+) -> Iterator[None]:
+    """Convert errors of huggingface_hub in the block to PrepErrors. Other errors are raised unchanged.
+
+    Args:
+        hub_id: `OWNER/NAME`.
+        revision: The requested revision.
+        offline: Whether only the cache is used.
+        is_streamed: Whether the model is read remotely. The cache cannot replace the hub then.
+        repo_type: `model` or `dataset`.
+    """
+    try:
+        yield
+    except PrepError:
+        raise
+    except Exception as error:
+        if is_streamed and is_unreachable(error) and not isinstance(error, NoAnswerError):
+            why = f"the hub cannot be reached{at_endpoint()}"
+            raise PrepError(f"cannot stream {hub_id}", why, "check the network") from error
+        translated = _to_prep_error(error, hub_id, revision, offline=offline, repo_type=repo_type)
+        if translated is None:
+            raise
+        raise translated from error
+
+
+def _to_prep_error(
+    error: Exception, hub_id: str, revision: str | None, *, offline: bool, repo_type: str
+) -> PrepError | None:
+    """Return the PrepError for an error of huggingface_hub, or None for other errors."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RevisionNotFoundError,
+    )
+
+    what = f"cannot read {hub_id}"
+    page = page_url(hub_id, repo_type)
+    if isinstance(error, NoAnswerError):
+        return _no_answer_error(what, error, repo_type, page=page)
+    if isinstance(error, RevisionNotFoundError):
+        return PrepError(
+            f"{hub_id} has no revision `{revision or 'main'}`",
+            "HTTP 404 from the hub",
+            "see its page for revisions",
+        )
+    if isinstance(error, HfHubHTTPError):
+        is_gated = isinstance(error, GatedRepoError)
+        return _status_error(
+            what, error.response.status_code, repo_type, page=page, is_gated=is_gated
+        )
+    if isinstance(error, HFValidationError):
+        return PrepError(what, str(error), "a hub id has the form OWNER/NAME")
+    if is_malformed_answer(error):
+        return PrepError(what, MALFORMED_ANSWER, CHECK_ENDPOINT)
+    if type(error).__name__ == "TooManyRedirects":
+        return PrepError(
+            what, f"the hub answers with a redirect loop{at_endpoint()}", CHECK_ENDPOINT
+        )
+    if isinstance(error, OSError) and WRONG_SIZE in str(error):
+        why = "a file has a different number of bytes than the hub announced"
+        return PrepError(what, why, "try again; a proxy may have changed the answer")
+    # The library's errors about the cache are subclasses.
+    is_missing = isinstance(error, FileNotFoundError)
+    if is_missing and offline:
+        variable = os.environ.get("HF_HUB_OFFLINE", "1")
+        why = f"no such folder here, not in the cache and HF_HUB_OFFLINE={variable}"
+        return PrepError(what, why, "check the name, or run once with network")
+    if is_missing or is_unreachable(error):
+        why = f"the hub cannot be reached{at_endpoint()}, and the {repo_type} is not in the cache"
+        return PrepError(what, why, "check the network, or name a local folder")
+    return None
+
+
+def page_url(hub_id: str, repo_type: str = "model") -> str:
+    """Return the address of a repository's page, where access to it is requested."""
+    from huggingface_hub.constants import ENDPOINT
+
+    if repo_type == "dataset":
+        return f"{ENDPOINT}/datasets/{hub_id}"
+    return f"{ENDPOINT}/{hub_id}"
+
+
+def _no_answer_error(what: str, error: NoAnswerError, repo_type: str, *, page: str) -> PrepError:
+    if error.status:
+        return _status_error(what, error.status, repo_type, page=page, is_gated=False)
+    why = f"{error}, and the {repo_type} is not in the cache"
+    return PrepError(
+        what,
+        why,
+        f"check the network, or wait longer: {TIMEOUT_VARIABLE}=60 sets the seconds per answer",
+    )
+
+
+def at_endpoint() -> str:
+    """Return the address of the hub for messages, if it is not the default one."""
+    endpoint = os.environ.get("HF_ENDPOINT")
+    if endpoint:
+        return f" at HF_ENDPOINT={endpoint}"
+    return ""
+
+
+def _status_error(
+    what: str, status: int, repo_type: str, *, page: str, is_gated: bool
+) -> PrepError:
+    """Return the PrepError for an HTTP status of the hub."""
+    if is_gated:
+        why = f"HTTP {status} from the hub: access must be granted to your account"
+        return PrepError(what, why, f"accept its licence at {page}, then {TOKEN_HINT}")
+    # The hub does not tell a private repository from a missing one to a client without access.
+    if status in (401, 403):
+        why = f"HTTP {status} from the hub: it is private, or there is no such {repo_type}"
+        return PrepError(what, why, f"check {page}, then {TOKEN_HINT}")
+    if status == 404:
+        why = f"HTTP 404 from the hub: there is no such {repo_type}"
+        if repo_type == "model":
+            why = f"not a folder here, and {why}"
+        return PrepError(what, why, "check the spelling")
+    if _is_server_trouble(status):
+        return PrepError(
+            what,
+            f"HTTP {status} from the hub",
+            "try again later; a download continues where it stopped",
+        )
+    return PrepError(what, f"HTTP {status} from the hub", f"check {page}")
+
+
+def is_unreachable(error: Exception) -> bool:
+    """Return whether no hub answered, given an error."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from_library = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES
+    return (
+        from_library or isinstance(error, ConnectionError | TimeoutError | NoAnswerError)
+    ) and not isinstance(error, HfHubHTTPError)
+
+
+def is_hub_down(error: Exception) -> bool:
+    """Return whether the hub is unreachable, or answers with a server error."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    has_trouble = isinstance(error, HfHubHTTPError) and _is_server_trouble(
+        error.response.status_code
+    )
+    return has_trouble or is_unreachable(error)
+
+
+def _is_server_trouble(status: int) -> bool:
+    return status == 429 or status >= 500
+
 
 POLL_S = 0.5
 MAX_DOWNLOADS = 8  # concurrent downloads
@@ -45,25 +284,14 @@ class HubListing:
     repo_type: str = "model"
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Download a small file into the hub's cache, and return bytes of it.
-
-        Raises:
-            PrepError: The disk has not enough room, or the bytes differ from the hub's digest.
-        """
+        """Download a small file into the hub's cache, and return bytes of it."""
         return read_bytes(self.download_file(name), start, stop - start)
 
     def download(self, names: Sequence[str], progress: Progress) -> Path:
         """Download files into the hub's cache, unless they are there.
 
-        Args:
-            names: The files.
-            progress: Receives the downloaded bytes.
-
         Returns:
             Folder of the snapshot in the cache, named by its commit.
-
-        Raises:
-            PrepError: The disk has not enough room, or the bytes of a file differ from the hub's digest.
         """
         from huggingface_hub import snapshot_download
         from huggingface_hub.constants import HF_HUB_CACHE
@@ -90,11 +318,7 @@ class HubListing:
             )
 
     def download_file(self, name: str) -> Path:
-        """Download a file of the listed commit into the hub's cache, unless it is there, and return its path.
-
-        Raises:
-            PrepError: The disk has not enough room, or the bytes differ from the hub's digest.
-        """
+        """Download a file of the listed commit into the hub's cache, unless it is there, and return its path."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
         if not _missing_files(self, [name]):
@@ -122,9 +346,6 @@ class HubListing:
         """Return the folder of some files of the listed commit, which are read where they are.
 
         Small files are fetched whole, through the hub's cache.
-
-        Raises:
-            PrepError: A file has no listed size.
         """
         from huggingface_hub import constants
 
@@ -158,12 +379,7 @@ class HubListing:
 
 
 def prepare_hub(offline: bool, retry_policy: RetryPolicy) -> bool:
-    """Set up huggingface_hub, and return whether only its cache may be used.
-
-    Args:
-        offline: Use only the cache, as HF_HUB_OFFLINE does.
-        retry_policy: Time-out and retries of each request.
-    """
+    """Set up huggingface_hub, and return whether only its cache may be used."""
     _set_hub_variables(offline)
     install_retrying_client(retry_policy)
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -174,17 +390,7 @@ def prepare_hub(offline: bool, retry_policy: RetryPolicy) -> bool:
 def list_repository(
     hub_id: str, revision: str | None, *, retry_policy: RetryPolicy, repo_type: str = "model"
 ) -> HubListing:
-    """List the files of a repository. A failed request raises an error of huggingface_hub.
-
-    Args:
-        hub_id: `OWNER/NAME`.
-        revision: Branch, tag or commit, or None for `main`.
-        retry_policy: Time-out and retries of each request.
-        repo_type: `model` or `dataset`.
-
-    Raises:
-        PrepError: The answer is malformed.
-    """
+    """List the files of a repository. A failed request raises an error of huggingface_hub."""
     from huggingface_hub import HfApi
 
     api = HfApi()

@@ -22,25 +22,22 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from prepcli.core.errors import RESUME_HINT, PrepError
+from prepcli.stores.addresses import ObjectStoreUrl
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import (
-    MAX_IN_FLIGHT,
-    RemoteFile,
-    RetryableError,
-    file_changed_error,
-    read_range,
-)
-from prepcli.stores.object_url import ObjectStoreUrl
-from prepcli.stores.reading import io_error
-from prepcli.stores.retries import (
     DEFAULT_RETRY_POLICY,
+    MAX_IN_FLIGHT,
     MAX_TRIES,
     WRITE_TIMEOUT_FACTOR,
+    RemoteFile,
+    RetryableError,
     RetryPolicy,
     call_with_timeout,
+    file_changed_error,
     map_in_daemon_threads,
+    read_range,
 )
-from prepcli.stores.writing import replacing_file
+from prepcli.stores.files import io_error, replacing_file
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, WritableFile
@@ -134,22 +131,14 @@ class Bucket:
         return self.connection
 
     def list_files(self) -> tuple[RemoteFile, ...]:
-        """List all objects below the URL except locks, sorted by their path from there.
-
-        Raises:
-            PrepError: The store cannot be listed, or has more than MAX_OBJECTS objects there.
-        """
+        """List all objects below the URL except locks, sorted by their path from there."""
         store = self.store
         with self.translate_errors("list"):
             files = self.retry_call(lambda: self._list_objects(store))
         return tuple(sorted(files, key=lambda file: file.path))
 
     def list_folder_files(self) -> tuple[RemoteFile, ...]:
-        """List the objects directly in the folder of the URL, sorted by their names.
-
-        Raises:
-            PrepError: The store cannot be listed, or the folder has more than MAX_OBJECTS objects.
-        """
+        """List the objects directly in the folder of the URL, sorted by their names."""
         store = self.store
         limit_s = MAX_WRITE_TIMEOUTS * self.retry_policy.timeout_s
         prefix = self.url.path or None
@@ -162,11 +151,7 @@ class Bucket:
         return tuple(sorted(files, key=lambda file: file.path))
 
     def find_file(self, path: str) -> RemoteFile | None:
-        """Return an object below the URL, or None if it does not exist.
-
-        Raises:
-            PrepError: The store does not answer, or access is denied.
-        """
+        """Return an object below the URL, or None if it does not exist."""
         from obstore import exceptions
 
         limit_s = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s
@@ -270,11 +255,7 @@ class Bucket:
         return _receive(result.stream(min_chunk_size=64 << 10), into)
 
     def download(self, file: RemoteFile, path: Path) -> None:
-        """Replace a local file by the content of an object of any size, in bounded memory.
-
-        Raises:
-            PrepError: The object cannot be read, or the file cannot be written.
-        """
+        """Replace a local file by the content of an object of any size, in bounded memory."""
         try:
             with replacing_file(path) as local_file:
                 for offset in range(0, file.size, DOWNLOAD_PIECE_NBYTES):
@@ -289,16 +270,8 @@ class Bucket:
     ) -> RemoteFile:
         """Upload a file. The object appears under its name only when it is complete.
 
-        Args:
-            path: Path of the object below the URL.
-            file: Local file.
-            on_written: Called with the bytes of each write.
-
         Returns:
             The object, as the store lists it.
-
-        Raises:
-            PrepError: The upload failed, or the object has another size.
         """
         with self.translate_errors("write"), file.open("rb") as stream:
             pieces = iter(partial(stream.read, WRITE_NBYTES), b"")
@@ -357,11 +330,7 @@ class Bucket:
         return Upload(path, token, writer)
 
     def complete_upload(self, upload: Upload) -> RemoteFile | None:
-        """Complete an upload. Return the object, or None if the store has none.
-
-        Raises:
-            PrepError: The store does not answer, or access is denied.
-        """
+        """Complete an upload. Return the object, or None if the store has none."""
         from obstore import exceptions
 
         with self.translate_errors("write"):

@@ -1,4 +1,4 @@
-"""Paths of files in a bucket or on the hub, read like local ones.
+"""Paths of files in a bucket or on the hub, read like local ones, and the folders of their local copies.
 
 A checkpoint in a store is listed once. A `StorePath` names a file or a folder of the listing. It has the methods of
 `pathlib.Path` that readers of formats use, and is a `Blob`: its bytes are read by ranges, at the listed version.
@@ -6,12 +6,19 @@ A checkpoint in a store is listed once. A `StorePath` names a file or a folder o
 
 from __future__ import annotations
 
+import atexit
 import errno
+import fcntl
 import io
+import math
 import os
 import secrets
+import shutil
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
@@ -27,13 +34,57 @@ from prepcli.stores.byte_ranges import (
     RangeReader,
     ReadAheadCache,
     RemoteFile,
+    map_in_daemon_threads,
     read_range,
 )
-from prepcli.stores.retries import map_in_daemon_threads
-from prepcli.stores.temporary_folders import create_temporary_folder
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
+_FOLDER_PREFIX = "prep-remote-"
+# Minimum age of an unlocked folder to remove: a new folder is not locked yet.
+_MIN_AGE_S = 60.0
+
+
+def create_temporary_folder() -> Path:
+    """Create an empty temporary folder, removed at exit. Remove the folders of killed processes."""
+    for leftover in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        if (fd := _try_lock(leftover, _MIN_AGE_S)) is not None:
+            shutil.rmtree(leftover, ignore_errors=True)
+            os.close(fd)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+    # The descriptor stays open until the process ends. The lock shows other processes that the
+    # folder is in use.
+    _try_lock(folder)
+    atexit.register(_remove, folder)
+    return folder
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder. Daemon threads may still write into it: under its name they find no folder any more."""
+    with suppress(OSError):
+        folder = folder.rename(f"{folder}-removed")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _try_lock(folder: Path, min_age_s: float = -math.inf) -> int | None:
+    """Lock a folder of this user until the descriptor is closed or the process ends."""
+    try:
+        # /tmp is shared: O_NOFOLLOW refuses a symbolic link with this name.
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(fd)
+        if status.st_uid == os.getuid() and time.time() - status.st_mtime >= min_age_s:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+    # Locked by another process, or the file system has no locks.
+    except OSError:
+        pass
+    os.close(fd)
+    return None
+
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -68,9 +119,6 @@ class StoreListing:
             reader: Reads byte ranges of the files.
             files: The files.
             download: Returns a complete local file of a name. Default: a copy in a temporary folder.
-
-        Raises:
-            PrepError: A name would leave the folder of local copies, or is too long.
         """
         self.name = name
         self.reader = reader
@@ -107,11 +155,7 @@ class StoreListing:
         return None if names is None else [*names]
 
     def read(self, file: RemoteFile, offset: int, nbytes: int) -> bytes:
-        """Return bytes of a file, or fewer if it ends before. A file with a local copy needs no request.
-
-        Raises:
-            PrepError: The file cannot be read, or more than MAX_INDEX_NBYTES were read in this way.
-        """
+        """Return bytes of a file, or fewer if it ends before. A file with a local copy needs no request."""
         count = max(0, min(nbytes, file.size - offset))
         if (copy := self.copies.get(file.path)) is not None:
             with copy.open("rb") as stream:
@@ -390,11 +434,7 @@ class _StoreStream(io.RawIOBase):
 
 
 def read_all(reader: RangeReader, file: RemoteFile) -> bytes:
-    """Read the content of a small file.
-
-    Raises:
-        PrepError: The file has more than SMALL_NBYTES, or cannot be read.
-    """
+    """Read the content of a small file."""
     _check_is_small(reader, file)
     content = np.empty(file.size, np.uint8)
     read_range(reader, file, offset=0, into=content)
@@ -420,11 +460,7 @@ def path_in_folder(path: AnyPath, folder: AnyPath) -> PurePath | None:
 
 
 def local_copy(path: AnyPath) -> Path:
-    """Return a small file on a disk: the path itself, or a complete local copy of a file in a store.
-
-    Raises:
-        PrepError: A file in a store is too large, or cannot be read.
-    """
+    """Return a small file on a disk: the path itself, or a complete local copy of a file in a store."""
     return path.local() if isinstance(path, StorePath) else path
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from prepcli.algebra.chunks import run_parts
+from prepcli.algebra.grids import run_parts
 from prepcli.formats.flax_folder import INDEX_FILE, STEM, STREAM_FILE
 from prepcli.formats.msgpack import SUFFIX
 from prepcli.formats.msgpack_layout import (

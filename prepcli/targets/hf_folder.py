@@ -12,10 +12,9 @@ from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.text_part import with_text_config
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import SmallFile
-from prepcli.planning.vocabulary import NO_VOCABULARY, Vocabulary, with_vocabulary
-from prepcli.sources.side_files import SideFile
+from prepcli.planning.tensor_match import NO_VOCABULARY, Vocabulary, with_vocabulary
+from prepcli.sources.side_files import SideFile, resolve_small_file
 from prepcli.sources.source import CONFIG, Source
-from prepcli.sources.symlinks import resolve_small_file
 from prepcli.stores.paths import AnyPath, fetch_copies
 
 

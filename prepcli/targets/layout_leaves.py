@@ -9,10 +9,8 @@ from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, bind_row
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.models.parameters import layout_rows
 from prepcli.planning.arrays import MappedArray, whole_array
-from prepcli.planning.layout_scales import LayoutScale, bind_scale
-from prepcli.planning.libraries import HF_LAYOUT
-from prepcli.planning.state_names import MOMENTS, qualify
-from prepcli.planning.tensors import itemsize
+from prepcli.planning.libraries import HF_LAYOUT, LayoutScale, bind_scale
+from prepcli.planning.tensors import MOMENTS, itemsize, qualify
 from prepcli.sources.adam_state import slot_scales
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.planner import Draft

@@ -20,7 +20,7 @@ from prepcli.core.json_types import HFConfig
 from prepcli.formats.manifest import adapter_fields, step_fields
 from prepcli.models.partition import Spec
 from prepcli.planning.item_storage import Compression
-from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.libraries import LayoutScale
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import (
     DroppedTensor,
@@ -33,14 +33,18 @@ from prepcli.planning.plan import (
     SmallFile,
     Stream,
 )
-from prepcli.planning.quantization_leaves import is_decoded_tensor
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, MatchOptions, TensorMatch
-from prepcli.planning.vocabulary import Vocabulary
+from prepcli.planning.state_rows import is_decoded_tensor
+from prepcli.planning.tensor_match import (
+    DEFAULT_MATCH_OPTIONS,
+    MatchOptions,
+    TensorMatch,
+    Vocabulary,
+)
 from prepcli.sources.adam_state import AdamState
 from prepcli.sources.appended_files import shift_file_numbers
 from prepcli.sources.dequantized import quantization_entries
 from prepcli.sources.mapped import map_record
-from prepcli.sources.multimodal import towers_entry
+from prepcli.sources.model_family import towers_entry
 from prepcli.sources.source import HF_FOLDER, Source, SourceTensor, match_source_tensors
 from prepcli.sources.vocabulary_tensors import VocabularyTensors, vocabulary_names
 from prepcli.targets.hf_folder import config_files, copied_small_files, output_config

@@ -18,10 +18,8 @@ from prepcli.formats.safetensors_layout import (
     split_into_shards,
 )
 from prepcli.planning.arrays import Array, Location, Locations
-from prepcli.planning.composed_locations import compose_location
 from prepcli.planning.manifest_fields import Manifest, VocabularyRecord
-from prepcli.planning.map_file import TensorMap
-from prepcli.planning.map_rows import MapCoverage, MapRow
+from prepcli.planning.maps import MapCoverage, MapRow, TensorMap, compose_location
 from prepcli.planning.plan import OutputFile, SmallFile
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.tensor_match import TensorInfo

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from prepcli.algebra.boxes import Range
 from prepcli.planning.arrays import Locations
-from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.libraries import LayoutScale
 from prepcli.planning.manifest_fields import PADDING_RULE
 from prepcli.planning.plan import DroppedTensor, Fill, Stream
-from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION, QUANTIZATION_RULE
-from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE, split_name
-from prepcli.planning.vocabulary import Vocabulary
+from prepcli.planning.state_rows import DECODED, QUANTIZATION, QUANTIZATION_RULE
+from prepcli.planning.tensor_match import Vocabulary
+from prepcli.planning.tensors import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE, split_name
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.vocabulary_tensors import check_prediction_rows
 

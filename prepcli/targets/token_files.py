@@ -26,12 +26,11 @@ from prepcli.formats.tokenizer_names import (
     TOKENIZER_FILE,
     VOCABULARY_FILES,
 )
-from prepcli.sources.json_tokenizer import parse_tokenizer
-from prepcli.sources.sentencepiece_tokenizer import SPACE, parse_sentencepiece
+from prepcli.sources.side_files import resolve_small_file
 from prepcli.sources.source import Source
-from prepcli.sources.symlinks import resolve_small_file
+from prepcli.sources.tokenizer_files import SPACE, parse_sentencepiece, parse_tokenizer
+from prepcli.stores.files import io_error, read_regular_file
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import io_error, read_regular_file
 
 SPECIAL_TOKENS = "special_tokens_map.json"
 TOKEN_IDS = "added_tokens.json"

@@ -13,7 +13,7 @@ from prepcli.planning.plan import SmallFile
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.side_files import SideFile
 from prepcli.sources.source import HF_FOLDER, Source
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 from prepcli.targets.hf_folder import copied_files
 
 SENTENCEPIECE_TOKENIZER = "tokenizer.model"

@@ -17,7 +17,7 @@ from prepcli.planning.arrays import identity_axis_map, whole_array
 from prepcli.planning.item_storage import ItemStorage
 from prepcli.planning.libraries import ItemPlace, OptaxState, find_library
 from prepcli.planning.plan import Locations, OutputFile, OutputLeaf, PlacedChunks
-from prepcli.planning.state_names import OPT_STATE, qualify, split_name
+from prepcli.planning.tensors import OPT_STATE, qualify, split_name
 from prepcli.sources.adam_state import AdamState
 from prepcli.sources.source import SourceTensor
 from prepcli.targets.layout_leaves import find_layout_leaves

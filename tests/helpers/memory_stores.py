@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from prepcli.stores.buffers import ByteArray
-from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.byte_ranges import DEFAULT_RETRY_POLICY, RemoteFile
 from prepcli.stores.paths import StoreListing, StorePath
-from prepcli.stores.retries import DEFAULT_RETRY_POLICY
 
 
 class MemoryReader:

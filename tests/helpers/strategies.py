@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.rows import parse_row
 from prepcli.commands.testing.tiny_model import split_into_atoms
 
 

@@ -17,8 +17,7 @@ import xxhash
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import load_json
-from prepcli.stores.reading import read_regular_file
-from prepcli.stores.writing import write_file
+from prepcli.stores.files import read_regular_file, write_file
 from trainer.data.files import DataFile, io_error
 from trainer.data.remote_files import Selection
 

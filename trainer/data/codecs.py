@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from prepcli.core.errors import PrepError
 from prepcli.core.json_types import JsonValue
 from prepcli.formats.sentencepiece_model import load_sentencepiece
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.files import open_regular_file
 
 # Ids, and the start and end of each token in characters.
 EncodedText = tuple[list[int], list[tuple[int, int]]]

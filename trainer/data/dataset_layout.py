@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
-from prepcli.stores.reading import read_regular_file
+from prepcli.stores.files import read_regular_file
 from trainer.data.files import Note
 from trainer.data.remote_files import Selection
 

@@ -30,8 +30,7 @@ import xxhash
 from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import load_json
-from prepcli.stores.reading import read_regular_file
-from prepcli.stores.writing import fsync_path, write_file
+from prepcli.stores.files import fsync_path, read_regular_file, write_file
 from trainer.data.document_packing import (
     BLOCK_DOCUMENTS,
     WINDOW,

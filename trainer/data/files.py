@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeAlias, cast
 import xxhash
 
 from prepcli.core.errors import RERUN_HINT, PrepError
-from prepcli.stores.reading import ACCESS_HINT, open_regular_file
+from prepcli.stores.files import ACCESS_HINT, open_regular_file
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -13,7 +13,7 @@ from typing import Any
 from prepcli.core.errors import Key, PrepError, Text, usage_error
 from prepcli.core.json_values import load_json
 from prepcli.core.suggest import suggest
-from prepcli.stores.reading import not_regular_error, read_regular_file, resolve_named_path
+from prepcli.stores.files import not_regular_error, read_regular_file, resolve_named_path
 from trainer.data.dataset_layout import (
     README,
     read_metadata,

@@ -19,8 +19,7 @@ import xxhash
 from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import load_json
-from prepcli.stores.reading import read_regular_file
-from prepcli.stores.writing import write_file
+from prepcli.stores.files import read_regular_file, write_file
 from trainer.data.files import DataFile, io_error
 
 PLAN_FILE = "plan.json"

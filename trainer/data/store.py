@@ -24,7 +24,7 @@ import xxhash
 from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import load_json
-from prepcli.stores.reading import open_regular_file, read_regular_file
+from prepcli.stores.files import open_regular_file, read_regular_file
 from trainer.data.document_packing import DocumentRows
 from trainer.data.files import io_error
 

@@ -19,7 +19,7 @@ import xxhash
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import load_json
-from prepcli.stores.reading import read_regular_file
+from prepcli.stores.files import read_regular_file
 from trainer.data.examples import ReadPosition
 from trainer.data.store import DIGEST_READ_NBYTES, StoreMeta, file_sizes
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from prepcli.core.errors import PrepError
-from prepcli.stores.writing import fsync_path
+from prepcli.stores.files import fsync_path
 from trainer.data.examples import ReadPosition, TokenIds
 from trainer.data.files import io_error
 from trainer.data.partial_folders import (

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.stores.writing import replacing_file
+from prepcli.stores.files import replacing_file
 from trainer.data.fields import compile_fields
 from trainer.data.files import io_error
 from trainer.data.readers.megatron_file import (

@@ -35,7 +35,7 @@ from prepcli.formats.tokenizer_safety import (
     library_errors,
     normalizer_growth,
 )
-from prepcli.stores.reading import not_regular_error, read_regular_file
+from prepcli.stores.files import not_regular_error, read_regular_file
 from trainer.data import text_cuts
 from trainer.data.codecs import (
     Codec,

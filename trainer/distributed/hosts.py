@@ -17,7 +17,7 @@ import xxhash
 
 from prepcli.core.errors import PrepError
 from prepcli.core.process_group import ProcessGroup
-from prepcli.stores.reading import ACCESS_HINT
+from prepcli.stores.files import ACCESS_HINT
 
 # Prefix of a file that exists while processes look for it.
 PROBE_PREFIX = ".seen-"

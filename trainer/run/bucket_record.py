@@ -9,7 +9,7 @@ from dataclasses import replace
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.temporary_folders import create_temporary_folder
+from prepcli.stores.paths import create_temporary_folder
 from trainer.run.run_record import (
     RECORD_FILES,
     RunRecord,

@@ -12,8 +12,8 @@ from prepcli.core.lists import join_names
 from prepcli.core.observer import Observer
 from prepcli.execution.checkpoint_manager import StepExports
 from prepcli.execution.hub_push import check_push, parse_push_target
-from prepcli.stores.reading import io_error
-from prepcli.stores.retries import retry_policy_from_env
+from prepcli.stores.byte_ranges import retry_policy_from_env
+from prepcli.stores.files import io_error
 from trainer.recipe.run_tables import Checkpoint
 from trainer.run.run import Run, TrainResult
 

@@ -14,7 +14,7 @@ from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.run_storage import RunStorage
 from prepcli.formats.run_steps import score_group
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 from trainer.run.run import Run
 from trainer.run.run_record import SAMPLES_FILE
 from trainer.run.storage import store_at_end, write_run_file

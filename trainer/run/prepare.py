@@ -14,7 +14,7 @@ from prepcli.formats.run_steps import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.folders import make_access
 from prepcli.sources.generation_config import folder_generation_defaults
-from prepcli.stores.temporary_folders import create_temporary_folder
+from prepcli.stores.paths import create_temporary_folder
 from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import run_dropout
 from trainer.planning.training_plan import with_overrides

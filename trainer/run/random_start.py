@@ -14,7 +14,7 @@ from prepcli.models.parameters import read_size
 from prepcli.models.registry import family_of
 from prepcli.models.rule_text import merge_rules
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.vocabulary import TRUE_VOCAB_SIZE_KEY
+from prepcli.planning.tensor_match import TRUE_VOCAB_SIZE_KEY
 from prepcli.sources.source import CONFIG, read_config
 from prepcli.targets.tokenizer_files import random_start_files
 from prepcli.targets.training_step import StartModel

@@ -14,10 +14,10 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.sources.folders import make_access
 from prepcli.sources.generation_config import folder_generation_defaults
 from prepcli.sources.locate import locate
-from prepcli.sources.locked import apply_lock, pinned_revision
 from prepcli.sources.opening import open_source
+from prepcli.sources.recorded_sources import apply_lock, pinned_revision
+from prepcli.sources.references import advise_conversion
 from prepcli.sources.source import Source
-from prepcli.sources.source_hints import advise_conversion
 from prepcli.targets.tokenizer_files import tokenizer_folder
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.recipe import Recipe, batch_shape

@@ -14,14 +14,19 @@ from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
 from prepcli.core.progress import NullProgress
 from prepcli.sources.folders import Access
+from prepcli.stores.addresses import parse_hub_address, parse_url
 from prepcli.stores.byte_ranges import RemoteFile
-from prepcli.stores.hub import HubListing, cached_snapshot, list_repository, prepare_hub
-from prepcli.stores.hub_address import parse_hub_address
-from prepcli.stores.hub_errors import is_hub_down, translate_errors
+from prepcli.stores.files import open_regular_file
+from prepcli.stores.hub import (
+    HubListing,
+    cached_snapshot,
+    is_hub_down,
+    list_repository,
+    prepare_hub,
+    translate_errors,
+)
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.object_url import parse_url
 from prepcli.stores.paths import StoreListing
-from prepcli.stores.reading import open_regular_file
 from trainer.data.dataset_layout import (
     MAX_README_NBYTES,
     README,

@@ -15,7 +15,7 @@ from prepcli.core.json_types import JsonObject
 from prepcli.core.json_values import load_json
 from prepcli.formats.run_steps import ENVIRONMENT_FILE, RECIPE_FILE, saved_steps, step_folder
 from prepcli.inspection.run_metrics import EvenSample, RunMetrics, is_number
-from prepcli.stores.reading import read_regular_file
+from prepcli.stores.files import read_regular_file
 from trainer.recipe.formatting import to_toml
 from trainer.recipe.toml_values import TomlTable, parse_toml
 from trainer.training.metrics import METRICS_FILE, MetricsFile

@@ -32,23 +32,26 @@ from prepcli.models.registry import family_of
 from prepcli.models.rule_text import merge_rules
 from prepcli.models.text_part import text_section
 from prepcli.planning.manifest_fields import Manifest, OriginRecord
-from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
-from prepcli.restore.digest_checks import sample_digest, towers_digest
-from prepcli.restore.earlier_checkpoints import check_without_checksums, note_missing_file_digests
+from prepcli.planning.tensor_match import Vocabulary, read_vocabulary, with_vocabulary
+from prepcli.restore.digest_checks import (
+    check_without_checksums,
+    note_missing_file_digests,
+    sample_digest,
+    towers_digest,
+)
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
-from prepcli.sources.locked import apply_lock, pinned_revision
-from prepcli.sources.model_family import verbatim_error
-from prepcli.sources.multimodal import towers_entry
+from prepcli.sources.model_family import towers_entry, verbatim_error
 from prepcli.sources.openers.peft_folder import open_adapter
 from prepcli.sources.openers.peft_settings import read_adapter_family
 from prepcli.sources.opening import open_source
+from prepcli.sources.recorded_sources import apply_lock, pinned_revision
+from prepcli.sources.references import advise_conversion
 from prepcli.sources.side_files import find_side_files, local_folder
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, read_config
-from prepcli.sources.source_hints import advise_conversion
-from prepcli.stores.object_url import is_url, parse_url
+from prepcli.stores.addresses import is_url, parse_url
 from prepcli.stores.paths import AnyPath
 from prepcli.targets.hf_folder import copied_files, copied_small_files, output_config
 from prepcli.targets.tokenizer_files import tokenizer_folder, with_tokenizer

@@ -18,9 +18,8 @@ from prepcli.execution.bucket_storage import BucketStorage
 from prepcli.execution.folder_storage import FolderStorage
 from prepcli.execution.output_paths import parse_out_url
 from prepcli.execution.run_storage import TOKENS_FOLDER, RunStorage, joint_work
-from prepcli.stores.reading import io_error, not_regular_error
-from prepcli.stores.retries import retry_policy_from_env
-from prepcli.stores.writing import write_file
+from prepcli.stores.byte_ranges import retry_policy_from_env
+from prepcli.stores.files import io_error, not_regular_error, write_file
 from trainer.data.store_journal import read_journal
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.tables import keys_of, value_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from prepcli.core.errors import PrepError, text, usage_error
 from prepcli.core.json_values import is_json_list
 from prepcli.core.process_group import ProcessGroup, SingleProcess
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.files import open_regular_file
 from trainer.data.column_shapes import (
     CONVERSATIONS,
     TEXT_COLUMN,

@@ -17,8 +17,7 @@ from typing import Any, Protocol, TypeAlias
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_types import JsonObject
-from prepcli.stores.reading import ACCESS_HINT, read_complete_lines
-from prepcli.stores.writing import replacing_file
+from prepcli.stores.files import ACCESS_HINT, read_complete_lines, replacing_file
 
 METRICS_FILE = "metrics.jsonl"
 # Prefix of the values of an evaluation.

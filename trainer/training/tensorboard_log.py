@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.core.errors import PrepError
-from prepcli.stores.reading import ACCESS_HINT
+from prepcli.stores.files import ACCESS_HINT
 from trainer.training.metrics import MetricsLine, line_step, metric_values
 
 

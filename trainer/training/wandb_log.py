@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.core.errors import PrepError
-from prepcli.stores.reading import ACCESS_HINT, read_regular_file
+from prepcli.stores.files import ACCESS_HINT, read_regular_file
 from trainer.training.metrics import LogKey, MetricsLine, line_step, log_key, metric_values
 
 ID_FILE = "wandb-id"

@@ -33,7 +33,7 @@ from prepcli.core.formatting import format_bytes
 from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.execution.run_store import DONE_FOLDER
 from prepcli.formats.run_steps import saved_steps, step_folder
-from prepcli.stores.writing import write_file
+from prepcli.stores.files import write_file
 from trainer.training.metrics import METRICS_FILE, line_step, read_metrics
 
 MODEL = "tiny"

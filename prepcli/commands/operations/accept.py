@@ -24,8 +24,7 @@ from prepcli.formats.manifest import (
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.references import LocalPath, RunStep, parse_reference
 from prepcli.sources.source import CONFIG, HF_FOLDER, read_config
-from prepcli.stores.reading import io_error, read_small_file
-from prepcli.stores.writing import write_file
+from prepcli.stores.files import io_error, read_small_file, write_file
 
 # Path of the config in a Hugging Face folder, in an init and in a training step.
 MODEL_CONFIGS = (

@@ -53,19 +53,19 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.digest_checks import sample_digest, tensor_digests
 from prepcli.sources.dropped_tensors import with_recorded_text_part, without_recorded_drops
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.locked import apply_lock
 from prepcli.sources.mapped import is_read_through_map
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.recorded_sources import (
     MERGE,
     TRAIN,
     RecordedSource,
+    apply_lock,
     find_source,
     recorded_sources,
 )
 from prepcli.sources.references import HubRepo, parse_reference
 from prepcli.sources.source import Source, SourceTensor
-from prepcli.stores.object_url import is_url
+from prepcli.stores.addresses import is_url
 from prepcli.stores.paths import AnyPath
 
 MAX_NAMES = 3

@@ -14,10 +14,9 @@ from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.prediction import UNRECORDED_RULE
 from prepcli.models.text_part import TIED_FIELD
 from prepcli.planning.plan import DroppedTensor
-from prepcli.planning.state_names import split_name
+from prepcli.planning.tensors import split_name
 from prepcli.sources.dequantized import decode_alike
-from prepcli.sources.model_family import as_verbatim
-from prepcli.sources.multimodal import TEXT_ONLY_RULE, towers_title, without_towers
+from prepcli.sources.model_family import TEXT_ONLY_RULE, as_verbatim, towers_title, without_towers
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.stored_forms import in_one_form, with_family

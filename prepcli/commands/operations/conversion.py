@@ -49,7 +49,7 @@ from prepcli.planning.tensors import CastEntry
 from prepcli.sources.locate import LocatedCheckpoint, check_stream
 from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import prediction_vocabulary
-from prepcli.stores.object_url import ObjectStoreUrl, parse_url
+from prepcli.stores.addresses import ObjectStoreUrl, parse_url
 
 OUT_PLACEHOLDER = "{out}"
 # A message names at most this many files left out of the output.

@@ -74,7 +74,7 @@ from prepcli.planning.item_storage import OCDBT
 from prepcli.planning.libraries import DCP_FORMAT, HF_LAYOUT, find_library
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan, SmallFile
-from prepcli.planning.state_names import OPT_STATE_RULE
+from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, stored_axis_maps
 from prepcli.targets.flax_folder import place_flax

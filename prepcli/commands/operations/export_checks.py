@@ -27,9 +27,9 @@ from prepcli.planning.libraries import (
     find_library,
 )
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.map_file import TensorMap
+from prepcli.planning.maps import TensorMap
 from prepcli.sources.mapped import CONTENT_KEY, read_map
-from prepcli.sources.multimodal import models_title, towers_title
+from prepcli.sources.model_family import models_title, towers_title
 from prepcli.sources.source import Source
 
 DEFAULT_SHARD_NBYTES = 5 * 10**9

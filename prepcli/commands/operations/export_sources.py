@@ -25,7 +25,7 @@ from prepcli.sources.dequantized import DECODED_DTYPE, has_quantized_weights
 from prepcli.sources.folders import Access
 from prepcli.sources.hub_folders import cached_model
 from prepcli.sources.locate import LocatedCheckpoint, locate
-from prepcli.sources.multimodal import text_model, text_part_fault, with_towers
+from prepcli.sources.model_family import text_model, text_part_fault, with_towers
 from prepcli.sources.opening import open_source
 from prepcli.sources.quantized_bytes import with_quantized_bytes
 from prepcli.sources.recorded_sources import find_quantized_source

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 
 
 def temporary_folder() -> Path:

@@ -33,7 +33,7 @@ from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.sources.generation_config import GenerationDefaults
 from prepcli.sources.source import Source
-from prepcli.stores.reading import read_file_or_pipe
+from prepcli.stores.files import read_file_or_pipe
 from trainer.run.params import OpenedModel
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ def read_tools(file: PathLike | None) -> list[JsonObject] | None:
     """
     if file is None:
         return None
-    from prepcli.stores.reading import io_error
+    from prepcli.stores.files import io_error
     from trainer.data.column_values import tool_schemas
 
     try:

@@ -33,8 +33,8 @@ from prepcli.models.parameters import VERBATIM
 from prepcli.models.partition import Spec
 from prepcli.models.rule_text import merge_rules
 from prepcli.planning.manifest_fields import VocabularyRecord
-from prepcli.planning.state_names import OPT_STATE
-from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
+from prepcli.planning.tensor_match import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
+from prepcli.planning.tensors import OPT_STATE
 from prepcli.sources.dequantized import DECODED_DTYPE, model_quantization
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate

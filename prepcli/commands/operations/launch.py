@@ -51,8 +51,7 @@ from prepcli.launch.slurm import slurm_script
 from prepcli.launch.tpu import tpu_script
 from prepcli.models.mesh import MESH_OPTION, parse_mesh
 from prepcli.models.slices import ONE_SLICE, num_slices, parse_slice_counts
-from prepcli.stores.reading import io_error
-from prepcli.stores.writing import write_file
+from prepcli.stores.files import io_error, write_file
 from trainer.recipe import Recipe, load_recipe
 
 # Seconds until the processes of a recipe without `cluster.heartbeat_timeout` notice a lost one.

@@ -13,7 +13,7 @@ from prepcli.core.option_spec import PathLike
 from prepcli.core.progress import Progress
 from prepcli.models.param_tree import Tree
 from prepcli.models.verbatim import CANNOT_TRAIN
-from prepcli.restore.earlier_checkpoints import check_without_checksums
+from prepcli.restore.digest_checks import check_without_checksums
 from trainer.run.verbatim_params import load_verbatim_params
 
 LoadDtype = Literal["float32", "bfloat16", "keep"]

@@ -35,7 +35,7 @@ from prepcli.execution.source_checks import (
 from prepcli.formats.lock_file import Lock, encode_lock
 from prepcli.restore.digest_checks import num_rows, tensor_digests
 from prepcli.sources.locate import check_stream
-from prepcli.sources.locked import RowDigests, make_lock, settings_files
+from prepcli.sources.recorded_sources import RowDigests, make_lock, settings_files
 from prepcli.sources.source import Source, SourceTensor
 
 LOCK_SUFFIX = ".lock.json"

@@ -9,7 +9,7 @@ from typing import Any
 from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike
-from prepcli.restore.earlier_checkpoints import check_without_checksums
+from prepcli.restore.digest_checks import check_without_checksums
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
 from trainer.run.params import OpenedModel, open_model

@@ -19,22 +19,21 @@ from prepcli.execution.folder_store import remove_leftover
 from prepcli.execution.workers import ONE_PROCESS, ProcessOptions
 from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder
 from prepcli.planning.tensor_match import MatchOptions
-from prepcli.restore.earlier_checkpoints import note_missing_file_digests
+from prepcli.restore.digest_checks import note_missing_file_digests
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.dropped_tensors import drop_tensors
 from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint, locate
-from prepcli.sources.multimodal import text_part_fault
+from prepcli.sources.model_family import text_part_fault
 from prepcli.sources.opening import has_unread_state, open_source
-from prepcli.sources.references import default_checkpoint
+from prepcli.sources.references import KeptScales, default_checkpoint
 from prepcli.sources.source import Source
-from prepcli.sources.source_hints import KeptScales
 from prepcli.targets.streams import optimizer_nbytes
 
 if TYPE_CHECKING:
     from prepcli.formats.lock_file import Lock
-    from prepcli.planning.map_file import TensorMap
+    from prepcli.planning.maps import TensorMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ def _read_lock(common: CommonOptions, checkpoint: str) -> tuple[Lock | None, str
         return None, common.revision
     # Only conversions with a lock need the models of lock files, which pydantic builds at import.
     from prepcli.formats.lock_file import read_lock
-    from prepcli.sources.locked import pinned_revision
+    from prepcli.sources.recorded_sources import pinned_revision
 
     lock = read_lock(common.lock)
     return lock, pinned_revision(checkpoint, common.revision, lock)
@@ -232,7 +231,7 @@ def open_checkpoint(
     if has_unread_state(source):
         observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")
     if lock is not None:
-        from prepcli.sources.locked import apply_lock
+        from prepcli.sources.recorded_sources import apply_lock
 
         commit = located.files.commit
         is_mapped = common.tensor_map is not None

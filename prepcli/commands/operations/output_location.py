@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prepcli.core.errors import Option, text, usage_error
 from prepcli.sources.source import Source
-from prepcli.stores.object_url import ObjectStoreUrl, is_url, parse_url
+from prepcli.stores.addresses import ObjectStoreUrl, is_url, parse_url
 from prepcli.stores.paths import AnyPath, StorePath
 
 UNWRITTEN_SOURCES = "sources are never written to"

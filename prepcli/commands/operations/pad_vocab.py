@@ -33,7 +33,7 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.rules import PARAM_RULES, format_rule
 from prepcli.planning.plan import Fill
-from prepcli.planning.vocabulary import Vocabulary, check_padded_size
+from prepcli.planning.tensor_match import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, source_axis_maps
 from prepcli.targets.orbax_item import Partitioning

@@ -18,7 +18,7 @@ from prepcli.models.registry import family_of
 from prepcli.models.rule_text import merge_rules
 from prepcli.models.rules import Rules
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.map_file import TensorMap
+from prepcli.planning.maps import TensorMap
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import locate

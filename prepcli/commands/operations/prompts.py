@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import is_json_list, load_json
-from prepcli.stores.reading import io_error, read_file_or_pipe
+from prepcli.stores.files import io_error, read_file_or_pipe
 
 if TYPE_CHECKING:
     from trainer.data.chat_prompts import Prompt

@@ -12,7 +12,7 @@ from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.observer import Observer
 from prepcli.execution.hub_push import PushTarget, check_push, push_folder
 from prepcli.planning.shares import requested_share
-from prepcli.stores.retries import RetryPolicy, retry_policy_from_env
+from prepcli.stores.byte_ranges import RetryPolicy, retry_policy_from_env
 
 
 def check_private(private: bool) -> None:

@@ -11,8 +11,7 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.execution.output_paths import check_local_path
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.presets import preset_name
-from prepcli.stores.reading import io_error
-from prepcli.stores.writing import write_file
+from prepcli.stores.files import io_error, write_file
 from trainer.recipe import Recipe, load_recipe
 
 

@@ -22,8 +22,8 @@ from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike
 from prepcli.core.progress import Progress
 from prepcli.execution.output_paths import parse_out_url
+from prepcli.stores.byte_ranges import retry_policy_from_env
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.retries import retry_policy_from_env
 from trainer.run.bucket_record import read_bucket_run
 from trainer.run.run_record import RunRecord, read_run
 

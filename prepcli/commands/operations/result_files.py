@@ -6,8 +6,13 @@ from pathlib import Path
 
 from prepcli.core.errors import OutputExistsError, Text
 from prepcli.execution.output_paths import check_local_path
-from prepcli.stores.reading import check_parent_folder, io_error, read_small_file, stat_file
-from prepcli.stores.writing import write_file
+from prepcli.stores.files import (
+    check_parent_folder,
+    io_error,
+    read_small_file,
+    stat_file,
+    write_file,
+)
 
 
 def check_result_path(path: Path) -> None:

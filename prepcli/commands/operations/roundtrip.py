@@ -47,7 +47,7 @@ from prepcli.formats.manifest import NO_MANIFEST, read_manifest
 from prepcli.planning.libraries import TREES
 from prepcli.sources.locate import check_stream
 from prepcli.sources.source import Source
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 
 CERTIFICATE_SUFFIX = ".roundtrip.json"
 FORMAT_VERSION = 1

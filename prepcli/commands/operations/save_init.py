@@ -48,8 +48,8 @@ from prepcli.models.rules import LeafDims, check_leaf_rules
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.item_storage import ORBAX_STORAGES
 from prepcli.planning.plan import DroppedTensor, Plan
-from prepcli.planning.quantization_leaves import is_quantization_tensor
-from prepcli.planning.state_names import OPT_STATE_RULE
+from prepcli.planning.state_rows import is_quantization_tensor
+from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import as_verbatim, truncate_layers

@@ -29,7 +29,7 @@ from prepcli.execution.step_writer import MEMORY_NBYTES, FolderStep, write_step
 from prepcli.models.param_tree import param_leaves
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan, SmallFile
-from prepcli.planning.state_names import PARAMS
+from prepcli.planning.tensors import PARAMS
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import HF_FOLDER, Source

@@ -26,7 +26,7 @@ from prepcli.core.progress import Progress
 from prepcli.execution.output_paths import check_local_path
 from prepcli.inspection.tensor_relations import Relations, RowWriter, TensorTree
 from prepcli.models.registry import FAMILIES
-from prepcli.planning.map_file import MAX_DROPS, MAX_LINES, MAX_NBYTES
+from prepcli.planning.maps import MAX_DROPS, MAX_LINES, MAX_NBYTES
 from prepcli.planning.tensors import FLOAT_DTYPES, cast_dtype
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source

@@ -19,13 +19,12 @@ from prepcli.sources.opening import open_source
 from prepcli.sources.source import (
     Source,
     SourceTensor,
+    label_tensors,
     match_source_tensors,
     stored_axis_maps,
 )
-from prepcli.sources.tensor_labels import label_tensors
-from prepcli.stores.byte_ranges import MAX_IN_FLIGHT
+from prepcli.stores.byte_ranges import MAX_IN_FLIGHT, map_in_daemon_threads
 from prepcli.stores.paths import is_remote, without_read_ahead
-from prepcli.stores.retries import map_in_daemon_threads
 
 
 def check_values(

@@ -53,9 +53,9 @@ from prepcli.planning.manifest_fields import (
     Manifest,
 )
 from prepcli.planning.plan import Fill, Plan, SmallFile
-from prepcli.planning.state_names import split_name
 from prepcli.planning.state_rows import is_leaf_path
-from prepcli.planning.vocabulary import Vocabulary, check_padded_size
+from prepcli.planning.tensor_match import Vocabulary, check_padded_size
+from prepcli.planning.tensors import split_name
 from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY

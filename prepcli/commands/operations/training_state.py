@@ -31,13 +31,13 @@ from prepcli.planning.libraries import (
     find_library,
 )
 from prepcli.planning.manifest_fields import Manifest, TrainingStateRecord
-from prepcli.planning.state_names import split_name
+from prepcli.planning.tensors import split_name
 from prepcli.sources.adam_state import (
     AdamState,
     read_adam_state,
     require_settings,
 )
-from prepcli.sources.multimodal import models_title, towers_title
+from prepcli.sources.model_family import models_title, towers_title
 from prepcli.sources.source import Source
 from prepcli.targets.planner import Draft, with_state
 from prepcli.targets.torch_folder import prepare_torch_adam

@@ -14,8 +14,14 @@ from prepcli.planning.tensor_match import (
 )
 from prepcli.sources.dropped_tensors import without_recorded_drops
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
-from prepcli.sources.tensor_labels import TensorLabel, label_tensors
+from prepcli.sources.source import (
+    Source,
+    SourceTensor,
+    TensorLabel,
+    label_tensors,
+    match_source_tensors,
+    stored_axis_maps,
+)
 from prepcli.sources.vocabulary_tensors import vocabulary_names
 
 

@@ -56,7 +56,7 @@ from prepcli.engine.digest import digest_of_zeros
 from prepcli.engine.distance import Distance, measure_distance
 from prepcli.formats.again_hint import again_hint
 from prepcli.formats.manifest import NO_MANIFEST, unwritten_manifest
-from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.libraries import LayoutScale
 from prepcli.planning.plan import Stream
 from prepcli.restore.digest_checks import (
     check_after_reading,
@@ -67,10 +67,8 @@ from prepcli.restore.digest_checks import (
 )
 from prepcli.sources.dropped_tensors import with_recorded_text_part, without_recorded_drops
 from prepcli.sources.locate import check_stream
-from prepcli.sources.references import default_checkpoint
-from prepcli.sources.source import Source, SourceTensor
-from prepcli.sources.source_hints import KeptScales
-from prepcli.sources.tensor_labels import TensorLabel
+from prepcli.sources.references import KeptScales, default_checkpoint
+from prepcli.sources.source import Source, SourceTensor, TensorLabel
 
 HEADER_CHECKS = ("headers", "file sizes")  # checks of `quick` for one checkpoint
 SHAPE_CHECKS = ("names", "shapes", "dtypes")  # checks of `quick` for two checkpoints

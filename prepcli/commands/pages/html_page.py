@@ -10,8 +10,13 @@ from prepcli.commands.pages.charts import CHART_STYLE
 from prepcli.core.errors import PrepError
 from prepcli.core.escaping import printable
 from prepcli.execution.output_paths import check_local_path
-from prepcli.stores.reading import check_parent_folder, io_error, open_regular_file
-from prepcli.stores.writing import check_replaceable, write_file
+from prepcli.stores.files import (
+    check_parent_folder,
+    check_replaceable,
+    io_error,
+    open_regular_file,
+    write_file,
+)
 
 _START = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
 GENERATOR = '<meta name="generator" content="prep">'

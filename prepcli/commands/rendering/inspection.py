@@ -31,7 +31,7 @@ from prepcli.models.parameters import VERBATIM
 from prepcli.models.partition import device_boxes, num_replicas, shard_shape
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE
-from prepcli.planning.state_names import OPT_STATE, PARAMS
+from prepcli.planning.tensors import OPT_STATE, PARAMS
 from prepcli.sources.source import CONFIG, SourceTensor
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.lists import MAX_NAMES
 from prepcli.core.observer import LEAVES
 from prepcli.core.tables import format_table
-from prepcli.sources.tensor_labels import TensorLabel
+from prepcli.sources.source import TensorLabel
 
 # A template or a list of a setting may have any length.
 MAX_VALUE_CHARS = 60

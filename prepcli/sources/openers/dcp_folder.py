@@ -23,14 +23,14 @@ from prepcli.planning.libraries import (
 )
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor, SourceFile
-from prepcli.planning.state_names import OPT_STATE_RULE, TRAINING_STATE_RULE
 from prepcli.planning.tensor_match import TensorNames
+from prepcli.planning.tensors import OPT_STATE_RULE, TRAINING_STATE_RULE
 from prepcli.sources.dcp_trees import match_dcp_tree
 from prepcli.sources.model_family import find_config_path, read_folder_model
+from prepcli.sources.references import SourceHints
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
-from prepcli.sources.source_hints import SourceHints
+from prepcli.stores.files import stat_file
 from prepcli.stores.paths import AnyPath
-from prepcli.stores.reading import stat_file
 
 DCP_LAYOUTS = [
     name for name in LIBRARIES_BY_LAYOUT if find_library(name, DCP_FORMAT).file_format == DCP_FORMAT

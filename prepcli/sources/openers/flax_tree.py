@@ -15,10 +15,16 @@ from prepcli.formats.shard_index import UnindexedTensor, shard_name
 from prepcli.planning.arrays import Array
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor, SourceFile
-from prepcli.planning.state_names import PARAMS, TRAINING_STATE_RULE
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
+from prepcli.planning.tensors import PARAMS, TRAINING_STATE_RULE
+from prepcli.sources.dropped_tensors import unindexed_entries
+from prepcli.sources.foreign_trees import (
+    ForeignTree,
+    match_foreign_tree,
+    verbatim_tensors,
+)
 from prepcli.sources.model_family import find_config_path, select_family
+from prepcli.sources.references import FLAX_PARAMS, TRAIN_STATE_PARTS, SourceHints, split_part
 from prepcli.sources.side_files import SideFile, find_side_files, matches_any
 from prepcli.sources.source import (
     CONFIG,
@@ -28,11 +34,6 @@ from prepcli.sources.source import (
     read_config,
     recorded_digests,
 )
-from prepcli.sources.source_hints import FLAX_PARAMS, TRAIN_STATE_PARTS, SourceHints, split_part
-from prepcli.sources.tree_tensors import (
-    verbatim_tensors,
-)
-from prepcli.sources.unindexed import unindexed_entries
 from prepcli.stores.paths import AnyPath, map_files
 
 # Suffixes of a model's small files. The folder may have files of any name.

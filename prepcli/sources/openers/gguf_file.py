@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.rows import parse_row
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import HFConfig, JsonObject
@@ -33,6 +33,7 @@ from prepcli.sources.gguf_architectures import (
     query_divisor,
 )
 from prepcli.sources.gguf_tokenizer import tokenizer_files
+from prepcli.sources.references import SourceHints
 from prepcli.sources.source import (
     CONFIG,
     MadeFiles,
@@ -41,7 +42,6 @@ from prepcli.sources.source import (
     file_stamps,
     read_config,
 )
-from prepcli.sources.source_hints import SourceHints
 from prepcli.stores.paths import AnyPath, map_files
 
 ARCHITECTURE_KEY = "general.architecture"

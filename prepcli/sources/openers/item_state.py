@@ -23,11 +23,16 @@ from prepcli.formats.orbax import (
 )
 from prepcli.models.parameters import Family
 from prepcli.planning.arrays import Array
-from prepcli.planning.layout_scales import LayoutScale, scaled_digests
-from prepcli.planning.libraries import LIBRARIES_BY_LAYOUT, NO_SETTINGS, AdamNumbers
+from prepcli.planning.libraries import (
+    LIBRARIES_BY_LAYOUT,
+    NO_SETTINGS,
+    AdamNumbers,
+    LayoutScale,
+    scaled_digests,
+)
 from prepcli.planning.manifest_fields import Manifest, ScaleRecord
 from prepcli.planning.plan import DroppedTensor
-from prepcli.planning.state_names import (
+from prepcli.planning.tensors import (
     FIRST_MOMENT,
     OPT_STATE,
     OPT_STATE_RULE,
@@ -45,9 +50,13 @@ from prepcli.sources.adam_state import (
     slot_scales,
 )
 from prepcli.sources.averages import AVERAGE_SLOT
-from prepcli.sources.foreign_trees import BOXED_SUFFIX, ForeignTree, match_foreign_tree
+from prepcli.sources.foreign_trees import (
+    BOXED_SUFFIX,
+    ForeignTree,
+    leaf_as_tensor,
+    match_foreign_tree,
+)
 from prepcli.sources.source import Source, SourceTensor, recorded_digests
-from prepcli.sources.tree_tensors import leaf_as_tensor
 
 # A leaf of the first moment, e.g. `opt_state.0.mu.params.decoder.decoder_norm.scale` in MaxText,
 # `opt_state.inner_state.1.mu.lm_head.weight` in Levanter, and `opt_state.0.mu.final_norm.w.value` in Tunix.

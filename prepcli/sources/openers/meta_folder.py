@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
-from prepcli.algebra.chunks import ChunkIndex, ChunkTable, FilePosition
-from prepcli.algebra.grids import ChunkGrid
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.grids import ChunkGrid, ChunkIndex, ChunkTable, FilePosition
+from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import HFConfig
 from prepcli.core.json_values import parse_json, quote_name
@@ -44,6 +43,7 @@ from prepcli.models.torchtitan_layouts import META_NAMES, TORCHTITAN_LAYOUT
 from prepcli.planning.arrays import Array, Location, MappedArray, whole_array
 from prepcli.planning.tensor_match import detect_names
 from prepcli.sources.openers.torch_folder import assign_blobs
+from prepcli.sources.references import SourceHints
 from prepcli.sources.side_files import SideFile, SideFiles, find_side_files, matches_any
 from prepcli.sources.source import (
     CONFIG,
@@ -52,9 +52,8 @@ from prepcli.sources.source import (
     file_stamps,
     read_config,
 )
-from prepcli.sources.source_hints import SourceHints
+from prepcli.stores.files import list_folder, read_bytes, stat_file
 from prepcli.stores.paths import AnyPath, map_files
-from prepcli.stores.reading import list_folder, read_bytes, stat_file
 
 MAX_PARAMS_NBYTES = 1 << 20
 # Size of the safetensors files that `pad-vocab` writes from Meta's files.

@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 
 from prepcli.algebra.boxes import strides
-from prepcli.algebra.chunks import (
+from prepcli.algebra.grids import (
     StridedChunks,
 )
 from prepcli.core.counts import count_text
@@ -24,12 +24,19 @@ from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family
 from prepcli.planning.arrays import Array
 from prepcli.planning.item_storage import METADATA_FILE
-from prepcli.planning.layout_scales import LayoutScale, recorded_scale, scaled_digests
+from prepcli.planning.libraries import LayoutScale, recorded_scale, scaled_digests
 from prepcli.planning.manifest_fields import Manifest, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
-from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
+from prepcli.sources.foreign_trees import (
+    ForeignTree,
+    match_foreign_tree,
+    split_tower_leaves,
+    tensors_from_manifest,
+    tower_tensors,
+    verbatim_tensors,
+)
 from prepcli.sources.model_family import select_family
 from prepcli.sources.openers.item_state import (
     MomentTrees,
@@ -37,6 +44,7 @@ from prepcli.sources.openers.item_state import (
     match_moment_trees,
     with_state_item,
 )
+from prepcli.sources.references import SourceHints
 from prepcli.sources.side_files import SideFile, find_side_files, matches_any
 from prepcli.sources.source import (
     CONFIG,
@@ -48,17 +56,10 @@ from prepcli.sources.source import (
     read_config,
     recorded_digests,
 )
-from prepcli.sources.source_hints import SourceHints
-from prepcli.sources.tree_tensors import (
-    split_tower_leaves,
-    tensors_from_manifest,
-    tower_tensors,
-    verbatim_tensors,
-)
 from prepcli.sources.unscaled_arrays import UnscaledArray
 from prepcli.stores.buffers import Blob
+from prepcli.stores.files import read_small_file, stat_file
 from prepcli.stores.paths import AnyPath, is_remote
-from prepcli.stores.reading import read_small_file, stat_file
 
 # The default limit of open files of a process is 1,024 on Linux and 256 on macOS.
 # An item with more files opens each file when it is read.

@@ -20,8 +20,8 @@ from prepcli.planning.arrays import Array
 from prepcli.planning.manifest_fields import Manifest, TensorRecord, TensorRecords
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.openers.safetensors_folder import file_tensors
+from prepcli.sources.references import SourceHints
 from prepcli.sources.source import Source, file_stamps
-from prepcli.sources.source_hints import SourceHints
 from prepcli.stores.paths import AnyPath
 
 NO_RECORD: TensorRecord = {"digests": []}

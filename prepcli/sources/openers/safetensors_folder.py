@@ -9,7 +9,9 @@ from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.arrays import Array
 from prepcli.planning.manifest_fields import Manifest, TensorRecords
 from prepcli.planning.tensor_match import TensorNames
+from prepcli.sources.dropped_tensors import unindexed_entries
 from prepcli.sources.model_family import existing_config, read_folder_model
+from prepcli.sources.references import SourceHints
 from prepcli.sources.source import (
     CONFIG,
     Source,
@@ -17,8 +19,6 @@ from prepcli.sources.source import (
     file_stamps,
     recorded_digests,
 )
-from prepcli.sources.source_hints import SourceHints
-from prepcli.sources.unindexed import unindexed_entries
 from prepcli.stores.paths import AnyPath
 
 

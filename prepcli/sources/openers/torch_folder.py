@@ -9,10 +9,10 @@ from pathlib import Path
 from prepcli.core.errors import PrepError
 from prepcli.formats.torch_files import read_torch_folder
 from prepcli.planning.arrays import Array
+from prepcli.sources.dropped_tensors import unindexed_entries
 from prepcli.sources.model_family import find_config_path, read_folder_model
+from prepcli.sources.references import SourceHints
 from prepcli.sources.source import Source, SourceTensor, file_stamps
-from prepcli.sources.source_hints import SourceHints
-from prepcli.sources.unindexed import unindexed_entries
 from prepcli.stores.paths import AnyPath
 
 # Several tensors may be views of the same bytes. A file with more of them on one byte is refused, because each

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prepcli.algebra.axis_map import SizedAxis, TensorIndex, bind_row
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError
 
 SIZES = {

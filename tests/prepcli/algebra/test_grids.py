@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import SizedAxis
 from prepcli.algebra.boxes import strides
-from prepcli.algebra.chunks import ChunkTable, StridedChunks
 from prepcli.algebra.grids import (
     ChunkGrid,
+    ChunkTable,
     DimPiece,
+    StridedChunks,
     find_split_atom,
     free_atom_ranges,
     split_dim,

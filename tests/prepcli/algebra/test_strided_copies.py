@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from prepcli.algebra import strided_copies
 from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.boxes import full_box, split_merged_range, strides
-from prepcli.algebra.chunks import ChunkTable, StridedChunks
-from prepcli.algebra.grids import ChunkGrid
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.grids import ChunkGrid, ChunkTable, StridedChunks
+from prepcli.algebra.rows import parse_row
 from prepcli.algebra.strided_copies import (
     StridedCopy,
 )

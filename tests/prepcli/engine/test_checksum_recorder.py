@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap
-from prepcli.algebra.chunks import StridedChunks
-from prepcli.algebra.grids import ChunkGrid
+from prepcli.algebra.grids import ChunkGrid, StridedChunks
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.progress import NullProgress
 from prepcli.engine import checksum_recorder
@@ -21,9 +20,9 @@ from prepcli.engine.checksum_recorder import ChecksumRecorder, compute_unknown
 from prepcli.engine.digest import checksum
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
-from prepcli.planning import checksum_blocks
-from prepcli.planning.checksum_blocks import BLOCK_NBYTES
-from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
+from prepcli.planning import arrays as stored_arrays
+from prepcli.planning.arrays import BLOCK_NBYTES
+from prepcli.planning.chunk_placement import ChunkExtent, chunk_extents
 from prepcli.planning.plan import OutputLeaf, PlacedChunks
 from tests.helpers.plans import SavePlan, dividing_chunks, make_save_plan
 from tests.helpers.strategies import complete_tables
@@ -63,7 +62,7 @@ def test_recorder_matches_the_files(
         data.draw(st.sampled_from([8, 24, 1 << 20])),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checksum_blocks, "BLOCK_NBYTES", block_nbytes)
+        patch.setattr(stored_arrays, "BLOCK_NBYTES", block_nbytes)
         patch.setattr(checksum_recorder, "MIN_RUN_NBYTES", 0)
         extents, paths = plan_extents(save_plan), save_plan.data_files(folder)
         recorder = ChecksumRecorder(extents)

@@ -22,7 +22,7 @@ from prepcli.engine import io_policy
 from prepcli.engine.files import PAGE, Files
 from prepcli.engine.io_policy import WritePolicy
 from prepcli.stores.buffers import ByteArray, allocate_buffer
-from prepcli.stores.reading import io_error
+from prepcli.stores.files import io_error
 
 SIZE = 5 * PAGE + 123
 QUIET = settings(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.rows import parse_row
 from prepcli.core.progress import NullProgress
 from prepcli.engine.budget import Budget
 from prepcli.engine.files import Files

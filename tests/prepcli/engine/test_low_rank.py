@@ -13,8 +13,7 @@ from prepcli.core.errors import DamagedError, UsageError
 from prepcli.engine.budget import make_budget
 from prepcli.engine.files import Files
 from prepcli.engine.low_rank import BLOCK_VALUES, StreamUpdate, matrix_nbytes
-from prepcli.planning.plan import LowRankUpdate, Stream
-from prepcli.planning.plan_text import encode_text
+from prepcli.planning.plan import LowRankUpdate, Stream, encode_text
 from tests.helpers.plans import flat
 
 MIB = 1 << 20

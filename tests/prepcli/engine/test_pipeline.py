@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError
 from prepcli.core.progress import NullProgress
 from prepcli.engine.budget import Budget

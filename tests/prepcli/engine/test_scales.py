@@ -9,7 +9,7 @@ import pytest
 from prepcli.engine.casts import StreamDigest, parse_stream_digest
 from prepcli.engine.digest import digest
 from prepcli.engine.scales import StreamScale, scale_values, unscale_values
-from prepcli.planning.layout_scales import LayoutScale
+from prepcli.planning.libraries import LayoutScale
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -28,10 +28,9 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import OutputLeaf
 from prepcli.restore.item_reader import open_reader
 from prepcli.stores import byte_ranges, object_store, paths
-from prepcli.stores.byte_ranges import LOCK_FILE
+from prepcli.stores.addresses import parse_url
+from prepcli.stores.byte_ranges import LOCK_FILE, RetryPolicy
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.object_url import parse_url
-from prepcli.stores.retries import RetryPolicy
 from prepcli.targets.training_step import plan_training_step
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.slow_cases import slow_except

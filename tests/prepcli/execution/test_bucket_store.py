@@ -19,8 +19,8 @@ from prepcli.execution.bucket_store import (
     stored_manifest,
 )
 from prepcli.formats.manifest import encode_manifest
+from prepcli.stores.addresses import parse_url
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.object_url import parse_url
 from tests.helpers.object_server import FakeObjectStore, use_objects
 
 IDENTITY: dict[str, object] = {"request": "prep save-init m", "source": "s", "prep": "1"}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import zstandard
 
-from prepcli.algebra.chunks import StridedChunks
+from prepcli.algebra.grids import StridedChunks
 from prepcli.engine.object_assembler import Piece
 from prepcli.execution.object_compressor import ObjectCompressor
-from prepcli.planning.checksum_blocks import LeafBlocks, chunk_blocks
-from prepcli.planning.chunk_extents import ChunkExtent
+from prepcli.planning.arrays import LeafBlocks, chunk_blocks
+from prepcli.planning.chunk_placement import ChunkExtent
 from prepcli.planning.item_storage import Compression
 from prepcli.planning.plan import PlacedChunks
 

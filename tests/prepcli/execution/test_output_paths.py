@@ -12,7 +12,7 @@ from prepcli.execution.output_paths import check_output_paths, parse_out_url
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
-from prepcli.stores.object_url import ObjectStoreUrl
+from prepcli.stores.addresses import ObjectStoreUrl
 
 
 def make_plan(*paths: str, small: tuple[str, ...] = (), item: str = "") -> Plan:

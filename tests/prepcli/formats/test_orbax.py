@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.algebra.chunks import StoredRange
+from prepcli.algebra.grids import StoredRange
 from prepcli.formats.orbax import OrbaxItem, find_item, find_name_clash, read_item
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk, unravel_chunk_index
 from prepcli.formats.zarr import ZARR_TYPESTRS

@@ -23,7 +23,7 @@ from prepcli.formats.torch_dcp import (
 from prepcli.formats.torch_dcp_metadata import DcpEntry, encode_metadata
 from prepcli.formats.torch_pickle import MAX_NBYTES, SUPPORTED_DTYPES, StoredTensor
 from prepcli.formats.torch_zip import encode_object
-from prepcli.stores.reading import open_regular_file
+from prepcli.stores.files import open_regular_file
 from prepcli.targets import torch_folder
 from prepcli.targets.torch_folder import place_dcp_entries
 from tests.helpers.memory_stores import store_of

@@ -1,4 +1,4 @@
-"""Copies of arrays in one chunk, in chunks and in parts, against NumPy."""
+"""Copies of arrays in one chunk, in chunks and in parts, against NumPy, and the checksum blocks of chunks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.boxes import Box, full_box, strides
-from prepcli.algebra.chunks import ArrayPart, ArrayParts, ChunkTable, StridedChunks, run_parts
-from prepcli.planning.arrays import Array, Location, parted_array, whole_array
+from prepcli.algebra.grids import ArrayPart, ArrayParts, ChunkTable, StridedChunks, run_parts
+from prepcli.planning import arrays as stored_arrays
+from prepcli.planning.arrays import (
+    Array,
+    Location,
+    assign_block_numbers,
+    chunk_blocks,
+    parted_array,
+    whole_array,
+)
 from tests.helpers.stored_arrays import read_tensor
 from tests.helpers.strategies import axis_maps, leaf_by_numpy, random_tensors
 
@@ -158,3 +166,54 @@ def test_byte_range_ends_after_the_last_element():
     assert whole_array("w", "float32", (3, 0), (0, 100)).byte_range == (100, 100)
     assert view.element_strides == (4, 12)
     assert whole_array("w", "float32", (3, 2), (0, 0)).element_strides == strides((3, 2), 4)
+
+
+CHUNKS = st.lists(st.integers(1, 9), max_size=4).map(tuple)
+
+
+@given(
+    chunk=CHUNKS,
+    dtype=st.sampled_from(["int8", "float16", "float64"]),
+    block_nbytes=st.integers(8, 200),
+)
+def test_blocks_tile_a_chunk(chunk: tuple[int, ...], dtype: str, block_nbytes: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_arrays, "BLOCK_NBYTES", block_nbytes)
+        chunk_split = chunk_blocks(chunk, dtype)
+        blocks = list(chunk_split.overlapping(0, chunk_split.chunk_nbytes))
+    assert [block.number for block in blocks] == list(range(chunk_split.block_count))
+    assert (blocks[0].start, blocks[-1].stop) == (0, chunk_split.chunk_nbytes)
+    assert all(a.stop == b.start for a, b in itertools.pairwise(blocks))
+    assert all(block.stop - block.start <= max(block_nbytes, 8) for block in blocks)
+
+
+@given(chunk=CHUNKS, block_nbytes=st.integers(8, 200), data=st.data())
+def test_overlapping_returns_overlapping_blocks(
+    chunk: tuple[int, ...], block_nbytes: int, data: st.DataObject
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_arrays, "BLOCK_NBYTES", block_nbytes)
+        chunk_split = chunk_blocks(chunk, "float32")
+    low = data.draw(st.integers(0, chunk_split.chunk_nbytes - 1))
+    high = data.draw(st.integers(low + 1, chunk_split.chunk_nbytes))
+    everything = list(chunk_split.overlapping(0, chunk_split.chunk_nbytes))
+    assert list(chunk_split.overlapping(low, high)) == [
+        b for b in everything if b.start < high and b.stop > low
+    ]
+
+
+def test_block_numbers_continue_from_leaf_to_leaf():
+    shapes = [
+        ("a", (5, 4), (2, 4), "float32"),
+        ("b", (), (), "int32"),
+        ("c", (0, 3), (1, 3), "float32"),
+    ]
+    blocks = assign_block_numbers([*shapes, ("d", (1 << 20,), (1 << 19,), "float32")])
+    assert [(leaf.first_number, leaf.stop_number) for leaf in blocks.values()] == [
+        (0, 3),
+        (3, 4),
+        (4, 4),
+        (4, 8),
+    ]
+    d = blocks["d"]
+    assert [d.first_in_chunk((index,)) for index in range(math.prod(d.chunk_counts))] == [4, 6]

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
-from prepcli.algebra.chunks import StridedChunks
-from prepcli.algebra.grids import ChunkGrid
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.grids import ChunkGrid, StridedChunks
+from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError
 from prepcli.planning import coverage
 from prepcli.planning.arrays import Array, MappedArray

@@ -1,9 +1,15 @@
-"""The table of other libraries agrees with the rows of the families and with the option `layout`."""
+"""The table of other libraries agrees with the families and with options. Records of scales are read back."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import get_args
 
+import pytest
+
+from prepcli.core.errors import DamagedError
+from prepcli.formats.manifest import encode_manifest, parse_manifest
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.libraries import (
     HF_LAYOUT,
@@ -14,7 +20,9 @@ from prepcli.planning.libraries import (
     AdamNumbers,
     AdamSettings,
     Layout,
+    LayoutScale,
     find_library,
+    recorded_scale,
 )
 
 SETTINGS = AdamSettings(lr=0.5, peak_lr=1.0, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1)
@@ -62,3 +70,55 @@ def test_record_has_the_settings_of_the_optimizer():
     record = NUMBERS.record(["random state"])
     assert (record["step"], record["updates"]) == (5, 4)
     assert record["optimizer"]["peak_lr"] == 1.0
+
+
+MANIFEST = {
+    "kind": "hf", "request": "", "plan": "", "config": {}, "tensors": {}, "prefixed": True, "tied": False
+}  # fmt: skip
+RECORD = {"sqrt": 64, "significant": "", "lost": 0, "digests": [[0, 8, "d"]]}
+
+
+def is_scale_record(record: Mapping[str, object]) -> bool:
+    """Return whether a manifest with the record is valid."""
+    data = encode_manifest({**MANIFEST, "scales": {"w": record}})
+    try:
+        parse_manifest(Path("prep-manifest.json"), data)
+    except DamagedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        LayoutScale(64),
+        LayoutScale(2560, power=-1, root_dtype="bfloat16"),
+        LayoutScale(1, offset=1),
+    ],
+)
+def test_recorded_scale_returns(scale: LayoutScale):
+    assert is_scale_record({**RECORD, **scale.fields()})
+    assert recorded_scale(scale.fields()) == scale
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sqrt", 0),
+        ("sqrt", 8.0),
+        ("power", "1"),
+        ("root", "float8"),
+        ("offset", None),
+        ("significant", "int8"),
+        # Negative counts would cancel those of other tensors.
+        ("lost", -1),
+    ],
+)
+def test_record_with_an_invalid_value_is_refused(key: str, value: object):
+    assert is_scale_record(RECORD)
+    assert not is_scale_record(RECORD | {key: value})
+
+
+@pytest.mark.parametrize("key", ["sqrt", "significant", "lost", "digests"])
+def test_record_without_a_key_is_refused(key: str):
+    assert not is_scale_record({name: RECORD[name] for name in RECORD.keys() - {key}})

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.boxes import strides
-from prepcli.algebra.chunks import StridedChunks
-from prepcli.algebra.grids import ChunkGrid
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.grids import ChunkGrid, StridedChunks
+from prepcli.algebra.rows import parse_row
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.planning.arrays import Array, MappedArray
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks

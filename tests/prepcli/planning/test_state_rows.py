@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.rows import parse_row
 from prepcli.planning.state_rows import (
     PathLeaf,
     find_state_leaves,

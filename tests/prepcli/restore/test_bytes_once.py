@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import prepcli as prep
-from prepcli.algebra.chunks import StoredRange
+from prepcli.algebra.grids import StoredRange
 from prepcli.core.errors import DamagedError
 from prepcli.formats.orbax import read_item
 from prepcli.formats.safetensors import read_safetensors_folder

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.algebra.boxes import full_box
-from prepcli.algebra.chunks import StoredRange
+from prepcli.algebra.grids import StoredRange
 from prepcli.core.errors import PrepError
 from prepcli.engine.digest import checksum
 from prepcli.formats.checksums import CHECKSUMS_FILE, BlockChecksums
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import OrbaxItem, read_item
 from prepcli.formats.orbax_chunks import ArrayMeta
-from prepcli.planning import checksum_blocks
-from prepcli.planning.checksum_blocks import assign_block_numbers, chunk_blocks
+from prepcli.planning import arrays as stored_arrays
+from prepcli.planning.arrays import assign_block_numbers, chunk_blocks
 from prepcli.restore import item_reader
 from prepcli.restore.item_reader import DamagedLeafError, ItemReader, open_reader
 from prepcli.stores.paths import local_copy
@@ -134,7 +134,7 @@ def test_read_checks_any_boxes_of_any_leaf(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(item_reader, "PIECE_NBYTES", piece)
-        patch.setattr(checksum_blocks, "BLOCK_NBYTES", block)
+        patch.setattr(stored_arrays, "BLOCK_NBYTES", block)
         item = read_item(folder)
         spans = record_reads(patch)
         with ItemReader(item, NO_MANIFEST, checksums_of(item)) as reader:
@@ -201,7 +201,7 @@ def test_read_of_a_part_covers_whole_blocks(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
-    monkeypatch.setattr("prepcli.planning.checksum_blocks.BLOCK_NBYTES", 4096)
+    monkeypatch.setattr("prepcli.planning.arrays.BLOCK_NBYTES", 4096)
     monkeypatch.setattr("prepcli.formats.checksums.BLOCK_NBYTES", 4096)
     run_ok("reshard", str(tmp_path / "init"), "--out", str(tmp_path / "small"), "--mesh", "1,1,1")
     monkeypatch.setattr("prepcli.restore.item_reader.PIECE_NBYTES", 8192)

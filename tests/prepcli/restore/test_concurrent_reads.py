@@ -13,7 +13,7 @@ import prepcli as prep
 from bench.throttled_store import ThrottledStore, Traffic, serve_throttled
 from prepcli.commands.operations.inspect import select_tensors
 from prepcli.core.observer import SilentObserver
-from prepcli.restore import item_reader, tensor_jobs
+from prepcli.restore import item_reader, weights_reader
 from prepcli.stores import byte_ranges
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
@@ -47,7 +47,7 @@ def serve_bucket(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Thro
 
 def load(bucket: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Traffic:
     """Load a checkpoint of the bucket, and return the traffic."""
-    monkeypatch.setattr(tensor_jobs, "PIECE_NBYTES", PIECE_NBYTES)
+    monkeypatch.setattr(weights_reader, "PIECE_NBYTES", PIECE_NBYTES)
     monkeypatch.setattr(item_reader, "PIECE_NBYTES", PIECE_NBYTES)
     with serve_bucket(bucket, monkeypatch) as store:
         params = prep.load_params(f"s3://bucket/{name}", dtype="keep")

@@ -121,7 +121,7 @@ def test_read_fills_any_boxes_of_any_leaf(
     with pytest.MonkeyPatch.context() as patch:
         spans = record_reads(patch)
         patch.setattr(item_reader, "PIECE_NBYTES", piece)
-        patch.setattr(item_reader, "MIN_RUN_NBYTES", run)
+        patch.setattr(item_reader, "MIN_GAP_NBYTES", run)
         reader = write_and_open(
             tmp_path_factory.mktemp("item") / "item", {"x": (array, chunk)}, gap
         )
@@ -185,19 +185,21 @@ def test_read_touches_only_needed_chunks(tmp_path: Path):
     reader = write_and_open(tmp_path / "item", {"x": (array, (1, 4, 32))})
     boxes = [((2, 4), (4, 8), (0, 32)), ((2, 3), (0, 16), (5, 6))]
     check_parts(array, read_boxes(reader, "x", boxes, "float32"))
-    assert reader.read_nbytes == 5 * 4 * 32 * 4  # whole runs: short ones are not read separately
+    # Two whole chunks, and of three others the run from the column in row 0 to the one in row 3, with its short gaps.
+    nbytes = 2 * 4 * 32 * 4 + 3 * (3 * 32 * 4 + 4)
+    assert reader.read_nbytes == nbytes
     read_boxes(reader, "x", [((0, 0), (0, 16), (0, 32))], "float32")
-    assert reader.read_nbytes == 5 * 4 * 32 * 4
+    assert reader.read_nbytes == nbytes
 
 
 @pytest.mark.parametrize(
     ("box", "nbytes"),
     [
         (((0, 4), (0, 1 << 13)), 4 << 15),  # a quarter, in long runs
-        (((0, 4), (100, 104)), 4 << 17),  # a few bytes of each row: bytes in between too
+        (((0, 4), (100, 104)), 4 * 16),  # a few bytes of each row, without the long gaps
         (((3, 4), (100, 104)), 16),  # one run
         (((1, 3), (0, 1 << 15)), 2 << 17),  # rows
-        (((0, 4), (0, 20000)), 4 << 17),  # most of the chunk
+        (((0, 4), (0, 20000)), 4 * 80000),  # most of the chunk, without its long gaps
     ],
 )
 def test_read_of_part_of_a_chunk_limits_bytes(tmp_path: Path, box: Box, nbytes: int):

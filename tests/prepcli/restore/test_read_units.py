@@ -11,7 +11,7 @@ import pytest
 
 from prepcli.algebra.boxes import Box
 from prepcli.engine.checkpoint_store import LeafSpec
-from prepcli.planning import checksum_blocks
+from prepcli.planning import arrays as stored_arrays
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import locate
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit checksum blocks to 2 KiB, so that a layer has several."""
-    monkeypatch.setattr(checksum_blocks, "BLOCK_NBYTES", 2 << 10)
+    monkeypatch.setattr(stored_arrays, "BLOCK_NBYTES", 2 << 10)
     monkeypatch.setattr("prepcli.formats.checksums.BLOCK_NBYTES", 2 << 10)
 
 

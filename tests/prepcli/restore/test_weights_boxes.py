@@ -12,7 +12,7 @@ import pytest
 
 from prepcli.algebra.boxes import Box
 from prepcli.core.errors import DamagedError
-from prepcli.restore import tensor_jobs
+from prepcli.restore import box_reads, weights_reader
 from prepcli.restore.item_reader import open_reader
 from prepcli.restore.weights_reader import MAX_THREADS, WeightsReader
 from prepcli.sources.locate import locate
@@ -79,7 +79,7 @@ def part_arrays(boxes: list[Box], dtype: str) -> dict[Box, np.ndarray]:
 def test_boxes_of_every_format_equal_slices_of_the_init(
     formats, kind: str, verify: bool, monkeypatch
 ):
-    monkeypatch.setattr(tensor_jobs, "PIECE_NBYTES", 512)  # tensors of several pieces
+    monkeypatch.setattr(weights_reader, "PIECE_NBYTES", 512)  # tensors of several pieces
     rng = np.random.default_rng(KINDS.index(kind))
     with open_reader(formats("init")) as init, open_weights(formats(kind), verify=verify) as reader:
         assert {*reader.leaves} == {*init.leaves}
@@ -117,7 +117,9 @@ def test_rows_and_whole_leaves_are_read_once(wide: Path):
             assert read_count(reader, name, [tuple((0, n) for n in leaf.shape)]) == 1
 
 
-def test_columns_are_read_without_other_bytes_if_all_or_long(wide: Path):
+def test_columns_are_read_without_other_bytes_if_all_or_long(
+    wide: Path, monkeypatch: pytest.MonkeyPatch
+):
     with open_weights(wide) as reader:
         _, mlp, embed = reader.leaves[UP].shape
         columns: list[Box] = [
@@ -127,7 +129,7 @@ def test_columns_are_read_without_other_bytes_if_all_or_long(wide: Path):
         assert read_count(reader, UP, columns[:1]) == pytest.approx(4, abs=0.1), (
             "short runs are read with the gaps"
         )
-        reader._min_skipped_gap_nbytes = 64
+        monkeypatch.setattr(weights_reader, "MIN_GAP_NBYTES", 64)
         assert read_count(reader, UP, columns[:1]) == 1
         assert read_count(reader, UP, [columns[0], columns[2]]) == 1
 
@@ -147,7 +149,7 @@ def test_shard_with_long_runs_is_read_without_other_bytes(formats, kind: str):
 def test_memory_of_a_read_does_not_depend_on_the_tensor(
     wide: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(tensor_jobs, "PIECE_NBYTES", 64 << 10)
+    monkeypatch.setattr(weights_reader, "PIECE_NBYTES", 64 << 10)
     with open_weights(wide) as reader:
         _, mlp, embed = reader.leaves[UP].shape
         parts = part_arrays([((0, 1), (0, 8), (0, embed))], "float32")
@@ -156,7 +158,7 @@ def test_memory_of_a_read_does_not_depend_on_the_tensor(
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert peak < 256 << 10 < embed * mlp * 4
-    assert MAX_THREADS * tensor_jobs.BUFFER_NBYTES <= 33 << 20
+    assert MAX_THREADS * box_reads.BUFFER_NBYTES <= 33 << 20
 
 
 def flip_last_byte(path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.algebra.chunks import (
+from prepcli.algebra.grids import (
     ChunkIndex,
     Chunks,
     ChunkTable,
@@ -16,7 +16,7 @@ from prepcli.algebra.chunks import (
     StridedChunks,
     run_parts,
 )
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.rows import parse_row
 from prepcli.engine.blobs import open_blobs
 from prepcli.planning.arrays import Array, Location, MappedArray, parted_array, whole_array
 from prepcli.sources.appended_files import append_files, shift_file_numbers

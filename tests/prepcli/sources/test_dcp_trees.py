@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.algebra.chunks import ArrayPart, ArrayParts
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.grids import ArrayPart, ArrayParts
+from prepcli.algebra.rows import parse_row
 from prepcli.formats.torch_dcp import DcpFolder
 from prepcli.models.families.llama import FAMILY as LLAMA
 from prepcli.planning.arrays import Array, parted_array, whole_array

@@ -12,7 +12,7 @@ import pytest
 from prepcli.core.errors import FAILED, PrepError
 from prepcli.sources.detect import detect, detect_file
 from prepcli.sources.folders import CheckpointFiles, Kind, OpenFolder
-from prepcli.stores.reading import MAX_CONFIG_NBYTES
+from prepcli.stores.files import MAX_CONFIG_NBYTES
 
 
 def fill(folder: Path, *names: str, config: object = None) -> Path:

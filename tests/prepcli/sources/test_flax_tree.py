@@ -11,15 +11,15 @@ from typing import Any
 import msgpack
 import pytest
 
-from prepcli.algebra.chunks import ArrayParts
+from prepcli.algebra.grids import ArrayParts
 from prepcli.core.errors import PrepError
 from prepcli.engine.blobs import open_blobs
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.sources.locate import locate
 from prepcli.sources.openers.flax_tree import read_flax_files
 from prepcli.sources.opening import open_source
+from prepcli.sources.references import EASYLM_PARTS, split_part
 from prepcli.sources.source import match_source_tensors, source_axis_maps, stored_tensor
-from prepcli.sources.source_hints import EASYLM_PARTS, split_part
 from prepcli.sources.tensor_rows import read_tensor
 from tests.helpers.golden_flax import FILES, FOLDER, LLAMA, decode_msgpack
 from tests.helpers.memory_stores import store_of

@@ -20,8 +20,8 @@ from prepcli.sources.folders import OpenFolder
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.opening import open_source
 from prepcli.stores import byte_ranges
+from prepcli.stores.addresses import ObjectStoreUrl
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.object_url import ObjectStoreUrl
 from prepcli.stores.paths import StoreListing
 from tests.helpers.orbax_items import write_ocdbt_index
 from tests.helpers.slow_cases import slow_except

@@ -16,7 +16,7 @@ from prepcli.sources.references import (
     RunStep,
     parse_reference,
 )
-from prepcli.stores.object_url import ObjectStoreUrl
+from prepcli.stores.addresses import ObjectStoreUrl
 from tests.prepcli.sources.test_detect import fill
 
 

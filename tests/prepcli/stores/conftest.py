@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from prepcli.stores.addresses import parse_url
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.object_url import parse_url
 from tests.helpers.object_server import FakeObjectStore, use_objects
 
 

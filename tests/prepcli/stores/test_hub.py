@@ -67,7 +67,7 @@ from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.core.errors import PrepError
 from prepcli.commands.console.progress_displays import JsonProgress
-from prepcli.stores.retries import retry_policy_from_env
+from prepcli.stores.byte_ranges import retry_policy_from_env
 names, is_offline = json.loads(sys.argv[1]), "--offline" in sys.argv
 for name in names:
     warnings, events = [], io.StringIO()

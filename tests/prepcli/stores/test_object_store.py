@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
 from prepcli.stores import byte_ranges, object_store
-from prepcli.stores.byte_ranges import RemoteFile, read_range
+from prepcli.stores.addresses import ObjectStoreUrl, is_url, parse_url
+from prepcli.stores.byte_ranges import RemoteFile, RetryPolicy, read_range
 from prepcli.stores.object_store import PART_NBYTES, Bucket, redacted_error_text
-from prepcli.stores.object_url import ObjectStoreUrl, is_url, parse_url
-from prepcli.stores.retries import RetryPolicy
 from tests.helpers import object_server
 from tests.helpers.loopback import STALL_KINDS
 from tests.helpers.object_server import FakeObjectStore, serve_objects

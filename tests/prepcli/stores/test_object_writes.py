@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import PrepError
+from prepcli.stores.byte_ranges import RetryPolicy
 from prepcli.stores.object_store import PART_NBYTES, Bucket
 from prepcli.stores.object_writes import ObjectUploads, put_object
-from prepcli.stores.retries import RetryPolicy
 from tests.helpers.object_server import FakeObjectStore
 
 pytest.importorskip("obstore")

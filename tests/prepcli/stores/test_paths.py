@@ -19,8 +19,7 @@ from prepcli.core.errors import DamagedError, PrepError
 from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.stores import paths
 from prepcli.stores.byte_ranges import RemoteFile
-from prepcli.stores.paths import StoreListing, local_copy, path_in_folder, read_all
-from prepcli.stores.reading import (
+from prepcli.stores.files import (
     list_folder,
     open_regular_file,
     read_bytes,
@@ -28,7 +27,13 @@ from prepcli.stores.reading import (
     stat_file,
     stat_indexed_file,
 )
-from prepcli.stores.temporary_folders import create_temporary_folder
+from prepcli.stores.paths import (
+    StoreListing,
+    create_temporary_folder,
+    local_copy,
+    path_in_folder,
+    read_all,
+)
 from tests.helpers.memory_stores import MemoryReader, store_of
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
@@ -195,7 +200,7 @@ def test_paths_of_two_stores_are_not_in_one_folder(tmp_path: Path):
 
 def folder_of_killed_process(environment: dict[str, str]) -> Path:
     program = (
-        "import os; from prepcli.stores.temporary_folders import create_temporary_folder;"
+        "import os; from prepcli.stores.paths import create_temporary_folder;"
         " print(create_temporary_folder(), flush=True); os.abort()"
     )
     process = subprocess.run(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import parse_json, quote_name
-from prepcli.stores.reading import list_folder, read_small_file, stat_file
+from prepcli.stores.files import list_folder, read_small_file, stat_file
 
 json_without_negatives_or_floats = st.recursive(
     st.none() | st.booleans() | st.text(max_size=5) | st.integers(0, 10**19 - 1),

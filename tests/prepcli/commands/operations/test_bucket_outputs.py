@@ -22,10 +22,10 @@ from prepcli.execution.bucket_run import BucketRun
 from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
 from prepcli.stores import object_store
+from prepcli.stores.addresses import parse_url
 from prepcli.stores.bucket_lock import BucketLock, LockOwner
 from prepcli.stores.byte_ranges import LOCK_FILE
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.object_url import parse_url
 from tests.helpers.faults import change_and_restore_time, replace_by_copy
 from tests.helpers.fork_server import ForkedProcess, start_prep
 from tests.helpers.object_server import FakeObjectStore

@@ -25,7 +25,7 @@ from prepcli.core.errors import (
     PrepError,
     UsageError,
 )
-from prepcli.sources import locked
+from prepcli.sources import recorded_sources
 from tests.helpers.adapters import make_adapter
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_json, run_ok
@@ -267,7 +267,7 @@ def test_source_that_is_only_touched_is_locked(model: Path, monkeypatch: pytest.
 
 def change_during_lock(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
     """Change the source once, after the digest of its first file."""
-    read_digest = locked.sha256_of_file
+    read_digest = recorded_sources.sha256_of_file
     changes = [change]
 
     def read_and_change(path: Path) -> str:
@@ -276,7 +276,7 @@ def change_during_lock(monkeypatch: pytest.MonkeyPatch, change: Callable[[], Non
             changes.pop()()
         return digest
 
-    monkeypatch.setattr(locked, "sha256_of_file", read_and_change)
+    monkeypatch.setattr(recorded_sources, "sha256_of_file", read_and_change)
 
 
 def test_lock_checks_stored_bytes_of_decoded_weights(tmp_path: Path, monkeypatch):
@@ -340,7 +340,7 @@ def test_decoded_weights_without_a_published_digest_are_refused(
     for name in names:
         del lock["files"][name]["digest"]
     Path("q.lock.json").write_text(json.dumps(lock))
-    monkeypatch.setattr(locked, "_published_digests", lambda source: dict.fromkeys(names))
+    monkeypatch.setattr(recorded_sources, "_published_digests", lambda source: dict.fromkeys(names))
     with pytest.raises(PrepError, match="has no SHA-256 to compare"):
         prep.save_init("q", "init", quantized="dequantize", lock="q.lock.json")
 

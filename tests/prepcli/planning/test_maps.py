@@ -7,8 +7,15 @@ import random
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.planning.map_file import MAX_DROPS, MAX_LINES, MAX_NBYTES, compute_size, parse_map
-from prepcli.planning.map_rows import MapCoverage, bind_map
+from prepcli.planning.maps import (
+    MAX_DROPS,
+    MAX_LINES,
+    MAX_NBYTES,
+    MapCoverage,
+    bind_map,
+    compute_size,
+    parse_map,
+)
 from prepcli.planning.tensor_match import TensorInfo
 
 SIZES = {"a": 2, "b": 3, "half": 2, "layers": 2}

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.algebra.chunks import ChunkTable, run_parts
-from prepcli.algebra.grids import ChunkGrid
-from prepcli.algebra.row_text import parse_row
+from prepcli.algebra.grids import ChunkGrid, ChunkTable, run_parts
+from prepcli.algebra.rows import parse_row
 from prepcli.planning.arrays import whole_array
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.item_storage import Compression
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import (
+    NAMES,
+    OWN_TEXTS,
     DroppedTensor,
     EqualityCheck,
     Fill,
@@ -26,8 +27,9 @@ from prepcli.planning.plan import (
     SmallFile,
     SourceFile,
     Stream,
+    encode_text,
+    iter_text,
 )
-from prepcli.planning.plan_text import NAMES, OWN_TEXTS, encode_text, iter_text
 from tests.helpers.plans import flat
 
 

@@ -1,9 +1,10 @@
-"""Windows of tensors compared with whole-array NumPy: any box, any placement, any split."""
+"""Windows of tensors compared with whole-array NumPy: any box, any placement, any split. Threads that read them."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import threading
 
 import numpy as np
 from hypothesis import given
@@ -12,14 +13,19 @@ from hypothesis import strategies as st
 from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.boxes import Box, strides, volume
 from prepcli.algebra.strided_copies import StridedCopy, leaf_box_parts, part_copies, tensor_box
+from prepcli.engine.budget import Budget, BufferPool
+from prepcli.engine.files import PAGE
 from prepcli.planning.arrays import location_copies, whole_array
-from prepcli.planning.windows import (
+from prepcli.restore.box_reads import (
+    StoppedReadsError,
     file_strides,
     merge_windows,
+    run_jobs,
     span_nbytes,
     split_into_spans,
     split_window,
 )
+from prepcli.stores.buffers import ByteArray
 from tests.helpers.plans import flat
 from tests.helpers.strategies import axis_maps, boxes, leaf_by_numpy, random_tensors
 
@@ -74,7 +80,7 @@ def test_copies_of_a_window_read_its_elements(
     file_bytes = np.concatenate([np.zeros(8, np.uint8), stored.reshape(-1).view(np.uint8)])
     out = np.zeros(volume(window) * ITEM, np.uint8)
     for copy in location_copies(placement, window, window):
-        for span in split_into_spans(copy, max_nbytes=24, min_skipped_gap_nbytes=9):
+        for span in split_into_spans(copy, max_nbytes=24, min_gap_nbytes=9):
             assert span_nbytes(span) <= max(24, copy.width)
             for tensor_offset, file_offset in elements(span):
                 out[tensor_offset] = file_bytes[file_offset]
@@ -115,3 +121,40 @@ def test_adjacent_windows_and_short_gaps_are_merged():
     columns: list[Box] = [((0, 4), (0, 5)), ((0, 4), (20, 30)), ((0, 4), (90, 100))]
     assert merge_windows(columns, axis_strides, 32) == [((0, 4), (0, 30)), ((0, 4), (90, 100))]
     assert file_strides((flat("int16", (3, 5)),), (3, 5), 2) == (10, 2)
+
+
+def test_call_without_jobs_waits_for_no_buffer():
+    buffers = BufferPool(Budget(PAGE, PAGE, 1))
+    buffers.acquire(1)
+
+    def run(job: int, buffer: ByteArray) -> None:
+        raise AssertionError("there is no job")
+
+    thread = threading.Thread(target=run_jobs, args=(iter(()), run, buffers, 2), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_jobs_run_with_fewer_buffers_than_threads():
+    numbers: list[int] = []
+
+    def run(job: int, buffer: ByteArray) -> None:
+        assert buffer.size > 0
+        numbers.append(job)
+
+    errors = run_jobs(iter(range(20)), run, BufferPool(Budget(PAGE, PAGE, 1)), 4)
+    assert errors == []
+    assert sorted(numbers) == list(range(20))
+
+
+def test_stopped_call_drops_its_jobs_and_returns_an_error():
+    numbers: list[int] = []
+
+    def run(job: int, buffer: ByteArray) -> None:
+        numbers.append(job)
+
+    buffers = BufferPool(Budget(PAGE, PAGE, 1))
+    errors = run_jobs(iter(range(20)), run, buffers, 1, is_stopped=lambda: len(numbers) == 3)
+    assert numbers == [0, 1, 2]
+    assert [type(error) for error in errors] == [StoppedReadsError]

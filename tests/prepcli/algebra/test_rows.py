@@ -8,11 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from prepcli.algebra import row_coverage
+from prepcli.algebra import rows as row_checks
 from prepcli.algebra.axis_map import SizedAxis, TensorDim
-from prepcli.algebra.row_coverage import dims_are_disjoint
-from prepcli.planning.map_file import parse_map
-from prepcli.planning.map_rows import MAX_PAIRS, MapCoverage, bind_map
+from prepcli.algebra.rows import dims_are_disjoint
+from prepcli.planning.maps import MAX_PAIRS, MapCoverage, bind_map, parse_map
 from prepcli.planning.tensor_match import TensorInfo
 
 LARGE = 1 << 24
@@ -107,7 +106,7 @@ def test_layers_with_rows_of_their_own_are_compared_once(monkeypatch: pytest.Mon
         text += f"t.{layer}.{part}: d <- s.{layer}: f={part} d\n"
     shapes = {f"s.{layer}": (9, 1) for layer in range(3)}
     # The rows of one layer have 36 pairs.
-    monkeypatch.setattr(row_coverage, "MAX_ROW_PAIRS", 36)
+    monkeypatch.setattr(row_checks, "MAX_ROW_PAIRS", 36)
     assert coverage_problems(text, **shapes) == ""
-    monkeypatch.setattr(row_coverage, "MAX_ROW_PAIRS", 35)
+    monkeypatch.setattr(row_checks, "MAX_ROW_PAIRS", 35)
     assert "is named by 9 rows, which are too many to compare" in coverage_problems(text, **shapes)

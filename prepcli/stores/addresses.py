@@ -1,4 +1,4 @@
-"""Addresses of repositories on the hub, as a browser or huggingface_hub shows them."""
+"""Addresses of checkpoints: objects (`gs://`, `s3://`), and repositories on the hub as a browser shows them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
+
+from prepcli.core.errors import usage_error
 
 RepoType = Literal["model", "dataset", "space", "page"]
 
@@ -60,9 +62,6 @@ def parse_hub_address(text: str) -> HubAddress | None:
 
     >>> parse_hub_address("https://huggingface.co/datasets/owner/name")
     HubAddress(repo_type='dataset', hub_id='owner/name', revision=None, path='')
-
-    Returns:
-        The parts of the address. None for any other text.
     """
     scheme, _, rest = text.rstrip("/").partition("://")
     match = None
@@ -87,3 +86,56 @@ def parse_hub_address(text: str) -> HubAddress | None:
         revision=unquote(revision) if revision else None,
         path=unquote(match["path"] or ""),
     )
+
+
+_URL = re.compile(r"(gs|s3)://([^/]+)(?:/(.*))?", re.DOTALL)
+# A superset of the valid names. The store refuses the rest.
+_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStoreUrl:
+    """Bucket and key prefix of an object store. `path` has no slash at its ends."""
+
+    scheme: str
+    bucket: str
+    path: str
+
+    def __str__(self) -> str:
+        """Return the URL."""
+        return f"{self.scheme}://{self.bucket}/{self.path}".rstrip("/")
+
+    def key(self, path: str) -> str:
+        """Return the object key of a file below this URL."""
+        if self.path:
+            return f"{self.path}/{path}"
+        return path
+
+
+def is_url(text: str) -> bool:
+    """Return whether a text has the form of a URL, of a supported scheme or not."""
+    return _SCHEME.match(text) is not None
+
+
+def parse_url(text: str) -> ObjectStoreUrl:
+    """Parse `gs://BUCKET/PATH` or `s3://BUCKET/PATH`."""
+    match = _URL.fullmatch(text.rstrip("/"))
+    hint = "for example gs://BUCKET/PATH"
+    if match is None:
+        why = "supported: gs://BUCKET/PATH and s3://BUCKET/PATH"
+        raise usage_error(f"`{text}` is an invalid URL", why, hint)
+    if not _BUCKET_NAME.fullmatch(match[2]):
+        why = (
+            f"{match[2]!a:.80} is not a valid bucket name, which has 3 to 63 lower-case letters, "
+            "digits, `-`, `_` or `.`"
+        )
+        raise usage_error(f"`{text}` is an invalid URL", why, hint)
+    path = (match[3] or "").strip("/")
+    # An empty path is the bucket itself. For the store `..` is an ordinary name, but a file that is
+    # copied from there would leave its folder.
+    has_invalid_part = path != "" and not {"", ".", ".."}.isdisjoint(path.split("/"))
+    if has_invalid_part or not path.isprintable():
+        why = "its path has an empty part, or `.` or `..`"
+        raise usage_error(f"`{text!a}` is an invalid URL", why, hint)
+    return ObjectStoreUrl(match[1], match[2], path)

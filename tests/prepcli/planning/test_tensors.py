@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.boxes import full_box
 from prepcli.planning.arrays import identity_axis_map, whole_array
-from prepcli.planning.state_names import PARAMS, find_slots, qualify, split_name
+from prepcli.planning.tensors import PARAMS, find_slots, qualify, split_name
 
 SHAPES = {"embed.tokens": (8, 4), "encoder.embed.tokens": (8, 4), "norm.scale": (4,)}
 

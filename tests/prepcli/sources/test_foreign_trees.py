@@ -16,8 +16,7 @@ from prepcli.models.parameters import Family, parameter_rows
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.arrays import MappedArray, whole_array
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.sources.foreign_trees import ForeignTree, TreeFormat, match_foreign_tree
-from prepcli.sources.tree_tensors import Array
+from prepcli.sources.foreign_trees import Array, ForeignTree, TreeFormat, match_foreign_tree
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 11,
