@@ -18,8 +18,7 @@ from prepcli.execution.bucket_step import BucketStep
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.output_urls import RETRIES
 from prepcli.execution.run_storage import StepSave
-from prepcli.formats.again_hint import RECREATE_HINT
-from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.manifest import MANIFEST_FILE, RECREATE_HINT
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.planning.plan import OutputLeaf
 from prepcli.planning.process_files import (

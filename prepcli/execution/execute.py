@@ -43,8 +43,13 @@ from prepcli.execution.source_checks import (
 )
 from prepcli.execution.staging import PARTIAL_SUFFIX, Staging, remove_work_folder
 from prepcli.formats.checksums import CHECKSUMS_FILE
-from prepcli.formats.file_records import are_files_intact
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, foreign_output_error, read_manifest
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    NO_MANIFEST,
+    are_files_intact,
+    foreign_output_error,
+    read_manifest,
+)
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.planning import coverage
 from prepcli.planning.manifest_fields import Manifest

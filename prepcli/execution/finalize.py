@@ -18,8 +18,7 @@ from prepcli.execution.block_checksums import collect_checksums
 from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
 from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.formats.checksums import CHECKSUMS_FILE, write_checksums
-from prepcli.formats.file_records import record_file, record_files
-from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, record_file, record_files
 from prepcli.formats.orbax import (
     OrbaxNonArray,
     encode_item_metadata,

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.checkpoint_store import HostLeaf
-from prepcli.formats.again_hint import RECREATE_HINT
+from prepcli.formats.manifest import RECREATE_HINT
 from prepcli.planning.plan import Plan
 from prepcli.restore.item_reader import ItemReader
 

@@ -26,6 +26,14 @@ from prepcli.formats.shard_index import (
     list_indexed_files,
     read_weight_map,
 )
+from prepcli.formats.torch_archive import (
+    INT64_LIMIT,
+    UNSUPPORTED_NAMES,
+    ZIP_MAGIC,
+    Array,
+    TorchArchive,
+    is_tensor,
+)
 from prepcli.formats.torch_pickle import (
     PersistentRef,
     PickledCall,
@@ -33,14 +41,6 @@ from prepcli.formats.torch_pickle import (
     PickledName,
     UnexpectedNameError,
 )
-from prepcli.formats.torch_tensors import (
-    INT64_LIMIT,
-    UNSUPPORTED_NAMES,
-    Array,
-    TorchArchive,
-    is_tensor,
-)
-from prepcli.formats.torch_zip import ZIP_MAGIC
 from prepcli.stores.paths import AnyPath, map_files
 from prepcli.stores.reading import list_folder, open_regular_file, stat_file, unreadable_error
 

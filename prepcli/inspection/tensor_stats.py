@@ -15,7 +15,7 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
-from prepcli.inspection.checkpoint_contents import num_chunks
+from prepcli.inspection.contents import num_chunks
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import Slab, split_stream_evenly

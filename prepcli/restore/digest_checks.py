@@ -15,8 +15,7 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.pipeline import Pipeline
-from prepcli.formats.again_hint import RECREATE_HINT, again_hint
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT, again_hint
 from prepcli.planning.layout_scales import LayoutScale, recorded_scale
 from prepcli.planning.plan import Stream, read_copies
 from prepcli.planning.state_names import qualify, split_name

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from prepcli.core.errors import Command, text
 from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import Observer
-from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.checksums import CHECKSUMS_FILE
+from prepcli.formats.manifest import RECREATE_HINT
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.digest_checks import check_tensors
 from prepcli.sources.source import Source, SourceTensor

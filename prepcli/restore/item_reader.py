@@ -21,10 +21,8 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import PAGE
 from prepcli.engine.fills import numpy_dtype
-from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.checksums import BlockChecksums, read_checksums
-from prepcli.formats.file_records import check_files
-from prepcli.formats.manifest import find_manifest_folder, read_manifest
+from prepcli.formats.manifest import RECREATE_HINT, check_files, find_manifest_folder, read_manifest
 from prepcli.formats.orbax import OrbaxItem, find_item, read_item
 from prepcli.formats.orbax_chunks import chunk_label
 from prepcli.planning.arrays import Array

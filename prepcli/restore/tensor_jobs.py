@@ -19,7 +19,7 @@ from prepcli.engine.files import PAGE, Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.permute import assign_tiled
 from prepcli.engine.stream_values import read_values
-from prepcli.formats.again_hint import RECREATE_HINT
+from prepcli.formats.manifest import RECREATE_HINT
 from prepcli.planning.arrays import location_copies
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import itemsize

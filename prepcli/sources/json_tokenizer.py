@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from prepcli.core.errors import GET_AGAIN_HINT
-from prepcli.formats.fast_tokenizer import load_fast_tokenizer
-from prepcli.formats.tokenizer_safety import (
+from prepcli.formats.tokenizer_files import (
     check_normalizer_growth,
     library_errors,
+    load_fast_tokenizer,
     normalizer_growth,
 )
 from prepcli.stores.paths import AnyPath

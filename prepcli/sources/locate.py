@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import assert_never
 
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.formats.file_records import read_manifest_of_file
-from prepcli.formats.manifest import find_manifest_folder, read_manifest
+from prepcli.formats.manifest import find_manifest_folder, read_manifest, read_manifest_of_file
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.detect import detect, detect_file, detect_gguf
 from prepcli.sources.folders import (

@@ -10,9 +10,7 @@ from prepcli.core.errors import Option, PrepError, Text, text, usage_error
 from prepcli.core.json_values import quote_name
 from prepcli.core.lists import join_names
 from prepcli.core.suggest import did_you_mean
-from prepcli.formats.again_hint import again_hints
-from prepcli.formats.file_records import check_files
-from prepcli.formats.manifest import find_manifest_folder
+from prepcli.formats.manifest import again_hints, check_files, find_manifest_folder
 from prepcli.formats.torch_files import MISTRAL_FILE
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import FAMILIES
@@ -200,7 +198,7 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     manifest = located.manifest
     match located.kind:
         case "safetensors":
-            from prepcli.sources.openers.safetensors_folder import open_safetensors
+            from prepcli.sources.openers.hf_folder import open_safetensors
 
             return open_safetensors(path, display_name, hints, manifest)
         case "orbax":
@@ -220,11 +218,11 @@ def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
 
             return open_adapter_alone(path, display_name, hints, manifest)
         case "torch":
-            from prepcli.sources.openers.torch_folder import open_torch
+            from prepcli.sources.openers.hf_folder import open_torch
 
             return open_torch(path, display_name, hints)
         case "meta" if hints.verbatim and (path / MISTRAL_FILE).exists():
-            from prepcli.sources.openers.safetensors_folder import open_safetensors
+            from prepcli.sources.openers.hf_folder import open_safetensors
 
             return open_safetensors(path, display_name, hints, manifest)
         case "meta":

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from prepcli.core.errors import GET_AGAIN_HINT
-from prepcli.formats.sentencepiece_model import load_sentencepiece
-from prepcli.formats.sentencepiece_pieces import has_space_suffix, read_added_texts
-from prepcli.formats.tokenizer_safety import library_errors
+from prepcli.formats.tokenizer_files import (
+    has_space_suffix,
+    library_errors,
+    load_sentencepiece,
+    read_added_texts,
+)
 from prepcli.stores.paths import AnyPath
 
 # SentencePiece writes spaces as this character.

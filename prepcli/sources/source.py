@@ -20,8 +20,7 @@ from prepcli.core.errors import (
 )
 from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.core.json_values import load_json, quote_name
-from prepcli.formats.file_records import check_header
-from prepcli.formats.manifest import NO_MANIFEST, STATE_ITEM
+from prepcli.formats.manifest import NO_MANIFEST, STATE_ITEM, check_header
 from prepcli.models.parameters import Family, parameter_rows
 from prepcli.planning.arrays import Array, Locations
 from prepcli.planning.manifest_fields import (

@@ -13,8 +13,7 @@ from typing import Any
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text, usage_error
 from prepcli.engine.digest import digest_pieces
-from prepcli.formats.file_records import bytes_between
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, bytes_between
 from prepcli.formats.torch_dcp import DcpFolder, read_dcp_folder, read_dcp_value
 from prepcli.formats.torch_files import TorchObject, read_torch_object
 from prepcli.models.decayed_leaves import DecayRule

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from prepcli.core.json_types import HFConfig, JsonObject
-from prepcli.formats.file_records import recorded_xxh3
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, recorded_xxh3
 from prepcli.models.text_part import with_text_config
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import SmallFile

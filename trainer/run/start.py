@@ -17,9 +17,9 @@ from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_err
 from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.core.observer import Observer
 from prepcli.execution.run_storage import RunStorage
-from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
+    RECREATE_HINT,
     SAMPLE_DIGEST_KEY,
     find_manifest_folder,
     origin_record,

@@ -15,8 +15,7 @@ from prepcli.core.option_spec import recorded_words
 from prepcli.core.progress import Progress
 from prepcli.engine.digest import digest_of_zeros, digest_pieces
 from prepcli.formats.added_tokens import RECORD_FILE
-from prepcli.formats.file_records import is_settings_file, record_file
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, is_settings_file, record_file
 from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
 from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.planning.manifest_fields import Manifest

@@ -18,15 +18,21 @@ from prepcli.core.observer import Observer, SilentObserver
 from prepcli.core.option_spec import PathLike
 from prepcli.core.suggest import suggest
 from prepcli.engine.collector import collector_paused
-from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents
-from prepcli.inspection.contents import read_contents, read_gguf_contents, read_mapped_contents
+from prepcli.inspection.contents import (
+    AdapterSummary,
+    CheckpointContents,
+    read_contents,
+    read_gguf_contents,
+    read_mapped_contents,
+)
 from prepcli.inspection.logical_leaves import (
     LogicalLeaf,
+    count_parameters,
     find_leaf,
     logical_leaves,
+    nbytes_below,
     partition_rules,
 )
-from prepcli.inspection.parameter_count import count_parameters, nbytes_below
 from prepcli.inspection.tensor_stats import TensorStats
 from prepcli.models.mesh import Mesh, parse_mesh
 from prepcli.models.parameters import VERBATIM

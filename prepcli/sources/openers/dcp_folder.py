@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import Option, PrepError, text
+from prepcli.core.json_types import HFConfig
 from prepcli.core.suggest import did_you_mean
 from prepcli.engine.digest import digest_pieces
-from prepcli.formats.file_records import bytes_between
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, bytes_between
 from prepcli.formats.torch_dcp import DcpFolder, read_dcp_folder
+from prepcli.models.parameters import Family
 from prepcli.planning.arrays import Array
 from prepcli.planning.libraries import (
     DCP_FORMAT,
@@ -25,7 +26,7 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import OPT_STATE_RULE, TRAINING_STATE_RULE
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.sources.dcp_trees import match_dcp_tree
+from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.model_family import find_config_path, read_folder_model
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
 from prepcli.sources.source_hints import SourceHints
@@ -198,3 +199,42 @@ def _written_stamps(folder: DcpFolder, state: Sequence[Array]) -> tuple[SourceFi
         content_digest = digest_pieces(bytes_between(path, sorted(ranges_by_file[number])))
         stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, content_digest))
     return tuple(stamps)
+
+
+def match_dcp_tree(
+    folder: DcpFolder,
+    family: Family,
+    config: HFConfig,
+    display_name: str,
+    manifest: Manifest = NO_MANIFEST,
+    *,
+    library: Library,
+) -> ForeignTree:
+    """Match the tensors of a checkpoint with the state dict of a library.
+
+    Args:
+        folder: The checkpoint.
+        family: Model family.
+        config: The model's config.json.
+        display_name: Name of the checkpoint in messages.
+        manifest: Manifest of a checkpoint written by prep.
+        library: Entry of the library, with one layout.
+
+    Raises:
+        PrepError: The family has no such layout, or a tensor has the wrong shape.
+    """
+    (layout,) = library.layouts
+    if layout not in family.layouts:
+        why = f"its tensors have the names of {layout}, and prep has no layout of it for {family.name}"
+        hint = f"save it with the names of Hugging Face, {library.hub_names_hint}"
+        raise PrepError(f"{display_name} is not supported", why, hint)
+    leaves = {tensor.name: tensor for tensor in folder.tensors}
+    return match_foreign_tree(
+        leaves,
+        family,
+        config,
+        display_name,
+        roots=("",),
+        layout=layout,
+        manifest=manifest,
+    )

@@ -28,8 +28,7 @@ from prepcli.formats.meta_llama_config import (
     mistral_to_hf_config,
     to_hf_config,
 )
-from prepcli.formats.safetensors import read_safetensors_header
-from prepcli.formats.safetensors_layout import split_into_shards
+from prepcli.formats.safetensors import read_safetensors_header, split_into_shards
 from prepcli.formats.torch_files import (
     CONSOLIDATED_FILE,
     META_PARAMS_FILE,
@@ -43,7 +42,7 @@ from prepcli.models.registry import FAMILIES
 from prepcli.models.torchtitan_layouts import META_NAMES, TORCHTITAN_LAYOUT
 from prepcli.planning.arrays import Array, Location, MappedArray, whole_array
 from prepcli.planning.tensor_match import detect_names
-from prepcli.sources.openers.torch_folder import assign_blobs
+from prepcli.sources.openers.hf_folder import assign_blobs
 from prepcli.sources.side_files import SideFile, SideFiles, find_side_files, matches_any
 from prepcli.sources.source import (
     CONFIG,

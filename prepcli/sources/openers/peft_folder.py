@@ -6,8 +6,7 @@ from typing import NoReturn
 
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_types import HFConfig
-from prepcli.formats.file_records import check_header
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, check_header, read_manifest
 from prepcli.formats.safetensors import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -19,7 +18,7 @@ from prepcli.models.parameters import Family, WeightTying
 from prepcli.planning.arrays import Array
 from prepcli.planning.manifest_fields import Manifest, TensorRecord, TensorRecords
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.sources.openers.safetensors_folder import file_tensors
+from prepcli.sources.openers.hf_folder import file_tensors
 from prepcli.sources.source import Source, file_stamps
 from prepcli.sources.source_hints import SourceHints
 from prepcli.stores.paths import AnyPath

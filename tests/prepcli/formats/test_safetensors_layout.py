@@ -17,15 +17,13 @@ from safetensors.numpy import load_file
 from prepcli.core.errors import PrepError
 from prepcli.formats.safetensors import (
     DTYPE_CODES,
-    read_safetensors_folder,
-    read_safetensors_header,
-)
-from prepcli.formats.safetensors_layout import (
     LayoutEntry,
     SafetensorsLayout,
     encode_header,
     encode_index,
     lay_out_files,
+    read_safetensors_folder,
+    read_safetensors_header,
     split_into_shards,
 )
 from prepcli.planning.tensors import array_bits

@@ -9,8 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import prepcli as prep
-from prepcli.inspection.checkpoint_contents import MAX_PATH_PARTS, name_path
-from prepcli.inspection.contents import READERS, read_contents
+from prepcli.inspection.contents import MAX_PATH_PARTS, READERS, name_path, read_contents
 from prepcli.planning.arrays import whole_array
 from prepcli.sources.locate import locate
 from prepcli.sources.source import stored_tensor

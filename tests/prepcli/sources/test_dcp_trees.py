@@ -14,7 +14,7 @@ from prepcli.formats.torch_dcp import DcpFolder
 from prepcli.models.families.llama import FAMILY as LLAMA
 from prepcli.planning.arrays import Array, parted_array, whole_array
 from prepcli.planning.libraries import TORCHTITAN
-from prepcli.sources.dcp_trees import match_dcp_tree
+from prepcli.sources.openers.dcp_folder import match_dcp_tree
 from tests.helpers.stored_arrays import read_tensor
 
 CONFIG: dict[str, Any] = {
