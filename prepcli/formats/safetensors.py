@@ -6,7 +6,6 @@ rejected, and also duplicate names and unknown fields. Format: https://github.co
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -21,19 +20,21 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
 from prepcli.core.json_types import JsonObject, JsonValue
 from prepcli.core.json_values import parse_json, quote_name
-from prepcli.formats.shard_index import (
-    UnindexedTensor,
+from prepcli.formats.model_files import (
+    FileHeader,
+    ModelFiles,
     check_numbered_files,
     damage_hint,
     download_again_hint,
-    find_unindexed,
     list_indexed_files,
+    other_format_error,
+    read_model_files,
     read_weight_map,
     shard_name,
 )
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.tensors import array_bits
-from prepcli.stores.paths import AnyPath, StoreStat, map_files
+from prepcli.stores.paths import AnyPath, StoreStat
 from prepcli.stores.reading import list_folder, open_regular_file, stat_file, unreadable_error
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -87,66 +88,9 @@ _COMMON_ENTRY = re.compile(
     rb'[ ]*+"shape"[ ]*+:[ ]*+\[((?:%b(?:,[ ]*+%b)*+)?+)\][ ]*+,'
     rb'[ ]*+"data_offsets"[ ]*+:[ ]*+\[(%b),[ ]*+(%b)\][ ]*+\}[ \t\r\n]*+([,}])' % ((_NUMBER,) * 4)
 )
-# First bytes, format, explanation, hint (empty: download it again).
-_OTHER_FORMATS = (
-    ((b"<!", b"<h", b"<H", b"<?"), "a web page", "an error page was saved under this name", ""),
-    (
-        b"PK\x03\x04",
-        "a zip archive",
-        "PyTorch checkpoints have this format",
-        "if it is a PyTorch checkpoint, rename it to *.bin",
-    ),
-    (
-        (b"\x80\x02", b"\x80\x03", b"\x80\x04"),
-        "a pickle",
-        "old PyTorch checkpoints have this format",
-        "if it is a PyTorch checkpoint, rename it to *.bin",
-    ),
-    (
-        b"GGUF",
-        "a GGUF file",
-        "its weights are quantised",
-        "use the safetensors files that it was converted from",
-    ),
-    (
-        b"\x89HDF",
-        "an HDF5 file",
-        "Keras weights have this format",
-        "use the model's safetensors files",
-    ),
-    (b"{", "bare JSON", "the length of the header must come first", GET_AGAIN_HINT),
-)
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsHeader:
-    """Header of a safetensors file. Tensors in layout order, with offsets from the start of the file."""
-
-    file_name: str
-    size: int  # size of the whole file in bytes
-    data_start: int
-    tensors: tuple[Array, ...]
-    metadata: tuple[tuple[str, str], ...]
-    # Hexadecimal XXH3-128 of the first data_start bytes.
-    digest: str
-    mtime_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class SafetensorsFolder:
-    """Safetensors files of one model. Tensors in (file, offset) order, `file` is an index into `headers`.
-
-    `unindexed` has the records of further tensors in the files, which the index does not name.
-    """
-
-    path: AnyPath
-    headers: tuple[SafetensorsHeader, ...]
-    tensors: tuple[Array, ...]
-    has_index: bool
-    unindexed: tuple[UnindexedTensor, ...] = ()
-
-
-def read_safetensors_header(path: AnyPath, file_number: int) -> SafetensorsHeader:
+def read_safetensors_header(path: AnyPath, file_number: int) -> FileHeader:
     """Read the header of a safetensors file.
 
     Args:
@@ -168,9 +112,7 @@ def read_safetensors_header(path: AnyPath, file_number: int) -> SafetensorsHeade
     if end != file_stat.st_size:
         raise _wrong_size_error(path, end, file_stat.st_size)
     digest = xxhash.xxh3_128_hexdigest(header_bytes)
-    return SafetensorsHeader(
-        path.name, end, len(header_bytes), tuple(tensors), metadata, digest, file_stat.st_mtime_ns
-    )
+    return FileHeader(path, end, file_stat.st_mtime_ns, digest, tuple(tensors), metadata=metadata)
 
 
 def select_safetensors_files(names: Iterable[str]) -> list[str]:
@@ -183,7 +125,7 @@ def select_safetensors_files(names: Iterable[str]) -> list[str]:
     return next(([name] for name in (INDEX_FILE, SINGLE_FILE) if name in visible), visible)
 
 
-def read_safetensors_folder(folder: AnyPath) -> SafetensorsFolder:
+def read_safetensors_folder(folder: AnyPath) -> ModelFiles:
     """Read the headers of a model's files, in the order of file names. Links are followed.
 
     The files and tensors are the ones in the index, else model.safetensors, else all *.safetensors.
@@ -195,20 +137,21 @@ def read_safetensors_folder(folder: AnyPath) -> SafetensorsFolder:
     if weight_map is None:
         _check_model(folder, names)
     paths = [folder / name for name in names]
-    headers = tuple(map_files(read_safetensors_header, paths, range(len(paths))))
-    stored = list(itertools.chain.from_iterable(header.tensors for header in headers))
-    pairs = ((tensor.name, names[tensor.file]) for tensor in stored)
-    ignored = find_unindexed(folder, pairs, weight_map)
-    tensors: list[Array] = []
-    unindexed: list[UnindexedTensor] = []
-    for tensor in stored:
-        file_name = names[tensor.file]
-        if (tensor.name, file_name) in ignored:
-            unindexed.append(UnindexedTensor(tensor.name, file_name, tensor.nbytes))
-        else:
-            tensors.append(tensor)
-    has_index = weight_map is not None
-    return SafetensorsFolder(folder, headers, tuple(tensors), has_index, tuple(unindexed))
+    return read_model_files(folder, paths, read_safetensors_header, weight_map)
+
+
+def read_adapter_files(folder: AnyPath) -> ModelFiles:
+    """Read the header of an adapter's tensors.
+
+    Raises:
+        PrepError: The file is missing or broken.
+    """
+    path = folder / ADAPTER_FILE
+    if not path.is_file():
+        hint = "PEFT's `save_pretrained` writes it; `adapter_model.bin` is not supported"
+        why = "the tensors of an adapter are read from it"
+        raise PrepError(f"{folder} has no {ADAPTER_FILE}", why, hint)
+    return read_model_files(folder, (path,), read_safetensors_header)
 
 
 def iter_folder_tensors(folder: AnyPath) -> Iterator[Array]:
@@ -256,13 +199,8 @@ def _read_header_bytes(path: AnyPath) -> tuple[os.stat_result | StoreStat, bytes
 
 def _wrong_format_error(path: AnyPath, first_bytes: bytes, nbytes: int) -> PrepError:
     """Return the error for a file that does not start with a valid header length."""
-    for magic, format_name, explanation, hint in _OTHER_FORMATS:
-        if first_bytes.lstrip().startswith(magic):
-            return PrepError(
-                f"{path.name} is {format_name}, not a safetensors file",
-                explanation,
-                hint or download_again_hint(path),
-            )
+    if error := other_format_error(path, first_bytes, "safetensors"):
+        return error
     if len(first_bytes) < LENGTH_NBYTES:
         why = f"it has {count_text(len(first_bytes), 'byte')}, the length of its header alone takes {LENGTH_NBYTES}"
         return DamagedError(f"{path.name} is cut short", why, download_again_hint(path))
@@ -387,10 +325,7 @@ def _check_contiguous(tensors: Sequence[Array], data_start: int) -> int:
     end = data_start
     for tensor in tensors:
         if tensor.offset != end:
-            if tensor.offset > end:
-                problem = "hole"
-            else:
-                problem = "overlap"
+            problem = "hole" if tensor.offset > end else "overlap"
             raise ValueError(
                 f"{problem}: {quote_name(tensor.name)} starts at byte {tensor.offset:,}, not {end:,}"
             )

@@ -13,7 +13,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,7 +22,7 @@ from prepcli.algebra.chunks import ArrayPart, ArrayParts
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.engine.digest import digest
-from prepcli.formats.shard_index import damage_hint
+from prepcli.formats.model_files import FileHeader, ModelFiles, damage_hint
 from prepcli.formats.torch_archive import DTYPES, SIZE_TYPE, TorchArchive, parse_counts
 from prepcli.formats.torch_files import to_python
 from prepcli.formats.torch_pickle import (
@@ -87,22 +87,21 @@ _Ranges = Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class DcpFolder:
-    """A checkpoint.
+class DcpFolder(ModelFiles):
+    """A checkpoint. Each tensor is in one piece or in boxes. The digest of each file is that of `.metadata`.
 
     Attributes:
-        tensors: Its tensors, each in one piece or in boxes.
-        files: Files of the tensors, by number.
         non_tensors: Names of its other values.
-        digest: Digest of `.metadata`.
         archives: File, first byte and length of the archive of each other value, by name.
     """
 
-    tensors: tuple[Array, ...]
-    files: tuple[AnyPath, ...]
-    non_tensors: tuple[str, ...]
-    digest: str
-    archives: Mapping[str, tuple[AnyPath, int, int]]
+    non_tensors: tuple[str, ...] = ()
+    archives: Mapping[str, tuple[AnyPath, int, int]] = field(default_factory=dict)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Descriptions of the values other than tensors."""
+        return tuple(f"{name} is not a tensor" for name in self.non_tensors)
 
 
 def read_dcp_folder(folder: AnyPath) -> DcpFolder:
@@ -142,8 +141,19 @@ def read_dcp_folder(folder: AnyPath) -> DcpFolder:
         with _damage_of(path, layout.name):
             _check_tiling(layout.shape, parts)
         tensors.append(_join_parts(layout, parts))
-    files = tuple(folder / file for file in numbers)
-    return DcpFolder(tuple(tensors), files, tuple(non_tensors), metadata_digest, archives)
+    headers: list[FileHeader] = []
+    for file in numbers:
+        stat = stat_file(folder / file)
+        headers.append(
+            FileHeader(folder / file, stat.st_size, stat.st_mtime_ns, metadata_digest, ())
+        )
+    return DcpFolder(
+        folder,
+        tuple(headers),
+        tuple(tensors),
+        non_tensors=tuple(non_tensors),
+        archives=archives,
+    )
 
 
 def read_dcp_value(folder: DcpFolder, name: str) -> object:
@@ -153,7 +163,7 @@ def read_dcp_value(folder: DcpFolder, name: str) -> object:
         PrepError: It is missing or damaged.
     """
     if name not in folder.archives:
-        with _damage_of(folder.files[0].parent / METADATA_FILE):
+        with _damage_of(folder.path / METADATA_FILE):
             raise ValueError(f"it has no {quote_name(name)}")
     path, start, length = folder.archives[name]
     with _damage_of(path, name), open_regular_file(path) as file:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TypedDict
@@ -13,14 +12,10 @@ from typing import TypedDict
 from prepcli.algebra.chunks import FilePosition, StoredRange
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.core.json_types import HFConfig
-from prepcli.formats import msgpack
 from prepcli.formats.codecs import CODECS
-from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import OrbaxNonArray, find_item, read_item
 from prepcli.formats.orbax_chunks import dotted_name
-from prepcli.formats.safetensors import read_safetensors_folder
-from prepcli.formats.torch_dcp import read_dcp_folder
-from prepcli.formats.torch_files import read_torch_folder
 from prepcli.models.parameters import VERBATIM, Family
 from prepcli.models.registry import FAMILIES
 from prepcli.models.text_part import TextPart
@@ -48,12 +43,9 @@ from prepcli.sources.multimodal import (
     find_text_part,
     multimodal_wrapper_prefix,
 )
-from prepcli.sources.openers.flax_tree import read_flax_files
-from prepcli.sources.openers.gguf_file import open_gguf
-from prepcli.sources.openers.meta_folder import open_meta
+from prepcli.sources.openers.hf_folder import read_stored
 from prepcli.sources.openers.orbax_item import find_config, stored_leaves
-from prepcli.sources.openers.peft_folder import read_header
-from prepcli.sources.opening import check_recorded_files, open_source
+from prepcli.sources.opening import check_recorded_files, open_source, read_source
 from prepcli.sources.source import (
     CONFIG,
     Source,
@@ -193,14 +185,24 @@ def read_contents(
     Args:
         located: Result of `locate`.
         config_path: The user's config.json, or a folder with one, if any.
-        dequantize: Return quantised weights decoded, without their scales.
+        dequantize: Return quantised weights decoded, without their scales. Those of GGUF always are.
 
     Raises:
         UsageError: `dequantize` is set, and no weight is quantised.
         PrepError: The checkpoint is broken or not supported.
     """
     check_recorded_files(located.files, located.manifest)
-    contents = READERS[located.kind](located.files.path, located.display_name)
+    if located.kind == "gguf":
+        return _gguf_contents(located, config_path)
+    if located.kind == "meta":
+        # The tensors are those of Hugging Face, each assembled from the shards.
+        source = read_source(located, NO_HINTS)
+        names = [source.names.display_name(tensor.name) for tensor in source.tensors]
+        contents = _source_contents(located, source, names)
+    elif located.kind == "orbax":
+        contents = _orbax_contents(located)
+    else:
+        contents = _stored_contents(located)
     if config_path is not None:
         hints = SourceHints(config_path)
         config = read_config(hints.resolve_config_path(contents.folder, located.display_name))
@@ -301,149 +303,57 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
     )
 
 
-def _read_safetensors(path: AnyPath, display_name: str) -> CheckpointContents:
-    folder = read_safetensors_folder(path)
-    manifest = read_manifest(path) or NO_MANIFEST
-    check_headers(path, manifest, file_stamps(folder.headers))
-    return CheckpointContents(
-        display_name=display_name,
-        kind="safetensors",
+def _stored_contents(located: LocatedCheckpoint) -> CheckpointContents:
+    """Return the contents of files in which each tensor is one array."""
+    path = located.files.path
+    stored = read_stored(located.kind, path)
+    folder = path if path.is_dir() else path.parent
+    manifest = NO_MANIFEST
+    # prep writes no manifest that describes files of PyTorch, and not each file near a manifest is a part of an output.
+    if located.kind not in ("torch", "dcp") and path.is_dir():
+        manifest = located.manifest or NO_MANIFEST
+        check_headers(folder, manifest, file_stamps(stored.headers))
+    contents = CheckpointContents(
+        display_name=located.display_name,
+        kind=located.kind,
         folder=path,
-        entries=tuple(map(stored_tensor, folder.tensors)),
-        files=tuple(path / header.file_name for header in folder.headers),
-        config=_read_config_if_present(path),
-        manifest=manifest,
-        non_arrays=tuple(map(str, folder.unindexed)),
-    )
-
-
-def _read_adapter(path: AnyPath, display_name: str) -> CheckpointContents:
-    """Read an adapter of PEFT. Adapters with unsupported settings can be shown, but not merged."""
-    from prepcli.sources.openers.peft_settings import read_settings
-
-    header = read_header(path)
-    manifest = read_manifest(path) or NO_MANIFEST
-    check_headers(path, manifest, file_stamps([header]))
-    adapter: AdapterSummary | None = None
-    remarks: list[str] = []
-    try:
-        settings = read_settings(path)
-        lora = settings.lora_config()
-        adapter = {
-            "rank": lora.rank,
-            "alpha": lora.alpha,
-            "use_rslora": lora.use_rslora,
-            "scaling": lora.scaling,
-            "base": settings.base_model_name_or_path,
-        }
-    except PrepError as error:
-        remarks.append(f"{error.what}: {error.why}")
-    return CheckpointContents(
-        display_name=display_name,
-        kind="adapter",
-        folder=path,
-        entries=tuple(map(stored_tensor, header.tensors)),
-        files=(path / header.file_name,),
+        entries=tuple(map(stored_tensor, stored.tensors)),
+        files=stored.files,
         config={},
         manifest=manifest,
-        non_arrays=tuple(remarks),
-        adapter=adapter,
+        non_arrays=stored.others,
     )
-
-
-def _read_config_if_present(folder: AnyPath) -> HFConfig:
+    if located.kind == "adapter":
+        return _with_adapter_settings(contents)
     if (folder / CONFIG).exists():
-        return read_config(folder / CONFIG)
-    return {}
+        return replace(contents, config=read_config(folder / CONFIG))
+    return contents
 
 
-def _read_torch(path: AnyPath, display_name: str) -> CheckpointContents:
-    """Read the contents of PyTorch weight files."""
-    folder = read_torch_folder(path)
-    non_arrays = [str(tensor) for tensor in folder.unindexed]
-    for header in folder.headers:
-        non_arrays += [f"{header.file_name}: {text}" for text in header.non_tensors]
-    return CheckpointContents(
-        display_name=display_name,
-        kind="torch",
-        folder=path,
-        entries=tuple(map(stored_tensor, folder.tensors)),
-        files=folder.files,
-        config=_read_config_if_present(path),
-        manifest=NO_MANIFEST,
-        non_arrays=tuple(non_arrays),
-    )
+def _with_adapter_settings(contents: CheckpointContents) -> CheckpointContents:
+    """Return the contents with the settings. An adapter with unsupported ones can be shown, but not merged."""
+    from prepcli.sources.openers.peft_settings import read_settings
+
+    try:
+        settings = read_settings(contents.folder)
+    except PrepError as error:
+        return replace(contents, non_arrays=(f"{error.what}: {error.why}",))
+    lora = settings.lora_config()
+    summary: AdapterSummary = {
+        "rank": lora.rank,
+        "alpha": lora.alpha,
+        "use_rslora": lora.use_rslora,
+        "scaling": lora.scaling,
+        "base": settings.base_model_name_or_path,
+    }
+    return replace(contents, adapter=summary)
 
 
-def _read_dcp(path: AnyPath, display_name: str) -> CheckpointContents:
-    """Read the contents of a PyTorch distributed checkpoint."""
-    folder = read_dcp_folder(path)
-    return CheckpointContents(
-        display_name=display_name,
-        kind="dcp",
-        folder=path,
-        entries=tuple(map(stored_tensor, folder.tensors)),
-        files=folder.files,
-        config=_read_config_if_present(path),
-        manifest=NO_MANIFEST,
-        non_arrays=tuple(f"{name} is not a tensor" for name in folder.non_tensors),
-    )
-
-
-def _read_meta_llama(path: AnyPath, display_name: str) -> CheckpointContents:
-    """Read a LLaMA checkpoint in Meta's own format: `params.json` and one file per shard.
-
-    The entries are the Hugging Face tensors, each assembled from the shards.
-    """
-    source = open_meta(path, display_name, NO_HINTS)
-    return CheckpointContents(
-        display_name=display_name,
-        kind="meta",
-        folder=path,
-        entries=_renamed(source, _display_names(source)),
-        files=source.files,
-        config=source.config,
-        manifest=NO_MANIFEST,
-        blobs=source.blobs,
-    )
-
-
-def _renamed(source: Source, names: Iterable[str]) -> tuple[SourceTensor, ...]:
-    """Return the parameters of a source under other names."""
-    tensors: list[SourceTensor] = []
-    for tensor, name in zip(source.tensors, names, strict=True):
-        tensors.append(replace(tensor, name=name, digests=()))
-    return tuple(tensors)
-
-
-def _display_names(source: Source) -> Iterator[str]:
-    return (source.names.display_name(tensor.name) for tensor in source.tensors)
-
-
-def _read_flax(kind: msgpack.MsgpackKind, path: AnyPath, display_name: str) -> CheckpointContents:
-    flax_files = read_flax_files(path, kind)
-    non_arrays = [str(tensor) for tensor in flax_files.unindexed]
-    for document in flax_files.documents:
-        non_arrays += map(str, document.non_arrays)
-    folder = path if path.is_dir() else path.parent
-    manifest = (read_manifest(path) or NO_MANIFEST) if path.is_dir() else NO_MANIFEST
-    check_headers(folder, manifest, flax_files.stamps)
-    return CheckpointContents(
-        display_name=display_name,
-        kind=kind,
-        folder=path,
-        entries=tuple(map(stored_tensor, flax_files.arrays)),
-        files=flax_files.files,
-        config=_read_config_if_present(folder),
-        manifest=manifest,
-        non_arrays=tuple(non_arrays),
-    )
-
-
-def _read_orbax(path: AnyPath, display_name: str) -> CheckpointContents:
-    """Read the contents of an Orbax checkpoint."""
+def _orbax_contents(located: LocatedCheckpoint) -> CheckpointContents:
+    """Return the contents of an Orbax checkpoint."""
+    path = located.files.path
     item = read_item(find_item(path) or path)
-    manifest = read_manifest(find_manifest_folder(item.folder)) or NO_MANIFEST
+    manifest = located.manifest or NO_MANIFEST
     config_path = find_config(item.folder, path)
     near_config = read_config(config_path) if config_path else {}
     blobs, leaves = stored_leaves(item)
@@ -456,16 +366,17 @@ def _read_orbax(path: AnyPath, display_name: str) -> CheckpointContents:
     names = dict.fromkeys(chain.from_iterable(array.codecs for array in item.arrays))
     # A checksum compresses nothing.
     codecs = [name for name in names if not CODECS[name].is_checksum]
-    unlisted = (f"{name} is in the index, but not in the tree" for name in item.unlisted_names)
+    others = [_describe_non_array(entry) for entry in item.non_arrays]
+    others += [f"{name} is in the index, but not in the tree" for name in item.unlisted_names]
     return CheckpointContents(
-        display_name=display_name,
+        display_name=located.display_name,
         kind="orbax",
         folder=item.folder,
         entries=tuple(map(stored_tensor, leaves.values())),
         files=item.files,
         config=manifest.config or near_config,
         manifest=manifest,
-        non_arrays=(*map(_describe_non_array, item.non_arrays), *unlisted),
+        non_arrays=tuple(others),
         blobs=blobs,
         encoded_places=places,
         codecs=tuple(codecs),
@@ -498,12 +409,24 @@ def read_mapped_contents(
         PrepError: The checkpoint is broken, or the map or layout does not fit it.
     """
     source = open_source(located, config_path, verbatim=None, tensor_map=tensor_map, layout=layout)
+    # The names and shapes are those of a Hugging Face folder, in whatever format they are stored.
+    located = replace(located, kind="safetensors")
+    contents = _source_contents(located, source, map(source.file_name, source.tensors))
+    return replace(contents, folder=source.root)
+
+
+def _source_contents(
+    located: LocatedCheckpoint, source: Source, names: Iterable[str]
+) -> CheckpointContents:
+    """Return the contents of a source with these names of its parameters."""
+    entries: list[SourceTensor] = []
+    for tensor, name in zip(source.tensors, names, strict=True):
+        entries.append(replace(tensor, name=name, digests=()))
     return CheckpointContents(
-        display_name=source.display_name,
-        # The names and shapes are those of a Hugging Face folder, in whatever format they are stored.
-        kind="safetensors",
-        folder=source.root,
-        entries=_renamed(source, map(source.file_name, source.tensors)),
+        display_name=located.display_name,
+        kind=located.kind,
+        folder=located.files.path,
+        entries=tuple(entries),
         files=source.files,
         config=source.config,
         manifest=NO_MANIFEST,
@@ -511,50 +434,21 @@ def read_mapped_contents(
     )
 
 
-def read_gguf_contents(
-    path: AnyPath, display_name: str, config_path: Path | None = None
-) -> CheckpointContents:
-    """Return the contents of a GGUF model.
-
-    Args:
-        path: The file, or one of the files of a model in parts.
-        display_name: Name of the checkpoint in messages.
-        config_path: The user's config.json, or a folder with one, if any.
-
-    Raises:
-        PrepError: The file is broken, or its architecture or one of its types is not supported.
-    """
-    source = cast_decoded(open_gguf(path, display_name, SourceHints(config_path)), DECODED_DTYPE)
-    entries = _renamed(source, _display_names(source))
+def _gguf_contents(located: LocatedCheckpoint, config_path: Path | None) -> CheckpointContents:
+    """Return the contents of a GGUF model, with decoded weights."""
+    source = cast_decoded(read_source(located, SourceHints(config_path)), DECODED_DTYPE)
+    names = [source.names.display_name(tensor.name) for tensor in source.tensors]
     decoders: dict[str, GgufDecoder] = {}
     places: dict[str, FilePosition | None] = {}
-    for tensor, entry in zip(source.tensors, entries):
+    for tensor, name in zip(source.tensors, names):
         decoder = decoder_of_tensor(source, tensor)
         assert isinstance(decoder, GgufDecoder)
-        places[entry.name] = decoder.stored[0].position
+        places[name] = decoder.stored[0].position
         if decoder.type_name not in FLOAT_TYPES:
             decoders[decoder.name] = decoder
-    return CheckpointContents(
-        display_name=display_name,
-        kind="gguf",
-        folder=path,
-        entries=entries,
-        files=source.files,
+    return replace(
+        _source_contents(located, source, names),
         config={**source.config, "quantization_config": dict(source.quantization)},
-        manifest=NO_MANIFEST,
-        blobs=source.blobs,
         encoded_places=places,
         decoders=tuple(decoders.values()),
     )
-
-
-READERS: Mapping[Kind, Callable[[AnyPath, str], CheckpointContents]] = {
-    "safetensors": _read_safetensors,
-    "flax": partial(_read_flax, "flax"),
-    "easylm": partial(_read_flax, "easylm"),
-    "torch": _read_torch,
-    "meta": _read_meta_llama,
-    "dcp": _read_dcp,
-    "orbax": _read_orbax,
-    "adapter": _read_adapter,
-}

@@ -19,9 +19,8 @@ from prepcli.core.errors import (
 )
 from prepcli.core.json_values import load_json, parse_json
 from prepcli.core.lists import join_names
-from prepcli.formats.flax_folder import detect_msgpack_kind, select_other_flax_files
 from prepcli.formats.meta_llama_config import is_dense_mistral
-from prepcli.formats.msgpack import sniff_msgpack_kind
+from prepcli.formats.msgpack import detect_msgpack_kind, select_other_flax_files, sniff_msgpack_kind
 from prepcli.formats.orbax import ITEM_MARKERS, list_checkpoint_folders
 from prepcli.formats.run_steps import is_begun_run, no_step_error
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_HINT, select_safetensors_files

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from prepcli.core.errors import Command, Option, PrepError, Text, text
 from prepcli.core.lists import join_names
-from prepcli.formats import flax_folder, msgpack, safetensors, torch_files
-from prepcli.formats.flax_folder import select_flax_files
+from prepcli.formats import msgpack, safetensors, torch_files
 from prepcli.formats.gguf import part_names
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.shard_index import read_weight_map
+from prepcli.formats.model_files import read_weight_map
+from prepcli.formats.msgpack import select_flax_files
 from prepcli.formats.torch_files import select_torch_files
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.quantized.find_weights import QUANTIZATION_FILES
@@ -54,7 +54,7 @@ SMALL_FILE_PATTERNS = (
 INDEX_SUFFIXES = {
     safetensors.INDEX_FILE: safetensors.SUFFIX,
     torch_files.INDEX_FILE: torch_files.INDEXED_SUFFIX,
-    flax_folder.INDEX_FILE: msgpack.SUFFIX,
+    msgpack.INDEX_FILE: msgpack.SUFFIX,
 }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, Text, text, usage_error
@@ -11,7 +12,6 @@ from prepcli.core.json_values import quote_name
 from prepcli.core.lists import join_names
 from prepcli.core.suggest import did_you_mean
 from prepcli.formats.manifest import again_hints, check_files, find_manifest_folder
-from prepcli.formats.torch_files import MISTRAL_FILE
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.manifest_fields import Manifest
@@ -20,7 +20,7 @@ from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.dropped_tensors import matching_drops
-from prepcli.sources.folders import CheckpointFiles
+from prepcli.sources.folders import CheckpointFiles, Kind
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
@@ -35,6 +35,18 @@ from prepcli.stores.reading import list_folder
 
 # A note names at most this many tensors that the index does not name.
 MAX_UNINDEXED_NAMES = 5
+# The module of `sources.openers` for each format. Its function `read` returns the source.
+OPENERS: Mapping[Kind, str] = {
+    "safetensors": "hf_folder",
+    "torch": "hf_folder",
+    "meta": "meta_folder",
+    "dcp": "dcp_folder",
+    "flax": "flax_tree",
+    "easylm": "flax_tree",
+    "orbax": "orbax_item",
+    "adapter": "peft_folder",
+    "gguf": "gguf_file",
+}
 # Formats of trees with several layouts.
 TREE_KINDS = ("orbax", "flax", "easylm", "dcp")
 # Entry for the training state of an output of prep on the hub.
@@ -90,7 +102,7 @@ def open_source(
             training_state=training_state,
             drop=drop,
         )
-        source = _read_headers(located, hints)
+        source = read_source(located, hints)
         check_patterns(copied_files, source.small_files, display_name)
         _report_reading(source, located, drop)
         if layout is not None:
@@ -187,56 +199,12 @@ def _check_layout_is_used(
     raise usage_error(what, why, hint)
 
 
-def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
-    """Open a checkpoint with the opener for its format.
-
-    Only this opener is imported. The manifest goes to the openers of formats that prep writes: it names the family, and
-    has the digests of the tensors.
-    """
-    path = located.files.path
-    display_name = located.display_name
-    manifest = located.manifest
-    match located.kind:
-        case "safetensors":
-            from prepcli.sources.openers.hf_folder import open_safetensors
-
-            return open_safetensors(path, display_name, hints, manifest)
-        case "orbax":
-            from prepcli.sources.openers.orbax_item import open_orbax
-
-            return open_orbax(path, display_name, hints, manifest)
-        case "flax":
-            from prepcli.sources.openers.flax_tree import open_flax
-
-            return open_flax(path, display_name, hints, manifest)
-        case "easylm":
-            from prepcli.sources.openers.flax_tree import open_easylm
-
-            return open_easylm(path, display_name, hints, manifest)
-        case "adapter":
-            from prepcli.sources.openers.peft_folder import open_adapter_alone
-
-            return open_adapter_alone(path, display_name, hints, manifest)
-        case "torch":
-            from prepcli.sources.openers.hf_folder import open_torch
-
-            return open_torch(path, display_name, hints)
-        case "meta" if hints.verbatim and (path / MISTRAL_FILE).exists():
-            from prepcli.sources.openers.hf_folder import open_safetensors
-
-            return open_safetensors(path, display_name, hints, manifest)
-        case "meta":
-            from prepcli.sources.openers.meta_folder import open_meta
-
-            return open_meta(path, display_name, hints)
-        case "dcp":
-            from prepcli.sources.openers.dcp_folder import open_dcp
-
-            return open_dcp(path, display_name, hints, manifest)
-        case "gguf":
-            from prepcli.sources.openers.gguf_file import open_gguf
-
-            return open_gguf(path, display_name, hints)
+def read_source(located: LocatedCheckpoint, hints: SourceHints) -> Source:
+    """Read the headers and settings of a checkpoint with the opener of its format. Only this opener is imported."""
+    opener = import_module(f"prepcli.sources.openers.{OPENERS[located.kind]}")
+    source = opener.read(located, hints)
+    assert isinstance(source, Source)
+    return source
 
 
 def _with_omitted(source: Source, files: CheckpointFiles) -> Source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prepcli.formats.shard_index import UnindexedTensor
+from prepcli.formats.model_files import UnindexedTensor
 from prepcli.planning.plan import DroppedTensor
 
 # Rule of these tensors, as plans and JSON objects name it.

@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 
 from prepcli.algebra.chunks import run_parts
-from prepcli.formats.flax_folder import INDEX_FILE, STEM, STREAM_FILE
-from prepcli.formats.msgpack import (
-    SUFFIX,
+from prepcli.formats.msgpack import INDEX_FILE, STEM, STREAM_FILE, SUFFIX
+from prepcli.formats.msgpack_layout import (
     MsgpackLayout,
     MsgpackLeaf,
     lay_out_flax,

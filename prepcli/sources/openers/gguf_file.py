@@ -33,6 +33,10 @@ from prepcli.sources.gguf_architectures import (
     query_divisor,
 )
 from prepcli.sources.gguf_tokenizer import tokenizer_files
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.model_family import FolderModel
+from prepcli.sources.openers.hf_folder import make_source
+from prepcli.sources.side_files import NO_SIDE_FILES
 from prepcli.sources.source import (
     CONFIG,
     MadeFiles,
@@ -92,17 +96,18 @@ class _NamedDecoder:
         return MappedArray(self.axis_map, (), leaf)
 
 
-def open_gguf(path: AnyPath, display_name: str, hints: SourceHints) -> Source:
+def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """Read the header of a GGUF file, or the headers of all parts.
 
     Args:
-        path: The file, or one of the files of a model in parts.
-        display_name: Name of the checkpoint in messages.
+        located: The checkpoint: the file, or one of the files of a model in parts.
         hints: User-supplied facts about the checkpoint.
 
     Raises:
         PrepError: The file is broken, or its architecture or one of its types is not supported.
     """
+    path = located.files.path
+    display_name = located.display_name
     paths = _part_paths(path, display_name)
     headers = map_files(read_gguf_header, paths)
     _check_parts(headers, display_name)
@@ -119,18 +124,13 @@ def open_gguf(path: AnyPath, display_name: str, hints: SourceHints) -> Source:
     blob = DequantizedBlob(display_name, tuple(each.decoder for each in named), paths)
     names = detect_names(family, config, full_names=[name for each in named for name in each.names])
     tensors = _source_tensors(named, blob, names)
+    model = FolderModel(None, config, family, names, NO_SIDE_FILES)
+    source = make_source(
+        replace(located, manifest=None), model, tensors, paths, file_stamps(headers)
+    )
     type_names = sorted({tensor.type.name for tensor in header.tensors})
-    return Source(
-        display_name=display_name,
-        root=path,
-        family=family,
-        config=config,
-        names=names,
-        tensors=tensors,
-        files=paths,
-        file_stamps=file_stamps(headers),
-        small_files=(),
-        manifest=None,
+    return replace(
+        source,
         tensor_file_names=(FILE_NAME,) * len(tensors),
         blobs=(*paths, blob),
         quantization={"quant_method": "gguf", "types": type_names},

@@ -1,23 +1,30 @@
-"""Opener for a Hugging Face folder with safetensors files."""
+"""Opener for a Hugging Face folder with safetensors or PyTorch files, and the parts that all openers share."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from prepcli.core.errors import PrepError
-from prepcli.formats import safetensors
 from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.model_files import ModelFiles
+from prepcli.formats.msgpack import read_flax_files
+from prepcli.formats.safetensors import read_adapter_files, read_safetensors_folder
+from prepcli.formats.torch_dcp import read_dcp_folder
 from prepcli.formats.torch_files import read_torch_folder
 from prepcli.planning.arrays import Array
-from prepcli.planning.manifest_fields import Manifest, TensorRecords
+from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.plan import SourceFile
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.sources.model_family import existing_config, find_config_path, read_folder_model
+from prepcli.sources.folders import Kind
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.model_family import FolderModel, find_config_path, read_folder_model
 from prepcli.sources.source import (
-    CONFIG,
     Source,
     SourceTensor,
+    file_position,
     file_stamps,
     recorded_digests,
 )
@@ -25,117 +32,114 @@ from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.unindexed import unindexed_entries
 from prepcli.stores.paths import AnyPath
 
+# Several tensors may be views of the same bytes. A file with more of them on one byte is refused, because each
+# such tensor opens the file once more.
+MAX_SHARING_TENSORS = 64
 
-def open_safetensors(
-    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
-) -> Source:
-    """Read the headers, config and manifest of a folder with safetensors files.
+
+def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
+    """Read the headers and the config of a folder. Of PyTorch files, no pickled code is run.
 
     Args:
-        path: The folder.
-        display_name: Name of the checkpoint in messages.
+        located: The checkpoint.
         hints: User-supplied facts about the checkpoint.
-        manifest: Manifest of an output of prep, else None.
 
     Raises:
         PrepError: A file is broken or not supported.
     """
-    folder = safetensors.read_safetensors_folder(path)
-    config_path = existing_config(path / CONFIG, hints)
-    if hints.config_path:
-        config_path = hints.resolve_config_path(path, display_name)
-    types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
+    path = located.files.path
+    stored = read_stored(located.kind, path)
+    config_path = find_config_path(hints, path, located.display_name)
+    types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in stored.tensors}
+    is_torch = located.kind == "torch"
+    # prep writes no weights in this format of PyTorch.
+    manifest = None if is_torch else located.manifest
     model = read_folder_model(path, config_path, hints, types, manifest=manifest)
-    records = (manifest or NO_MANIFEST).tensors
+    arrays = stored.tensors
+    blobs: tuple[AnyPath, ...] = ()
+    if is_torch:
+        numbers, blobs = assign_blobs(arrays, stored.files)
+        arrays = tuple(array.in_file(number) for array, number in zip(arrays, numbers))
+    source = make_source(
+        replace(located, manifest=manifest),
+        model,
+        file_tensors(arrays, model.names, manifest),
+        stored.files,
+        file_stamps(stored.headers),
+    )
+    names = [safetensors_file_name(header.file_name) for header in stored.headers]
+    return replace(
+        source,
+        tensor_file_names=tuple(names[tensor.file] for tensor in stored.tensors),
+        blobs=blobs,
+        extra_entries=unindexed_entries(stored.unindexed),
+        notes=tuple(header.remark for header in stored.headers if header.remark),
+    )
+
+
+def read_stored(kind: Kind, path: AnyPath) -> ModelFiles:
+    """Read the headers of a checkpoint in files of which each tensor is one array."""
+    match kind:
+        case "torch":
+            return read_torch_folder(path)
+        case "flax" | "easylm":
+            return read_flax_files(path, kind)
+        case "dcp":
+            return read_dcp_folder(path)
+        case "adapter":
+            return read_adapter_files(path)
+        case _:
+            return read_safetensors_folder(path)
+
+
+def make_source(
+    located: LocatedCheckpoint,
+    model: FolderModel,
+    tensors: Iterable[SourceTensor],
+    files: Sequence[AnyPath],
+    stamps: Sequence[SourceFile],
+) -> Source:
+    """Return the source of a located checkpoint. An opener adds the facts that only its format has."""
     return Source(
-        display_name=display_name,
-        root=path,
+        display_name=located.display_name,
+        root=located.files.path,
         family=model.family,
         config=model.config,
         names=model.names,
-        tensors=file_tensors(folder.tensors, model.names, records),
-        files=tuple(path / header.file_name for header in folder.headers),
-        file_stamps=file_stamps(folder.headers),
+        tensors=tuple(tensors),
+        files=tuple(files),
+        file_stamps=tuple(stamps),
         small_files=model.side_files.copied,
-        manifest=manifest,
-        tensor_file_names=tuple(folder.headers[tensor.file].file_name for tensor in folder.tensors),
-        extra_entries=unindexed_entries(folder.unindexed),
-        config_path=config_path,
+        manifest=located.manifest,
+        config_path=model.config_path,
         left_files=model.side_files.left,
         omitted=model.side_files.omitted,
     )
 
 
 def file_tensors(
-    tensors: Iterable[Array], names: TensorNames, records: TensorRecords
+    arrays: Iterable[Array], names: TensorNames, manifest: Manifest | None
 ) -> tuple[SourceTensor, ...]:
-    """Return the tensors of safetensors files as source tensors.
-
-    Args:
-        tensors: Tensors of the headers.
-        names: Naming scheme of the tensors in the files.
-        records: The manifest's records of the tensors. Empty without a manifest.
-    """
-    source_tensors: list[SourceTensor] = []
-    for tensor in tensors:
-        digests = recorded_digests(records, tensor.name)
-        name = names.bare_name(tensor.name)
-        source_tensors.append(SourceTensor(name, tensor.dtype, tensor.shape, (tensor,), digests))
-    return tuple(source_tensors)
+    """Return the tensors of files under the names of the family, with the digests in the manifest."""
+    records = (manifest or NO_MANIFEST).tensors
+    tensors: list[SourceTensor] = []
+    for array in arrays:
+        digests = recorded_digests(records, array.name)
+        name = names.bare_name(array.name)
+        tensors.append(SourceTensor(name, array.dtype, array.shape, (array,), digests))
+    return tuple(tensors)
 
 
-# Several tensors may be views of the same bytes. A file with more of them on one byte is refused, because each
-# such tensor opens the file once more.
-MAX_SHARING_TENSORS = 64
-
-
-def open_torch(path: AnyPath, display_name: str, hints: SourceHints) -> Source:
-    """Read the pickled tensor metadata and the config of a folder with PyTorch files. No pickled code is run.
-
-    Args:
-        path: The folder.
-        display_name: Name of the checkpoint in messages.
-        hints: User-supplied facts about the checkpoint.
-
-    Raises:
-        PrepError: A file is broken or not supported.
-    """
-    folder = read_torch_folder(path)
-    config_path = find_config_path(hints, path, display_name)
-    types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
-    model = read_folder_model(path, config_path, hints, types)
-    blob_numbers, blobs = assign_blobs(folder.tensors, folder.files)
-    tensors = tuple(
-        SourceTensor(
-            model.names.bare_name(tensor.name),
-            tensor.dtype,
-            tensor.shape,
-            (tensor.in_file(blob),),
-        )
-        for tensor, blob in zip(folder.tensors, blob_numbers)
-    )
-    return Source(
-        display_name=display_name,
-        root=path,
-        family=model.family,
-        config=model.config,
-        names=model.names,
-        tensors=tensors,
-        files=folder.files,
-        file_stamps=file_stamps(folder.headers),
-        small_files=model.side_files.copied,
-        manifest=None,
-        tensor_file_names=tuple(
-            safetensors_file_name(folder.headers[tensor.file].file_name)
-            for tensor in folder.tensors
-        ),
-        blobs=blobs,
-        extra_entries=unindexed_entries(folder.unindexed),
-        config_path=config_path,
-        notes=tuple(header.remark for header in folder.headers if header.remark),
-        left_files=model.side_files.left,
-        omitted=model.side_files.omitted,
-    )
+def with_recorded_digests(
+    tensors: Iterable[SourceTensor], names: TensorNames, manifest: Manifest | None
+) -> tuple[SourceTensor, ...]:
+    """Return the tensors of a tree in the order of their bytes, with the digests in the manifest."""
+    records = (manifest or NO_MANIFEST).tensors
+    recorded: list[SourceTensor] = []
+    for tensor in sorted(tensors, key=file_position):
+        digests = recorded_digests(records, names.full_name(tensor.name))
+        recorded.append(replace(tensor, digests=digests))
+    return tuple(recorded)
 
 
 def assign_blobs(
@@ -181,6 +185,8 @@ def assign_blobs(
     return blob_numbers, tuple(blobs)
 
 
-def safetensors_file_name(torch_file_name: str) -> str:
-    """Return the name of the output's safetensors file for tensors of a PyTorch file."""
-    return re.sub(r"^pytorch_model", "model", Path(torch_file_name).stem) + ".safetensors"
+def safetensors_file_name(file_name: str) -> str:
+    """Return the name of the output's safetensors file for tensors of a file, e.g. of `pytorch_model.bin`."""
+    if file_name.endswith(".safetensors"):
+        return file_name
+    return re.sub(r"^pytorch_model", "model", Path(file_name).stem) + ".safetensors"

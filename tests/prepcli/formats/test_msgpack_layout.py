@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
 from prepcli.engine.fills import numpy_dtype
-from prepcli.formats.msgpack import (
+from prepcli.formats import msgpack_layout
+from prepcli.formats.msgpack import KeyPath
+from prepcli.formats.msgpack_layout import (
     MAX_PIECE_NBYTES,
     MAX_RECORD_NBYTES,
-    KeyPath,
     MsgpackLayout,
     MsgpackLeaf,
     lay_out_flax,
@@ -84,7 +85,7 @@ def test_layouts_match_flax_serialization(piece: int, tree: dict):
     values = flatten_dict(tree)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flax_serialization, "MAX_CHUNK_SIZE", piece)
-        patch.setattr("prepcli.formats.msgpack.MAX_PIECE_NBYTES", piece)
+        patch.setattr(msgpack_layout, "MAX_PIECE_NBYTES", piece)
         assert rendered(lay_out_flax(leaves_of(values)), values) == flax_serialization.to_bytes(
             in_order(tree)
         )

@@ -10,7 +10,6 @@ import pytest
 from prepcli.algebra.axis_map import bind_row
 from prepcli.algebra.chunks import ArrayPart, ArrayParts
 from prepcli.algebra.row_text import parse_row
-from prepcli.formats.torch_dcp import DcpFolder
 from prepcli.models.families.llama import FAMILY as LLAMA
 from prepcli.planning.arrays import Array, parted_array, whole_array
 from prepcli.planning.libraries import TORCHTITAN
@@ -41,9 +40,7 @@ def test_boxes_of_ranks_are_parts_of_a_tensor(starts: tuple[int, ...]):
         shape = bind_row(parse_row(row.row), LLAMA.sizes(CONFIG)).leaf_shape
         tensors.append(whole_array(path.format(layers=0), "float32", shape, (0, 0)))
     tensors[0] = embedding_in_boxes(*starts)
-    tree = match_dcp_tree(
-        DcpFolder(tuple(tensors), (), (), "", {}), LLAMA, CONFIG, "step-3", library=TORCHTITAN
-    )
+    tree = match_dcp_tree(tensors, LLAMA, CONFIG, "step-3", library=TORCHTITAN)
     embedding = next(tensor for tensor in tree.tensors if tensor.name == "embed_tokens.weight")
     values = np.arange(48, dtype=np.float32).reshape(6, 8)
     assert np.array_equal(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.formats import msgpack
+from prepcli.formats import msgpack_layout
 from tests.helpers.golden_flax import FILES, LLAMA, MODELS, decode_msgpack
 from tests.helpers.llama_trees import expected_output, read_output
 from tests.helpers.run_cli import exported_tensors, run_failing, run_ok
@@ -156,7 +156,7 @@ def test_easylm_export_equals_file_of_easylm(layout: str, file: str):
 
 @pytest.mark.parametrize("memory", ["512MiB", "32MiB"])
 def test_large_leaves_are_split_like_flax(monkeypatch: pytest.MonkeyPatch, memory: str):
-    monkeypatch.setattr(msgpack, "MAX_PIECE_NBYTES", 600)
+    monkeypatch.setattr(msgpack_layout, "MAX_PIECE_NBYTES", 600)
     run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
     run_ok("export", "init", "--layout", "easylm", "--memory", memory, "--out", "out")
     assert Path("out/streaming_params").read_bytes() == (LLAMA / "streaming_pieces").read_bytes()
