@@ -2,7 +2,8 @@
 
 The manifest refers to the root of the newest version. Nodes of height 0 hold keys and values, higher nodes refer to
 child nodes. Values in data files are neither read nor written. Older versions are ignored. Every configuration that
-TensorStore writes is read. Specification: https://google.github.io/tensorstore/kvstore/ocdbt/index.html.
+TensorStore writes is read.
+Specification: https://google.github.io/tensorstore/kvstore/ocdbt/index.html.
 """
 
 from __future__ import annotations
@@ -11,18 +12,25 @@ import hashlib
 import itertools
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.core.json_values import quote_name
-from prepcli.formats.codecs import StoredBytesReader, Zstd
+from prepcli.formats.ocdbt_frames import (
+    UINT64_MAX,
+    BodyReader,
+    decode_frame,
+    decode_keys,
+    encode_frame,
+    encode_keys,
+    encode_varints,
+    iter_ints,
+)
 from prepcli.stores.paths import AnyPath
 from prepcli.stores.reading import (
     list_folder,
@@ -31,198 +39,6 @@ from prepcli.stores.reading import (
     stat_file,
     stat_indexed_file,
 )
-
-# CRC-32C, at the end of the frame
-_CHECKSUM_NBYTES = 4
-# 4 of the magic and 8 of the length
-_HEADER_NBYTES = 12
-_READ_BLOCK_NBYTES = 1 << 20
-_VARINT_BATCH = 1 << 16  # varints decoded at a time
-_MAX_DIGITS = 10  # bytes of a 64-bit varint
-UINT64_MAX = (1 << 64) - 1
-
-
-def encode_frame(magic: int, body: bytes) -> bytes:
-    """Encode magic, total length, format version 0, compression 0 (none), body and CRC-32C of all of these."""
-    # 18 = 4 magic + 8 length + 1 version + 1 compression + 4 checksum. The magic is big endian,
-    # all other numbers are little endian.
-    framed = struct.pack(">I", magic) + struct.pack("<Q", len(body) + 18) + b"\0\0" + body
-    return framed + struct.pack("<I", google_crc32c.value(framed))
-
-
-def decode_frame(data: bytes, magic: int, max_nbytes: int) -> BodyReader:
-    """Check a frame and return a reader of its body, which has at most `max_nbytes` after decompression."""
-    if len(data) < _HEADER_NBYTES + _CHECKSUM_NBYTES or data[:4] != struct.pack(">I", magic):
-        raise ValueError(f"it does not start with {magic:08x}")
-    (length,) = struct.unpack_from("<Q", data, 4)
-    if length != len(data):
-        raise ValueError(f"its length field is {count_text(length, 'byte')}, it has {len(data):,}")
-    (checksum,) = struct.unpack_from("<I", data, len(data) - _CHECKSUM_NBYTES)
-    if google_crc32c.value(data[:-_CHECKSUM_NBYTES]) != checksum:
-        raise ValueError("its checksum does not match")
-    body = BodyReader(memoryview(data)[_HEADER_NBYTES:-_CHECKSUM_NBYTES])
-    version = body.read_varint()
-    compression = body.read_varint()  # 0 none, 1 zstd
-    if version or compression > 1:
-        raise ValueError(
-            f"its version is {version}, its compression {compression}; supported: version 0, compression 0 and 1"
-        )
-    if compression:
-        return BodyReader(memoryview(_decompress(body, max_nbytes)))
-    return body
-
-
-def _decompress(body: BodyReader, max_nbytes: int) -> bytearray:
-    # In blocks, because a few bytes of zstd may decompress to gigabytes: the limit is checked after
-    # each block, not after all of them.
-    reader = Zstd(StoredBytesReader(lambda _, count: body.take(count), body.remaining_nbytes))
-    decompressed = bytearray()
-    while block := reader.read(_READ_BLOCK_NBYTES):
-        decompressed += block
-        if len(decompressed) > max_nbytes:
-            raise ValueError(f"it decompresses to more than {max_nbytes:,} bytes")
-    return decompressed
-
-
-class BodyReader:
-    """Sequential reader of a decoded frame's body."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._offset = 0
-
-    @property
-    def remaining_nbytes(self) -> int:
-        """Return the number of unread bytes."""
-        return len(self._data) - self._offset
-
-    def take(self, count: int) -> bytes:
-        """Return the next `count` bytes."""
-        if count > self.remaining_nbytes:
-            raise ValueError("it is cut short")
-        self._offset += count
-        return bytes(self._data[self._offset - count : self._offset])
-
-    def expect_end(self) -> None:
-        """Raise ValueError unless all bytes were read."""
-        if self.remaining_nbytes:
-            raise ValueError(
-                f"{count_text(self.remaining_nbytes, 'byte follows', 'bytes follow')} its end"
-            )
-
-    def read_varint(self, max_value: int = UINT64_MAX) -> int:
-        """Return the next varint."""
-        return int(self.read_varints(1, max_value)[0])
-
-    def read_varints(self, count: int, max_value: int = UINT64_MAX) -> NDArray[np.uint64]:
-        """Return the next `count` varints, each at most `max_value`."""
-        if count > self.remaining_nbytes:
-            raise ValueError("it is cut short")
-        values = np.zeros(count, np.uint64)
-        for start in range(0, count, _VARINT_BATCH):
-            self._decode_varints(values[start : start + _VARINT_BATCH])
-        if count and values.max() > max_value:
-            raise ValueError(f"it has the number {values.max():,}, the limit is {max_value:,}")
-        return values
-
-    def _decode_varints(self, out: NDArray[np.uint64]) -> None:
-        data = np.frombuffer(
-            self._data, np.uint8, min(_MAX_DIGITS * len(out), self.remaining_nbytes), self._offset
-        )
-        ends = np.flatnonzero(data < 128)[: len(out)]  # the top bit is set if another digit follows
-        if len(ends) < len(out):
-            raise ValueError("it is cut short, or has a number of more than 64 bits")
-        starts = np.append(0, ends[:-1] + 1)
-        digits = ends - starts + 1
-        # The tenth digit has place for one bit only: 9 * 7 = 63.
-        if (digits + (data[ends] > 1)).max() > _MAX_DIGITS:
-            raise ValueError("it has a number of more than 64 bits")
-        # One turn per digit for all numbers at once: offsets below 32 GiB have at most 5 digits.
-        for digit in range(digits.max()):
-            has_digit = digits > digit
-            out[has_digit] |= (data[starts[has_digit] + digit] & 127).astype(
-                np.uint64
-            ) << np.uint64(7 * digit)
-        self._offset += int(ends[-1]) + 1
-
-
-def iter_ints(column: NDArray[np.uint64]) -> Iterator[int]:
-    """Yield the numbers of a column as Python ints, converted in batches."""
-    for start in range(0, len(column), _VARINT_BATCH):
-        yield from column[start : start + _VARINT_BATCH].tolist()
-
-
-def encode_varints(values: Sequence[int]) -> bytes:
-    """Encode numbers as varints: base 128, lowest digit first, top bit set if another byte follows."""
-    if not values:
-        return b""
-    # E.g. 300 = 0b10_0101100 -> digits [0x2c, 2] -> bytes ac 02. One row of `digits` per number,
-    # as wide as the longest one; `used` drops the leading zeros of the shorter ones.
-    width = max(1, -(-max(values).bit_length() // 7))
-    digits = np.array(values, np.uint64)[:, None] >> np.arange(0, 7 * width, 7, dtype=np.uint64)
-    used = digits != 0
-    used[:, 0] = True
-    more = np.where(digits > 127, 128, 0)
-    return ((digits & np.uint64(127)).astype(np.uint8) | more.astype(np.uint8))[used].tobytes()
-
-
-def encode_keys(keys: Sequence[bytes], column: bytes = b"") -> bytes:
-    """Encode sorted keys as columns: prefix lengths, suffix lengths, `column` with one number per key, suffixes."""
-    if not keys:
-        return column
-    # Each key shares a prefix with the previous one, e.g. [b"a.w/.zarray", b"a.w/0.0", b"a.w/0.1"]:
-    # prefix lengths [4, 6] (the first key has none), suffix lengths [11, 3, 1], suffixes
-    # b"a.w/.zarray", b"0.0", b"1".
-    prefix_lengths: list[int] = []
-    suffixes = [keys[0]]
-    for previous, key in itertools.pairwise(keys):
-        # The XOR of two keys has zeros where they agree: b"ab1", b"ab2" give 0x000003, 2 bits long, so
-        # 1 byte differs and 2 are common.
-        nbytes = min(len(previous), len(key))
-        differing = int.from_bytes(previous[:nbytes], "big") ^ int.from_bytes(key[:nbytes], "big")
-        prefix_length = nbytes - (differing.bit_length() + 7) // 8
-        prefix_lengths.append(prefix_length)
-        suffixes.append(key[prefix_length:])
-    suffix_lengths = list(map(len, suffixes))
-    return b"".join(
-        [encode_varints(prefix_lengths), encode_varints(suffix_lengths), column, *suffixes]
-    )
-
-
-def decode_keys(
-    body: BodyReader, count: int, max_key_nbytes: int, *, has_column: bool
-) -> tuple[Iterator[bytes], NDArray[np.uint64]]:
-    """Decode `count` keys, and the numbers in front of the suffixes if there are any: the inverse of `encode_keys`.
-
-    The keys are decoded one by one. Iteration raises ValueError for a key that is too long.
-    """
-    prefix_lengths = body.read_varints(max(0, count - 1))
-    suffix_lengths = body.read_varints(count, max_key_nbytes)
-    column = body.read_varints(count if has_column else 0)
-    suffixes = body.take(int(suffix_lengths.sum()))
-    return _iter_keys(prefix_lengths, suffix_lengths, suffixes, max_key_nbytes), column
-
-
-def _iter_keys(
-    prefix_lengths: NDArray[np.uint64],
-    suffix_lengths: NDArray[np.uint64],
-    suffixes: bytes,
-    max_key_nbytes: int,
-) -> Iterator[bytes]:
-    key = b""
-    offset = 0
-    for prefix_length, suffix_length in zip(
-        itertools.chain([0], iter_ints(prefix_lengths)), iter_ints(suffix_lengths)
-    ):
-        if prefix_length > len(key) or prefix_length + suffix_length > max_key_nbytes:
-            key_length = prefix_length + suffix_length
-            raise ValueError(
-                f"it has a name of {key_length:,} bytes, {prefix_length:,} of them from one of {len(key):,}"
-            )
-        key = key[:prefix_length] + suffixes[offset : offset + suffix_length]
-        offset += suffix_length
-        yield key
-
 
 OCDBT_MANIFEST = "manifest.ocdbt"
 NODE_MAGIC = 0x0CDB20DE
@@ -273,11 +89,6 @@ class ValueLocation(NamedTuple):
 # The order in which they are made durable: data files, node file, manifest. A kill before the
 # manifest leaves unreferenced files.
 OcdbtEntry = tuple[bytes, "bytes | ValueLocation"]  # key and value, inline or by its location
-BeforeRead = Callable[[ValueLocation], None]
-
-
-def ignore_read(location: ValueLocation) -> None:
-    """Do nothing before a read: the file is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +119,19 @@ def encode_ocdbt_index(
     """
     # The name of the node file is a digest of its leaves, so that equal entries give an equal file.
     # TensorStore draws a random number for it, and readers accept any 16 bytes.
-    nodes = [_encode_leaf(batch) for batch in _split_into_nodes(entries, node_nbytes)]
+    nodes: list[_EncodedNode] = []
+    batch: list[OcdbtEntry] = []
+    size = 0
+    for key, value in entries:
+        content = value if isinstance(value, bytes) else value.path
+        entry_nbytes = _ENTRY_OVERHEAD_NBYTES + len(key) + len(content)
+        if batch and size + entry_nbytes > node_nbytes:
+            nodes.append(_encode_leaf(batch))
+            batch = []
+            size = 0
+        batch.append((key, value))
+        size += entry_nbytes
+    nodes.append(_encode_leaf(batch))
     file_id = hashlib.blake2b(digest_size=16)
     for leaf in nodes:
         file_id.update(leaf.data)
@@ -321,26 +144,6 @@ def encode_ocdbt_index(
         path: b"".join(node.data for node in nodes),
         OCDBT_MANIFEST: _encode_manifest(nodes, path, file_id.digest(), now_ns),
     }
-
-
-def _split_into_nodes(
-    entries: Iterable[OcdbtEntry], node_nbytes: int
-) -> Iterator[list[OcdbtEntry]]:
-    batch: list[OcdbtEntry] = []
-    size = 0
-    for key, value in entries:
-        entry_nbytes = _ENTRY_OVERHEAD_NBYTES + len(key)
-        if isinstance(value, bytes):
-            entry_nbytes += len(value)
-        else:
-            entry_nbytes += len(value.path)
-        if batch and size + entry_nbytes > node_nbytes:
-            yield batch
-            batch = []
-            size = 0
-        batch.append((key, value))
-        size += entry_nbytes
-    yield batch
 
 
 def _encode_leaf(entries: Sequence[OcdbtEntry]) -> _EncodedNode:
@@ -608,10 +411,24 @@ class _IndexReader:
 
     def _open_node(self, node: _NodeRef) -> tuple[BodyReader, list[_DataFile], int]:
         """Return a node's body, positioned at its entries, its file table, and the number of its entries."""
-        body = decode_frame(
-            self._read_node(node.location), NODE_MAGIC, MAX_INDEX_NBYTES - self._nbytes
-        )
-        self._nbytes += max(body.remaining_nbytes, node.location.nbytes)
+        name, offset, nbytes = node.location
+        # Without this check, a few small nodes could encode any number of keys.
+        if node.location in self._seen:
+            raise ValueError(
+                f"it refers twice to the node at byte {offset:,} of {quote_name(name)}"
+            )
+        self._seen.add(node.location)
+        path = self._folder / name
+        size = stat_indexed_file(path).st_size
+        if offset + nbytes > size:
+            why = f"an index node ends at byte {offset + nbytes:,}, the file at {size:,}"
+            raise DamagedError(f"{path} is cut short", why, GET_AGAIN_HINT)
+        remaining_nbytes = MAX_INDEX_NBYTES - self._nbytes
+        if nbytes > remaining_nbytes:
+            raise ValueError(f"its nodes have more than {MAX_INDEX_NBYTES:,} bytes")
+        self._stored_nbytes += nbytes
+        body = decode_frame(read_bytes(path, offset, nbytes), NODE_MAGIC, remaining_nbytes)
+        self._nbytes += max(body.remaining_nbytes, nbytes)
         height = body.take(1)[0]
         # The check also prevents a node from being its own child.
         if height != node.height:
@@ -627,24 +444,6 @@ class _IndexReader:
                 f"a node claims {count:,} entries; the limit for {self._stored_nbytes:,} bytes is {max_entries:,}"
             )
         return body, files, count
-
-    def _read_node(self, location: ValueLocation) -> bytes:
-        # Without this check, a few small nodes could encode any number of keys.
-        if location in self._seen:
-            raise ValueError(
-                f"it refers twice to the node at byte {location.offset:,} of {quote_name(location.path)}"
-            )
-        self._seen.add(location)
-        path = self._folder / location.path
-        end = location.offset + location.nbytes
-        size = stat_indexed_file(path).st_size
-        if end > size:
-            why = f"an index node ends at byte {end:,}, the file at {size:,}"
-            raise DamagedError(f"{path} is cut short", why, GET_AGAIN_HINT)
-        if location.nbytes > MAX_INDEX_NBYTES - self._nbytes:
-            raise ValueError(f"its nodes have more than {MAX_INDEX_NBYTES:,} bytes")
-        self._stored_nbytes += location.nbytes
-        return read_bytes(path, location.offset, location.nbytes)
 
 
 def _iter_children(

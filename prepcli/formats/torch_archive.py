@@ -582,11 +582,7 @@ def _byte_strides(
     item_nbytes: int,
     storage_nbytes: int,
 ) -> tuple[int, ...] | None:
-    """Return the strides of a view in bytes, or None for C order.
-
-    Raises:
-        ValueError: An element is outside of the storage, or two elements overlap.
-    """
+    """Return the strides of a view in bytes, or None for C order."""
     if len(element_strides) != len(shape):
         raise ValueError(f"it has {len(shape)} dims and {len(element_strides)} strides")
     if math.prod(max(extent, 1) for extent in shape) * item_nbytes >= INT64_LIMIT:

@@ -193,14 +193,7 @@ class _Window(io.RawIOBase):
         length: int,
         pieces: Sequence[tuple[int, bytes]] = (),
     ) -> None:
-        """Describe a byte range.
-
-        Args:
-            file: The file.
-            start: First byte of the range.
-            length: Number of bytes.
-            pieces: Bytes of the file in memory, with their offsets.
-        """
+        """Describe a byte range."""
         self._file = file
         self._start = start
         self._length = length
@@ -282,11 +275,7 @@ def _attributes(value: object) -> dict[str, object]:
 def _iter_ranges(
     value: object,
 ) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]]:
-    """Yield the byte range of each box. A box is the part of a tensor from one rank.
-
-    Yields:
-        Name of the tensor and index of the box's first element, then file, first byte and length of the range.
-    """
+    """Yield the byte range of each box. A box is the part of a tensor from one rank."""
     if not isinstance(value, PickledMapping):
         raise ValueError("it has no list of byte ranges")
     for key, item in value.items:
@@ -401,11 +390,7 @@ def _join_parts(layout: _TensorLayout, parts: Sequence[ArrayPart]) -> Array:
 
 
 def _read_archives(folder: AnyPath, boxes: Iterable[_BoxArchive]) -> dict[_BoxArchive, Array]:
-    """Read the headers of boxes in the order of their bytes. Files in a store are read several at a time.
-
-    Returns:
-        The elements of each box. Their offset counts from the start of the archive.
-    """
+    """Read the headers of boxes in the order of their bytes. Files in a store are read several at a time."""
     in_order = sorted(boxes, key=lambda box: (box.file, box.first))
     runs: list[list[_BoxArchive]] = []
     for _, boxes_of_file in itertools.groupby(in_order, key=lambda box: box.file):

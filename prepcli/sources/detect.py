@@ -337,12 +337,7 @@ def _find_quantisation(config: Any) -> str:
 
 
 def _subfolders_error(folder: Folder, names: Sequence[str]) -> PrepError | None:
-    """Return the error for a local folder with checkpoints in subfolders, or None.
-
-    Args:
-        folder: The folder.
-        names: Names in the folder.
-    """
+    """Return the error for a local folder with checkpoints in subfolders, or None."""
     if not isinstance(folder, OpenFolder) or is_begun_run(names):
         return None
     name = folder.display_name.rstrip("/")

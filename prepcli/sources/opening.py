@@ -178,14 +178,7 @@ def _layout_names() -> list[str]:
 def _check_layout_is_used(
     source: Source, located: LocatedCheckpoint, layout: str, *, is_requested: bool
 ) -> None:
-    """Raise UsageError if tensors keep their own names, so that the requested layout has no effect.
-
-    Args:
-        source: The opened source.
-        located: The located checkpoint.
-        layout: The requested layout.
-        is_requested: Whether the user asked for the names in the files.
-    """
+    """Raise UsageError if tensors keep their own names, so that the requested layout has no effect."""
     is_foreign = located.manifest is None and located.kind in TREE_KINDS
     if not is_foreign or not source.family.is_verbatim or layout == "hf":
         return
@@ -231,11 +224,7 @@ def _report_reading(source: Source, located: LocatedCheckpoint, drop: Sequence[s
 
 
 def _report_unindexed(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:
-    """Note the tensors in the files that the index does not name.
-
-    Raises:
-        PrepError: The access is strict, and no pattern of `drop` matches one of them.
-    """
+    """Note the tensors in the files that the index does not name."""
     entries = [entry for entry in source.extra_entries if entry.rule == UNINDEXED_RULE]
     refused: list[DroppedTensor] = []
     if located.access.strict:
@@ -283,11 +272,7 @@ def _is_on_hub(located: LocatedCheckpoint) -> bool:
 
 
 def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
-    """Return the source with its training state.
-
-    Raises:
-        UsageError: prep reads no training state of this format, or none from the hub.
-    """
+    """Return the source with its training state."""
     if _has_state(source):
         return source
     option = Option("training_state", True)

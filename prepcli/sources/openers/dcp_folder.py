@@ -91,11 +91,7 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
 
 
 def _find_library(names: Collection[str], hints: SourceHints) -> Library | None:
-    """Return the library with the names of the tensors, or the one that the user states. None for Hugging Face.
-
-    Raises:
-        PrepError: The user names a layout of another format.
-    """
+    """Return the library with the names of the tensors, or the one that the user states. None for Hugging Face."""
     if hints.layout not in (None, *DCP_LAYOUTS):
         what = text("{} is unknown for DCP", Option("source_layout", hints.layout))
         why = f"its layouts are {', '.join(DCP_LAYOUTS)}"

@@ -80,13 +80,7 @@ class _NamedDecoder:
     axis_map: AxisMap | None = None
 
     def location(self, file: int, start: int, number: int) -> Location:
-        """Return the location of a tensor in the blob of decoded tensors.
-
-        Args:
-            file: File number of the blob.
-            start: Offset in the blob of the decoder's first value.
-            number: Position of the tensor in `names`.
-        """
+        """Return the location of a tensor in the blob of decoded tensors."""
         name = self.names[number]
         dtype = self.decoder.dtype
         if self.axis_map is None:
@@ -139,11 +133,7 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
 
 
 def _part_paths(path: AnyPath, display_name: str) -> tuple[AnyPath, ...]:
-    """Return the files of a model: all parts of `m-00001-of-00003.gguf`, or the file itself.
-
-    Raises:
-        PrepError: A part is missing.
-    """
+    """Return the files of a model: all parts of `m-00001-of-00003.gguf`, or the file itself."""
     paths = tuple(path.with_name(name) for name in part_names(path.name))
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
@@ -211,11 +201,7 @@ def _read_architecture(header: GgufHeader, display_name: str) -> GgufArchitectur
 def _config_of_metadata(
     header: GgufHeader, architecture: GgufArchitecture, display_name: str
 ) -> HFConfig:
-    """Return a config.json with the facts of the metadata.
-
-    Raises:
-        PrepError: A fact that changes the computation is missing, or has another type.
-    """
+    """Return a config.json with the facts of the metadata."""
     prefix = str(header.metadata[ARCHITECTURE_KEY])
     names = {tensor.name for tensor in header.tensors}
     reason = needs_config_reason(header.metadata, prefix, names)
@@ -262,16 +248,7 @@ def _config_of_metadata(
 
 
 def _has_biases(header: GgufHeader, modules: Sequence[str], class_name: str) -> bool:
-    """Return whether modules have a bias, which llama.cpp adds where one is stored.
-
-    Args:
-        header: Header of the file.
-        modules: Names of the modules without the layer, which have a bias all or none in transformers.
-        class_name: Class of transformers.
-
-    Raises:
-        PrepError: Some have a bias.
-    """
+    """Return whether modules have a bias, which llama.cpp adds where one is stored."""
     names = {_split_layer(tensor.name)[0] for tensor in header.tensors}
     biases = [module for module in modules if f"{module}.bias" in names]
     if not biases or len(biases) == len(modules):

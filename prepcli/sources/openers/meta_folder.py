@@ -272,9 +272,6 @@ class _ShardedTensors:
         """Yield the Hugging Face tensors, each with the offset of its shard in the first file.
 
         A tensor without a rule keeps its name.
-
-        Raises:
-            PrepError: The shards of a tensor differ, or one is missing.
         """
         for name, shards in self._shards_by_name.items():
             self._check_shards(name, shards)

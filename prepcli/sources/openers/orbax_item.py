@@ -258,11 +258,7 @@ def _has_state(hints: SourceHints, manifest: Manifest | None) -> bool:
 def _find_foreign_config(
     item: OrbaxItem, located: LocatedCheckpoint, hints: SourceHints
 ) -> AnyPath | None:
-    """Return the config.json of an item without prep's config. None if a verbatim source has none.
-
-    Raises:
-        PrepError: There is none, and the source must not be verbatim.
-    """
+    """Return the config.json of an item without prep's config. None if a verbatim source has none."""
     if hints.config_path:
         config_path = hints.config_path.expanduser()
     else:
@@ -279,11 +275,7 @@ def _find_foreign_config(
 def _root_scales(
     tree: ForeignTree, manifest: Manifest | None, display_name: str
 ) -> dict[str, LayoutScale]:
-    """Return the scale of each leaf with one.
-
-    Raises:
-        PrepError: The scale has changed values. The way back would return other ones.
-    """
+    """Return the scale of each leaf with one."""
     manifest = manifest or NO_MANIFEST
     records = manifest.scales
     if manifest.lost_values:

@@ -335,11 +335,7 @@ def _saved_modules(
     family: Family,
     config: HFConfig,
 ) -> tuple[str, ...]:
-    """Return the names of the modules that the adapter has whole copies of.
-
-    Raises:
-        PrepError: A module is neither an embedding nor the head, or is tied in the model and not in the adapter.
-    """
+    """Return the names of the modules that the adapter has whole copies of."""
     names = {tensor.name.removeprefix(PEFT_PREFIX) for tensor in tensors}
     saved: list[str] = []
     known: set[str] = set()
