@@ -1,8 +1,9 @@
-"""Read and write the zip archives of `torch.save`: records are located and laid out, payloads stay where they are.
+"""The zip archives of `torch.save`: read their tensors, and write them. Payloads stay where they are.
 
-An archive is an uncompressed zip. It has one folder with the pickle of an object and one record per storage. The
-directory at its end is read with `zipfile`, and checked so that every reader of zip archives finds the same records in
-it. Invalid archives raise ValueError. Format: section 4.3 of APPNOTE.TXT of PKWARE.
+An archive is an uncompressed zip. It has one folder with the pickle of an object and one record per storage. A tensor
+is a view of a storage. The directory at the end is read with `zipfile`, and checked so that every reader of zip
+archives finds the same records in it. Invalid archives and objects raise ValueError. Format: section 4.3 of
+APPNOTE.TXT of PKWARE.
 """
 
 from __future__ import annotations
@@ -77,7 +78,17 @@ class ZipArchive:
         self._file = file
         start, nbytes, count = self._locate_directory()
         self.directory = self._read(start, nbytes)
-        num_entries = _count_entries(self.directory)
+        # `zipfile` accepts entries with a name that is cut short.
+        position = 0
+        num_entries = 0
+        while position < nbytes:
+            is_entry = self.directory.startswith(_ENTRY_MAGIC, position)
+            if not is_entry or nbytes - position < _ENTRY.size:
+                raise ValueError(f"its directory is broken at its byte {position:,}")
+            position += _ENTRY.size + sum(_ENTRY.unpack_from(self.directory, position)[10:13])
+            num_entries += 1
+        if position > nbytes:
+            raise CutShortError("its directory is cut short")
         try:
             archive = zipfile.ZipFile(file)
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
@@ -106,24 +117,18 @@ class ZipArchive:
         if info is None:
             raise ValueError(f"it has no record {quote_name(name)}")
         is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & _ENCRYPTED
-        if (
-            not is_plain
-            or info.compress_size != info.file_size
-            or info.volume not in (0, _COUNT_IN_ZIP64)
-        ):
-            raise ValueError(
-                f"{quote_name(name)} in it is compressed or encrypted, which PyTorch never does"
-            )
+        is_whole = info.compress_size == info.file_size and info.volume in (0, _COUNT_IN_ZIP64)
+        if not is_plain or not is_whole:
+            why = f"{quote_name(name)} in it is compressed or encrypted, which PyTorch never does"
+            raise ValueError(why)
         raw_name = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
         header = self._read(info.header_offset, _LOCAL.size + len(raw_name))
         fields = _LOCAL.unpack_from(header)
         magic, _, flags, method = fields[:4]
         compressed_nbytes, nbytes, name_nbytes, extra_nbytes = fields[7:]
         has_same_name = name_nbytes == len(raw_name) and header.endswith(raw_name)
-        has_same_sizes = flags & _STREAMED or {compressed_nbytes, nbytes} <= {
-            info.file_size,
-            _IN_ZIP64,
-        }
+        sizes = {compressed_nbytes, nbytes}
+        has_same_sizes = flags & _STREAMED or sizes <= {info.file_size, _IN_ZIP64}
         if magic != ZIP_MAGIC or method or not has_same_name or not has_same_sizes:
             raise ValueError(f"its directory and the header of {quote_name(name)} differ")
         # PyTorch pads with the extra field of the local header, so that the data is aligned.
@@ -139,9 +144,8 @@ class ZipArchive:
         """Return the content of a small record."""
         offset, nbytes = self.locate(name)
         if nbytes > max_nbytes:
-            raise ValueError(
-                f"{quote_name(name)} in it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
-            )
+            why = f"{quote_name(name)} in it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
+            raise ValueError(why)
         return self._read(offset, nbytes)
 
     def _read(self, offset: int, nbytes: int) -> bytes:
@@ -177,41 +181,23 @@ class ZipArchive:
                 raise ValueError("its zip64 end record is invalid")
         # Other readers correct for bytes before or between the parts of an archive. PyTorch writes
         # none, and two readers could find two directories.
-        if start + nbytes != end:
-            raise ValueError(
-                f"its directory ends at byte {start + nbytes:,}, and its end record begins at {end:,}"
-            )
+        stop = start + nbytes
+        if stop != end:
+            why = f"its directory ends at byte {stop:,}, and its end record begins at {end:,}"
+            raise ValueError(why)
         if nbytes > MAX_DIRECTORY_NBYTES:
-            raise ValueError(
-                f"its directory has {nbytes:,} bytes, the limit is {MAX_DIRECTORY_NBYTES:,}"
-            )
+            limit = f"the limit is {MAX_DIRECTORY_NBYTES:,}"
+            raise ValueError(f"its directory has {nbytes:,} bytes, {limit}")
         return start, nbytes, count
-
-
-def _count_entries(directory: bytes) -> int:
-    """Return the number of entries of a directory. `zipfile` accepts entries with a name that is cut short."""
-    position = 0
-    count = 0
-    while position < len(directory):
-        if (
-            not directory.startswith(_ENTRY_MAGIC, position)
-            or len(directory) - position < _ENTRY.size
-        ):
-            raise ValueError(f"its directory is broken at its byte {position:,}")
-        position += _ENTRY.size + sum(_ENTRY.unpack_from(directory, position)[10:13])
-        count += 1
-    if position > len(directory):
-        raise CutShortError("its directory is cut short")
-    return count
 
 
 def _find_root(names: list[str]) -> str:
     """Return the folder of all records, with a slash. PyTorch names it after the saved file."""
     for name in names:
-        if any(part in ("", "..", ".") for part in name.split("/")) or "\\" in name or "\0" in name:
-            raise ValueError(
-                f"it has a record called {quote_name(name)}, which is not a plain path"
-            )
+        has_dots = any(part in ("", "..", ".") for part in name.split("/"))
+        if has_dots or "\\" in name or "\0" in name:
+            what = f"it has a record called {quote_name(name)}"
+            raise ValueError(f"{what}, which is not a plain path")
     pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(set(pickles)) != 1:
         raise ValueError(f"it is a zip archive with {len(pickles)} pickles of tensors, not one")
@@ -320,9 +306,8 @@ class _ArchiveWriter:
             sizes = (count, count, len(directory), start)
             self._pending += _END64.pack(_END64_MAGIC, 44, 45, 45, 0, 0, *sizes)
             self._pending += _LOCATOR.pack(_LOCATOR_MAGIC, 0, start + len(directory), 1)
-        self._pending += _END.pack(
-            _END_MAGIC, 0, 0, count_field, count_field, len(directory), start_field, 0
-        )
+        fields = (0, 0, count_field, count_field, len(directory), start_field, 0)
+        self._pending += _END.pack(_END_MAGIC, *fields)
         self._constants.append((self._start, bytes(self._pending)))
         nbytes = self._start + len(self._pending)
         return ObjectArchive(tuple(self._constants), offsets, nbytes)
@@ -391,17 +376,7 @@ SETTINGS_TYPES = {  # types of settings and counters next to tensors
     "numpy._core.multiarray._reconstruct",
 }  # fmt: skip
 ALLOWED_NAMES = frozenset(
-    {
-        *MAPPING_TYPES,
-        *STORAGES,
-        *DTYPES,
-        *PARAMETER_REBUILDERS,
-        *TENSOR_REBUILDERS,
-        TYPED_TENSOR_REBUILDER,
-        *TENSOR_TYPES,
-        SIZE_TYPE,
-        *SETTINGS_TYPES,
-    }
+    {*MAPPING_TYPES, *STORAGES, *DTYPES, *_REBUILDERS, *TENSOR_TYPES, SIZE_TYPE, *SETTINGS_TYPES}
 )
 # Name -> reason why the file is not supported.
 UNSUPPORTED_NAMES: Mapping[str, str] = {
@@ -454,7 +429,13 @@ class TorchArchive:
         key, dtype, num_elements = _parse_storage(call.args[0])
         storage_nbytes = num_elements * itemsize(dtype)
         if num_args == 7:
-            dtype = _parse_dtype(call.args[6])
+            stored_dtype = call.args[6]
+            if (
+                not isinstance(stored_dtype, PickledName)
+                or stored_dtype.qualified_name not in DTYPES
+            ):
+                raise ValueError("its dtype is unknown")
+            dtype = DTYPES[stored_dtype.qualified_name]
         if any(map(_has_true_flag, call.args[max(num_args, 6) :])):
             raise ValueError("it is a conjugate or negative view, whose values are not stored")
         first = _parse_count(call.args[1])
@@ -466,21 +447,15 @@ class TorchArchive:
             item_nbytes=itemsize(dtype),
             storage_nbytes=storage_nbytes,
         )
-        offset = self._locate_storage(key, storage_nbytes)
-        if 0 not in shape:
-            offset += first * itemsize(dtype)
-        return whole_array(name, dtype, shape, (file, offset), byte_strides)
-
-    def _locate_storage(self, key: str, nbytes: int) -> int:
-        """Return the offset of a storage. Raise ValueError if it has fewer bytes."""
         if key not in self._storages:
             self._storages[key] = self._zip.locate(f"data/{key}")
         offset, stored_nbytes = self._storages[key]
-        if nbytes > stored_nbytes:
-            raise ValueError(
-                f"storage {quote_name(key)} has {stored_nbytes:,} bytes, its tensors need {nbytes:,}"
-            )
-        return offset
+        if storage_nbytes > stored_nbytes:
+            why = f"its tensors need {storage_nbytes:,}"
+            raise ValueError(f"storage {quote_name(key)} has {stored_nbytes:,} bytes, {why}")
+        if 0 not in shape:
+            offset += first * itemsize(dtype)
+        return whole_array(name, dtype, shape, (file, offset), byte_strides)
 
 
 def is_tensor(value: object) -> bool:
@@ -501,68 +476,46 @@ def _unwrap_parameter(value: object) -> PickledCall:
     for _ in range(MAX_WRAPS):
         if not isinstance(value, PickledCall):
             break
-        if value.callee.qualified_name == TYPED_TENSOR_REBUILDER:
-            value = _unwrap_typed_tensor(value)
-        elif value.callee.qualified_name in PARAMETER_REBUILDERS and value.args:
+        name = value.callee.qualified_name
+        if name == TYPED_TENSOR_REBUILDER and len(value.args) == 4:
+            # The last argument has the Python attributes of the tensor.
+            callee, tensor_type, args, _ = value.args
+            is_call = isinstance(callee, PickledName) and isinstance(args, tuple)
+            if not is_call or not isinstance(tensor_type, PickledName):
+                raise ValueError("it is a tensor of a custom class")
+            if tensor_type.qualified_name not in TENSOR_TYPES:
+                raise ValueError("it is a tensor of a custom class")
+            value = PickledCall(callee, args)
+        elif name in PARAMETER_REBUILDERS and value.args:
             value = value.args[0]
+        elif name == TYPED_TENSOR_REBUILDER:
+            break
         else:
             return value
     raise ValueError(_NOT_BUILT)
 
 
-def _unwrap_typed_tensor(call: PickledCall) -> PickledCall:
-    """Return the call that builds a tensor, without the Python attributes of the tensor."""
-    if len(call.args) != 4:
-        raise ValueError(_NOT_BUILT)
-    callee, tensor_type, args, _ = call.args
-    if not (
-        isinstance(callee, PickledName)
-        and isinstance(args, tuple)
-        and isinstance(tensor_type, PickledName)
-        and tensor_type.qualified_name in TENSOR_TYPES
-    ):
-        raise ValueError("it is a tensor of a custom class")
-    return PickledCall(callee, args)
-
-
 def _parse_storage(value: object) -> tuple[str, str, int]:
     """Return key, dtype (`uint8` for an untyped storage) and number of elements of a storage."""
-    persistent_id = value.persistent_id if isinstance(value, PersistentRef) else None
-    if (
-        not isinstance(persistent_id, tuple)
-        or len(persistent_id) not in (5, 6)
-        or persistent_id[0] != "storage"
-    ):
+    key = value.persistent_id if isinstance(value, PersistentRef) else None
+    if not isinstance(key, tuple) or len(key) not in (5, 6) or key[0] != "storage":
         raise ValueError("it refers to an object that is not a storage")
-    storage_type = persistent_id[1]
-    key = persistent_id[2]
-    if (
-        not isinstance(storage_type, PickledName)
-        or storage_type.qualified_name not in STORAGES
-        or not isinstance(key, str)
-    ):
+    storage_type = key[1]
+    dtype = (
+        STORAGES.get(storage_type.qualified_name) if isinstance(storage_type, PickledName) else None
+    )
+    if dtype is None or not isinstance(key[2], str):
         raise ValueError("it refers to a storage of an unknown type")
-    if len(persistent_id) == 6 and persistent_id[5] is not None:
-        raise ValueError(
-            "it refers to a part of a storage (a format of very old versions of PyTorch)"
-        )
-    return key, STORAGES[storage_type.qualified_name], _parse_count(persistent_id[4])
-
-
-def _parse_dtype(value: object) -> str:
-    if not isinstance(value, PickledName) or value.qualified_name not in DTYPES:
-        raise ValueError("its dtype is unknown")
-    return DTYPES[value.qualified_name]
+    if len(key) == 6 and key[5] is not None:
+        what = "it refers to a part of a storage"
+        raise ValueError(f"{what} (a format of very old versions of PyTorch)")
+    return key[2], dtype, _parse_count(key[4])
 
 
 def parse_counts(value: object) -> tuple[int, ...]:
     """Return the numbers of a shape or of strides: of a `torch.Size`, tuple or list."""
-    if (
-        isinstance(value, PickledCall)
-        and value.callee.qualified_name == SIZE_TYPE
-        and len(value.args) == 1
-    ):
-        value = value.args[0]
+    if isinstance(value, PickledCall) and value.callee.qualified_name == SIZE_TYPE:
+        value = value.args[0] if len(value.args) == 1 else value
     if not isinstance(value, tuple | list) or len(value) > MAX_DIMS:
         raise ValueError("its shape or its strides are not a list of numbers")
     return tuple(map(_parse_count, value))
@@ -609,13 +562,11 @@ def _byte_strides(
 
 def _check_no_overlap(shape: Sequence[int], element_strides: Sequence[int]) -> None:
     """Raise ValueError if elements overlap, or the view has more than `MAX_RUNS` contiguous runs."""
-    stride_extents = sorted(
-        (stride, extent) for stride, extent in zip(element_strides, shape) if extent > 1
-    )
+    pairs = zip(element_strides, shape)
+    stride_extents = sorted((stride, extent) for stride, extent in pairs if extent > 1)
     if stride_extents[0][0] == 0:
-        raise ValueError(
-            "it is an expanded view, whose elements share memory: save its `.contiguous()` copy"
-        )
+        why = "it is an expanded view, whose elements share memory"
+        raise ValueError(f"{why}: save its `.contiguous()` copy")
     last_offset = 0
     # From the smallest stride on: elements are distinct if each stride steps over all offsets
     # that the dims before it reach. Sufficient, and true for every slice and transpose.

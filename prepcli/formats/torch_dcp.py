@@ -1,8 +1,9 @@
-"""Read torch distributed checkpoints (DCP) without torch.
+"""Torch distributed checkpoints (DCP) without torch: read the tensors of a folder, and write `.metadata`.
 
 `.metadata` is a pickle of dataclasses, interpreted without running code. It has the boxes of each tensor (one per rank
 that saved a part) and for each box a byte range of a file. The range is an archive of one tensor, as
-`torch.save(tensor)` writes it. Format: `torch/distributed/checkpoint/metadata.py` and `filesystem.py` of PyTorch 2.
+`torch.save(tensor)` writes it. A data file is a row of such archives. Format:
+`torch/distributed/checkpoint/metadata.py` and `filesystem.py` of PyTorch 2.
 """
 
 from __future__ import annotations
@@ -186,14 +187,10 @@ def _damage_of(path: AnyPath, name: str = "") -> Iterator[None]:
 class _Window(io.RawIOBase):
     """A byte range of a file as a file object."""
 
+    # `pieces` are bytes of the file in memory, with their offsets.
     def __init__(
-        self,
-        file: BinaryIO,
-        start: int,
-        length: int,
-        pieces: Sequence[tuple[int, bytes]] = (),
+        self, file: BinaryIO, start: int, length: int, pieces: Sequence[tuple[int, bytes]] = ()
     ) -> None:
-        """Describe a byte range."""
         self._file = file
         self._start = start
         self._length = length
@@ -201,34 +198,30 @@ class _Window(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Move to an offset of the window."""
         origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}
         self._position = max(0, origins[whence] + offset)
         return self._position
 
     def readinto(self, buffer: bytearray | memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Read bytes at the position, at most to the end of the window."""
+        """Read bytes at the position, at most to the end of the window. A piece in memory may have fewer."""
         nbytes = min(len(buffer), max(0, self._length - self._position))
-        data = self._read(self._start + self._position, nbytes)
+        offset = self._start + self._position
+        for start, content in self._pieces:
+            if start <= offset < start + len(content):
+                data = content[offset - start : offset - start + nbytes]
+                break
+        else:
+            self._file.seek(offset)
+            data = self._file.read(nbytes)
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
-
-    def _read(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes of the file. A piece in memory may have fewer."""
-        for start, content in self._pieces:
-            if start <= offset < start + len(content):
-                return content[offset - start : offset - start + nbytes]
-        self._file.seek(offset)
-        return self._file.read(nbytes)
 
 
 # The metadata
@@ -237,6 +230,7 @@ class _Window(io.RawIOBase):
 def _read_metadata(path: AnyPath) -> tuple[dict[str, PickledCall], _Ranges, str]:
     """Return the entries of a checkpoint by name, the byte ranges of the archives, and the digest of the file."""
     data = read_small_file(path, MAX_NBYTES)
+    entries: dict[str, PickledCall] = {}
     with _damage_of(path):
         try:
             root = interpret_pickle(data, _ALLOWED_NAMES, max_opcodes=MAX_METADATA_OPCODES)
@@ -245,23 +239,18 @@ def _read_metadata(path: AnyPath) -> tuple[dict[str, PickledCall], _Ranges, str]
             why = "DCP writes no such name, and prep runs no code of a file"
             raise PrepError(what, why, "save the model again") from error
         metadata = _attributes(root)
-        entries = _tensor_entries(metadata.get("state_dict_metadata"))
+        listed = metadata.get("state_dict_metadata")
+        if not isinstance(listed, PickledMapping):
+            raise ValueError("it has no list of tensors")
+        for name, item in listed.items:
+            if not isinstance(name, str) or not isinstance(item, PickledCall):
+                why = "its list of tensors does not have the form that PyTorch writes"
+                raise ValueError(why)
+            if name in entries:
+                raise ValueError(f"it has {quote_name(name)} twice")
+            entries[name] = item
         ranges = dict(_iter_ranges(metadata.get("storage_data")))
     return entries, ranges, digest(data)
-
-
-def _tensor_entries(value: object) -> dict[str, PickledCall]:
-    """Return the objects of a mapping by name. Raise ValueError for a repeated name."""
-    if not isinstance(value, PickledMapping):
-        raise ValueError("it has no list of tensors")
-    entries: dict[str, PickledCall] = {}
-    for name, item in value.items:
-        if not isinstance(name, str) or not isinstance(item, PickledCall):
-            raise ValueError("its list of tensors does not have the form that PyTorch writes")
-        if name in entries:
-            raise ValueError(f"it has {quote_name(name)} twice")
-        entries[name] = item
-    return entries
 
 
 def _attributes(value: object) -> dict[str, object]:
@@ -292,13 +281,10 @@ def _iter_ranges(
         if info.get("transform_descriptors"):
             raise ValueError(f"{quote_name(name)} is compressed, which prep does not support")
         if Path(file).name != file:
-            raise ValueError(
-                f"{quote_name(name)}: its file {quote_name(file)} is outside of the folder"
-            )
+            where = f"its file {quote_name(file)} is outside of the folder"
+            raise ValueError(f"{quote_name(name)}: {where}")
         # Values other than tensors have no offsets.
-        offsets = None
-        if index.get("offset") is not None:
-            offsets = parse_counts(index["offset"])
+        offsets = None if index.get("offset") is None else parse_counts(index["offset"])
         yield (name, offsets), (file, start, length)
 
 
@@ -362,11 +348,9 @@ def _parse_tensor(name: str, entry: PickledCall, ranges: _Ranges) -> _TensorLayo
 def _read_dtype(properties: object) -> str:
     """Return the dtype in pickled TensorProperties, the first item of their state."""
     state = properties.state if isinstance(properties, PickledCall) else None
-    values: Iterable[object] = ()
+    values: Iterable[object] = state if isinstance(state, tuple) else ()
     if isinstance(state, PickledMapping):
         values = [value for _, value in state.items]
-    elif isinstance(state, tuple):
-        values = state
     for value in values:
         if isinstance(value, PickledName) and value.qualified_name in DTYPES:
             return DTYPES[value.qualified_name]
@@ -375,18 +359,14 @@ def _read_dtype(properties: object) -> str:
 
 def _join_parts(layout: _TensorLayout, parts: Sequence[ArrayPart]) -> Array:
     """Return the tensor of all its boxes."""
-    name = layout.name
-    dtype = layout.dtype
-    shape = layout.shape
+    named = (layout.name, layout.dtype, layout.shape)
     if not parts:
-        return whole_array(name, dtype, shape, (0, 0))
+        return whole_array(*named, (0, 0))
     if len(parts) > 1:
-        return parted_array(name, dtype, shape, ArrayParts(tuple(parts)))
+        return parted_array(*named, ArrayParts(tuple(parts)))
     part = parts[0]
-    position = (part.file, part.offset)
-    if part.strides == strides(shape, itemsize(dtype)):
-        return whole_array(name, dtype, shape, position)
-    return whole_array(name, dtype, shape, position, part.strides)
+    is_in_c_order = part.strides == strides(layout.shape, itemsize(layout.dtype))
+    return whole_array(*named, (part.file, part.offset), None if is_in_c_order else part.strides)
 
 
 def _read_archives(folder: AnyPath, boxes: Iterable[_BoxArchive]) -> dict[_BoxArchive, Array]:
@@ -422,7 +402,14 @@ def _read_run(path: AnyPath, boxes: Sequence[_BoxArchive]) -> list[Array]:
         for box in boxes:
             with _damage_of(path, box.name):
                 window = _Window(file, box.first, box.length, pieces)
-                headers.append(_read_box(TorchArchive(io.BufferedReader(window)), box))
+                archive = TorchArchive(io.BufferedReader(window))
+                # Its offset counts from the start of the archive.
+                tensor = archive.find_tensor(archive.root)
+                if (tensor.dtype, tensor.shape) != (box.dtype, box.shape):
+                    stored = f"{tensor.dtype} {list(tensor.shape)}"
+                    expected = f"{box.dtype} {list(box.shape)}"
+                    raise ValueError(f"it has {stored} where {expected} should be")
+                headers.append(tensor)
     return headers
 
 
@@ -441,15 +428,6 @@ def _read_archive_ends(path: StorePath, boxes: Sequence[_BoxArchive]) -> list[tu
             else:
                 ranges.append((start, stop))
     return [(start, path.read_exactly(start, stop)) for start, stop in ranges]
-
-
-def _read_box(archive: TorchArchive, box: _BoxArchive) -> Array:
-    """Return the elements of a box. Their offset counts from the start of the archive."""
-    tensor = archive.find_tensor(archive.root)
-    if (tensor.dtype, tensor.shape) != (box.dtype, box.shape):
-        stored = f"{tensor.dtype} {list(tensor.shape)}"
-        raise ValueError(f"it has {stored} where {box.dtype} {list(box.shape)} should be")
-    return tensor
 
 
 def _check_tiling(shape: tuple[int, ...], parts: Sequence[ArrayPart]) -> None:

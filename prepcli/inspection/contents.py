@@ -36,7 +36,7 @@ from prepcli.sources.dequantized import (
     not_quantized_error,
     quantization_file,
 )
-from prepcli.sources.folders import Kind
+from prepcli.sources.detect import Kind
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import (
     MULTIMODAL_KINDS,

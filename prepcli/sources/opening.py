@@ -19,8 +19,9 @@ from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
+from prepcli.sources.detect import Kind
 from prepcli.sources.dropped_tensors import matching_drops
-from prepcli.sources.folders import CheckpointFiles, Kind
+from prepcli.sources.folders import CheckpointFiles
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map

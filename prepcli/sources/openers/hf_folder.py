@@ -18,7 +18,7 @@ from prepcli.planning.arrays import Array
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import SourceFile
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.sources.folders import Kind
+from prepcli.sources.detect import Kind
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel, find_config_path, read_folder_model
 from prepcli.sources.source import (
