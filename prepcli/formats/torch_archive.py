@@ -480,10 +480,12 @@ def _unwrap_parameter(value: object) -> PickledCall:
         if name == TYPED_TENSOR_REBUILDER and len(value.args) == 4:
             # The last argument has the Python attributes of the tensor.
             callee, tensor_type, args, _ = value.args
-            is_call = isinstance(callee, PickledName) and isinstance(args, tuple)
-            if not is_call or not isinstance(tensor_type, PickledName):
-                raise ValueError("it is a tensor of a custom class")
-            if tensor_type.qualified_name not in TENSOR_TYPES:
+            if not (
+                isinstance(callee, PickledName)
+                and isinstance(args, tuple)
+                and isinstance(tensor_type, PickledName)
+                and tensor_type.qualified_name in TENSOR_TYPES
+            ):
                 raise ValueError("it is a tensor of a custom class")
             value = PickledCall(callee, args)
         elif name in PARAMETER_REBUILDERS and value.args:
