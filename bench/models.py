@@ -22,8 +22,8 @@ from bench.published import PUBLISHED, override_config
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import format_bytes
-from prepcli.formats.safetensors import INDEX_FILE
-from prepcli.formats.safetensors_layout import (
+from prepcli.formats.safetensors import (
+    INDEX_FILE,
     LayoutEntry,
     SafetensorsLayout,
     encode_index,

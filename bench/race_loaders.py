@@ -33,7 +33,7 @@ NORM = "norm"
 PREP_MODULES = (
     "prepcli.commands.operations.load_params",
     "trainer.run.params",
-    "prepcli.sources.openers.safetensors_folder",
+    "prepcli.sources.openers.hf_folder",
     "prepcli.models.families.llama",
     "trainer.training.loading",
     "trainer.training.manifest_model",

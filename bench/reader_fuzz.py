@@ -43,8 +43,9 @@ from prepcli.formats.gguf import GgufArray, read_gguf_header
 from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.formats.torch_dcp import METADATA_FILE, read_dcp_folder
 from prepcli.sources.dequantized import DequantizedBlob, find_stored_weights
-from prepcli.sources.openers.gguf_file import open_gguf
-from prepcli.sources.references import NO_HINTS
+from prepcli.sources.folders import Access
+from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
 from prepcli.stores.buffers import Blob
 from trainer.data.dataset_layout import read_metadata, select_files
 from trainer.data.files import hash_file
@@ -305,7 +306,7 @@ def read_gguf(path: Path) -> str:
             try_decode_array(value)
     decoded = ""
     with contextlib.suppress(PrepError):
-        source = open_gguf(path, path.name, NO_HINTS)
+        source = open_source(locate(str(path), access=Access(allow_gguf=True)))
         decoded = decode_start(source.blobs[-1])
     return f"{header.metadata} {header.tensors} {decoded}"
 

@@ -25,8 +25,8 @@ from bench.meter import CommandCost, measure
 from bench.models import SHARD_NBYTES
 from prepcli.commands.testing.tiny_model import to_file_tensors
 from prepcli.core.tables import format_table
-from prepcli.formats.safetensors import INDEX_FILE
-from prepcli.formats.safetensors_layout import (
+from prepcli.formats.safetensors import (
+    INDEX_FILE,
     LayoutEntry,
     encode_index,
     lay_out_files,

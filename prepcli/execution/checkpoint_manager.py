@@ -24,8 +24,13 @@ from prepcli.engine.checkpoint_store import HostLeaf, LeafSpec, PendingSave
 from prepcli.execution.folder_storage import FolderStorage
 from prepcli.execution.run_storage import RunStorage, StepSave, joint_work
 from prepcli.execution.step_writer import MEMORY_NBYTES
-from prepcli.formats.file_records import check_files
-from prepcli.formats.manifest import NO_MANIFEST, STATE_ITEM, find_manifest_folder, read_manifest
+from prepcli.formats.manifest import (
+    NO_MANIFEST,
+    STATE_ITEM,
+    check_files,
+    find_manifest_folder,
+    read_manifest,
+)
 from prepcli.formats.run_steps import ScoreGroup, StepScore, best_steps, manifest_score
 from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES
 from prepcli.planning.manifest_fields import PREP_KEYS, Manifest

@@ -17,8 +17,7 @@ from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import check_no_symlinks, open_no_follow, write_no_follow
 from prepcli.execution.object_compressor import CompressedChunks
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
-from prepcli.formats.file_records import record_file
-from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, record_file
 from prepcli.formats.orbax import (
     COMMIT_MARKER,
     OrbaxNonArray,

@@ -39,8 +39,13 @@ from prepcli.execution.written_data import (
     zero_gaps,
 )
 from prepcli.formats.checksums import CHECKSUMS_FILE
-from prepcli.formats.file_records import are_files_intact
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, foreign_output_error, read_manifest
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    NO_MANIFEST,
+    are_files_intact,
+    foreign_output_error,
+    read_manifest,
+)
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.manifest_fields import Manifest

@@ -20,7 +20,7 @@ from prepcli.execution.locks import acquire_lock
 from prepcli.execution.output_paths import is_same_file, remove_path
 from prepcli.execution.run_storage import StepSave
 from prepcli.execution.step_writer import FolderStep, write_step
-from prepcli.formats.again_hint import RECREATE_HINT
+from prepcli.formats.manifest import RECREATE_HINT
 from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.stores.files import fsync_path, io_error

@@ -18,7 +18,7 @@ from prepcli.algebra.boxes import Box
 from prepcli.core.errors import RERUN_HINT, PrepError
 from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.checkpoint_store import HostLeaf
-from prepcli.formats.again_hint import RECREATE_HINT
+from prepcli.formats.manifest import RECREATE_HINT
 from prepcli.planning.object_files import LeafBoxes
 from prepcli.planning.plan import Plan
 from prepcli.restore.item_reader import ItemReader

@@ -10,7 +10,7 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import JsonValue
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
-from prepcli.formats.again_hint import again_hint
+from prepcli.formats.manifest import again_hint
 from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream, read_copies
 from prepcli.planning.state_rows import is_decoded_tensor
 from prepcli.planning.tensor_match import not_equal_error

@@ -26,7 +26,7 @@ from prepcli.engine.files import Files, RunReader
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
-from prepcli.formats.file_records import record_file
+from prepcli.formats.manifest import record_file
 from prepcli.planning import coverage
 from prepcli.planning.coverage import FileSpan, stream_write_spans
 from prepcli.planning.plan import Plan, Stream

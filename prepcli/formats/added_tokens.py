@@ -8,8 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+import codecs
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypedDict, cast
 
 from pydantic import (
     BaseModel,
@@ -21,8 +25,13 @@ from pydantic import (
     model_validator,
 )
 
-from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.algebra.boxes import Range
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, UsageError, text, usage_error
+from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import load_json
+from prepcli.core.lists import join_names
 from prepcli.planning.manifest_fields import MAX_ROWS
+from prepcli.stores.files import read_file_or_pipe, unreadable_error
 from prepcli.stores.paths import AnyPath
 
 # Next to the tokenizer, so that later commands copy it with the files of the model.
@@ -124,3 +133,260 @@ def parse_record(path: AnyPath, data: bytes) -> tuple[Addition, ...]:
         place = ".".join(str(part) for part in first["loc"])
         why = f"`{place}`: {first['msg']}" if place else first["msg"]
         raise DamagedError(f"{path} is not a record of this prep", why, GET_AGAIN_HINT) from error
+
+
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+LIST_HINT = "write one token per line, or a JSON list of strings and objects in a file named *.json"
+
+
+class AddedToken(TypedDict):
+    """A token in the form of `added_tokens` of tokenizer.json, without its id."""
+
+    content: str
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
+    normalized: bool
+    special: bool
+
+
+def read_token_list(path: Path) -> tuple[AddedToken, ...]:
+    """Read the tokens of a file or a pipe: a JSON list in `*.json`, else one token per line.
+
+    Raises:
+        UsageError: The file is invalid, or a token is empty, doubled or part of another one.
+        PrepError: The file cannot be read.
+    """
+    try:
+        data = read_file_or_pipe(path)
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+    if path.suffix == ".json":
+        tokens = _json_tokens(path, data)
+    else:
+        tokens = [make_token(line) for line in _lines(path, data)]
+    if not tokens:
+        raise _list_error(path, "it has no token")
+    _check_texts(path, [token["content"] for token in tokens])
+    return tuple(tokens)
+
+
+def make_token(content: str, flags: Mapping[str, JsonValue] | None = None) -> AddedToken:
+    """Return a token. Without flags it has the defaults of the tokenizers library.
+
+    >>> make_token("<tool>", {"special": True})["normalized"]
+    False
+    """
+    flags = flags or {}
+    is_special = flags.get("special") is True
+    values: dict[str, object] = {"content": content}
+    for name in FLAGS:
+        # The text of a special token is not normalized before it is searched.
+        default = name == "normalized" and not is_special
+        values[name] = flags.get(name, default)
+    return cast(AddedToken, values)
+
+
+def overlapping_texts(new: Collection[str], others: Collection[str]) -> list[str]:
+    """Return a description of each pair of a new and another text, one of them within the other.
+
+    >>> overlapping_texts(["<a>b"], ["<a>", "c"])
+    ["'<a>b' contains '<a>'"]
+    """
+    pairs = dict.fromkeys([*_contained_pairs(new, others), *_contained_pairs(others, new)])
+    return [f"{whole!r} contains {part!r}" for whole, part in pairs]
+
+
+def _contained_pairs(texts: Iterable[str], parts: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield each text with each of its shorter parts."""
+    # Each part of a text with a fitting length is looked up. The time is linear in the number of texts, so that lists
+    # of 100,000 tokens take seconds.
+    known = set(parts)
+    lengths = sorted({len(part) for part in parts})
+    for content in texts:
+        for length in lengths:
+            if length >= len(content):
+                break
+            for start in range(len(content) - length + 1):
+                part = content[start : start + length]
+                if part in known:
+                    yield content, part
+
+
+def _lines(path: AnyPath, data: bytes) -> list[str]:
+    try:
+        # Some editors write a byte order mark.
+        lines = data.removeprefix(codecs.BOM_UTF8).decode().split("\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise _list_error(path, f"line {line} is not UTF-8") from None
+    if lines[-1] == "":
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
+
+
+def _json_tokens(path: AnyPath, data: bytes) -> list[AddedToken]:
+    try:
+        document = load_json(data)
+    except ValueError as error:
+        raise _list_error(path, f"it is not JSON: {error}") from None
+    if not isinstance(document, list):
+        raise _list_error(path, "it is not a JSON list")
+    items: list[JsonValue] = document
+    return [_json_token(path, number, item) for number, item in enumerate(items, 1)]
+
+
+def _json_token(path: AnyPath, number: int, item: JsonValue) -> AddedToken:
+    if isinstance(item, str):
+        return make_token(item)
+    if not isinstance(item, dict) or not isinstance(item.get("content"), str):
+        raise _list_error(path, f"item {number} is neither a string nor an object with `content`")
+    flags: JsonObject = {key: value for key, value in item.items() if key != "content"}
+    for key, value in flags.items():
+        if key not in FLAGS:
+            why = f"item {number} has the unknown key {key!r:.60}"
+            raise _list_error(path, why, f"supported keys: content, {', '.join(FLAGS)}")
+        if not isinstance(value, bool):
+            raise _list_error(path, f"`{key}` of item {number} is {value!r:.60}, not true or false")
+    return make_token(cast(str, item["content"]), flags)
+
+
+def _check_texts(path: AnyPath, contents: list[str]) -> None:
+    """Raise UsageError for empty, doubled and overlapping tokens."""
+    empty = [str(number) for number, content in enumerate(contents, 1) if not content]
+    if empty:
+        raise _list_error(path, f"empty tokens: number {join_names(empty)} of the list")
+    counts = Counter(contents)
+    doubled = [repr(content) for content, count in counts.items() if count > 1]
+    if doubled:
+        raise _list_error(path, f"it has tokens twice: {join_names(doubled)}")
+    if overlaps := overlapping_texts(contents, contents):
+        why = f"tokens overlap: {join_names(overlaps)}, so a text with the longer one has two tokenizations"
+        raise _list_error(path, why, "remove one token of each pair")
+
+
+def _list_error(path: AnyPath, why: str, hint: str = LIST_HINT) -> UsageError:
+    return usage_error(text("{} is invalid", Option("tokens", str(path))), why, hint)
+
+
+_DECODER = json.JSONDecoder()
+_SPACE = " \t\r\n"
+
+
+def insert_members(
+    data: bytes, keys: Sequence[str], members: JsonObject | list[JsonValue]
+) -> tuple[bytes, Range]:
+    """Insert members at the end of an object or a list.
+
+    The members have the indentation of a text with one member per line. Other texts get them without spaces.
+
+    Args:
+        data: A valid JSON text.
+        keys: Keys from the root to the object or list, e.g. `("model", "vocab")`. Empty for the root.
+        members: An object to add to an object, or a list to add to a list, not empty.
+
+    Returns:
+        The new text, and the byte range of the insertion in it.
+
+    Raises:
+        ValueError: There is no such object or list, or the object has one of the members.
+
+    >>> insert_members(b'{"a": [1], "b": 2}', ("a",), [3, 4])
+    (b'{"a": [1,3,4], "b": 2}', (8, 12))
+    """
+    text = data.decode()
+    start, stop = find_value(text, keys)
+    brackets = text[start] + text[stop - 1]
+    if brackets != ("{}" if isinstance(members, dict) else "[]"):
+        raise ValueError(
+            f"{'.'.join(keys)} is not {'an object' if isinstance(members, dict) else 'a list'}"
+        )
+    if isinstance(members, dict):
+        _check_new_keys(".".join(keys) or "the object", json.loads(text[start:stop]), members)
+    body = text[start + 1 : stop - 1]
+    last_stop = start + 1 + len(body.rstrip(_SPACE))
+    is_empty = last_stop == start + 1
+    # The space between the last member and the closing bracket, e.g. "\n  "
+    closing_space = text[last_stop : stop - 1]
+    separator = ""
+    if "\n" in closing_space:
+        separator = "\n" + closing_space.rpartition("\n")[2] + "  "
+    inserted = ("," + separator).join(_member_texts(members, separator))
+    inserted = ("" if is_empty else ",") + separator + inserted
+    offset = len(text[:last_stop].encode())
+    insertion = inserted.encode()
+    new_data = data[:offset] + insertion + data[offset:]
+    return new_data, (offset, offset + len(insertion))
+
+
+def _check_new_keys(name: str, old: JsonObject, new: JsonObject) -> None:
+    """Raise ValueError for a key in both objects: readers of JSON disagree about doubled keys."""
+    for key in new:
+        if key in old:
+            raise ValueError(f"{name} has {key!r:.60} already")
+
+
+def remove_insertion(data: bytes, insertion: Range) -> bytes:
+    """Return a text without an insertion.
+
+    >>> remove_insertion(b'{"a": [1,3,4], "b": 2}', (8, 12))
+    b'{"a": [1], "b": 2}'
+    """
+    return data[: insertion[0]] + data[insertion[1] :]
+
+
+def find_value(text: str, keys: Sequence[str]) -> Range:
+    """Return where the value of some keys begins and ends in a valid JSON text.
+
+    Raises:
+        ValueError: A key is missing.
+
+    >>> find_value('{"a": {"b": [1]}}', ("a", "b"))
+    (12, 15)
+    """
+    start = _skip_space(text, 0)
+    for key in keys:
+        start = _find_member(text, start, key)
+    _, stop = _DECODER.raw_decode(text, start)
+    return start, stop
+
+
+def _find_member(text: str, start: int, key: str) -> int:
+    """Return where the value of a key begins, in the object from `start` on."""
+    position = start
+    while text[position] in "{,":
+        position = _skip_space(text, position + 1)
+        if text[position] == "}":
+            break
+        name, position = _DECODER.raw_decode(text, position)
+        # A colon follows each name.
+        position = _skip_space(text, _skip_space(text, position) + 1)
+        if name == key:
+            return position
+        _, position = _DECODER.raw_decode(text, position)
+        position = _skip_space(text, position)
+    raise ValueError(f"there is no {key}")
+
+
+def _skip_space(text: str, position: int) -> int:
+    """Return the position of the next character other than a space."""
+    while text[position] in _SPACE:
+        position += 1
+    return position
+
+
+def _member_texts(members: JsonObject | list[JsonValue], separator: str) -> list[str]:
+    """Return the JSON text of each member. Without a separator, it has no spaces."""
+    if not isinstance(members, dict):
+        return [_value_text(value, separator) for value in members]
+    colon = ": " if separator else ":"
+    texts: list[str] = []
+    for key, value in members.items():
+        texts.append(_value_text(key, separator) + colon + _value_text(value, separator))
+    return texts
+
+
+def _value_text(value: JsonValue, separator: str) -> str:
+    if not separator:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(value, ensure_ascii=False, indent=2).replace("\n", separator)

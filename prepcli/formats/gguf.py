@@ -25,7 +25,7 @@ import xxhash
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
-from prepcli.formats.shard_index import damage_hint, download_again_hint
+from prepcli.formats.model_files import damage_hint, download_again_hint
 from prepcli.stores.files import CutShortError, open_regular_file, stat_file, unreadable_error
 from prepcli.stores.paths import AnyPath
 

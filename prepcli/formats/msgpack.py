@@ -1,4 +1,4 @@
-"""Read the headers of Flax msgpack files and EasyLM streams: arrays and the byte ranges of their payloads.
+"""Flax msgpack files and EasyLM streams: find them in a folder, and read their headers.
 
 A Flax file is a nested map with arrays as leaves. An array is extension 1 with [shape, dtype, bytes]. An array above
 1 GiB is a map of such pieces. An EasyLM stream is a sequence of records [path, bytes], where the bytes are a Flax file
@@ -8,10 +8,10 @@ bounded before they are read.
 
 from __future__ import annotations
 
-import itertools
 import math
+import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO, Literal
 
@@ -21,10 +21,23 @@ from prepcli.algebra.grids import run_parts
 from prepcli.core.counts import count_text
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_values import quote_name
-from prepcli.formats.shard_index import damage_hint
+from prepcli.formats.model_files import (
+    FileHeader,
+    ModelFiles,
+    damage_hint,
+    list_indexed_files,
+    read_model_files,
+    read_weight_map,
+)
 from prepcli.planning.arrays import Array, parted_array, whole_array
 from prepcli.planning.tensors import ITEM_BITS, itemsize
-from prepcli.stores.files import CutShortError, open_regular_file, stat_file, unreadable_error
+from prepcli.stores.files import (
+    CutShortError,
+    list_folder,
+    open_regular_file,
+    stat_file,
+    unreadable_error,
+)
 from prepcli.stores.paths import AnyPath
 
 # Extension codes of flax.serialization: array and NumPy scalar.
@@ -40,6 +53,17 @@ MAX_DIMS = 64
 MAX_KEY_NBYTES = 1 << 10
 MAX_PATHS_NBYTES = 16 << 20  # total length of all paths
 WINDOW_NBYTES = 16 << 10
+SNIFFED_NBYTES = 16
+
+STEM = "flax_model"
+SINGLE_FILE = f"{STEM}.{SUFFIX}"
+INDEX_FILE = f"{SINGLE_FILE}.index.json"
+# In order of precedence: the names of transformers come before names that training scripts choose.
+FLAX_FILES = (SINGLE_FILE, INDEX_FILE, "params.msgpack", "train_state.msgpack")
+STREAM_FILE = "streaming_params"
+STREAM_FILES = (STREAM_FILE, "streaming_train_state")
+# EasyLM appends the step to the names of milestones, e.g. `streaming_params_1000`.
+_NUMBERED_STREAM = re.compile(rf"({'|'.join(STREAM_FILES)})_\d+")
 
 MsgpackKind = Literal["flax", "easylm"]
 KeyPath = tuple[str, ...]  # keys from the root of a tree to a leaf
@@ -55,21 +79,6 @@ class MsgpackNonArray:
 
     def __str__(self) -> str:
         return f"{'.'.join(self.path)} is {self.value if isinstance(self.value, str) else repr(self.value)}"
-
-
-@dataclass(frozen=True, slots=True)
-class MsgpackHeader:
-    """Leaves of a file, in file order, without payloads. `digest` is the XXH3-128 of the bytes outside of payloads."""
-
-    path: AnyPath
-    arrays: tuple[Array, ...]
-    non_arrays: tuple[MsgpackNonArray, ...]
-    size: int
-    mtime_ns: int
-    digest: str
-
-
-SNIFFED_NBYTES = 16
 
 
 def sniff_msgpack_kind(path: AnyPath) -> MsgpackKind | None:
@@ -89,12 +98,13 @@ def sniff_msgpack_kind(path: AnyPath) -> MsgpackKind | None:
     return None
 
 
-def read_msgpack_header(path: AnyPath, kind: MsgpackKind) -> MsgpackHeader:
-    """Read the headers of a Flax file or an EasyLM stream.
+def read_msgpack_header(path: AnyPath, kind: MsgpackKind, file_number: int = 0) -> FileHeader:
+    """Read the headers of a Flax file or an EasyLM stream. Values other than arrays are `MsgpackNonArray`s.
 
     Args:
         path: Path of the file.
         kind: Format of the file.
+        file_number: Number of the file in its model, stored in the arrays.
 
     Raises:
         PrepError: The file is unreadable or invalid. No other exception is raised, whatever the file holds.
@@ -102,22 +112,83 @@ def read_msgpack_header(path: AnyPath, kind: MsgpackKind) -> MsgpackHeader:
     stat = stat_file(path)
     try:
         with open_regular_file(path, buffering=0) as file:
-            state = _ParseState(_Cursor(file, stat.st_size))
+            state = _ParseState(_Cursor(file, stat.st_size), file_number)
             _parse_stream(state) if kind == "easylm" else _parse_flax_file(state)
     except OSError as error:
         raise unreadable_error(path, error) from error
     except ValueError as error:
-        if kind == "easylm":
-            what = "EasyLM stream"
-        else:
-            what = "Flax msgpack file"
-        raise DamagedError(
-            f"{path.name} is not a usable {what}", str(error), damage_hint(path, error)
-        ) from error
+        title = "EasyLM stream" if kind == "easylm" else "Flax msgpack file"
+        what = f"{path.name} is not a usable {title}"
+        raise DamagedError(what, str(error), damage_hint(path, error)) from error
     digest = state.cursor.digest_state.hexdigest()
-    return MsgpackHeader(
-        path, tuple(state.arrays), tuple(state.non_arrays), stat.st_size, stat.st_mtime_ns, digest
-    )
+    arrays = tuple(state.arrays)
+    return FileHeader(path, stat.st_size, stat.st_mtime_ns, digest, arrays, tuple(state.non_arrays))
+
+
+def select_other_flax_files(names: Collection[str]) -> list[str]:
+    """Return the msgpack files of a folder without a file of a known name."""
+    return [name for name in names if name.endswith(f".{SUFFIX}") and not name.startswith(".")]
+
+
+def detect_msgpack_kind(names: Collection[str]) -> MsgpackKind | None:
+    """Return `flax` or `easylm` by the file names of a folder, or None for neither."""
+    if any(name in names for name in FLAX_FILES):
+        return "flax"
+    if any(name in STREAM_FILES or _NUMBERED_STREAM.fullmatch(name) for name in names):
+        return "easylm"
+    return None
+
+
+def select_flax_files(names: Sequence[str]) -> list[str]:
+    """Return the file names of a Flax model in a repository. With an index, these are all files that it may name."""
+    if SINGLE_FILE in names:
+        return [SINGLE_FILE]
+    files = select_other_flax_files(names)
+    if INDEX_FILE in names:
+        return [INDEX_FILE, *files]
+    known = [name for name in FLAX_FILES if name in names]
+    return known[:1] or files
+
+
+def read_flax_files(path: AnyPath, kind: MsgpackKind) -> ModelFiles:
+    """Read the headers of a checkpoint: of a file, or of the files that a folder holds.
+
+    Raises:
+        PrepError: A file is broken, a file or an array of the index is missing, or the folder holds several EasyLM
+            streams.
+    """
+
+    def read_header(file: AnyPath, number: int) -> FileHeader:
+        return read_msgpack_header(file, kind, number)
+
+    if not path.is_dir():
+        return read_model_files(path, (path,), read_header)
+    names = list_folder(path)
+    weight_map: dict[str, str] | None = None
+    if kind == "easylm":
+        files = [_find_stream_file(path, names)]
+    else:
+        files = [name for name in FLAX_FILES if name in names][:1]
+    if files == [INDEX_FILE]:
+        weight_map = read_weight_map(path / INDEX_FILE, SUFFIX)
+        files = list_indexed_files(path, weight_map)
+    elif not files:
+        files = select_other_flax_files(names)
+        if len(files) != 1:
+            what = f"{path} holds {len(files)} msgpack files"
+            raise PrepError(what, ", ".join(files[:4]), f"name one of them: `{path / files[0]}`")
+    return read_model_files(path, [path / name for name in files], read_header, weight_map)
+
+
+def _find_stream_file(folder: AnyPath, names: list[str]) -> str:
+    for name in STREAM_FILES:
+        if name in names:
+            return name
+    numbered = list(filter(_NUMBERED_STREAM.fullmatch, names))
+    if len(numbered) == 1:
+        return numbered[0]
+    hint = f"one of them: `params::{folder / numbered[-1]}`"
+    raise PrepError(f"{folder} holds {len(numbered)} EasyLM streams", ", ".join(numbered), hint)
 
 
 # Format: https://github.com/msgpack/msgpack/blob/master/spec.md, and the extension types of
@@ -204,10 +275,7 @@ def _read_token(cursor: _Cursor) -> _MsgpackHeader:
         )
     if first_byte in _SIZED_TYPES:
         kind, width = _SIZED_TYPES[first_byte]
-        if width:
-            count = cursor.take_uint(width)
-        else:
-            count = 1 << (first_byte - 0xD4)
+        count = cursor.take_uint(width) if width else 1 << (first_byte - 0xD4)
         return _MsgpackHeader(kind, count, cursor.take_uint(1) if kind == "extension" else 0)
     raise ValueError(
         f"byte {cursor.offset - 1:,} is {first_byte:#x}, which msgpack does not define"
@@ -250,6 +318,7 @@ class _ParseState:
     """State of parsing a tree: the leaves read so far and counters for the limits."""
 
     cursor: _Cursor
+    file_number: int
     arrays: list[Array] = field(default_factory=list)
     non_arrays: list[MsgpackNonArray] = field(default_factory=list)
     entries: int = 0
@@ -265,6 +334,11 @@ class _ParseState:
             )
         if len(path) > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep, at {_quote_path(path)}")
+
+    def array_at(self, path: KeyPath, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
+        """Return an array in C order at an offset of the file."""
+        array = whole_array(".".join(path), dtype, shape, (self.file_number, offset))
+        return replace(array, path=path)
 
 
 def _parse_flax_file(state: _ParseState) -> None:
@@ -307,11 +381,9 @@ def _parse_stream(state: _ParseState) -> None:
 def _read_record_path(state: _ParseState) -> KeyPath:
     offset = state.cursor.offset
     record = _read_token(state.cursor)
-    if (record.kind, record.count) == ("array", 2):
-        key = _read_token(state.cursor)
-    else:
-        key = record
-    if key is record or key.kind != "array" or key.count > MAX_DEPTH:
+    is_pair = (record.kind, record.count) == ("array", 2)
+    key = _read_token(state.cursor) if is_pair else record
+    if not is_pair or key.kind != "array" or key.count > MAX_DEPTH:
         raise ValueError(f"byte {offset:,} does not start a record [path, bytes]")
     return tuple(_read_key(state.cursor, allow_int=True) for _ in range(key.count))
 
@@ -346,7 +418,7 @@ def _parse_value(state: _ParseState, path: KeyPath) -> None:
         for index in range(token.count):
             _parse_value(state, (*path, str(index)))
     elif token.kind == "extension" and token.ext_code in (EXT_ARRAY, EXT_SCALAR):
-        state.arrays.append(_read_array(state.cursor, path, token.count))
+        state.arrays.append(_read_array(state, path, token.count))
     elif token.kind == "value":
         state.non_arrays.append(MsgpackNonArray(path, token.value))
     else:
@@ -369,68 +441,66 @@ def _parse_map(state: _ParseState, path: KeyPath, count: int) -> None:
     # msgpack limits an extension to 2^32 - 1 bytes, so flax.serialization stores an array above
     # 1 GiB as {"__msgpack_chunked_array__": True, "shape": {"0": ...}, "chunks": {"0": ...}}.
     if CHUNKED_MARKER in keys:
-        joined = _join_pieces(path, state.arrays[first_array:], state.non_arrays[first_non_array:])
+        joined = _join_pieces(
+            state, path, state.arrays[first_array:], state.non_arrays[first_non_array:]
+        )
         del state.arrays[first_array:], state.non_arrays[first_non_array:]
         state.arrays.append(joined)
 
 
-def _join_pieces(path: KeyPath, pieces: list[Array], non_arrays: list[MsgpackNonArray]) -> Array:
+def _join_pieces(
+    state: _ParseState, path: KeyPath, pieces: list[Array], non_arrays: list[MsgpackNonArray]
+) -> Array:
     """Join the pieces of a chunked array: 1-d arrays under `chunks`, extents under `shape`."""
-    depth = len(path)
-    chunks = {
-        piece.path[depth + 1]: piece
-        for piece in pieces
-        if _is_child_of(piece.path, depth, "chunks")
-    }
-    extents = {
-        leaf.path[depth + 1]: leaf.value
-        for leaf in non_arrays
-        if _is_child_of(leaf.path, depth, "shape")
-    }
-    chunks_in_order = [chunks.get(str(i)) for i in range(len(chunks))]
-    shape = [extents.get(str(i)) for i in range(len(extents))]
-    flat_pieces = [
-        piece for piece in chunks_in_order if piece is not None and len(piece.shape) == 1
-    ]
-    # The last 1 is the entry of CHUNKED_MARKER.
-    unknown_entries = len(pieces) - len(chunks) + len(non_arrays) - len(extents) - 1
+
+    def number_of(leaf_path: Sequence[str | int], key: str) -> str | int:
+        """Return the key of a leaf in `chunks` or `shape`, or an empty text for another leaf."""
+        is_child = len(leaf_path) == len(path) + 2 and leaf_path[-2] == key
+        return leaf_path[-1] if is_child else ""
+
+    chunks = {number_of(piece.path, "chunks"): piece for piece in pieces}
+    extents = {number_of(leaf.path, "shape"): leaf.value for leaf in non_arrays}
+    # The entry of CHUNKED_MARKER is the only other one.
+    extents.pop("", None)
+    flat_pieces = [chunks[key] for key in map(str, range(len(chunks))) if key in chunks]
     if (
         not flat_pieces
-        or len(flat_pieces) != len(chunks_in_order)
-        or unknown_entries
-        or {piece.dtype for piece in flat_pieces} != {flat_pieces[0].dtype}
+        or len(flat_pieces) != len(pieces)
+        or len(extents) != len(non_arrays) - 1
+        or {(piece.dtype, len(piece.shape)) for piece in flat_pieces} != {(flat_pieces[0].dtype, 1)}
     ):
         raise ValueError(f"the pieces of {_quote_path(path)} do not form an array")
+    shape = [extents.get(str(i)) for i in range(len(extents))]
     counts = tuple(extent for extent in shape[:MAX_DIMS] if type(extent) is int and extent >= 0)
-    if len(counts) != len(shape) or math.prod(counts) != sum(
-        piece.shape[0] for piece in flat_pieces
-    ):
+    num_elements = sum(piece.shape[0] for piece in flat_pieces)
+    if len(counts) != len(shape) or math.prod(counts) != num_elements:
         raise ValueError(
             f"the pieces of {_quote_path(path)} do not form an array of shape {str(shape)[:100]}"
         )
     dtype = flat_pieces[0].dtype
     runs = [(piece.offset, piece.nbytes) for piece in flat_pieces]
     if len(runs) == 1:
-        return _array_at(path, dtype, counts, runs[0][0])
-    parts = run_parts(counts, itemsize(dtype), runs, file=0)
+        return state.array_at(path, dtype, counts, runs[0][0])
+    parts = run_parts(counts, itemsize(dtype), runs, file=state.file_number)
     return replace(parted_array(".".join(path), dtype, counts, parts), path=path)
 
 
-def _array_at(path: KeyPath, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
-    """Return an array in C order at an offset of the file."""
-    return replace(whole_array(".".join(path), dtype, shape, (0, offset)), path=path)
-
-
-def _is_child_of(path: Sequence[str | int], depth: int, key: str) -> bool:
-    return len(path) == depth + 2 and path[depth] == key
-
-
-def _read_array(cursor: _Cursor, path: KeyPath, nbytes: int) -> Array:
+def _read_array(state: _ParseState, path: KeyPath, nbytes: int) -> Array:
     """Read an array [shape, dtype, bytes] that takes `nbytes` bytes."""
+    cursor = state.cursor
     end = cursor.offset + nbytes
     if (header := _read_token(cursor)).kind != "array" or header.count != 3:
         raise ValueError(f"{_quote_path(path)} is not an array of Flax")
-    shape = tuple(_iter_shape(cursor, path))
+    dims = _read_token(cursor)
+    is_valid = dims.kind == "array" and dims.count <= MAX_DIMS
+    extents: list[int] = []
+    while is_valid and len(extents) < dims.count:
+        extent = _read_token(cursor).value
+        is_valid = type(extent) is int and 0 <= extent < 1 << 63
+        extents += [extent] if type(extent) is int else []
+    if not is_valid:
+        raise ValueError(f"{_quote_path(path)} has no valid shape")
+    shape = tuple(extents)
     dtype = _read_key(cursor)
     if ITEM_BITS.get(dtype, 0) % 8 or dtype not in ITEM_BITS:
         raise ValueError(
@@ -443,20 +513,8 @@ def _read_array(cursor: _Cursor, path: KeyPath, nbytes: int) -> Array:
         raise ValueError(
             f"{array} takes {count_text(payload_nbytes, 'byte')}, its payload has another size"
         )
-    return _array_at(path, dtype, shape, cursor.skip(payload_nbytes))
-
-
-def _iter_shape(cursor: _Cursor, path: KeyPath) -> Iterator[int]:
-    dims = _read_token(cursor)
-    if dims.kind != "array" or dims.count > MAX_DIMS:
-        raise ValueError(f"{_quote_path(path)} has no valid shape")
-    for token in itertools.starmap(_read_token, [(cursor,)] * dims.count):
-        if type(token.value) is not int or not 0 <= token.value < 1 << 63:
-            raise ValueError(f"{_quote_path(path)} has no valid shape")
-        yield token.value
+    return state.array_at(path, dtype, shape, cursor.skip(payload_nbytes))
 
 
 def _quote_path(path: KeyPath) -> str:
-    if path:
-        return quote_name(".".join(path))
-    return "its root"
+    return quote_name(".".join(path)) if path else "its root"

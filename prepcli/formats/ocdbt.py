@@ -2,7 +2,8 @@
 
 The manifest refers to the root of the newest version. Nodes of height 0 hold keys and values, higher nodes refer to
 child nodes. Values in data files are neither read nor written. Older versions are ignored. Every configuration that
-TensorStore writes is read. Specification: https://google.github.io/tensorstore/kvstore/ocdbt/index.html.
+TensorStore writes is read.
+Specification: https://google.github.io/tensorstore/kvstore/ocdbt/index.html.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import itertools
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,11 +89,6 @@ class ValueLocation(NamedTuple):
 # The order in which they are made durable: data files, node file, manifest. A kill before the
 # manifest leaves unreferenced files.
 OcdbtEntry = tuple[bytes, "bytes | ValueLocation"]  # key and value, inline or by its location
-BeforeRead = Callable[[ValueLocation], None]
-
-
-def ignore_read(location: ValueLocation) -> None:
-    """Do nothing before a read: the file is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +119,19 @@ def encode_ocdbt_index(
     """
     # The name of the node file is a digest of its leaves, so that equal entries give an equal file.
     # TensorStore draws a random number for it, and readers accept any 16 bytes.
-    nodes = [_encode_leaf(batch) for batch in _split_into_nodes(entries, node_nbytes)]
+    nodes: list[_EncodedNode] = []
+    batch: list[OcdbtEntry] = []
+    size = 0
+    for key, value in entries:
+        content = value if isinstance(value, bytes) else value.path
+        entry_nbytes = _ENTRY_OVERHEAD_NBYTES + len(key) + len(content)
+        if batch and size + entry_nbytes > node_nbytes:
+            nodes.append(_encode_leaf(batch))
+            batch = []
+            size = 0
+        batch.append((key, value))
+        size += entry_nbytes
+    nodes.append(_encode_leaf(batch))
     file_id = hashlib.blake2b(digest_size=16)
     for leaf in nodes:
         file_id.update(leaf.data)
@@ -136,26 +144,6 @@ def encode_ocdbt_index(
         path: b"".join(node.data for node in nodes),
         OCDBT_MANIFEST: _encode_manifest(nodes, path, file_id.digest(), now_ns),
     }
-
-
-def _split_into_nodes(
-    entries: Iterable[OcdbtEntry], node_nbytes: int
-) -> Iterator[list[OcdbtEntry]]:
-    batch: list[OcdbtEntry] = []
-    size = 0
-    for key, value in entries:
-        entry_nbytes = _ENTRY_OVERHEAD_NBYTES + len(key)
-        if isinstance(value, bytes):
-            entry_nbytes += len(value)
-        else:
-            entry_nbytes += len(value.path)
-        if batch and size + entry_nbytes > node_nbytes:
-            yield batch
-            batch = []
-            size = 0
-        batch.append((key, value))
-        size += entry_nbytes
-    yield batch
 
 
 def _encode_leaf(entries: Sequence[OcdbtEntry]) -> _EncodedNode:
@@ -423,10 +411,24 @@ class _IndexReader:
 
     def _open_node(self, node: _NodeRef) -> tuple[BodyReader, list[_DataFile], int]:
         """Return a node's body, positioned at its entries, its file table, and the number of its entries."""
-        body = decode_frame(
-            self._read_node(node.location), NODE_MAGIC, MAX_INDEX_NBYTES - self._nbytes
-        )
-        self._nbytes += max(body.remaining_nbytes, node.location.nbytes)
+        name, offset, nbytes = node.location
+        # Without this check, a few small nodes could encode any number of keys.
+        if node.location in self._seen:
+            raise ValueError(
+                f"it refers twice to the node at byte {offset:,} of {quote_name(name)}"
+            )
+        self._seen.add(node.location)
+        path = self._folder / name
+        size = stat_indexed_file(path).st_size
+        if offset + nbytes > size:
+            why = f"an index node ends at byte {offset + nbytes:,}, the file at {size:,}"
+            raise DamagedError(f"{path} is cut short", why, GET_AGAIN_HINT)
+        remaining_nbytes = MAX_INDEX_NBYTES - self._nbytes
+        if nbytes > remaining_nbytes:
+            raise ValueError(f"its nodes have more than {MAX_INDEX_NBYTES:,} bytes")
+        self._stored_nbytes += nbytes
+        body = decode_frame(read_bytes(path, offset, nbytes), NODE_MAGIC, remaining_nbytes)
+        self._nbytes += max(body.remaining_nbytes, nbytes)
         height = body.take(1)[0]
         # The check also prevents a node from being its own child.
         if height != node.height:
@@ -442,24 +444,6 @@ class _IndexReader:
                 f"a node claims {count:,} entries; the limit for {self._stored_nbytes:,} bytes is {max_entries:,}"
             )
         return body, files, count
-
-    def _read_node(self, location: ValueLocation) -> bytes:
-        # Without this check, a few small nodes could encode any number of keys.
-        if location in self._seen:
-            raise ValueError(
-                f"it refers twice to the node at byte {location.offset:,} of {quote_name(location.path)}"
-            )
-        self._seen.add(location)
-        path = self._folder / location.path
-        end = location.offset + location.nbytes
-        size = stat_indexed_file(path).st_size
-        if end > size:
-            why = f"an index node ends at byte {end:,}, the file at {size:,}"
-            raise DamagedError(f"{path} is cut short", why, GET_AGAIN_HINT)
-        if location.nbytes > MAX_INDEX_NBYTES - self._nbytes:
-            raise ValueError(f"its nodes have more than {MAX_INDEX_NBYTES:,} bytes")
-        self._stored_nbytes += location.nbytes
-        return read_bytes(path, location.offset, location.nbytes)
 
 
 def _iter_children(

@@ -52,12 +52,8 @@ def decode_frame(data: bytes, magic: int, max_nbytes: int) -> BodyReader:
         raise ValueError(
             f"its version is {version}, its compression {compression}; supported: version 0, compression 0 and 1"
         )
-    if compression:
-        return BodyReader(memoryview(_decompress(body, max_nbytes)))
-    return body
-
-
-def _decompress(body: BodyReader, max_nbytes: int) -> bytearray:
+    if not compression:
+        return body
     # In blocks, because a few bytes of zstd may decompress to gigabytes: the limit is checked after
     # each block, not after all of them.
     reader = Zstd(StoredBytesReader(lambda _, count: body.take(count), body.remaining_nbytes))
@@ -66,7 +62,7 @@ def _decompress(body: BodyReader, max_nbytes: int) -> bytearray:
         decompressed += block
         if len(decompressed) > max_nbytes:
             raise ValueError(f"it decompresses to more than {max_nbytes:,} bytes")
-    return decompressed
+    return BodyReader(memoryview(decompressed))
 
 
 class BodyReader:
@@ -104,31 +100,28 @@ class BodyReader:
         if count > self.remaining_nbytes:
             raise ValueError("it is cut short")
         values = np.zeros(count, np.uint64)
-        for start in range(0, count, _VARINT_BATCH):
-            self._decode_varints(values[start : start + _VARINT_BATCH])
+        for first in range(0, count, _VARINT_BATCH):
+            out = values[first : first + _VARINT_BATCH]
+            nbytes = min(_MAX_DIGITS * len(out), self.remaining_nbytes)
+            data = np.frombuffer(self._data, np.uint8, nbytes, self._offset)
+            # The top bit is set if another digit follows.
+            ends = np.flatnonzero(data < 128)[: len(out)]
+            if len(ends) < len(out):
+                raise ValueError("it is cut short, or has a number of more than 64 bits")
+            starts = np.append(0, ends[:-1] + 1)
+            digits = ends - starts + 1
+            # The tenth digit has place for one bit only: 9 * 7 = 63.
+            if (digits + (data[ends] > 1)).max() > _MAX_DIGITS:
+                raise ValueError("it has a number of more than 64 bits")
+            # One turn per digit for all numbers at once: offsets below 32 GiB have at most 5 digits.
+            for digit in range(digits.max()):
+                has_digit = digits > digit
+                bits = (data[starts[has_digit] + digit] & 127).astype(np.uint64)
+                out[has_digit] |= bits << np.uint64(7 * digit)
+            self._offset += int(ends[-1]) + 1
         if count and values.max() > max_value:
             raise ValueError(f"it has the number {values.max():,}, the limit is {max_value:,}")
         return values
-
-    def _decode_varints(self, out: NDArray[np.uint64]) -> None:
-        data = np.frombuffer(
-            self._data, np.uint8, min(_MAX_DIGITS * len(out), self.remaining_nbytes), self._offset
-        )
-        ends = np.flatnonzero(data < 128)[: len(out)]  # the top bit is set if another digit follows
-        if len(ends) < len(out):
-            raise ValueError("it is cut short, or has a number of more than 64 bits")
-        starts = np.append(0, ends[:-1] + 1)
-        digits = ends - starts + 1
-        # The tenth digit has place for one bit only: 9 * 7 = 63.
-        if (digits + (data[ends] > 1)).max() > _MAX_DIGITS:
-            raise ValueError("it has a number of more than 64 bits")
-        # One turn per digit for all numbers at once: offsets below 32 GiB have at most 5 digits.
-        for digit in range(digits.max()):
-            has_digit = digits > digit
-            out[has_digit] |= (data[starts[has_digit] + digit] & 127).astype(
-                np.uint64
-            ) << np.uint64(7 * digit)
-        self._offset += int(ends[-1]) + 1
 
 
 def iter_ints(column: NDArray[np.uint64]) -> Iterator[int]:
@@ -175,35 +168,29 @@ def encode_keys(keys: Sequence[bytes], column: bytes = b"") -> bytes:
 
 
 def decode_keys(
-    body: BodyReader, count: int, max_key_nbytes: int, *, has_column: bool
+    body: BodyReader, count: int, max_nbytes: int, *, has_column: bool
 ) -> tuple[Iterator[bytes], NDArray[np.uint64]]:
     """Decode `count` keys, and the numbers in front of the suffixes if there are any: the inverse of `encode_keys`.
 
     The keys are decoded one by one. Iteration raises ValueError for a key that is too long.
     """
     prefix_lengths = body.read_varints(max(0, count - 1))
-    suffix_lengths = body.read_varints(count, max_key_nbytes)
+    suffix_lengths = body.read_varints(count, max_nbytes)
     column = body.read_varints(count if has_column else 0)
     suffixes = body.take(int(suffix_lengths.sum()))
-    return _iter_keys(prefix_lengths, suffix_lengths, suffixes, max_key_nbytes), column
 
-
-def _iter_keys(
-    prefix_lengths: NDArray[np.uint64],
-    suffix_lengths: NDArray[np.uint64],
-    suffixes: bytes,
-    max_key_nbytes: int,
-) -> Iterator[bytes]:
-    key = b""
-    offset = 0
-    for prefix_length, suffix_length in zip(
-        itertools.chain([0], iter_ints(prefix_lengths)), iter_ints(suffix_lengths)
-    ):
-        if prefix_length > len(key) or prefix_length + suffix_length > max_key_nbytes:
+    def iter_keys() -> Iterator[bytes]:
+        key = b""
+        offset = 0
+        lengths = zip(itertools.chain([0], iter_ints(prefix_lengths)), iter_ints(suffix_lengths))
+        for prefix_length, suffix_length in lengths:
             key_length = prefix_length + suffix_length
-            raise ValueError(
-                f"it has a name of {key_length:,} bytes, {prefix_length:,} of them from one of {len(key):,}"
-            )
-        key = key[:prefix_length] + suffixes[offset : offset + suffix_length]
-        offset += suffix_length
-        yield key
+            if prefix_length > len(key) or key_length > max_nbytes:
+                raise ValueError(
+                    f"it has a name of {key_length:,} bytes, {prefix_length:,} of them from one of {len(key):,}"
+                )
+            key = key[:prefix_length] + suffixes[offset : offset + suffix_length]
+            offset += suffix_length
+            yield key
+
+    return iter_keys(), column

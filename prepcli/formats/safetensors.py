@@ -6,12 +6,13 @@ rejected, and also duplicate names and unknown fields. Format: https://github.co
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from itertools import accumulate
+from typing import TypeAlias, TypeGuard
 
 import xxhash
 
@@ -19,19 +20,22 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
 from prepcli.core.json_types import JsonObject, JsonValue
 from prepcli.core.json_values import parse_json, quote_name
-from prepcli.formats.shard_index import (
-    UnindexedTensor,
+from prepcli.formats.model_files import (
+    FileHeader,
+    ModelFiles,
     check_numbered_files,
     damage_hint,
     download_again_hint,
-    find_unindexed,
     list_indexed_files,
+    other_format_error,
+    read_model_files,
     read_weight_map,
+    shard_name,
 )
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.tensors import array_bits
 from prepcli.stores.files import list_folder, open_regular_file, stat_file, unreadable_error
-from prepcli.stores.paths import AnyPath, StoreStat, map_files
+from prepcli.stores.paths import AnyPath, StoreStat
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -84,66 +88,9 @@ _COMMON_ENTRY = re.compile(
     rb'[ ]*+"shape"[ ]*+:[ ]*+\[((?:%b(?:,[ ]*+%b)*+)?+)\][ ]*+,'
     rb'[ ]*+"data_offsets"[ ]*+:[ ]*+\[(%b),[ ]*+(%b)\][ ]*+\}[ \t\r\n]*+([,}])' % ((_NUMBER,) * 4)
 )
-# First bytes, format, explanation, hint (empty: download it again).
-_OTHER_FORMATS = (
-    ((b"<!", b"<h", b"<H", b"<?"), "a web page", "an error page was saved under this name", ""),
-    (
-        b"PK\x03\x04",
-        "a zip archive",
-        "PyTorch checkpoints have this format",
-        "if it is a PyTorch checkpoint, rename it to *.bin",
-    ),
-    (
-        (b"\x80\x02", b"\x80\x03", b"\x80\x04"),
-        "a pickle",
-        "old PyTorch checkpoints have this format",
-        "if it is a PyTorch checkpoint, rename it to *.bin",
-    ),
-    (
-        b"GGUF",
-        "a GGUF file",
-        "its weights are quantised",
-        "use the safetensors files that it was converted from",
-    ),
-    (
-        b"\x89HDF",
-        "an HDF5 file",
-        "Keras weights have this format",
-        "use the model's safetensors files",
-    ),
-    (b"{", "bare JSON", "the length of the header must come first", GET_AGAIN_HINT),
-)
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsHeader:
-    """Header of a safetensors file. Tensors in layout order, with offsets from the start of the file."""
-
-    file_name: str
-    size: int  # size of the whole file in bytes
-    data_start: int
-    tensors: tuple[Array, ...]
-    metadata: tuple[tuple[str, str], ...]
-    # Hexadecimal XXH3-128 of the first data_start bytes.
-    digest: str
-    mtime_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class SafetensorsFolder:
-    """Safetensors files of one model. Tensors in (file, offset) order, `file` is an index into `headers`.
-
-    `unindexed` has the records of further tensors in the files, which the index does not name.
-    """
-
-    path: AnyPath
-    headers: tuple[SafetensorsHeader, ...]
-    tensors: tuple[Array, ...]
-    has_index: bool
-    unindexed: tuple[UnindexedTensor, ...] = ()
-
-
-def read_safetensors_header(path: AnyPath, file_number: int) -> SafetensorsHeader:
+def read_safetensors_header(path: AnyPath, file_number: int) -> FileHeader:
     """Read the header of a safetensors file.
 
     Args:
@@ -165,9 +112,7 @@ def read_safetensors_header(path: AnyPath, file_number: int) -> SafetensorsHeade
     if end != file_stat.st_size:
         raise _wrong_size_error(path, end, file_stat.st_size)
     digest = xxhash.xxh3_128_hexdigest(header_bytes)
-    return SafetensorsHeader(
-        path.name, end, len(header_bytes), tuple(tensors), metadata, digest, file_stat.st_mtime_ns
-    )
+    return FileHeader(path, end, file_stat.st_mtime_ns, digest, tuple(tensors), metadata=metadata)
 
 
 def select_safetensors_files(names: Iterable[str]) -> list[str]:
@@ -180,7 +125,7 @@ def select_safetensors_files(names: Iterable[str]) -> list[str]:
     return next(([name] for name in (INDEX_FILE, SINGLE_FILE) if name in visible), visible)
 
 
-def read_safetensors_folder(folder: AnyPath) -> SafetensorsFolder:
+def read_safetensors_folder(folder: AnyPath) -> ModelFiles:
     """Read the headers of a model's files, in the order of file names. Links are followed.
 
     The files and tensors are the ones in the index, else model.safetensors, else all *.safetensors.
@@ -192,20 +137,21 @@ def read_safetensors_folder(folder: AnyPath) -> SafetensorsFolder:
     if weight_map is None:
         _check_model(folder, names)
     paths = [folder / name for name in names]
-    headers = tuple(map_files(read_safetensors_header, paths, range(len(paths))))
-    stored = list(itertools.chain.from_iterable(header.tensors for header in headers))
-    pairs = ((tensor.name, names[tensor.file]) for tensor in stored)
-    ignored = find_unindexed(folder, pairs, weight_map)
-    tensors: list[Array] = []
-    unindexed: list[UnindexedTensor] = []
-    for tensor in stored:
-        file_name = names[tensor.file]
-        if (tensor.name, file_name) in ignored:
-            unindexed.append(UnindexedTensor(tensor.name, file_name, tensor.nbytes))
-        else:
-            tensors.append(tensor)
-    has_index = weight_map is not None
-    return SafetensorsFolder(folder, headers, tuple(tensors), has_index, tuple(unindexed))
+    return read_model_files(folder, paths, read_safetensors_header, weight_map)
+
+
+def read_adapter_files(folder: AnyPath) -> ModelFiles:
+    """Read the header of an adapter's tensors.
+
+    Raises:
+        PrepError: The file is missing or broken.
+    """
+    path = folder / ADAPTER_FILE
+    if not path.is_file():
+        hint = "PEFT's `save_pretrained` writes it; `adapter_model.bin` is not supported"
+        why = "the tensors of an adapter are read from it"
+        raise PrepError(f"{folder} has no {ADAPTER_FILE}", why, hint)
+    return read_model_files(folder, (path,), read_safetensors_header)
 
 
 def iter_folder_tensors(folder: AnyPath) -> Iterator[Array]:
@@ -253,13 +199,8 @@ def _read_header_bytes(path: AnyPath) -> tuple[os.stat_result | StoreStat, bytes
 
 def _wrong_format_error(path: AnyPath, first_bytes: bytes, nbytes: int) -> PrepError:
     """Return the error for a file that does not start with a valid header length."""
-    for magic, format_name, explanation, hint in _OTHER_FORMATS:
-        if first_bytes.lstrip().startswith(magic):
-            return PrepError(
-                f"{path.name} is {format_name}, not a safetensors file",
-                explanation,
-                hint or download_again_hint(path),
-            )
+    if error := other_format_error(path, first_bytes, "safetensors"):
+        return error
     if len(first_bytes) < LENGTH_NBYTES:
         why = f"it has {count_text(len(first_bytes), 'byte')}, the length of its header alone takes {LENGTH_NBYTES}"
         return DamagedError(f"{path.name} is cut short", why, download_again_hint(path))
@@ -384,10 +325,7 @@ def _check_contiguous(tensors: Sequence[Array], data_start: int) -> int:
     end = data_start
     for tensor in tensors:
         if tensor.offset != end:
-            if tensor.offset > end:
-                problem = "hole"
-            else:
-                problem = "overlap"
+            problem = "hole" if tensor.offset > end else "overlap"
             raise ValueError(
                 f"{problem}: {quote_name(tensor.name)} starts at byte {tensor.offset:,}, not {end:,}"
             )
@@ -421,3 +359,146 @@ def _wrong_size_error(path: AnyPath, expected_nbytes: int, actual_nbytes: int) -
         hint = GET_AGAIN_HINT
     why = f"its header promises {expected_nbytes:,} bytes, the file has {actual_nbytes:,}"
     return DamagedError(what, why, hint)
+
+
+PAGE_NBYTES = 4096
+ALIGN_NBYTES = 8
+
+LayoutEntry: TypeAlias = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, nbytes
+# File name, entries in layout order, page offset.
+ShardContents: TypeAlias = tuple[str, Sequence[LayoutEntry], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsLayout:
+    """Layout of a file to write: `header`, then tensors without gaps. `size` bytes in total."""
+
+    name: str
+    header: bytes
+    tensors: tuple[Array, ...]
+    size: int
+
+
+def encode_header(tensors: Sequence[LayoutEntry], page_offset: int | None = 0) -> bytes:
+    """Return the length and the JSON header that precede the payload, padded to align the payload.
+
+    Args:
+        tensors: Entries in layout order. Their payloads follow each other without gaps.
+        page_offset: Offset of the payload in a page, modulo 4096. None, or an offset that is not a multiple of 8,
+            aligns the payload to the next multiple of 8.
+
+    Raises:
+        ValueError: A name occurs twice.
+        PrepError: The dtype or shape of a tensor does not match its size, its name is reserved for metadata, or the
+            header is too large.
+    """
+    ends = list(accumulate((nbytes for *_, nbytes in tensors), initial=0))
+    header_entries = {
+        entry[0]: _describe_tensor(entry, start_offset, stop_offset)
+        for entry, start_offset, stop_offset in zip(tensors, ends, ends[1:])
+    }
+    if len(header_entries) != len(tensors):
+        raise ValueError("a tensor name occurs twice")
+    if METADATA_KEY in header_entries:
+        raise PrepError(
+            f"no tensor of a safetensors file has the name {METADATA_KEY}",
+            "the format reserves it for metadata",
+            "rename the tensor in the source",
+        )
+    content = {METADATA_KEY: {"format": "pt"}, **header_entries}
+    header = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    # A payload with the same page offset as its source can be copied by whole pages without the CPU.
+    if page_offset is not None and page_offset % ALIGN_NBYTES == 0:
+        alignment = PAGE_NBYTES
+        target_offset = page_offset
+    else:
+        alignment = ALIGN_NBYTES
+        target_offset = 0
+    # Spaces after the JSON move the payload: to a multiple of 8, or to the page offset of the
+    # source. e.g. page 4096, offset 64 in the page, header of 100: 100 + pad + 8 = 4160
+    header += b" " * ((target_offset - LENGTH_NBYTES - len(header)) % alignment)
+    if len(header) > MAX_HEADER_NBYTES:
+        why = f"its header takes {len(header):,} bytes, the limit is {MAX_HEADER_NBYTES:,}"
+        raise PrepError(
+            f"{len(tensors):,} tensors are too many for one safetensors file",
+            why,
+            "write smaller files",
+        )
+    return len(header).to_bytes(LENGTH_NBYTES, "little") + header
+
+
+def lay_out_files(files: Sequence[ShardContents]) -> tuple[SafetensorsLayout, ...]:
+    """Return the layout of each file with the offsets of its tensors. Raises the errors of `encode_header`."""
+    return tuple(
+        _lay_out_file(file_number, *contents) for file_number, contents in enumerate(files)
+    )
+
+
+def split_into_shards(
+    entries: Sequence[LayoutEntry],
+    max_shard_nbytes: int,
+    stem: str = "model",
+    suffix: str = "safetensors",
+) -> list[tuple[str, list[LayoutEntry]]]:
+    """Split entries into files of at most `max_shard_nbytes` of payload. A larger tensor gets a separate file.
+
+    Args:
+        entries: Entries in layout order.
+        max_shard_nbytes: Limit of a file's payload.
+        stem: Start of the file names.
+        suffix: Suffix of the file names, without the dot.
+
+    Returns:
+        File name and entries of each file, in order.
+    """
+    groups: list[list[LayoutEntry]] = [[]]
+    group_nbytes = 0
+    for entry in entries:
+        nbytes = entry[3]
+        if groups[-1] and group_nbytes + nbytes > max_shard_nbytes:
+            groups.append([])
+            group_nbytes = 0
+        groups[-1].append(entry)
+        group_nbytes += nbytes
+    if len(groups) == 1:
+        return [(f"{stem}.{suffix}", groups[0])]
+    return [(shard_name(stem, i, len(groups), suffix), group) for i, group in enumerate(groups, 1)]
+
+
+def encode_index(layouts: Sequence[SafetensorsLayout]) -> bytes:
+    """Return the content of model.safetensors.index.json for these files."""
+    weight_map: dict[str, str] = {}
+    total_nbytes = 0
+    for layout in layouts:
+        for tensor in layout.tensors:
+            weight_map[tensor.name] = layout.name
+            total_nbytes += tensor.nbytes
+    index = {
+        "metadata": {"total_size": total_nbytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _describe_tensor(entry: LayoutEntry, start: int, stop: int) -> dict[str, object]:
+    name, dtype, shape, nbytes = entry
+    if array_bits(dtype, shape) != 8 * nbytes:
+        why = f"{dtype} {list(shape)} takes {array_bits(dtype, shape):,} bits, its entry has {nbytes:,} bytes"
+        hint = "this is a bug in prep: nothing was written"
+        raise PrepError(f"{name} cannot be stored as safetensors", why, hint)
+    if dtype not in DTYPE_CODES:
+        why = "safetensors has no such dtype"
+        raise PrepError(f"{name} is {dtype}", why, text("{} keeps it", Command("reshard")))
+    return {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+
+
+def _lay_out_file(
+    file_number: int, name: str, entries: Sequence[LayoutEntry], page_offset: int | None
+) -> SafetensorsLayout:
+    header = encode_header(entries, page_offset)
+    offsets = list(accumulate((nbytes for *_, nbytes in entries), initial=len(header)))
+    tensors = tuple(
+        whole_array(tensor, dtype, shape, (file_number, offset))
+        for (tensor, dtype, shape, _), offset in zip(entries, offsets)
+    )
+    return SafetensorsLayout(name, header, tensors, offsets[-1])

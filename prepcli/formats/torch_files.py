@@ -6,25 +6,33 @@ No code of a file is run, and no payload is read.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import BinaryIO, Literal
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.core.lists import join_names
-from prepcli.formats.shard_index import (
-    UnindexedTensor,
+from prepcli.formats.model_files import (
+    FileHeader,
+    ModelFiles,
     check_numbered_files,
     damage_hint,
     download_again_hint,
-    find_unindexed,
     list_indexed_files,
+    other_format_error,
+    read_model_files,
     read_weight_map,
+)
+from prepcli.formats.torch_archive import (
+    INT64_LIMIT,
+    UNSUPPORTED_NAMES,
+    ZIP_MAGIC,
+    TorchArchive,
+    is_tensor,
 )
 from prepcli.formats.torch_pickle import (
     PersistentRef,
@@ -33,16 +41,9 @@ from prepcli.formats.torch_pickle import (
     PickledName,
     UnexpectedNameError,
 )
-from prepcli.formats.torch_tensors import (
-    INT64_LIMIT,
-    UNSUPPORTED_NAMES,
-    Array,
-    TorchArchive,
-    is_tensor,
-)
-from prepcli.formats.torch_zip import ZIP_MAGIC
+from prepcli.planning.arrays import Array
 from prepcli.stores.files import list_folder, open_regular_file, stat_file, unreadable_error
-from prepcli.stores.paths import AnyPath, map_files
+from prepcli.stores.paths import AnyPath
 
 INDEX_FILE = "pytorch_model.bin.index.json"
 INDEXED_SUFFIX = "bin"
@@ -70,36 +71,7 @@ CONSOLIDATED_FILE = re.compile(r"consolidated\.(\d{2})\.pth")
 _HF_FILE = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin")
 _NUMBERED_FILE = re.compile(r".+-\d{5}-of-\d{5}\.[^.]+")
 _PICKLE_MAGICS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_OTHER_FORMATS = (
-    ((b"<!", b"<h", b"<H", b"<?"), "a web page", "an error page was saved under this name", ""),
-    ((b"lmgg", b"tjgg", b"fmgg", b"algg", b"GGUF"), "a GGML file", "its weights are quantised or reordered",
-     "use the model that it was converted from"),
-)  # fmt: skip
 _SAVE_AGAIN_HINT = "load it with PyTorch and torch.save() only the model's state_dict()"
-
-
-@dataclass(frozen=True, slots=True)
-class TorchHeader:
-    """Contents of a file without its payload: tensors by offset, and descriptions of all other values."""
-
-    file_name: str
-    size: int
-    mtime_ns: int
-    digest: str  # XXH3-128 of the metadata
-    tensors: tuple[Array, ...]
-    non_tensors: tuple[str, ...]
-    # Key of the state dict, and the other keys beside it. Empty if the file has nothing else.
-    key: str = ""
-    other_keys: tuple[str, ...] = ()
-
-    @property
-    def remark(self) -> str:
-        """Which part of the file is read. Empty for a file with only a state dict."""
-        if not self.key:
-            return ""
-        others = join_names([quote_name(key) for key in self.other_keys], max_names=MAX_KEYS)
-        remark = f"the tensors under {quote_name(self.key)} of {self.file_name} are read"
-        return f"{remark}, not {others}" if others else remark
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,29 +91,7 @@ class TorchObject:
     mtime_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFolder:
-    """PyTorch files of one model. Tensors in (file, offset) order, `file` is an index into `headers`.
-
-    `unindexed` has the records of further tensors in the files, which the index does not name.
-    """
-
-    path: AnyPath
-    headers: tuple[TorchHeader, ...]
-    unindexed: tuple[UnindexedTensor, ...] = ()
-
-    @property
-    def tensors(self) -> tuple[Array, ...]:
-        """Return the tensors of all files."""
-        return tuple(itertools.chain.from_iterable(header.tensors for header in self.headers))
-
-    @property
-    def files(self) -> tuple[AnyPath, ...]:
-        """Return the paths of all files."""
-        return tuple(self.path / checkpoint.file_name for checkpoint in self.headers)
-
-
-def read_torch_header(path: AnyPath, file_number: int) -> TorchHeader:
+def read_torch_header(path: AnyPath, file_number: int) -> FileHeader:
     """Read the header of a PyTorch file.
 
     Args:
@@ -155,27 +105,30 @@ def read_torch_header(path: AnyPath, file_number: int) -> TorchHeader:
     with _file_errors(path), open_regular_file(path) as file:
         archive = _open_archive(path, file)
         state_key, state_dict = _find_state_dict(archive)
-        tensors, non_tensors = _read_state_dict(archive, state_dict, file_number)
-        others = _outer_items(archive.root, state_dict)
-    non_tensors = [*others, *non_tensors]
-    descriptions: list[str] = []
-    for key, value in non_tensors[:MAX_NON_TENSORS]:
-        descriptions.append(f"{_describe_key(key)} is {_describe_value(value)}")
-    if len(non_tensors) > MAX_NON_TENSORS:
-        descriptions.append(f"and {len(non_tensors) - MAX_NON_TENSORS:,} more")
-    other_keys: list[str] = []
-    for key, _ in others:
-        other_keys.append(str(key) if isinstance(key, str | int) else "a key of another type")
-    return TorchHeader(
-        path.name,
-        stat.st_size,
-        stat.st_mtime_ns,
-        archive.digest,
-        tuple(sorted(tensors, key=lambda t: (t.offset, t.name))),
-        tuple(descriptions),
-        state_key,
-        tuple(other_keys),
-    )
+        tensors, values = _read_state_dict(archive, state_dict, file_number)
+    # Of a file with a state dict among other values, e.g. `epoch`.
+    beside: list[_Item] = []
+    if isinstance(archive.root, PickledMapping) and archive.root is not state_dict:
+        beside = [item for item in archive.root.items if item[1] is not state_dict]
+    values = [*beside, *values]
+    others: list[str] = []
+    for key, value in values[:MAX_NON_TENSORS]:
+        name = quote_name(key) if isinstance(key, str) else _describe_value(key)
+        others.append(f"{path.name}: {name} is {_describe_value(value)}")
+    if len(values) > MAX_NON_TENSORS:
+        others.append(f"{path.name}: and {len(values) - MAX_NON_TENSORS:,} more")
+    remark = ""
+    if state_key:
+        remark = f"the tensors under {quote_name(state_key)} of {path.name} are read"
+    if state_key and beside:
+        unread: list[str] = []
+        for key, _ in beside:
+            name = str(key) if isinstance(key, str | int) else "a key of another type"
+            unread.append(quote_name(name))
+        remark += f", not {join_names(unread, max_names=MAX_KEYS)}"
+    ordered = tuple(sorted(tensors, key=lambda tensor: (tensor.offset, tensor.name)))
+    digest = archive.digest
+    return FileHeader(path, stat.st_size, stat.st_mtime_ns, digest, ordered, tuple(others), remark)
 
 
 def read_torch_object(path: AnyPath) -> TorchObject:
@@ -277,10 +230,8 @@ def select_torch_files(names: Iterable[str]) -> list[str]:
     return []
 
 
-def read_torch_folder(folder: AnyPath) -> TorchFolder:
+def read_torch_folder(folder: AnyPath) -> ModelFiles:
     """Read the headers of a model's files: the ones in the index, else pytorch_model.bin, else the only file.
-
-    Headers have only the tensors that the index assigns to their file.
 
     Raises:
         PrepError: The folder is unreadable, or a file or tensor of the index is missing.
@@ -293,26 +244,8 @@ def read_torch_folder(folder: AnyPath) -> TorchFolder:
         names = list_indexed_files(folder, weight_map)
     else:
         _check_model(folder, names)
-    headers: list[TorchHeader] = []
-    pairs: list[tuple[str, str]] = []
-    for header in map_files(
-        read_torch_header, [folder / name for name in names], range(len(names))
-    ):
-        headers.append(header)
-        for tensor in header.tensors:
-            pairs.append((tensor.name, header.file_name))
-    ignored = find_unindexed(folder, pairs, weight_map)
-    indexed: list[TorchHeader] = []
-    unindexed: list[UnindexedTensor] = []
-    for header in headers:
-        kept: list[Array] = []
-        for tensor in header.tensors:
-            if (tensor.name, header.file_name) in ignored:
-                unindexed.append(UnindexedTensor(tensor.name, header.file_name, tensor.nbytes))
-            else:
-                kept.append(tensor)
-        indexed.append(replace(header, tensors=tuple(kept)))
-    return TorchFolder(folder, tuple(indexed), tuple(unindexed))
+    files = [folder / name for name in names]
+    return read_model_files(folder, files, read_torch_header, weight_map)
 
 
 # One file
@@ -355,16 +288,14 @@ def _unexpected_name_error(path: AnyPath, name: str) -> PrepError:
 def _wrong_format_error(path: AnyPath, first_bytes: bytes) -> PrepError:
     """Return the error for a file that is no zip archive."""
     what = f"{path.name} is not a PyTorch file"
-    for magic, format_name, why, hint in _OTHER_FORMATS:
-        if first_bytes.lstrip().startswith(magic):
-            other_format = f"{path.name} is {format_name}, not a PyTorch file"
-            return PrepError(other_format, why, hint or download_again_hint(path))
     # Before 1.6, PyTorch wrote pickles in a row, or a tar archive, whose magic is at byte 257.
     if first_bytes.startswith(_PICKLE_MAGICS) or first_bytes[257:262] == b"ustar":
         why = "it has the format of PyTorch before version 1.6"
         command = f"`torch.save(torch.load({path.name!r}), {path.name!r})`"
         hint = f"save it again with torch 1.6 or newer: {command}"
         return PrepError(f"{path.name} is not supported", why, hint)
+    if error := other_format_error(path, first_bytes, "PyTorch"):
+        return error
     # A safetensors file has 8 bytes of length before its JSON header.
     if first_bytes[8:9] == b"{":
         hint = f"if it is a safetensors file, rename it to {path.name.removesuffix(path.suffix)}.safetensors"
@@ -469,17 +400,6 @@ def _read_state_dict(
         except ValueError as error:
             raise ValueError(f"{quote_name(key)}: {error}") from error
     return [*tensors.values()], non_tensors
-
-
-def _outer_items(root: object, state_dict: PickledMapping) -> list[_Item]:
-    """Return the items of the root outside of the state dict."""
-    if not isinstance(root, PickledMapping) or root is state_dict:
-        return []
-    return [item for item in root.items if item[1] is not state_dict]
-
-
-def _describe_key(key: object) -> str:
-    return quote_name(key) if isinstance(key, str) else _describe_value(key)
 
 
 def _describe_value(value: object) -> str:

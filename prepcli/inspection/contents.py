@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import TypedDict
 
 from prepcli.algebra.grids import FilePosition, StoredRange
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.core.json_types import HFConfig
-from prepcli.formats import msgpack
 from prepcli.formats.codecs import CODECS
-from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import OrbaxNonArray, find_item, read_item
 from prepcli.formats.orbax_chunks import dotted_name
-from prepcli.formats.safetensors import read_safetensors_folder
-from prepcli.formats.torch_dcp import read_dcp_folder
-from prepcli.formats.torch_files import read_torch_folder
-from prepcli.inspection.checkpoint_contents import (
-    AdapterSummary,
-    CheckpointContents,
-)
-from prepcli.planning.arrays import whole_array
+from prepcli.models.parameters import VERBATIM, Family
+from prepcli.models.registry import FAMILIES
+from prepcli.models.text_part import TextPart
+from prepcli.planning.arrays import location_copies, whole_array
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.maps import TensorMap
+from prepcli.quantized.decoder import Decoder
 from prepcli.quantized.find_weights import QuantizedWeights, without_quantization
 from prepcli.quantized.gguf_blocks import FLOAT_TYPES, GgufDecoder
 from prepcli.sources.decoded_arrays import DecodedArray
@@ -38,22 +36,18 @@ from prepcli.sources.dequantized import (
     not_quantized_error,
     quantization_file,
 )
-from prepcli.sources.folders import Kind
+from prepcli.sources.detect import Kind
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import (
     MULTIMODAL_KINDS,
     find_text_part,
     multimodal_wrapper_prefix,
 )
-from prepcli.sources.openers.flax_tree import read_flax_files
-from prepcli.sources.openers.gguf_file import open_gguf
-from prepcli.sources.openers.meta_folder import open_meta
+from prepcli.sources.openers.hf_folder import read_stored
 from prepcli.sources.openers.orbax_item import find_config, stored_leaves
-from prepcli.sources.openers.peft_folder import read_header
-from prepcli.sources.opening import check_recorded_files, open_source
-from prepcli.sources.references import NO_HINTS, SourceHints
+from prepcli.sources.opening import check_recorded_files, open_source, read_source
+from prepcli.sources.references import CONFIG, NO_HINTS, SourceHints
 from prepcli.sources.source import (
-    CONFIG,
     Source,
     SourceTensor,
     check_headers,
@@ -62,7 +56,124 @@ from prepcli.sources.source import (
     stored_tensor,
 )
 from prepcli.sources.unused_quantization import unused_quantization_note
-from prepcli.stores.paths import AnyPath
+from prepcli.stores.buffers import Blob
+from prepcli.stores.paths import AnyPath, path_in_folder
+
+MAX_PATH_PARTS = 32  # a hostile name may have millions of dots
+
+
+def name_path(tensor: SourceTensor) -> tuple[str, ...]:
+    """Return the parts of the name of a stored tensor or leaf, at most MAX_PATH_PARTS."""
+    path = tuple(map(str, tensor.placement[0].array.path[: MAX_PATH_PARTS - 1]))
+    if not path:
+        return tuple(tensor.name.split(".", MAX_PATH_PARTS - 1))
+    rest = tensor.placement[0].array.path[MAX_PATH_PARTS - 1 :]
+    return (*path, ".".join(map(str, rest))) if rest else path
+
+
+def first_element(tensor: SourceTensor) -> FilePosition:
+    """Return the file number and the offset of the first element of a tensor."""
+    first = tensor.placement[0]
+    if first.is_contiguous or not tensor.nbytes:
+        return first.position
+    copy = next(location_copies(tensor.placement, ((0, 1),) * len(tensor.shape)))
+    return copy.file, copy.file_offset
+
+
+def num_chunks(tensor: SourceTensor) -> int:
+    """Return the number of stored chunks of a tensor."""
+    return sum(math.prod(location.array.grid.chunk_counts) for location in tensor.placement)
+
+
+class AdapterSummary(TypedDict):
+    """Settings of an adapter, and the name of its base."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    scaling: float
+    base: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointContents:
+    """The stored tensors of a checkpoint and its metadata.
+
+    Attributes:
+        display_name: Name of the checkpoint in messages.
+        kind: Format.
+        folder: Folder or file.
+        entries: Tensors as they are stored, in the order of the files.
+        files: Data files.
+        config: The model's config.json, empty if there is none. Of a multimodal model, the config of its text part.
+        manifest: The manifest that prep wrote, empty if there is none.
+        non_arrays: Descriptions of entries other than arrays.
+        blobs: Byte sources of the tensors, if these are not `files`.
+        encoded_places: File in `files` and offset of the first chunk of each encoded tensor, by name. None for a chunk
+            inline in an index, or not stored.
+        codecs: Names of the compression codecs.
+        adapter: Settings of an adapter, None for a model.
+        decoders: Decoders of quantised weights.
+        text_part: The text part of a multimodal model in a Hugging Face folder.
+        wrapper_type: `model_type` of a multimodal model, else empty.
+        wrapper_prefix: Prefix that a wrapper gave to all names of a multimodal model, e.g. `_orig_mod.`. The names in
+            `entries` have it, those in `text_part` do not.
+    """
+
+    display_name: str
+    kind: Kind
+    folder: AnyPath
+    entries: tuple[SourceTensor, ...]
+    files: tuple[AnyPath, ...]
+    config: HFConfig
+    manifest: Manifest
+    non_arrays: tuple[str, ...] = ()
+    blobs: tuple[AnyPath | Blob, ...] = ()
+    encoded_places: Mapping[str, FilePosition | None] = field(default_factory=dict)
+    codecs: tuple[str, ...] = ()
+    adapter: AdapterSummary | None = None
+    decoders: tuple[Decoder, ...] = ()
+    text_part: TextPart | None = None
+    wrapper_type: str = ""
+    wrapper_prefix: str = ""
+
+    @property
+    def byte_sources(self) -> tuple[AnyPath | Blob, ...]:
+        """Files and blobs, in the order of the file numbers of the chunks."""
+        return self.blobs or self.files
+
+    @property
+    def is_verbatim(self) -> bool:
+        """Whether prep wrote the checkpoint with the names of its source."""
+        return self.manifest.family == VERBATIM
+
+    @property
+    def family(self) -> Family | None:
+        """The model family. None if it is unknown, or if the names are kept as in the source."""
+        if self.is_verbatim:
+            return None
+        if self.text_part is not None:
+            return self.text_part.family
+        return FAMILIES.get(str(self.config.get("model_type")))
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of stored chunks of all tensors."""
+        return sum(map(num_chunks, self.entries))
+
+    def first_place(self, tensor: SourceTensor) -> tuple[str, int] | None:
+        """Return file name and offset of a tensor's first chunk as stored, or None if it is inline or not stored."""
+        if tensor.name in self.encoded_places:
+            position = self.encoded_places[tensor.name]
+            if position is None:
+                return None
+            file: AnyPath | Blob = self.files[position[0]]
+        else:
+            position = first_element(tensor)
+            file = self.byte_sources[position[0]]
+        if isinstance(file, AnyPath) and self.folder.is_dir():
+            return str(path_in_folder(file, self.folder) or file.name), position[1]
+        return file.name, position[1]
 
 
 def read_contents(
@@ -73,14 +184,24 @@ def read_contents(
     Args:
         located: Result of `locate`.
         config_path: The user's config.json, or a folder with one, if any.
-        dequantize: Return quantised weights decoded, without their scales.
+        dequantize: Return quantised weights decoded, without their scales. Those of GGUF always are.
 
     Raises:
         UsageError: `dequantize` is set, and no weight is quantised.
         PrepError: The checkpoint is broken or not supported.
     """
     check_recorded_files(located.files, located.manifest)
-    contents = READERS[located.kind](located.files.path, located.display_name)
+    if located.kind == "gguf":
+        return _gguf_contents(located, config_path)
+    if located.kind == "meta":
+        # The tensors are those of Hugging Face, each assembled from the shards.
+        source = read_source(located, NO_HINTS)
+        names = [source.names.display_name(tensor.name) for tensor in source.tensors]
+        contents = _source_contents(located, source, names)
+    elif located.kind == "orbax":
+        contents = _orbax_contents(located)
+    else:
+        contents = _stored_contents(located)
     if config_path is not None:
         hints = SourceHints(config_path)
         config = read_config(hints.resolve_config_path(contents.folder, located.display_name))
@@ -181,149 +302,57 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
     )
 
 
-def _read_safetensors(path: AnyPath, display_name: str) -> CheckpointContents:
-    folder = read_safetensors_folder(path)
-    manifest = read_manifest(path) or NO_MANIFEST
-    check_headers(path, manifest, file_stamps(folder.headers))
-    return CheckpointContents(
-        display_name=display_name,
-        kind="safetensors",
+def _stored_contents(located: LocatedCheckpoint) -> CheckpointContents:
+    """Return the contents of files in which each tensor is one array."""
+    path = located.files.path
+    stored = read_stored(located.kind, path)
+    folder = path if path.is_dir() else path.parent
+    manifest = NO_MANIFEST
+    # prep writes no manifest that describes files of PyTorch, and not each file near a manifest is a part of an output.
+    if located.kind not in ("torch", "dcp") and path.is_dir():
+        manifest = located.manifest or NO_MANIFEST
+        check_headers(folder, manifest, file_stamps(stored.headers))
+    contents = CheckpointContents(
+        display_name=located.display_name,
+        kind=located.kind,
         folder=path,
-        entries=tuple(map(stored_tensor, folder.tensors)),
-        files=tuple(path / header.file_name for header in folder.headers),
-        config=_read_config_if_present(path),
-        manifest=manifest,
-        non_arrays=tuple(map(str, folder.unindexed)),
-    )
-
-
-def _read_adapter(path: AnyPath, display_name: str) -> CheckpointContents:
-    """Read an adapter of PEFT. Adapters with unsupported settings can be shown, but not merged."""
-    from prepcli.sources.openers.peft_settings import read_settings
-
-    header = read_header(path)
-    manifest = read_manifest(path) or NO_MANIFEST
-    check_headers(path, manifest, file_stamps([header]))
-    adapter: AdapterSummary | None = None
-    remarks: list[str] = []
-    try:
-        settings = read_settings(path)
-        lora = settings.lora_config()
-        adapter = {
-            "rank": lora.rank,
-            "alpha": lora.alpha,
-            "use_rslora": lora.use_rslora,
-            "scaling": lora.scaling,
-            "base": settings.base_model_name_or_path,
-        }
-    except PrepError as error:
-        remarks.append(f"{error.what}: {error.why}")
-    return CheckpointContents(
-        display_name=display_name,
-        kind="adapter",
-        folder=path,
-        entries=tuple(map(stored_tensor, header.tensors)),
-        files=(path / header.file_name,),
+        entries=tuple(map(stored_tensor, stored.tensors)),
+        files=stored.files,
         config={},
         manifest=manifest,
-        non_arrays=tuple(remarks),
-        adapter=adapter,
+        non_arrays=stored.others,
     )
-
-
-def _read_config_if_present(folder: AnyPath) -> HFConfig:
+    if located.kind == "adapter":
+        return _with_adapter_settings(contents)
     if (folder / CONFIG).exists():
-        return read_config(folder / CONFIG)
-    return {}
+        return replace(contents, config=read_config(folder / CONFIG))
+    return contents
 
 
-def _read_torch(path: AnyPath, display_name: str) -> CheckpointContents:
-    """Read the contents of PyTorch weight files."""
-    folder = read_torch_folder(path)
-    non_arrays = [str(tensor) for tensor in folder.unindexed]
-    for header in folder.headers:
-        non_arrays += [f"{header.file_name}: {text}" for text in header.non_tensors]
-    return CheckpointContents(
-        display_name=display_name,
-        kind="torch",
-        folder=path,
-        entries=tuple(map(stored_tensor, folder.tensors)),
-        files=folder.files,
-        config=_read_config_if_present(path),
-        manifest=NO_MANIFEST,
-        non_arrays=tuple(non_arrays),
-    )
+def _with_adapter_settings(contents: CheckpointContents) -> CheckpointContents:
+    """Return the contents with the settings. An adapter with unsupported ones can be shown, but not merged."""
+    from prepcli.sources.openers.peft_settings import read_settings
+
+    try:
+        settings = read_settings(contents.folder)
+    except PrepError as error:
+        return replace(contents, non_arrays=(f"{error.what}: {error.why}",))
+    lora = settings.lora_config()
+    summary: AdapterSummary = {
+        "rank": lora.rank,
+        "alpha": lora.alpha,
+        "use_rslora": lora.use_rslora,
+        "scaling": lora.scaling,
+        "base": settings.base_model_name_or_path,
+    }
+    return replace(contents, adapter=summary)
 
 
-def _read_dcp(path: AnyPath, display_name: str) -> CheckpointContents:
-    """Read the contents of a PyTorch distributed checkpoint."""
-    folder = read_dcp_folder(path)
-    return CheckpointContents(
-        display_name=display_name,
-        kind="dcp",
-        folder=path,
-        entries=tuple(map(stored_tensor, folder.tensors)),
-        files=folder.files,
-        config=_read_config_if_present(path),
-        manifest=NO_MANIFEST,
-        non_arrays=tuple(f"{name} is not a tensor" for name in folder.non_tensors),
-    )
-
-
-def _read_meta_llama(path: AnyPath, display_name: str) -> CheckpointContents:
-    """Read a LLaMA checkpoint in Meta's own format: `params.json` and one file per shard.
-
-    The entries are the Hugging Face tensors, each assembled from the shards.
-    """
-    source = open_meta(path, display_name, NO_HINTS)
-    return CheckpointContents(
-        display_name=display_name,
-        kind="meta",
-        folder=path,
-        entries=_renamed(source, _display_names(source)),
-        files=source.files,
-        config=source.config,
-        manifest=NO_MANIFEST,
-        blobs=source.blobs,
-    )
-
-
-def _renamed(source: Source, names: Iterable[str]) -> tuple[SourceTensor, ...]:
-    """Return the parameters of a source under other names."""
-    tensors: list[SourceTensor] = []
-    for tensor, name in zip(source.tensors, names, strict=True):
-        tensors.append(replace(tensor, name=name, digests=()))
-    return tuple(tensors)
-
-
-def _display_names(source: Source) -> Iterator[str]:
-    return (source.names.display_name(tensor.name) for tensor in source.tensors)
-
-
-def _read_flax(kind: msgpack.MsgpackKind, path: AnyPath, display_name: str) -> CheckpointContents:
-    flax_files = read_flax_files(path, kind)
-    non_arrays = [str(tensor) for tensor in flax_files.unindexed]
-    for document in flax_files.documents:
-        non_arrays += map(str, document.non_arrays)
-    folder = path if path.is_dir() else path.parent
-    manifest = (read_manifest(path) or NO_MANIFEST) if path.is_dir() else NO_MANIFEST
-    check_headers(folder, manifest, flax_files.stamps)
-    return CheckpointContents(
-        display_name=display_name,
-        kind=kind,
-        folder=path,
-        entries=tuple(map(stored_tensor, flax_files.arrays)),
-        files=flax_files.files,
-        config=_read_config_if_present(folder),
-        manifest=manifest,
-        non_arrays=tuple(non_arrays),
-    )
-
-
-def _read_orbax(path: AnyPath, display_name: str) -> CheckpointContents:
-    """Read the contents of an Orbax checkpoint."""
+def _orbax_contents(located: LocatedCheckpoint) -> CheckpointContents:
+    """Return the contents of an Orbax checkpoint."""
+    path = located.files.path
     item = read_item(find_item(path) or path)
-    manifest = read_manifest(find_manifest_folder(item.folder)) or NO_MANIFEST
+    manifest = located.manifest or NO_MANIFEST
     config_path = find_config(item.folder, path)
     near_config = read_config(config_path) if config_path else {}
     blobs, leaves = stored_leaves(item)
@@ -336,16 +365,17 @@ def _read_orbax(path: AnyPath, display_name: str) -> CheckpointContents:
     names = dict.fromkeys(chain.from_iterable(array.codecs for array in item.arrays))
     # A checksum compresses nothing.
     codecs = [name for name in names if not CODECS[name].is_checksum]
-    unlisted = (f"{name} is in the index, but not in the tree" for name in item.unlisted_names)
+    others = [_describe_non_array(entry) for entry in item.non_arrays]
+    others += [f"{name} is in the index, but not in the tree" for name in item.unlisted_names]
     return CheckpointContents(
-        display_name=display_name,
+        display_name=located.display_name,
         kind="orbax",
         folder=item.folder,
         entries=tuple(map(stored_tensor, leaves.values())),
         files=item.files,
         config=manifest.config or near_config,
         manifest=manifest,
-        non_arrays=(*map(_describe_non_array, item.non_arrays), *unlisted),
+        non_arrays=tuple(others),
         blobs=blobs,
         encoded_places=places,
         codecs=tuple(codecs),
@@ -378,12 +408,24 @@ def read_mapped_contents(
         PrepError: The checkpoint is broken, or the map or layout does not fit it.
     """
     source = open_source(located, config_path, verbatim=None, tensor_map=tensor_map, layout=layout)
+    # The names and shapes are those of a Hugging Face folder, in whatever format they are stored.
+    located = replace(located, kind="safetensors")
+    contents = _source_contents(located, source, map(source.file_name, source.tensors))
+    return replace(contents, folder=source.root)
+
+
+def _source_contents(
+    located: LocatedCheckpoint, source: Source, names: Iterable[str]
+) -> CheckpointContents:
+    """Return the contents of a source with these names of its parameters."""
+    entries: list[SourceTensor] = []
+    for tensor, name in zip(source.tensors, names, strict=True):
+        entries.append(replace(tensor, name=name, digests=()))
     return CheckpointContents(
-        display_name=source.display_name,
-        # The names and shapes are those of a Hugging Face folder, in whatever format they are stored.
-        kind="safetensors",
-        folder=source.root,
-        entries=_renamed(source, map(source.file_name, source.tensors)),
+        display_name=located.display_name,
+        kind=located.kind,
+        folder=located.files.path,
+        entries=tuple(entries),
         files=source.files,
         config=source.config,
         manifest=NO_MANIFEST,
@@ -391,50 +433,21 @@ def read_mapped_contents(
     )
 
 
-def read_gguf_contents(
-    path: AnyPath, display_name: str, config_path: Path | None = None
-) -> CheckpointContents:
-    """Return the contents of a GGUF model.
-
-    Args:
-        path: The file, or one of the files of a model in parts.
-        display_name: Name of the checkpoint in messages.
-        config_path: The user's config.json, or a folder with one, if any.
-
-    Raises:
-        PrepError: The file is broken, or its architecture or one of its types is not supported.
-    """
-    source = cast_decoded(open_gguf(path, display_name, SourceHints(config_path)), DECODED_DTYPE)
-    entries = _renamed(source, _display_names(source))
+def _gguf_contents(located: LocatedCheckpoint, config_path: Path | None) -> CheckpointContents:
+    """Return the contents of a GGUF model, with decoded weights."""
+    source = cast_decoded(read_source(located, SourceHints(config_path)), DECODED_DTYPE)
+    names = [source.names.display_name(tensor.name) for tensor in source.tensors]
     decoders: dict[str, GgufDecoder] = {}
     places: dict[str, FilePosition | None] = {}
-    for tensor, entry in zip(source.tensors, entries):
+    for tensor, name in zip(source.tensors, names):
         decoder = decoder_of_tensor(source, tensor)
         assert isinstance(decoder, GgufDecoder)
-        places[entry.name] = decoder.stored[0].position
+        places[name] = decoder.stored[0].position
         if decoder.type_name not in FLOAT_TYPES:
             decoders[decoder.name] = decoder
-    return CheckpointContents(
-        display_name=display_name,
-        kind="gguf",
-        folder=path,
-        entries=entries,
-        files=source.files,
+    return replace(
+        _source_contents(located, source, names),
         config={**source.config, "quantization_config": dict(source.quantization)},
-        manifest=NO_MANIFEST,
-        blobs=source.blobs,
         encoded_places=places,
         decoders=tuple(decoders.values()),
     )
-
-
-READERS: Mapping[Kind, Callable[[AnyPath, str], CheckpointContents]] = {
-    "safetensors": _read_safetensors,
-    "flax": partial(_read_flax, "flax"),
-    "easylm": partial(_read_flax, "easylm"),
-    "torch": _read_torch,
-    "meta": _read_meta_llama,
-    "dcp": _read_dcp,
-    "orbax": _read_orbax,
-    "adapter": _read_adapter,
-}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prepcli.core.formatting import format_bytes
-from prepcli.inspection.checkpoint_contents import name_path
+from prepcli.inspection.contents import name_path
 from prepcli.sources.source import SourceTensor
 
 # Without leading zeros: `int` and `str` must give the label back. 9 digits bound the conversion.
@@ -94,7 +94,7 @@ def tree_fields(node: TreeNode) -> dict[str, object]:
 
 def _to_node(builder: _TreeBuilder) -> TreeNode:
     """Convert a builder to a node. Its parent adds its label. A branch with a single child is replaced by the child."""
-    # The depth of the recursion is at most MAX_PATH_PARTS of `checkpoint_contents`.
+    # The depth of the recursion is at most MAX_PATH_PARTS of `contents`.
     frozen = {label: _to_node(child) for label, child in builder.children.items()}
     children = tuple(_merge_numbered(frozen))
     entry = builder.entry

@@ -15,7 +15,7 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
-from prepcli.inspection.checkpoint_contents import num_chunks
+from prepcli.inspection.contents import num_chunks
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import Slab, split_stream_evenly
@@ -256,14 +256,7 @@ def _slab_groups(slabs: Iterable[Slab], max_nbytes: int) -> Iterator[list[Slab]]
 def _unpadded_mask(
     start: int, count: int, chunk: Sequence[int], inside: Sequence[int]
 ) -> np.ndarray:
-    """Return a mask with True for elements of the tensor, and False for padding.
-
-    Args:
-        start: First element of the chunk to test, in row-major order.
-        count: Number of elements to test.
-        chunk: Shape of the chunk.
-        inside: Extent of the tensor inside the chunk, along each dim.
-    """
+    """Return a mask with True for elements of the tensor, and False for padding."""
     # E.g. a chunk [4, 3] with 2 columns inside: element 5 is in column 5 // 1 % 3 = 2, so it is padding.
     positions = np.arange(start, start + count)
     mask = np.ones(count, bool)

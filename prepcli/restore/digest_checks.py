@@ -17,9 +17,8 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.pipeline import Pipeline
-from prepcli.formats.again_hint import RECREATE_HINT, again_hint
 from prepcli.formats.checksums import CHECKSUMS_FILE
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT, again_hint
 from prepcli.planning.libraries import LayoutScale, recorded_scale
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Stream, read_copies

@@ -19,10 +19,8 @@ from prepcli.core.errors import Command, DamagedError, PrepError, text
 from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.checksums import BlockChecksums, read_checksums
-from prepcli.formats.file_records import check_files
-from prepcli.formats.manifest import find_manifest_folder, read_manifest
+from prepcli.formats.manifest import RECREATE_HINT, check_files, find_manifest_folder, read_manifest
 from prepcli.formats.orbax import OrbaxItem, find_item, read_item
 from prepcli.formats.orbax_chunks import chunk_label
 from prepcli.planning.arrays import Array, Locations, chunk_blocks, identity_axis_map, whole_array

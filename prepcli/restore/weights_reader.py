@@ -20,8 +20,7 @@ from prepcli.engine.compare import compare_streams
 from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import read_values
-from prepcli.formats.again_hint import RECREATE_HINT
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import EqualityCheck, Stream
 from prepcli.planning.tensor_match import (

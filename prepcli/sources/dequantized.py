@@ -39,7 +39,8 @@ from prepcli.quantized.find_weights import (
 )
 from prepcli.sources.dropped_tensors import without_recorded_drops
 from prepcli.sources.model_family import as_verbatim, split_towers
-from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor, read_json_object
+from prepcli.sources.references import CONFIG
+from prepcli.sources.source import HF_FOLDER, Source, SourceTensor, read_json_object
 from prepcli.sources.tensor_rows import TensorBytes
 from prepcli.sources.unused_quantization import (
     find_quantization_file,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from prepcli.core.errors import (
     BROKEN_CONFIG_HINT,
@@ -19,10 +19,9 @@ from prepcli.core.errors import (
 )
 from prepcli.core.json_values import load_json, parse_json
 from prepcli.core.lists import join_names
-from prepcli.formats.flax_folder import detect_msgpack_kind, select_other_flax_files
 from prepcli.formats.meta_llama_config import is_dense_mistral
-from prepcli.formats.msgpack import sniff_msgpack_kind
-from prepcli.formats.orbax import ITEM_MARKERS, list_checkpoint_folders
+from prepcli.formats.msgpack import detect_msgpack_kind, select_other_flax_files, sniff_msgpack_kind
+from prepcli.formats.orbax import ITEM_MARKERS
 from prepcli.formats.run_steps import is_begun_run, no_step_error
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_HINT, select_safetensors_files
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
@@ -35,15 +34,45 @@ from prepcli.formats.torch_files import (
     select_model_files,
 )
 from prepcli.quantized.find_weights import QUANTIZATION_KEYS
-from prepcli.sources.folders import Folder, Kind, OpenFolder
 from prepcli.sources.references import CONFIG
 from prepcli.sources.unused_quantization import has_quantized_tensors
 from prepcli.stores.files import MAX_CONFIG_NBYTES, read_bytes
 from prepcli.stores.paths import AnyPath
 
+Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm", "adapter", "gguf"]
+
 MAX_LISTED = 6
 # Folders above the metadata file of an Orbax item: its step and the item itself.
 MAX_ITEM_DEPTH = 2
+
+
+class Folder(Protocol):
+    """Files of a checkpoint: a folder on a disk or in a bucket, or a repository on the hub."""
+
+    @property
+    def display_name(self) -> str:
+        """Name of the checkpoint in messages."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """List the files at the top, and the metadata file of each Orbax item with its path."""
+        ...
+
+    def checkpoint_folders(self) -> Sequence[AnyPath]:
+        """List the subfolders with checkpoints of their own."""
+        ...
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes of a small listed file, or fewer if the file is shorter."""
+        ...
+
+    def open_headers(self) -> AnyPath | None:
+        """Return a folder with all weight files whose headers can be read, or None if there is none.
+
+        Raises:
+            PrepError: A file cannot be fetched.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,31 +352,20 @@ def _find_quantisation(config: Any) -> str:
     if not isinstance(config, Mapping):
         return ""
     text_config = config.get("text_config")
-    if isinstance(text_config, Mapping):
-        sections = [config, text_config]
-    else:
-        sections = [config]
+    sections = [config, text_config if isinstance(text_config, Mapping) else {}]
     for section, key in product(sections, QUANTIZATION_KEYS):
         if value := section.get(key):
-            if isinstance(value, Mapping):
-                method = value.get("quant_method")
-            else:
-                method = None
+            method = value.get("quant_method") if isinstance(value, Mapping) else None
             return f"{key}: {method or 'no quant_method'}"
     return ""
 
 
 def _subfolders_error(folder: Folder, names: Sequence[str]) -> PrepError | None:
-    """Return the error for a local folder with checkpoints in subfolders, or None.
-
-    Args:
-        folder: The folder.
-        names: Names in the folder.
-    """
-    if not isinstance(folder, OpenFolder) or is_begun_run(names):
+    """Return the error for a folder with checkpoints in subfolders, or None. `names` are those in the folder."""
+    if is_begun_run(names):
         return None
     name = folder.display_name.rstrip("/")
-    paths = [f"`{name}/{subfolder.name}`" for subfolder in list_checkpoint_folders(folder.path)]
+    paths = [f"`{name}/{subfolder.name}`" for subfolder in folder.checkpoint_folders()]
     if not paths:
         return None
     if len(paths) == 1:
@@ -362,10 +380,7 @@ def no_checkpoint_error(names: Sequence[str], display_name: str) -> PrepError:
     """Return the error for a folder with no file of a known format."""
     if is_begun_run(names):
         return no_step_error(display_name)
-    if names:
-        listed = join_names(names, max_names=MAX_LISTED)
-    else:
-        listed = "nothing"
+    listed = join_names(names, max_names=MAX_LISTED) if names else "nothing"
     return PrepError(
         f"`{display_name}` holds no checkpoint",
         f"looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream; found {listed}",

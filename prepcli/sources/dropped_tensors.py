@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from prepcli.core.errors import Command, Option, text, usage_error
-from prepcli.formats.shard_index import UnindexedTensor
+from prepcli.formats.model_files import UnindexedTensor
 from prepcli.models.name_patterns import matching_patterns
 from prepcli.models.prediction import (
     EARLIER_RULES,

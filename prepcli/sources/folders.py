@@ -1,20 +1,42 @@
-"""The files of a checkpoint, on a disk, in a bucket or on the hub, as one protocol."""
+"""The files of a checkpoint, on a disk, in a bucket or on the hub, with one interface: see `detect.Folder`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
-from typing import Literal, Protocol
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
 
-from prepcli.core.errors import Option, PrepError, text, usage_error
+from prepcli.core.errors import Command, Option, PrepError, Text, text, usage_error
+from prepcli.core.lists import join_names
 from prepcli.core.observer import Observer
 from prepcli.core.progress import NullProgress, Progress
-from prepcli.formats.orbax import ITEM_MARKERS, find_item, item_metadata_file
+from prepcli.formats import msgpack, safetensors, torch_files
+from prepcli.formats.gguf import part_names
+from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.model_files import read_weight_map
+from prepcli.formats.msgpack import select_flax_files
+from prepcli.formats.orbax import (
+    ITEM_MARKERS,
+    find_item,
+    item_metadata_file,
+    list_checkpoint_folders,
+)
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
+from prepcli.formats.torch_files import select_torch_files
 from prepcli.planning.item_storage import METADATA_FILE
-from prepcli.sources.references import BucketUrl
+from prepcli.quantized.find_weights import QUANTIZATION_FILES
+from prepcli.sources.detect import Kind, Refusal, apply_rules, no_checkpoint_error
+from prepcli.sources.references import CONFIG, BucketUrl, HubRepo
+from prepcli.sources.side_files import (
+    ListedFile,
+    SelectedNames,
+    is_weight_file,
+    select_side_files,
+    unread_weights,
+)
 from prepcli.stores.byte_ranges import (
     DEFAULT_RETRY_POLICY,
     RemoteFile,
@@ -22,6 +44,14 @@ from prepcli.stores.byte_ranges import (
     retry_policy_from_env,
 )
 from prepcli.stores.files import list_folder, read_bytes
+from prepcli.stores.hub import (
+    HubListing,
+    cached_snapshot,
+    is_hub_down,
+    list_repository,
+    prepare_hub,
+    translate_errors,
+)
 from prepcli.stores.object_store import Bucket
 from prepcli.stores.paths import (
     COPY_HINT,
@@ -31,8 +61,6 @@ from prepcli.stores.paths import (
     local_copy,
     path_in_folder,
 )
-
-Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm", "adapter", "gguf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,41 +135,6 @@ class CheckpointFiles:
         return isinstance(self.path, StorePath)
 
 
-class Folder(Protocol):
-    """Files of a checkpoint: a folder on a disk or in a bucket, or a repository on the hub."""
-
-    @property
-    def display_name(self) -> str:
-        """Name of the checkpoint in messages."""
-        ...
-
-    def names(self) -> Sequence[str]:
-        """List the files at the top, and the metadata file of each Orbax item with its path."""
-        ...
-
-    def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes of a small listed file, or fewer if the file is shorter."""
-        ...
-
-    def open_headers(self) -> AnyPath | None:
-        """Return a folder with all weight files whose headers can be read, or None if there is none.
-
-        Raises:
-            PrepError: A file cannot be fetched.
-        """
-        ...
-
-    def fetch(self, kind: Kind) -> CheckpointFiles:
-        """Return the files from which a checkpoint of this format is opened.
-
-        A folder is returned as it is. The files of a repository on the hub are downloaded, unless they are streamed.
-
-        Raises:
-            PrepError: This format cannot be read from here, or a file cannot be fetched.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class OpenFolder:
     """A folder or a single file, on a disk or in a bucket. `commit` is set for a snapshot in the hub's cache."""
@@ -165,6 +158,10 @@ class OpenFolder:
         """Return bytes of a small file, or fewer if the file is shorter."""
         # The local copy of a file in a store: the opener reads it again.
         return read_bytes(local_copy(self.path / name), start, stop - start)
+
+    def checkpoint_folders(self) -> list[AnyPath]:
+        """List the subfolders with checkpoints of their own."""
+        return list_checkpoint_folders(self.path)
 
     def open_headers(self) -> AnyPath:
         """Return the folder itself."""
@@ -222,3 +219,256 @@ def _without_older_steps(files: Sequence[RemoteFile]) -> list[RemoteFile]:
     # newest one. A run that has only such steps keeps its other files, and is reported as begun.
     kept_steps = (None, *steps[-1:])
     return [file for file in files if listed_step(file.path) in kept_steps]
+
+
+SMALL_FILE_PATTERNS = (
+    CONFIG,
+    MANIFEST_FILE,
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "spiece.model",
+    "tekken.json",
+    "*processor_config.json",
+    *QUANTIZATION_FILES,
+)
+
+# Suffix of the files that each index names.
+INDEX_SUFFIXES = {
+    safetensors.INDEX_FILE: safetensors.SUFFIX,
+    torch_files.INDEX_FILE: torch_files.INDEXED_SUFFIX,
+    msgpack.INDEX_FILE: msgpack.SUFFIX,
+}
+
+
+def open_hub_folder(repo: HubRepo, access: Access) -> OpenFolder | HubFolder:
+    """List the files of a model on the hub, or in the hub's cache if there is no network.
+
+    Raises:
+        PrepError: The model is gated or missing, or the hub is unreachable and the model is not in the cache.
+    """
+    hub_id = repo.display_name
+    revision = repo.revision
+    is_offline = prepare_hub(access.offline, access.retry_policy)
+    if is_offline and access.stream:
+        raise PrepError(
+            f"cannot stream {hub_id}",
+            _offline_reason(access),
+            text("remove {} to read from the cache", Option("stream", True)),
+        )
+    with translate_errors(hub_id, revision, offline=is_offline, is_streamed=access.stream):
+        if is_offline:
+            return _cached_files(repo)
+        try:
+            listing = list_repository(hub_id, revision, retry_policy=access.retry_policy)
+        except Exception as error:
+            if access.stream or not is_hub_down(error):
+                raise
+            return _fall_back_to_cache(error, repo, access)
+    return HubFolder(listing, access, repo.file)
+
+
+def _offline_reason(access: Access) -> Text:
+    """Return which setting disables network access."""
+    if access.offline:
+        return text("{} disables network access", Option("offline", True))
+    variable = f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
+    return text("{} disables network access", variable)
+
+
+def cached_model(repo: HubRepo, revision: str | None) -> Path:
+    """Return the cached snapshot of a model, without a request to the hub.
+
+    Raises:
+        PrepError: The cache does not have it.
+    """
+    try:
+        return cached_snapshot(repo.display_name, revision)
+    except FileNotFoundError as error:
+        hint = text("{} downloads it", Option("quantized_source", repo.display_name))
+        raise PrepError(f"{repo.display_name} is not in the cache of the hub", "", hint) from error
+
+
+def _cached_files(repo: HubRepo) -> OpenFolder:
+    """Return the cached snapshot of a model, or a file of it. Raise FileNotFoundError if there is none."""
+    if not repo.file:
+        return _cached_folder(repo)
+    path = cached_snapshot(repo.display_name, repo.revision)
+    if not (path / repo.file).is_file():
+        raise FileNotFoundError(f"{path} has no {repo.file}")
+    return OpenFolder(repo.display_name, path / repo.file, commit=path.name)
+
+
+def _cached_folder(repo: HubRepo) -> OpenFolder:
+    """Return the cached snapshot of a model. Raise FileNotFoundError if there is none, or none with weights."""
+    path = cached_snapshot(repo.display_name, repo.revision)
+    folder = OpenFolder(repo.display_name, path, commit=path.name)
+    names = folder.names()
+    # Another program may have cached only the tokenizer or the config of this revision. A folder of a
+    # recognized but unsupported format passes too, because a later error names the format.
+    if not _select_weights(names) and not isinstance(apply_rules(names)[0], Refusal):
+        raise FileNotFoundError(f"{path} has no weights")
+    return folder
+
+
+def _fall_back_to_cache(error: Exception, repo: HubRepo, access: Access) -> OpenFolder:
+    """Return the cached snapshot after an error of the hub. Raise that error if there is none."""
+    try:
+        folder = _cached_files(repo)
+    except FileNotFoundError:
+        raise error from None
+    access.warn(
+        f"the hub cannot be reached: using {repo.display_name} as it is in the cache, commit {folder.commit}"
+    )
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class HubFolder:
+    """The files of a repository as a `Folder`. `fetch` downloads the model unless it is streamed.
+
+    Attributes:
+        listing: The listed files.
+        access: Settings for reading them.
+        file: A GGUF file to read, with its other parts. Empty for the model of the top folder.
+    """
+
+    listing: HubListing
+    access: Access
+    file: str = ""
+
+    @property
+    def display_name(self) -> str:
+        """Return the hub id."""
+        return self.listing.hub_id
+
+    def names(self) -> list[str]:
+        """List the files at the top of the repository.
+
+        The metadata file of an Orbax item is absent, because items cannot be read from the hub.
+        """
+        return [name for name in self.listing.siblings if "/" not in name and name != METADATA_FILE]
+
+    def checkpoint_folders(self) -> Sequence[AnyPath]:
+        """Return none: a repository is one model."""
+        return ()
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes of a small file, which is downloaded whole."""
+        with self._translate_errors():
+            return self.listing.read(name, start, stop)
+
+    def open_headers(self) -> AnyPath | None:
+        """Return the weights and settings to download, read where they are, if the hub reports a commit."""
+        with self._translate_errors():
+            names = self._files_to_fetch()
+            if self.listing.commit is None or not _select_weights(names):
+                return None
+            return self.listing.open_remote(names)
+
+    def fetch(self, kind: Kind) -> CheckpointFiles:
+        """Download the files of one weight format, the config and the tokenizer, unless they are streamed."""
+        if self.file:
+            return self._fetch_gguf()
+        with self._translate_errors():
+            names = self._files_to_fetch()
+        if not _select_weights(names):
+            raise no_checkpoint_error(sorted(self.names()), self.display_name)
+        nested = self._nested_files()
+        omitted = (*nested.omitted, *unread_weights(self.names(), names))
+        names = [*names, *nested.copied]
+        # A model's repository may have an adapter too. Only the adapter itself needs these settings,
+        # and a conversion would copy them next to its output.
+        if kind == "meta" and torch_files.MISTRAL_FILE in names:
+            names = [*names, torch_files.META_PARAMS_FILE]
+        if kind == "adapter":
+            names = [*names, safetensors.ADAPTER_CONFIG]
+        with self._translate_errors():
+            if self.access.stream:
+                return CheckpointFiles(self._streamed_folder(names), self.listing.commit, omitted)
+            path = self.listing.download(names, self.access.progress)
+        return CheckpointFiles(path, path.name, omitted)
+
+    def _nested_files(self) -> SelectedNames:
+        """Return the side files in subfolders to download, and descriptions of the subfolders to leave."""
+        listed: list[ListedFile] = []
+        for name, sibling in self.listing.siblings.items():
+            if "/" in name:
+                listed.append(ListedFile(name, sibling.size or 0))
+        return select_side_files(listed, self.access.copied_files)
+
+    def _files_to_fetch(self) -> list[str]:
+        """Return the files of one weight format, the config and the side files. An index decides which weights."""
+        names = files_to_download(self.names(), self.access.copied_files)
+        for index, suffix in INDEX_SUFFIXES.items():
+            if index in names:
+                weight_map = read_weight_map(self.listing.download_file(index), suffix)
+                indexed = {*weight_map.values()}
+                names = [
+                    name for name in names if not name.endswith(f".{suffix}") or name in indexed
+                ]
+        return names
+
+    def _fetch_gguf(self) -> CheckpointFiles:
+        """Download a GGUF file, or all parts of its model, unless they are streamed."""
+        names = part_names(self.file)
+        missing = [name for name in names if name not in self.listing.siblings]
+        if missing:
+            known = [name for name in self.listing.siblings if name.endswith(".gguf")]
+            why = f"its GGUF files are {join_names(known)}" if known else "it has no GGUF file"
+            hint = text(
+                "{} lists the tensors of a file", Command("inspect", "OWNER/NAME/FILE.gguf")
+            )
+            raise PrepError(f"{self.display_name} has no {missing[0]}", why, hint)
+        if self.access.stream:
+            return CheckpointFiles(self._streamed_folder(names) / self.file, self.listing.commit)
+        with self._translate_errors():
+            path = self.listing.download(names, self.access.progress)
+        return CheckpointFiles(path / self.file, path.name)
+
+    def _streamed_folder(self, names: Iterable[str]) -> StorePath:
+        """Return the folder of files that are read where they are."""
+        # Requests for ranges name the commit: between two of them, a branch could move to weights of
+        # another version.
+        if self.listing.commit is None:
+            hint = text("without {} it is downloaded first", Option("stream", True))
+            why = "the hub did not report a commit"
+            raise PrepError(f"cannot stream {self.display_name}", why, hint)
+        return self.listing.open_remote(names)
+
+    def _translate_errors(self) -> AbstractContextManager[None]:
+        return translate_errors(
+            self.display_name, self.listing.revision, is_streamed=self.access.stream
+        )
+
+
+def files_to_download(names: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
+    """Select the top-level files of a repository to read or copy in a conversion.
+
+    With an index, weights are all files that it may name. `HubFolder` reads the index, and leaves the others. Without
+    an index, weights are model.safetensors, else all *.safetensors. PyTorch files are selected if there are no
+    safetensors, Flax files if there is neither. `patterns` select further files.
+    """
+    top = [name for name in names if "/" not in name]
+    if safetensors.INDEX_FILE in top:
+        every = [name for name in top if name.endswith(".safetensors")]
+        weights = [safetensors.INDEX_FILE, *every]
+    elif safetensors.SINGLE_FILE in top:
+        weights = [safetensors.SINGLE_FILE]
+    else:
+        weights = _select_weights(top)
+    selected = set(weights)
+    side_files = [name for name in top if not is_weight_file(name)]
+    for pattern in (*SMALL_FILE_PATTERNS, *patterns):
+        selected.update(name for name in side_files if fnmatchcase(name, pattern))
+    return sorted(selected)
+
+
+def _select_weights(names: Sequence[str]) -> list[str]:
+    """Select the files of the preferred weight format."""
+    weights = [name for name in names if name.endswith(".safetensors")]
+    return weights or select_torch_files(names) or select_flax_files(names)

@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import assert_never
 
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.formats.file_records import read_manifest_of_file
-from prepcli.formats.manifest import find_manifest_folder, read_manifest
+from prepcli.formats.manifest import find_manifest_folder, read_manifest, read_manifest_of_file
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.sources.detect import detect, detect_file, detect_gguf
+from prepcli.sources.detect import Kind, detect, detect_file, detect_gguf
 from prepcli.sources.folders import (
     DEFAULT_ACCESS,
     Access,
     CheckpointFiles,
-    Folder,
-    Kind,
+    HubFolder,
     OpenFolder,
     open_bucket_folder,
+    open_hub_folder,
 )
-from prepcli.sources.hub_folders import open_hub_folder
 from prepcli.sources.references import (
     BucketUrl,
     HubRepo,
@@ -95,22 +93,18 @@ def locate(
     manifest = _read_manifest(files.path)
     if kind in ("safetensors", "torch") and (remark := unused_quantization_note(files.path)):
         access.note(remark)
-    if isinstance(reference, LocalPath):
-        part = reference.part
-    else:
-        part = ""
     return LocatedCheckpoint(
         display_name=reference.display_name,
         model_name=_recorded_name(reference, files, manifest) or reference.model_name,
         kind=kind,
         files=files,
         manifest=manifest,
-        part=part,
+        part=reference.part if isinstance(reference, LocalPath) else "",
         access=access,
     )
 
 
-def open_folder(reference: Reference, access: Access) -> Folder:
+def open_folder(reference: Reference, access: Access) -> OpenFolder | HubFolder:
     """List the files of a checkpoint.
 
     Raises:

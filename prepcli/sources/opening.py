@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
-from prepcli.core.errors import Option, PrepError, Text, text, usage_error
+from prepcli.core.counts import count_text
+from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.json_values import quote_name
 from prepcli.core.lists import join_names
 from prepcli.core.suggest import did_you_mean
-from prepcli.formats.again_hint import again_hints
-from prepcli.formats.file_records import check_files
-from prepcli.formats.manifest import find_manifest_folder
-from prepcli.formats.torch_files import MISTRAL_FILE
+from prepcli.formats.manifest import again_hints, check_files, find_manifest_folder
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import FAMILIES
+from prepcli.planning.libraries import HF_LAYOUT
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.maps import TensorMap
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
+from prepcli.sources.detect import Kind
 from prepcli.sources.dropped_tensors import UNINDEXED_RULE, matching_drops, unindexed_names
 from prepcli.sources.folders import CheckpointFiles
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
@@ -35,6 +36,18 @@ from prepcli.stores.paths import SMALL_NBYTES, StorePath, fetch_copies, is_remot
 
 # A note names at most this many tensors that the index does not name.
 MAX_UNINDEXED_NAMES = 5
+# The module of `sources.openers` for each format. Its function `read` returns the source.
+OPENERS: Mapping[Kind, str] = {
+    "safetensors": "hf_folder",
+    "torch": "hf_folder",
+    "meta": "meta_folder",
+    "dcp": "dcp_folder",
+    "flax": "flax_tree",
+    "easylm": "flax_tree",
+    "orbax": "orbax_item",
+    "adapter": "peft_folder",
+    "gguf": "gguf_file",
+}
 # Formats of trees with several layouts.
 TREE_KINDS = ("orbax", "flax", "easylm", "dcp")
 # Entry for the training state of an output of prep on the hub.
@@ -90,18 +103,25 @@ def open_source(
             training_state=training_state,
             drop=drop,
         )
-        source = _read_headers(located, hints)
+        source = read_source(located, hints)
         check_patterns(copied_files, source.small_files, display_name)
-        _report_reading(source, located, drop)
+        _report_unindexed(source, located, drop)
+        for note in source.notes:
+            located.access.note(note)
+        if prefix := source.names.wrapper_prefix:
+            located.access.note(
+                f"the prefix {quote_name(prefix)} of all tensors of {display_name} is taken off"
+            )
         if layout is not None:
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
-        if training_state:
-            source = _with_training_state(source, located)
-        elif source.manifest and "training_state" in source.manifest:
-            source = _with_written_state(source, located)
-        _check_headers(source)
+        source = _with_training_state(source, located, is_requested=training_state)
+        if source.manifest is not None:
+            folder = source.root if source.root.is_dir() else source.root.parent
+            check_headers(folder, source.manifest, source.file_stamps)
         source = _with_store_stamps(_with_omitted(source, located.files))
-        if export_map is None and hints.verbatim and _lacks_digests(source):
+        is_recorded = source.manifest is not None and bool(source.manifest.tensors)
+        lacks_digests = is_recorded and not all(tensor.digests for tensor in source.tensors)
+        if export_map is None and hints.verbatim and lacks_digests:
             # The manifest has the digests of the model's tensors, and not of the names in these files.
             model = open_source(located, config_path, verbatim=None, kept_scales="all")
             source = _made_from(source, model)
@@ -121,12 +141,6 @@ def open_source(
         return source
 
 
-def _lacks_digests(source: Source) -> bool:
-    """Return whether an output of prep records digests, but not one of each tensor of this source."""
-    is_recorded = source.manifest is not None and bool(source.manifest.tensors)
-    return is_recorded and not all(tensor.digests for tensor in source.tensors)
-
-
 def _made_from(source: Source, model: Source) -> Source:
     """Return a source whose tensors are checked by the digests of another view of the same files."""
     stored = tuple(tensor for tensor in model.all_tensors if tensor.digests)
@@ -138,29 +152,24 @@ def _made_from(source: Source, model: Source) -> Source:
 def _check_layout_option(located: LocatedCheckpoint, layout: str) -> None:
     """Raise PrepError if the layout of a checkpoint is known, and the requested one has no effect or differs."""
     if located.kind not in TREE_KINDS:
-        recorded = "hf"
+        recorded = HF_LAYOUT
         why = "its tensors have the names of Hugging Face"
     elif located.manifest is not None:
-        recorded = located.manifest.layout or "native"
+        recorded = located.manifest.layout or NATIVE_LAYOUT
         why = f"its manifest records the layout {recorded}"
     else:
         return
-    if layout != recorded:
-        option = Option("source_layout", layout)
-        hint = text("remove {}", Option("source_layout"))
-        names = _layout_names()
-        if layout not in names:
-            why = f"the layouts are {', '.join(names)}"
-            raise PrepError(text("{} is unknown", option), why, did_you_mean(layout, names) or hint)
-        raise PrepError(text("{} contradicts {}", option, located.display_name), why, hint)
-
-
-def _layout_names() -> list[str]:
-    """Return the layouts of all families."""
-    names = dict.fromkeys(["hf", NATIVE_LAYOUT])
+    if layout == recorded:
+        return
+    option = Option("source_layout", layout)
+    hint = text("remove {}", Option("source_layout"))
+    names = dict.fromkeys([HF_LAYOUT, NATIVE_LAYOUT])
     for family in FAMILIES.values():
         names.update(dict.fromkeys(family.layouts))
-    return list(names)
+    if layout not in names:
+        why = f"the layouts are {', '.join(names)}"
+        raise PrepError(text("{} is unknown", option), why, did_you_mean(layout, [*names]) or hint)
+    raise PrepError(text("{} contradicts {}", option, located.display_name), why, hint)
 
 
 def _check_layout_is_used(
@@ -168,14 +177,10 @@ def _check_layout_is_used(
 ) -> None:
     """Raise UsageError if tensors keep their own names, so that the requested layout has no effect.
 
-    Args:
-        source: The opened source.
-        located: The located checkpoint.
-        layout: The requested layout.
-        is_requested: Whether the user asked for the names in the files.
+    `is_requested` says whether the user asked for the names in the files.
     """
     is_foreign = located.manifest is None and located.kind in TREE_KINDS
-    if not is_foreign or not source.family.is_verbatim or layout == "hf":
+    if not is_foreign or not source.family.is_verbatim or layout == HF_LAYOUT:
         return
     option = Option("source_layout", layout)
     what = text("{} has no effect for {}", option, located.display_name)
@@ -187,56 +192,12 @@ def _check_layout_is_used(
     raise usage_error(what, why, hint)
 
 
-def _read_headers(located: LocatedCheckpoint, hints: SourceHints) -> Source:
-    """Open a checkpoint with the opener for its format.
-
-    Only this opener is imported. The manifest goes to the openers of formats that prep writes: it names the family, and
-    has the digests of the tensors.
-    """
-    path = located.files.path
-    display_name = located.display_name
-    manifest = located.manifest
-    match located.kind:
-        case "safetensors":
-            from prepcli.sources.openers.safetensors_folder import open_safetensors
-
-            return open_safetensors(path, display_name, hints, manifest)
-        case "orbax":
-            from prepcli.sources.openers.orbax_item import open_orbax
-
-            return open_orbax(path, display_name, hints, manifest)
-        case "flax":
-            from prepcli.sources.openers.flax_tree import open_flax
-
-            return open_flax(path, display_name, hints, manifest)
-        case "easylm":
-            from prepcli.sources.openers.flax_tree import open_easylm
-
-            return open_easylm(path, display_name, hints, manifest)
-        case "adapter":
-            from prepcli.sources.openers.peft_folder import open_adapter_alone
-
-            return open_adapter_alone(path, display_name, hints, manifest)
-        case "torch":
-            from prepcli.sources.openers.torch_folder import open_torch
-
-            return open_torch(path, display_name, hints)
-        case "meta" if hints.verbatim and (path / MISTRAL_FILE).exists():
-            from prepcli.sources.openers.safetensors_folder import open_safetensors
-
-            return open_safetensors(path, display_name, hints, manifest)
-        case "meta":
-            from prepcli.sources.openers.meta_folder import open_meta
-
-            return open_meta(path, display_name, hints)
-        case "dcp":
-            from prepcli.sources.openers.dcp_folder import open_dcp
-
-            return open_dcp(path, display_name, hints, manifest)
-        case "gguf":
-            from prepcli.sources.openers.gguf_file import open_gguf
-
-            return open_gguf(path, display_name, hints)
+def read_source(located: LocatedCheckpoint, hints: SourceHints) -> Source:
+    """Read the headers and settings of a checkpoint with the opener of its format. Only this opener is imported."""
+    opener = import_module(f"prepcli.sources.openers.{OPENERS[located.kind]}")
+    source = opener.read(located, hints)
+    assert isinstance(source, Source)
+    return source
 
 
 def _with_omitted(source: Source, files: CheckpointFiles) -> Source:
@@ -250,24 +211,8 @@ def _with_omitted(source: Source, files: CheckpointFiles) -> Source:
     return replace(source, omitted=tuple(omitted))
 
 
-def _report_reading(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:
-    """Note what is ignored and taken off of the files. Raise PrepError for ignored tensors if the access is strict."""
-    _report_unindexed(source, located, drop)
-    for note in source.notes:
-        located.access.note(note)
-    if prefix := source.names.wrapper_prefix:
-        name = located.display_name
-        located.access.note(
-            f"the prefix {quote_name(prefix)} of all tensors of {name} is taken off"
-        )
-
-
 def _report_unindexed(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:
-    """Note the tensors in the files that the index does not name.
-
-    Raises:
-        PrepError: The access is strict, and no pattern of `drop` matches one of them.
-    """
+    """Note the tensors in the files that the index does not name."""
     entries = [entry for entry in source.extra_entries if entry.rule == UNINDEXED_RULE]
     refused: list[DroppedTensor] = []
     if located.access.strict:
@@ -277,9 +222,8 @@ def _report_unindexed(source: Source, located: LocatedCheckpoint, drop: Sequence
     names = [entry.name for entry in refused or entries]
     if not names:
         return
-    noun = "tensor" if len(names) == 1 else "tensors"
     verb = "is" if len(names) == 1 else "are"
-    count = f"{len(names):,} {noun} of {source.display_name}"
+    count = f"{count_text(len(names), 'tensor')} of {source.display_name}"
     listed = join_names(names, max_names=MAX_UNINDEXED_NAMES)
     if refused:
         what = f"{count} {verb} not in its index"
@@ -289,41 +233,29 @@ def _report_unindexed(source: Source, located: LocatedCheckpoint, drop: Sequence
     located.access.note(f"{count} {verb} ignored: not in its index: {listed}")
 
 
-def _with_written_state(source: Source, located: LocatedCheckpoint) -> Source:
-    """Return an output of prep with its training state, or with an entry for the unread state.
-
-    Of a checkpoint on the hub, only the files of the model are read.
-    """
-    if _has_state(source) or not _is_on_hub(located):
-        return _with_training_state(source, located)
-    return replace(source, extra_entries=(*source.extra_entries, UNREAD_STATE))
-
-
 def has_unread_state(source: Source) -> bool:
     """Return whether the training state of an output of prep was left on the hub."""
     return UNREAD_STATE in source.extra_entries
 
 
-def _has_state(source: Source) -> bool:
-    """Return whether the state was read together with the parameters, e.g. from an Orbax item."""
-    return source.tree_manifest.is_tree or source.training_record is not None
-
-
-def _is_on_hub(located: LocatedCheckpoint) -> bool:
-    """Return whether a checkpoint was named by a hub id."""
-    return located.files.commit is not None
-
-
-def _with_training_state(source: Source, located: LocatedCheckpoint) -> Source:
-    """Return the source with its training state.
+def _with_training_state(
+    source: Source, located: LocatedCheckpoint, *, is_requested: bool
+) -> Source:
+    """Return the source with its training state, if it is requested or prep wrote it.
 
     Raises:
         UsageError: prep reads no training state of this format, or none from the hub.
     """
-    if _has_state(source):
+    is_written = source.manifest is not None and "training_state" in source.manifest
+    # The state may have been read together with the parameters, e.g. from an Orbax item.
+    has_state = source.tree_manifest.is_tree or source.training_record is not None
+    if has_state or not (is_requested or is_written):
         return source
+    if located.files.commit is not None and not is_requested:
+        # Of a checkpoint on the hub, only the files of the model are read.
+        return replace(source, extra_entries=(*source.extra_entries, UNREAD_STATE))
     option = Option("training_state", True)
-    if _is_on_hub(located):
+    if located.files.commit is not None:
         what = text("{} is not supported for {}", option, located.display_name)
         raise usage_error(what, "only the files of its model are read", "copy it to this machine")
     if located.kind in ("safetensors", "torch"):
@@ -377,14 +309,12 @@ def check_recorded_files(files: CheckpointFiles, manifest: Manifest | None) -> N
         selected = {name for name in selected if records[name]["bytes"] <= SMALL_NBYTES}
         # Files of tensors have a digest of their header, which is compared when the header is read.
         fetch_copies(folder / name for name in selected if "xxh3" in records[name])
-        check_files(folder, manifest, selected, hint=_upload_hint)
+        hint = "upload {} again: {} works on local outputs only"
+        check_files(
+            folder, manifest, selected, hint=lambda name: text(hint, name, Option("accept"))
+        )
     else:
         check_files(folder, manifest, selected)
-
-
-def _upload_hint(name: str) -> Text:
-    """Return the hint for a damaged file of an output in a bucket or on the hub."""
-    return text("upload {} again: {} works on local outputs only", name, Option("accept"))
 
 
 def _with_store_stamps(source: Source) -> Source:
@@ -396,14 +326,3 @@ def _with_store_stamps(source: Source) -> Source:
         for stamp, path in zip(source.file_stamps, source.files)
     )
     return replace(source, file_stamps=stamps) if is_remote(source.files) else source
-
-
-def _check_headers(source: Source) -> None:
-    """Raise DamagedError if the header of a data file differs from its record."""
-    if source.manifest is None:
-        return
-    if source.root.is_dir():
-        folder = source.root
-    else:
-        folder = source.root.parent
-    check_headers(folder, source.manifest, source.file_stamps)

@@ -19,8 +19,8 @@ from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder, read_manifest
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.planning.manifest_fields import Manifest, OriginRecord
-from prepcli.sources.references import HubRepo, parse_reference
-from prepcli.sources.source import CONFIG, Source, SourceTensor
+from prepcli.sources.references import CONFIG, HubRepo, parse_reference
+from prepcli.sources.source import Source, SourceTensor
 from prepcli.stores.addresses import is_url
 from prepcli.stores.files import stat_file
 from prepcli.stores.hub import SHA256, sha256_of_file

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
-from prepcli.formats import flax_folder, safetensors, torch_files
+from prepcli.formats import msgpack, safetensors, torch_files
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import ITEM_MARKERS, READABLE_SUFFIXES
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
@@ -82,7 +82,7 @@ def _link_target(path: Path, real_path: Path) -> str:
     return str(real_path)
 
 
-INDEX_FILES = (safetensors.INDEX_FILE, torch_files.INDEX_FILE, flax_folder.INDEX_FILE)
+INDEX_FILES = (safetensors.INDEX_FILE, torch_files.INDEX_FILE, msgpack.INDEX_FILE)
 # A file of transformers' Trainer. A copy of it in another step would have the wrong step number.
 TRAINER_STATE_FILE = "trainer_state.json"
 WEIGHT_SUFFIXES = {*READABLE_SUFFIXES, ".h5", ".gguf", ".onnx", ".ot", ".npz"}

@@ -20,8 +20,7 @@ from prepcli.core.errors import (
 )
 from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.core.json_values import load_json, quote_name
-from prepcli.formats.file_records import check_header
-from prepcli.formats.manifest import NO_MANIFEST, STATE_ITEM
+from prepcli.formats.manifest import NO_MANIFEST, STATE_ITEM, check_header
 from prepcli.models.parameters import Family, parameter_rows
 from prepcli.planning.arrays import Array, Locations
 from prepcli.planning.manifest_fields import (
@@ -51,7 +50,6 @@ from prepcli.stores.buffers import Blob
 from prepcli.stores.files import MAX_CONFIG_NBYTES, is_there, read_small_file
 from prepcli.stores.paths import AnyPath
 
-CONFIG = "config.json"
 # In an init checkpoint: config, tokenizer and the other files of the model.
 HF_FOLDER = "hf"
 # A file of transformers' Trainer.

@@ -9,13 +9,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from prepcli.core.errors import GET_AGAIN_HINT
-from prepcli.formats.fast_tokenizer import load_fast_tokenizer
-from prepcli.formats.sentencepiece_model import load_sentencepiece
-from prepcli.formats.sentencepiece_pieces import has_space_suffix, read_added_texts
-from prepcli.formats.tokenizer_safety import (
+from prepcli.formats.tokenizer_files import (
     check_normalizer_growth,
+    has_space_suffix,
     library_errors,
+    load_fast_tokenizer,
+    load_sentencepiece,
     normalizer_growth,
+    read_added_texts,
 )
 from prepcli.stores.paths import AnyPath
 

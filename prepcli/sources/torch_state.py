@@ -13,8 +13,7 @@ from typing import Any
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text, usage_error
 from prepcli.engine.digest import digest_pieces
-from prepcli.formats.file_records import bytes_between
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, bytes_between
 from prepcli.formats.torch_dcp import DcpFolder, read_dcp_folder, read_dcp_value
 from prepcli.formats.torch_files import TorchObject, read_torch_object
 from prepcli.models.decayed_leaves import DecayRule
@@ -151,12 +150,7 @@ def read_dcp_state(source: Source) -> Source:
 
 
 def _num_updates(source: Source, steps: Mapping[str, SourceTensor]) -> int:
-    """Return the number of updates. All parameters have the same one.
-
-    Raises:
-        DamagedError: A number is no count.
-        PrepError: Parameters have different numbers.
-    """
+    """Return the number of updates. All parameters have the same one."""
     counts = read_scalars(source, [*steps.values()])
     first_names: dict[float, str] = {}
     for name, count in zip(steps, counts, strict=True):
@@ -193,9 +187,6 @@ def _read_settings(name: str, groups: Sequence[Group]) -> AdamSettings:
     """Return the settings in the parameter groups of `torch.optim.AdamW`. `name` is the checkpoint in messages.
 
     The weight decay is the largest one: the group of norms and biases has none.
-
-    Raises:
-        PrepError: A setting is no number, differs between the groups, or is not supported.
     """
     what = f"the settings of the optimizer in {name} are not supported"
     shared: dict[str, float] = {}
@@ -221,11 +212,7 @@ def _read_settings(name: str, groups: Sequence[Group]) -> AdamSettings:
 
 
 def _setting(what: str, group: Group, key: str) -> float:
-    """Return a setting of a group. `b1` and `b2` are the two `betas`.
-
-    Raises:
-        PrepError: It is no finite number.
-    """
+    """Return a setting of a group. `b1` and `b2` are the two `betas`."""
     if key in BETAS:
         betas = group.get("betas")
         value = None
@@ -351,11 +338,7 @@ def _parameter_keys(
 def _named_entries(
     path: AnyPath, entries: Group, keys: Mapping[int | str, str]
 ) -> Iterator[tuple[str, Mapping[str, Array]]]:
-    """Yield the name of each parameter and its entries.
-
-    Raises:
-        PrepError: A parameter has no state, or the state of another optimizer, or there is state of other parameters.
-    """
+    """Yield the name of each parameter and its entries."""
     for key, name in keys.items():
         entry = entries.get(key)
         if not isinstance(entry, dict):
@@ -424,11 +407,7 @@ def _part(name: str) -> str:
 def _other_parameters(
     source: Source, parameters: Collection[str], tensors: Mapping[str, Array]
 ) -> Iterator[str]:
-    """Yield the optimizer states of parameters outside of the model, e.g. `optimizer.state.value_head.weight`.
-
-    Raises:
-        PrepError: A parameter of the model has the state of another optimizer.
-    """
+    """Yield the optimizer states of parameters outside of the model, e.g. `optimizer.state.value_head.weight`."""
     for name in tensors:
         if not name.startswith(STATE_PREFIX):
             continue

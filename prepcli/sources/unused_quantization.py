@@ -10,7 +10,8 @@ from prepcli.formats.torch_files import detect_torch_kind, read_torch_folder
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.quantized.find_weights import QUANTIZATION_FILES, quantization_settings
 from prepcli.quantized.stored_weights import SCALE_SUFFIXES
-from prepcli.sources.source import CONFIG, read_json_object
+from prepcli.sources.references import CONFIG
+from prepcli.sources.source import read_json_object
 from prepcli.stores.files import list_folder
 from prepcli.stores.paths import AnyPath
 

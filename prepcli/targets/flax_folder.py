@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from prepcli.algebra.grids import run_parts
-from prepcli.formats.flax_folder import INDEX_FILE, STEM, STREAM_FILE
-from prepcli.formats.msgpack import SUFFIX
+from prepcli.formats.msgpack import INDEX_FILE, STEM, STREAM_FILE, SUFFIX
 from prepcli.formats.msgpack_layout import (
     MsgpackLayout,
     MsgpackLeaf,
@@ -15,7 +14,7 @@ from prepcli.formats.msgpack_layout import (
     lay_out_stream,
     sort_paths,
 )
-from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
+from prepcli.formats.safetensors import LayoutEntry, split_into_shards
 from prepcli.planning.arrays import Locations, MappedArray, parted_array, whole_array
 from prepcli.planning.libraries import STREAM_FORMAT
 from prepcli.planning.plan import OutputFile, SmallFile

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from prepcli.core.json_types import HFConfig, JsonObject
-from prepcli.formats.file_records import recorded_xxh3
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, recorded_xxh3
 from prepcli.models.text_part import with_text_config
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import SmallFile
 from prepcli.planning.tensor_match import NO_VOCABULARY, Vocabulary, with_vocabulary
+from prepcli.sources.references import CONFIG
 from prepcli.sources.side_files import SideFile, resolve_small_file
-from prepcli.sources.source import CONFIG, Source
+from prepcli.sources.source import Source
 from prepcli.stores.paths import AnyPath, fetch_copies
 
 

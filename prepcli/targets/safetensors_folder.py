@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.formats.safetensors import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE
-from prepcli.formats.safetensors_layout import (
+from prepcli.formats.safetensors import (
+    ADAPTER_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
     LayoutEntry,
     SafetensorsLayout,
     encode_index,

@@ -11,20 +11,23 @@ from prepcli.core.json_types import JsonObject, JsonValue
 from prepcli.core.json_values import load_json, parse_json
 from prepcli.core.lists import join_names
 from prepcli.engine.digest import digest
-from prepcli.formats.added_tokens import Addition, FileEdit
-from prepcli.formats.again_hint import again_hint
-from prepcli.formats.file_records import recorded_xxh3
-from prepcli.formats.json_edits import find_value, insert_members, remove_insertion
-from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.sentencepiece_pieces import encode_pieces
-from prepcli.formats.token_list import AddedToken
-from prepcli.formats.tokenizer_names import (
+from prepcli.formats.added_tokens import (
+    AddedToken,
+    Addition,
+    FileEdit,
+    find_value,
+    insert_members,
+    remove_insertion,
+)
+from prepcli.formats.manifest import NO_MANIFEST, again_hint, recorded_xxh3
+from prepcli.formats.tokenizer_files import (
     MAX_TOKENIZER_NBYTES,
     SENTENCEPIECE_FILES,
     SENTENCEPIECE_SUFFIX,
     SETTINGS_FILE,
     TOKENIZER_FILE,
     VOCABULARY_FILES,
+    encode_pieces,
 )
 from prepcli.sources.side_files import resolve_small_file
 from prepcli.sources.source import Source

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prepcli.core.errors import Key, text, usage_error
 from prepcli.formats.manifest import read_manifest
-from prepcli.formats.tokenizer_names import TOKENIZER_FILE
+from prepcli.formats.tokenizer_files import TOKENIZER_FILE
 from prepcli.planning.plan import SmallFile
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.side_files import SideFile

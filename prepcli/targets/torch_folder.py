@@ -16,11 +16,16 @@ import numpy as np
 
 from prepcli.algebra.axis_map import LAYERS
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.formats.safetensors_layout import LayoutEntry, split_into_shards
-from prepcli.formats.torch_dcp import MAX_METADATA_OPCODES, METADATA_FILE
-from prepcli.formats.torch_dcp_metadata import DATA_FILE, DcpEntry, encode_metadata
+from prepcli.formats.safetensors import LayoutEntry, split_into_shards
+from prepcli.formats.torch_archive import encode_object
+from prepcli.formats.torch_dcp import (
+    DATA_FILE,
+    MAX_METADATA_OPCODES,
+    METADATA_FILE,
+    DcpEntry,
+    encode_metadata,
+)
 from prepcli.formats.torch_pickle import MAX_NBYTES, SUPPORTED_DTYPES, PickledValue, StoredTensor
-from prepcli.formats.torch_zip import encode_object
 from prepcli.models.module_order import OptimizerGroups, optimizer_groups
 from prepcli.planning.arrays import Locations, whole_array
 from prepcli.planning.libraries import AdamSettings

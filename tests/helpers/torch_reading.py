@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import FAILED, PrepError
-from prepcli.formats.torch_files import TorchHeader, read_torch_header
+from prepcli.formats.model_files import FileHeader
+from prepcli.formats.torch_files import read_torch_header
 from prepcli.planning.arrays import Array
 from prepcli.planning.tensors import itemsize
 
 
-def read_content(folder: Path, content: bytes) -> TorchHeader:
+def read_content(folder: Path, content: bytes) -> FileHeader:
     """Write a file of torch, and read its header."""
     path = folder / "x.bin"
     path.write_bytes(content)

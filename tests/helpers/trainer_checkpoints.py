@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from prepcli.formats.torch_archive import encode_object
 from prepcli.formats.torch_pickle import PickledValue, StoredTensor
-from prepcli.formats.torch_zip import encode_object
 from prepcli.models.module_order import optimizer_groups
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 

@@ -1,6 +1,6 @@
 """The encoders of text: tokenizers, SentencePiece and transformers.
 
-Their errors and their memory are handled by `prepcli.formats.tokenizer_safety`.
+Their errors and their memory are handled by `prepcli.formats.tokenizer_files`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_types import JsonValue
-from prepcli.formats.sentencepiece_model import load_sentencepiece
+from prepcli.formats.tokenizer_files import load_sentencepiece
 from prepcli.stores.files import open_regular_file
 
 # Ids, and the start and end of each token in characters.

@@ -21,18 +21,16 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import Key, Option, PrepError, Text
 from prepcli.core.json_types import JsonObject, JsonValue
 from prepcli.core.json_values import load_json
-from prepcli.formats.fast_tokenizer import load_fast_tokenizer
-from prepcli.formats.tokenizer_names import (
+from prepcli.formats.tokenizer_files import (
     MAX_TOKENIZER_NBYTES,
     SENTENCEPIECE_FILES,
     SENTENCEPIECE_SUFFIX,
     SETTINGS_FILE,
     TOKENIZER_FILE,
     VOCABULARY_FILES,
-)
-from prepcli.formats.tokenizer_safety import (
     check_normalizer_growth,
     library_errors,
+    load_fast_tokenizer,
     normalizer_growth,
 )
 from prepcli.stores.files import not_regular_error, read_regular_file

@@ -15,7 +15,6 @@ from prepcli.core.formatting import format_bytes
 from prepcli.core.json_types import HFConfig
 from prepcli.core.observer import Observer
 from prepcli.engine.machine import cgroup_memory_limit, system_memory
-from prepcli.inspection.memory_report import memory_fields, memory_table
 from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.models.rules import Rules
@@ -24,7 +23,13 @@ from trainer.planning.memory_changes import find_memory_change
 from trainer.planning.model_shapes import PlannedModel, model_of_config
 from trainer.planning.optimizer_state import state_leaves
 from trainer.planning.step_inputs import context_warnings
-from trainer.planning.training_plan import TrainingPlan, plan_training, with_overrides
+from trainer.planning.training_plan import (
+    TrainingPlan,
+    memory_fields,
+    memory_table,
+    plan_training,
+    with_overrides,
+)
 from trainer.recipe import Recipe
 from trainer.run.run import Run
 

@@ -15,7 +15,8 @@ from prepcli.models.registry import family_of
 from prepcli.models.rule_text import merge_rules
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.tensor_match import TRUE_VOCAB_SIZE_KEY
-from prepcli.sources.source import CONFIG, read_config
+from prepcli.sources.references import CONFIG
+from prepcli.sources.source import read_config
 from prepcli.targets.tokenizer_files import random_start_files
 from prepcli.targets.training_step import StartModel
 from trainer.planning.config_overrides import override_fields

@@ -17,9 +17,9 @@ from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_err
 from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.core.observer import Observer
 from prepcli.execution.run_storage import RunStorage
-from prepcli.formats.again_hint import RECREATE_HINT
 from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
+    RECREATE_HINT,
     SAMPLE_DIGEST_KEY,
     find_manifest_folder,
     origin_record,
@@ -48,9 +48,9 @@ from prepcli.sources.openers.peft_folder import open_adapter
 from prepcli.sources.openers.peft_settings import read_adapter_family
 from prepcli.sources.opening import open_source
 from prepcli.sources.recorded_sources import apply_lock, pinned_revision
-from prepcli.sources.references import advise_conversion
+from prepcli.sources.references import CONFIG, advise_conversion
 from prepcli.sources.side_files import find_side_files, local_folder
-from prepcli.sources.source import CONFIG, HF_FOLDER, Source, read_config
+from prepcli.sources.source import HF_FOLDER, Source, read_config
 from prepcli.stores.addresses import is_url, parse_url
 from prepcli.stores.paths import AnyPath
 from prepcli.targets.hf_folder import copied_files, copied_small_files, output_config

@@ -12,18 +12,19 @@ from prepcli.core.errors import Option, text, usage_error
 from prepcli.core.json_types import HFConfig
 from prepcli.core.lists import join_names
 from prepcli.core.observer import Observer
-from prepcli.formats.file_records import is_settings_file, record_file
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     STATE_ITEM,
     encode_manifest,
     find_manifest_folder,
+    is_settings_file,
     manifest_digest,
     parse_manifest,
+    record_file,
 )
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.sources.references import LocalPath, RunStep, parse_reference
-from prepcli.sources.source import CONFIG, HF_FOLDER, read_config
+from prepcli.sources.references import CONFIG, LocalPath, RunStep, parse_reference
+from prepcli.sources.source import HF_FOLDER, read_config
 from prepcli.stores.files import io_error, read_small_file, write_file
 
 # Path of the config in a Hugging Face folder, in an init and in a training step.

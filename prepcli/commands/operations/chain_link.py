@@ -15,8 +15,7 @@ from prepcli.core.option_spec import recorded_words
 from prepcli.core.progress import Progress
 from prepcli.engine.digest import digest_of_zeros, digest_pieces
 from prepcli.formats.added_tokens import RECORD_FILE
-from prepcli.formats.file_records import is_settings_file, record_file
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, is_settings_file, record_file
 from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
 from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.planning.manifest_fields import Manifest
@@ -27,7 +26,8 @@ from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.model_family import PROCESSOR_FILES, as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.recorded_sources import MERGE, TRAIN
-from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor
+from prepcli.sources.references import CONFIG
+from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
 
 ADD = "add-tokens"
 REMOVE = "remove-tokens"

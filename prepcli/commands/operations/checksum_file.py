@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from prepcli.core.errors import DamagedError
-from prepcli.formats.again_hint import again_hint
 from prepcli.formats.checksums import read_checksum_bytes
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, again_hint
 from prepcli.sources.source import Source
 
 

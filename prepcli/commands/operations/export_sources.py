@@ -22,8 +22,7 @@ from prepcli.core.observer import Observer
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.digest_checks import towers_digest
 from prepcli.sources.dequantized import DECODED_DTYPE, has_quantized_weights
-from prepcli.sources.folders import Access
-from prepcli.sources.hub_folders import cached_model
+from prepcli.sources.folders import Access, cached_model
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.model_family import text_model, text_part_fault, with_towers
 from prepcli.sources.opening import open_source

@@ -18,15 +18,20 @@ from prepcli.core.observer import Observer, SilentObserver
 from prepcli.core.option_spec import PathLike
 from prepcli.core.suggest import suggest
 from prepcli.engine.collector import collector_paused
-from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents
-from prepcli.inspection.contents import read_contents, read_gguf_contents, read_mapped_contents
+from prepcli.inspection.contents import (
+    AdapterSummary,
+    CheckpointContents,
+    read_contents,
+    read_mapped_contents,
+)
 from prepcli.inspection.logical_leaves import (
     LogicalLeaf,
+    count_parameters,
     find_leaf,
     logical_leaves,
+    nbytes_below,
     partition_rules,
 )
-from prepcli.inspection.parameter_count import count_parameters, nbytes_below
 from prepcli.inspection.tensor_stats import TensorStats
 from prepcli.models.mesh import Mesh, parse_mesh
 from prepcli.models.parameters import VERBATIM
@@ -429,12 +434,9 @@ def _read_checkpoint(
     located = locate(checkpoint, options.get("revision"), step=options.get("step"), access=access)
     config = options.get("config")
     config_path = None if config is None else Path(config)
-    if located.kind == "gguf":
-        path = located.files.path
-        return located, read_gguf_contents(path, located.display_name, config_path)
     tensor_map = options.get("map")
     layout = options.get("source_layout")
-    if tensor_map is not None or layout is not None:
+    if located.kind != "gguf" and (tensor_map is not None or layout is not None):
         rows = None if tensor_map is None else read_map(Path(tensor_map))
         return located, read_mapped_contents(located, config_path, rows, layout)
     with collector_paused():

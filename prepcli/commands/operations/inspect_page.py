@@ -24,7 +24,7 @@ from prepcli.commands.pages.inspection_page import (
 )
 from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import Observer
-from prepcli.inspection.checkpoint_contents import CheckpointContents
+from prepcli.inspection.contents import CheckpointContents
 from prepcli.inspection.logical_leaves import logical_leaves
 from prepcli.models.mesh import parse_mesh
 

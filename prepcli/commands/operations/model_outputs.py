@@ -19,7 +19,7 @@ import numpy as np
 from prepcli.commands.operations.file_arrays import file_array
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.models.param_tree import Tree
-from prepcli.sources.source import CONFIG
+from prepcli.sources.references import CONFIG
 from prepcli.stores.paths import AnyPath, StorePath
 from trainer.run.params import OpenedModel
 

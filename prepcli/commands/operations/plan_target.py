@@ -10,8 +10,7 @@ from prepcli.commands.operations.recipe_files import find_recipe, recipes_folder
 from prepcli.core.errors import Key, Option, PrepError, text, usage_error
 from prepcli.core.observer import Observer
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.inspection.checkpoint_contents import CheckpointContents
-from prepcli.inspection.contents import read_contents, read_mapped_contents
+from prepcli.inspection.contents import CheckpointContents, read_contents, read_mapped_contents
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.presets import PRESETS, preset_name
 from prepcli.models.registry import family_of

@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from prepcli.core.observer import Observer
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import MIN_MEMORY_NBYTES
-from prepcli.formats.again_hint import again_hint
-from prepcli.inspection.checkpoint_contents import CheckpointContents
+from prepcli.formats.manifest import again_hint
+from prepcli.inspection.contents import CheckpointContents
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.restore.digest_checks import check_tensors

@@ -40,12 +40,14 @@ from prepcli.core.progress import Progress
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.added_tokens import (
     RECORD_FILE,
+    AddedToken,
     Addition,
     RecordedToken,
     encode_record,
+    overlapping_texts,
     parse_record,
+    read_token_list,
 )
-from prepcli.formats.token_list import AddedToken, overlapping_texts, read_token_list
 from prepcli.planning.item_storage import StorageName
 from prepcli.planning.manifest_fields import (
     REPLACED_PADDING_RULE,

@@ -54,8 +54,7 @@ from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.compare import Difference, compare_streams
 from prepcli.engine.digest import digest_of_zeros
 from prepcli.engine.distance import Distance, measure_distance
-from prepcli.formats.again_hint import again_hint
-from prepcli.formats.manifest import NO_MANIFEST, unwritten_manifest
+from prepcli.formats.manifest import NO_MANIFEST, again_hint, unwritten_manifest
 from prepcli.planning.libraries import LayoutScale
 from prepcli.planning.plan import Stream
 from prepcli.restore.digest_checks import (

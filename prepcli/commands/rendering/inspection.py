@@ -22,9 +22,9 @@ from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import LEAVES
 from prepcli.core.tables import Cell, format_table, wrap_line
 from prepcli.formats.orbax import item_metadata_file
-from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents, num_chunks
+from prepcli.inspection.contents import AdapterSummary, CheckpointContents, num_chunks
+from prepcli.inspection.logical_leaves import missing_parameter, nbytes_below
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
-from prepcli.inspection.parameter_count import missing_parameter, nbytes_below
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding
 from prepcli.inspection.tensor_stats import TensorStats, stats_cells
 from prepcli.models.parameters import VERBATIM
@@ -32,7 +32,8 @@ from prepcli.models.partition import device_boxes, num_replicas, shard_shape
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE
 from prepcli.planning.tensors import OPT_STATE, PARAMS
-from prepcli.sources.source import CONFIG, SourceTensor
+from prepcli.sources.references import CONFIG
+from prepcli.sources.source import SourceTensor
 
 if TYPE_CHECKING:
     # Only `--html` needs the modules of pages.

@@ -25,10 +25,9 @@ from prepcli.core.counts import count_text
 from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import LEAVES
 from prepcli.core.tables import format_table, wrap_line
-from prepcli.inspection.memory_report import memory_fields, memory_table
 from trainer.planning.memory_changes import MemoryChange
 from trainer.planning.mesh_search import MeshOption, MeshSearch
-from trainer.planning.training_plan import KindEstimate, TrainingPlan
+from trainer.planning.training_plan import KindEstimate, TrainingPlan, memory_fields, memory_table
 
 # Meshes that a search lists without -v, so that the best one stays on the screen.
 MAX_MESHES = 10

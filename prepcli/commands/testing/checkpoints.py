@@ -9,8 +9,13 @@ import numpy as np
 
 from prepcli.core.json_types import HFConfig
 from prepcli.engine.fills import numpy_dtype
-from prepcli.formats.safetensors import INDEX_FILE, read_safetensors_folder
-from prepcli.formats.safetensors_layout import encode_index, lay_out_files, split_into_shards
+from prepcli.formats.safetensors import (
+    INDEX_FILE,
+    encode_index,
+    lay_out_files,
+    read_safetensors_folder,
+    split_into_shards,
+)
 
 
 def write_checkpoint(

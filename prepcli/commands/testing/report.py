@@ -17,7 +17,8 @@ from prepcli.core.errors import PrepError, usage_error
 from prepcli.core.suggest import did_you_mean
 from prepcli.core.tables import format_table
 from prepcli.models.registry import family_of
-from prepcli.sources.source import CONFIG, read_config
+from prepcli.sources.references import CONFIG
+from prepcli.sources.source import read_config
 
 # Devices of the CPU, for training on a mesh.
 NUM_DEVICES = 8

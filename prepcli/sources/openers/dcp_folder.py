@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import Option, PrepError, text
+from prepcli.core.json_types import HFConfig
 from prepcli.core.suggest import did_you_mean
 from prepcli.engine.digest import digest_pieces
-from prepcli.formats.file_records import bytes_between
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, bytes_between
+from prepcli.formats.model_files import FileHeader
 from prepcli.formats.torch_dcp import DcpFolder, read_dcp_folder
+from prepcli.models.parameters import Family
 from prepcli.planning.arrays import Array
 from prepcli.planning.libraries import (
     DCP_FORMAT,
@@ -23,14 +25,16 @@ from prepcli.planning.libraries import (
 )
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor, SourceFile
-from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import OPT_STATE_RULE, TRAINING_STATE_RULE
-from prepcli.sources.dcp_trees import match_dcp_tree
+from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
+from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import find_config_path, read_folder_model
+from prepcli.sources.openers.hf_folder import file_tensors, make_source, with_recorded_digests
 from prepcli.sources.references import SourceHints
-from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
-from prepcli.stores.files import stat_file
-from prepcli.stores.paths import AnyPath
+from prepcli.sources.source import (
+    Source,
+    file_stamps,
+)
 
 DCP_LAYOUTS = [
     name for name in LIBRARIES_BY_LAYOUT if find_library(name, DCP_FORMAT).file_format == DCP_FORMAT
@@ -42,76 +46,55 @@ COUNTER_SUFFIX = ".step"
 NOT_A_TENSOR_RULE = "not a tensor"
 
 
-def open_dcp(
-    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
-) -> Source:
+def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """Read the metadata and the config of a torch distributed checkpoint.
 
     Args:
-        path: The folder.
-        display_name: Name of the checkpoint in messages.
+        located: The checkpoint.
         hints: User-supplied facts about the checkpoint.
-        manifest: Manifest of an output of prep, else None.
 
     Raises:
         PrepError: A file is broken or not supported.
     """
+    path = located.files.path
     folder = read_dcp_folder(path)
     state: tuple[Array, ...] = ()
     others: tuple[Array, ...] = ()
     library = _find_library({tensor.name for tensor in folder.tensors}, hints)
     if library is None:
         folder, state, others = _split_state(folder)
-    config_path = find_config_path(hints, path, display_name)
+    config_path = find_config_path(hints, path, located.display_name)
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
     model = read_folder_model(path, config_path, hints, types)
-    names = model.names
-    tensors = _named_tensors(folder, names)
+    tensors = file_tensors(folder.tensors, model.names, None)
     extra_entries: tuple[DroppedTensor, ...] = ()
     if library is not None and not model.family.is_verbatim:
         tree = match_dcp_tree(
-            folder,
+            folder.tensors,
             model.family,
             model.config,
-            display_name,
-            manifest or NO_MANIFEST,
+            located.display_name,
+            located.manifest or NO_MANIFEST,
             library=library,
         )
-        names = tree.names
+        model = replace(model, names=tree.names)
         tensors = tree.tensors
         extra_entries = tree.extra_entries
         folder = _without_entries(folder, [entry.name for entry in extra_entries])
-    records = (manifest or NO_MANIFEST).tensors
-    recorded: list[SourceTensor] = []
-    for tensor in sorted(tensors, key=file_position):
-        digests = recorded_digests(records, names.full_name(tensor.name))
-        recorded.append(replace(tensor, digests=digests))
-    return Source(
-        display_name=display_name,
-        root=path,
-        family=model.family,
-        config=model.config,
-        names=names,
-        tensors=tuple(recorded),
-        files=folder.files,
-        file_stamps=_written_stamps(folder, state) if manifest else _file_stamps(folder),
-        small_files=tuple(
-            file for file in model.side_files.copied if file.path not in folder.files
-        ),
-        manifest=manifest,
-        extra_entries=(*extra_entries, *_extra_entries(folder, state, others)),
-        config_path=config_path,
-        left_files=model.side_files.left,
-        omitted=model.side_files.omitted,
+    copied = tuple(file for file in model.side_files.copied if file.path not in folder.files)
+    source = make_source(
+        located,
+        replace(model, side_files=replace(model.side_files, copied=copied)),
+        with_recorded_digests(tensors, model.names, located.manifest),
+        folder.files,
+        _file_stamps(folder, state, is_written=located.manifest is not None),
     )
+    extra_entries = (*extra_entries, *_extra_entries(folder, state, others))
+    return replace(source, extra_entries=extra_entries)
 
 
 def _find_library(names: Collection[str], hints: SourceHints) -> Library | None:
-    """Return the library with the names of the tensors, or the one that the user states. None for Hugging Face.
-
-    Raises:
-        PrepError: The user names a layout of another format.
-    """
+    """Return the library with the names of the tensors, or the one that the user states. None for Hugging Face."""
     if hints.layout not in (None, *DCP_LAYOUTS):
         what = text("{} is unknown for DCP", Option("source_layout", hints.layout))
         why = f"its layouts are {', '.join(DCP_LAYOUTS)}"
@@ -121,15 +104,6 @@ def _find_library(names: Collection[str], hints: SourceHints) -> Library | None:
     if hints.layout == HF_LAYOUT:
         return None
     return find_library(hints.layout)
-
-
-def _named_tensors(folder: DcpFolder, names: TensorNames) -> tuple[SourceTensor, ...]:
-    """Return the tensors of a checkpoint under the names of Hugging Face."""
-    tensors: list[SourceTensor] = []
-    for tensor in folder.tensors:
-        name = names.bare_name(tensor.name)
-        tensors.append(SourceTensor(name, tensor.dtype, tensor.shape, (tensor,)))
-    return tuple(tensors)
 
 
 def _without_entries(folder: DcpFolder, entries: Collection[str]) -> DcpFolder:
@@ -175,26 +149,48 @@ def _extra_entries(
         yield DroppedTensor(name, 0, NOT_A_TENSOR_RULE)
 
 
-def _file_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
-    """Return size and time of each file. The digest is the one of the metadata."""
-    stamps: list[SourceFile] = []
-    for path in folder.files:
-        stat = stat_file(path)
-        stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, folder.digest))
-    return tuple(stamps)
+def _file_stamps(
+    folder: DcpFolder, state: Sequence[Array], *, is_written: bool
+) -> tuple[SourceFile, ...]:
+    """Return the stamp of each file. Files of prep have the digest of their bytes outside of tensors.
 
-
-def _written_stamps(folder: DcpFolder, state: Sequence[Array]) -> tuple[SourceFile, ...]:
-    """Return the stamps of files of prep. Each has the digest of the file's bytes outside of tensors."""
+    Other files have the digest of the metadata.
+    """
+    if not is_written:
+        return file_stamps(folder.headers)
     ranges_by_file: dict[int, list[Range]] = {number: [] for number in range(len(folder.files))}
     # Counters are constants of the plan, and no streams.
     moments = [tensor for tensor in state if not tensor.name.endswith(COUNTER_SUFFIX)]
     for tensor in (*folder.tensors, *moments):
         # prep writes each tensor in one piece.
         ranges_by_file[tensor.file].append(tensor.byte_range)
-    stamps: list[SourceFile] = []
-    for number, path in enumerate(folder.files):
-        stat = stat_file(path)
-        content_digest = digest_pieces(bytes_between(path, sorted(ranges_by_file[number])))
-        stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, content_digest))
-    return tuple(stamps)
+    headers: list[FileHeader] = []
+    for number, header in enumerate(folder.headers):
+        pieces = bytes_between(header.path, sorted(ranges_by_file[number]))
+        headers.append(replace(header, digest=digest_pieces(pieces)))
+    return file_stamps(headers)
+
+
+def match_dcp_tree(
+    tensors: Iterable[Array],
+    family: Family,
+    config: HFConfig,
+    display_name: str,
+    manifest: Manifest = NO_MANIFEST,
+    *,
+    library: Library,
+) -> ForeignTree:
+    """Match the tensors of a checkpoint with the state dict of a library, e.g. torchtitan.
+
+    Raises:
+        PrepError: The family has no such layout, or a tensor has the wrong shape.
+    """
+    (layout,) = library.layouts
+    if layout not in family.layouts:
+        why = f"its tensors have the names of {layout}, and prep has no layout of it for {family.name}"
+        hint = f"save it with the names of Hugging Face, {library.hub_names_hint}"
+        raise PrepError(f"{display_name} is not supported", why, hint)
+    leaves = {tensor.name: tensor for tensor in tensors}
+    return match_foreign_tree(
+        leaves, family, config, display_name, roots=("",), layout=layout, manifest=manifest
+    )

@@ -33,15 +33,12 @@ from prepcli.sources.gguf_architectures import (
     query_divisor,
 )
 from prepcli.sources.gguf_tokenizer import tokenizer_files
-from prepcli.sources.references import SourceHints
-from prepcli.sources.source import (
-    CONFIG,
-    MadeFiles,
-    Source,
-    SourceTensor,
-    file_stamps,
-    read_config,
-)
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.model_family import FolderModel
+from prepcli.sources.openers.hf_folder import make_source
+from prepcli.sources.references import CONFIG, SourceHints
+from prepcli.sources.side_files import NO_SIDE_FILES
+from prepcli.sources.source import MadeFiles, Source, SourceTensor, file_stamps, read_config
 from prepcli.stores.paths import AnyPath, map_files
 
 ARCHITECTURE_KEY = "general.architecture"
@@ -76,13 +73,7 @@ class _NamedDecoder:
     axis_map: AxisMap | None = None
 
     def location(self, file: int, start: int, number: int) -> Location:
-        """Return the location of a tensor in the blob of decoded tensors.
-
-        Args:
-            file: File number of the blob.
-            start: Offset in the blob of the decoder's first value.
-            number: Position of the tensor in `names`.
-        """
+        """Return the location of a tensor in the blob of decoded tensors."""
         name = self.names[number]
         dtype = self.decoder.dtype
         if self.axis_map is None:
@@ -92,17 +83,18 @@ class _NamedDecoder:
         return MappedArray(self.axis_map, (), leaf)
 
 
-def open_gguf(path: AnyPath, display_name: str, hints: SourceHints) -> Source:
+def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """Read the header of a GGUF file, or the headers of all parts.
 
     Args:
-        path: The file, or one of the files of a model in parts.
-        display_name: Name of the checkpoint in messages.
+        located: The checkpoint: the file, or one of the files of a model in parts.
         hints: User-supplied facts about the checkpoint.
 
     Raises:
         PrepError: The file is broken, or its architecture or one of its types is not supported.
     """
+    path = located.files.path
+    display_name = located.display_name
     paths = _part_paths(path, display_name)
     headers = map_files(read_gguf_header, paths)
     _check_parts(headers, display_name)
@@ -119,18 +111,13 @@ def open_gguf(path: AnyPath, display_name: str, hints: SourceHints) -> Source:
     blob = DequantizedBlob(display_name, tuple(each.decoder for each in named), paths)
     names = detect_names(family, config, full_names=[name for each in named for name in each.names])
     tensors = _source_tensors(named, blob, names)
+    model = FolderModel(None, config, family, names, NO_SIDE_FILES)
+    source = make_source(
+        replace(located, manifest=None), model, tensors, paths, file_stamps(headers)
+    )
     type_names = sorted({tensor.type.name for tensor in header.tensors})
-    return Source(
-        display_name=display_name,
-        root=path,
-        family=family,
-        config=config,
-        names=names,
-        tensors=tensors,
-        files=paths,
-        file_stamps=file_stamps(headers),
-        small_files=(),
-        manifest=None,
+    return replace(
+        source,
         tensor_file_names=(FILE_NAME,) * len(tensors),
         blobs=(*paths, blob),
         quantization={"quant_method": "gguf", "types": type_names},
@@ -139,11 +126,7 @@ def open_gguf(path: AnyPath, display_name: str, hints: SourceHints) -> Source:
 
 
 def _part_paths(path: AnyPath, display_name: str) -> tuple[AnyPath, ...]:
-    """Return the files of a model: all parts of `m-00001-of-00003.gguf`, or the file itself.
-
-    Raises:
-        PrepError: A part is missing.
-    """
+    """Return the files of a model: all parts of `m-00001-of-00003.gguf`, or the file itself."""
     paths = tuple(path.with_name(name) for name in part_names(path.name))
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
@@ -211,11 +194,7 @@ def _read_architecture(header: GgufHeader, display_name: str) -> GgufArchitectur
 def _config_of_metadata(
     header: GgufHeader, architecture: GgufArchitecture, display_name: str
 ) -> HFConfig:
-    """Return a config.json with the facts of the metadata.
-
-    Raises:
-        PrepError: A fact that changes the computation is missing, or has another type.
-    """
+    """Return a config.json with the facts of the metadata."""
     prefix = str(header.metadata[ARCHITECTURE_KEY])
     names = {tensor.name for tensor in header.tensors}
     reason = needs_config_reason(header.metadata, prefix, names)
@@ -262,16 +241,7 @@ def _config_of_metadata(
 
 
 def _has_biases(header: GgufHeader, modules: Sequence[str], class_name: str) -> bool:
-    """Return whether modules have a bias, which llama.cpp adds where one is stored.
-
-    Args:
-        header: Header of the file.
-        modules: Names of the modules without the layer, which have a bias all or none in transformers.
-        class_name: Class of transformers.
-
-    Raises:
-        PrepError: Some have a bias.
-    """
+    """Return whether modules have a bias, which llama.cpp adds where one is stored."""
     names = {_split_layer(tensor.name)[0] for tensor in header.tensors}
     biases = [module for module in modules if f"{module}.bias" in names]
     if not biases or len(biases) == len(modules):

@@ -302,12 +302,7 @@ def _read_step(source: Source, leaves: Mapping[str, Array]) -> int:
 
 
 def _read_counter(source: Source, leaves: Mapping[str, Array], name: str) -> int:
-    """Return the value of a counter.
-
-    Raises:
-        PrepError: The leaf is missing.
-        DamagedError: The value is not a count.
-    """
+    """Return the value of a counter."""
     if name + BOXED_SUFFIX in leaves:
         name += BOXED_SUFFIX
     if name not in leaves:

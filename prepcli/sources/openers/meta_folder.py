@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
@@ -27,13 +27,12 @@ from prepcli.formats.meta_llama_config import (
     mistral_to_hf_config,
     to_hf_config,
 )
-from prepcli.formats.safetensors import read_safetensors_header
-from prepcli.formats.safetensors_layout import split_into_shards
+from prepcli.formats.model_files import FileHeader
+from prepcli.formats.safetensors import read_safetensors_header, split_into_shards
 from prepcli.formats.torch_files import (
     CONSOLIDATED_FILE,
     META_PARAMS_FILE,
     MISTRAL_FILE,
-    TorchHeader,
     read_torch_header,
 )
 from prepcli.models.families.llama import FAMILY
@@ -42,16 +41,12 @@ from prepcli.models.registry import FAMILIES
 from prepcli.models.torchtitan_layouts import META_NAMES, TORCHTITAN_LAYOUT
 from prepcli.planning.arrays import Array, Location, MappedArray, whole_array
 from prepcli.planning.tensor_match import detect_names
-from prepcli.sources.openers.torch_folder import assign_blobs
-from prepcli.sources.references import SourceHints
-from prepcli.sources.side_files import SideFile, SideFiles, find_side_files, matches_any
-from prepcli.sources.source import (
-    CONFIG,
-    Source,
-    SourceTensor,
-    file_stamps,
-    read_config,
-)
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.model_family import FolderModel
+from prepcli.sources.openers import hf_folder
+from prepcli.sources.references import CONFIG, SourceHints
+from prepcli.sources.side_files import SideFile, find_side_files, matches_any
+from prepcli.sources.source import Source, SourceTensor, file_stamps, read_config
 from prepcli.stores.files import list_folder, read_bytes, stat_file
 from prepcli.stores.paths import AnyPath, map_files
 
@@ -112,57 +107,48 @@ META_TENSOR_RULES: Mapping[str, MetaTensorRule] = _tensor_rules()
 _LAYER_TENSOR = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)")
 
 
-def open_meta(path: AnyPath, display_name: str, hints: SourceHints) -> Source:
-    """Read the pickled tensor metadata and the config of Meta's files. No pickled code is run.
+def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
+    """Read the headers and the config of Meta's or Mistral's files. No pickled code is run.
 
     Args:
-        path: The folder.
-        display_name: Name of the checkpoint in messages.
+        located: The checkpoint.
         hints: User-supplied facts about the checkpoint.
 
     Raises:
         PrepError: A file is missing, broken or not supported.
     """
+    path = located.files.path
+    if hints.verbatim and (path / MISTRAL_FILE).exists():
+        return hf_folder.read(located, hints)
     headers = _read_headers(path)
-    config = _load_config(path, display_name, hints, headers)
+    config = _load_config(path, located.display_name, hints, headers)
     family = FAMILIES[str(config["model_type"])]
-    sharded = _ShardedTensors(path, headers, config, family)
+    sharded = _ShardedTensors(headers, config, family)
     tensors = tuple(tensor for _, tensor in sorted(sharded.tensors(), key=lambda pair: pair[0]))
+    full_names = [_hf_name(tensor.name, family) for tensor in tensors]
     entries = [
-        (_hf_name(tensor.name, family), tensor.dtype, tensor.shape, tensor.nbytes)
-        for tensor in tensors
+        (name, tensor.dtype, tensor.shape, tensor.nbytes)
+        for name, tensor in zip(full_names, tensors)
     ]
     file_names: list[str] = []
     for file_name, shard_entries in split_into_shards(entries, OUTPUT_SHARD_NBYTES):
         file_names += [file_name] * len(shard_entries)
     side_files = find_side_files(path, hints.copied_files)
-    return Source(
-        display_name=display_name,
-        root=path,
-        family=family,
-        config=config,
-        names=detect_names(
-            family, config, full_names=[_hf_name(tensor.name, family) for tensor in tensors]
-        ),
-        tensors=tensors,
-        files=sharded.paths,
-        file_stamps=file_stamps(headers),
-        small_files=_copied_files(side_files, hints),
-        manifest=None,
-        tensor_file_names=tuple(file_names),
-        blobs=sharded.blobs,
-        left_files=side_files.left,
-        omitted=side_files.omitted,
-    )
-
-
-def _copied_files(side_files: SideFiles, hints: SourceHints) -> tuple[SideFile, ...]:
-    """Return the side files to copy: Meta's own ones describe other weights, and are copied on request."""
+    # Meta's own side files describe other weights, and are copied on request.
     copied: list[SideFile] = []
     for file in side_files.copied:
         if file.name not in META_SIDE_FILES or matches_any(file.name, hints.copied_files):
             copied.append(file)
-    return tuple(copied)
+    names = detect_names(family, config, full_names=full_names)
+    side_files = replace(side_files, copied=tuple(copied))
+    source = hf_folder.make_source(
+        replace(located, manifest=None),
+        FolderModel(None, config, family, names, side_files),
+        tensors,
+        [header.path for header in headers],
+        file_stamps(headers),
+    )
+    return replace(source, tensor_file_names=tuple(file_names), blobs=sharded.blobs)
 
 
 def _hf_name(name: str, family: Family) -> str:
@@ -172,11 +158,11 @@ def _hf_name(name: str, family: Family) -> str:
     return family.prefix + name
 
 
-def _read_headers(path: AnyPath) -> list[TorchHeader]:
+def _read_headers(path: AnyPath) -> list[FileHeader]:
     """Read the header of each rank's file, in order. Raise PrepError if one is missing."""
     names = [name for name in list_folder(path) if CONSOLIDATED_FILE.fullmatch(name)]
     if not names:
-        return [_read_mistral_header(path / MISTRAL_FILE)]
+        return [read_safetensors_header(path / MISTRAL_FILE, 0)]
     expected = [f"consolidated.{number:02d}.pth" for number in range(len(names))]
     if missing := [name for name in expected if name not in names]:
         why = f"{path} has {len(names)} such files, up to {names[-1]}"
@@ -186,19 +172,11 @@ def _read_headers(path: AnyPath) -> list[TorchHeader]:
     return map_files(read_torch_header, [path / name for name in names], range(len(names)))
 
 
-def _read_mistral_header(path: AnyPath) -> TorchHeader:
-    """Read the header of Mistral's file."""
-    header = read_safetensors_header(path, 0)
-    return TorchHeader(
-        header.file_name, header.size, header.mtime_ns, header.digest, header.tensors, ()
-    )
-
-
 # The config
 
 
 def _load_config(
-    path: AnyPath, display_name: str, hints: SourceHints, headers: Sequence[TorchHeader]
+    path: AnyPath, display_name: str, hints: SourceHints, headers: Sequence[FileHeader]
 ) -> HFConfig:
     """Read the user's config.json or the one in the folder. Convert params.json if there is none."""
     if hints.config_path is not None or (path / CONFIG).is_file():
@@ -243,16 +221,10 @@ def _read_params(folder: AnyPath, display_name: str) -> Any:
         raise DamagedError(f"{path} is broken", str(error), GET_AGAIN_HINT) from error
 
 
-def _vocab_size(document: Any, headers: Sequence[TorchHeader]) -> int:
+def _vocab_size(document: Any, headers: Sequence[FileHeader]) -> int:
     """Return the vocabulary size of params.json, or the one of the tensors where params.json has -1."""
-    if isinstance(document, Mapping):
-        params = document.get("model", document)
-    else:
-        params = {}
-    if isinstance(params, Mapping):
-        vocab_size = params.get("vocab_size")
-    else:
-        vocab_size = None
+    params = document.get("model", document) if isinstance(document, Mapping) else {}
+    vocab_size = params.get("vocab_size") if isinstance(params, Mapping) else None
     if type(vocab_size) is int and vocab_size > 0:
         return vocab_size
     shapes = {tensor.name: tensor.shape for tensor in headers[0].tensors}
@@ -273,18 +245,17 @@ def _vocab_size(document: Any, headers: Sequence[TorchHeader]) -> int:
 class _ShardedTensors:
     """Tensors of all files, grouped by Meta's names and mapped to Hugging Face tensors."""
 
-    def __init__(
-        self, path: AnyPath, headers: Sequence[TorchHeader], config: HFConfig, family: Family
-    ) -> None:
+    def __init__(self, headers: Sequence[FileHeader], config: HFConfig, family: Family) -> None:
         sizes = family.sizes(config)
         self._sizes = sizes | {"two": 2, "half": sizes["head_dim"] // 2}
         self._headers = headers
         self._axis_maps: dict[str, AxisMap] = {}
-        self.paths = tuple(path / header.file_name for header in headers)
         tensors: list[Array] = []
         for header in headers:
             tensors.extend(header.tensors)
-        blob_numbers, self.blobs = assign_blobs(tensors, self.paths)
+        blob_numbers, self.blobs = hf_folder.assign_blobs(
+            tensors, [header.path for header in headers]
+        )
         # Each shard with its blob number.
         self._shards_by_name: dict[str, list[tuple[Array, int]]] = {}
         for tensor, blob in zip(tensors, blob_numbers):
@@ -294,17 +265,11 @@ class _ShardedTensors:
         """Yield the Hugging Face tensors, each with the offset of its shard in the first file.
 
         A tensor without a rule keeps its name.
-
-        Raises:
-            PrepError: The shards of a tensor differ, or one is missing.
         """
         for name, shards in self._shards_by_name.items():
             self._check_shards(name, shards)
             match = _LAYER_TENSOR.fullmatch(name)
-            if match:
-                pattern = _LAYER + match[2]
-            else:
-                pattern = name
+            pattern = _LAYER + match[2] if match else name
             first, blob = shards[0]
             if pattern not in META_TENSOR_RULES:
                 yield (
@@ -313,10 +278,7 @@ class _ShardedTensors:
                 )
                 continue
             axis_map = self._axis_map(pattern)
-            if match:
-                indices = {"layers": int(match[1])}
-            else:
-                indices = {}
+            indices = {"layers": int(match[1])} if match else {}
             placement = (self._placement(pattern, axis_map, indices, shards),)
             yield (
                 first.offset,
@@ -370,10 +332,7 @@ class _ShardedTensors:
             why = "its rows are not contiguous in the file"
             hint = "with PyTorch: `.contiguous()` and save again"
             raise PrepError(f"{quote_name(shards[0][0].name)} is a view", why, hint)
-        if axis is not None:
-            parts = shards
-        else:
-            parts = shards[:1]
+        parts = shards if axis is not None else shards[:1]
         places: dict[ChunkIndex, FilePosition] = {}
         for i, (tensor, blob) in enumerate(parts):
             # E.g. shard 3 of a matrix that is sharded on axis 1 is the chunk (0, 3).

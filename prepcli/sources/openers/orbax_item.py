@@ -37,17 +37,18 @@ from prepcli.sources.foreign_trees import (
     tower_tensors,
     verbatim_tensors,
 )
-from prepcli.sources.model_family import select_family
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.model_family import FolderModel, select_family
+from prepcli.sources.openers.hf_folder import make_source
 from prepcli.sources.openers.item_state import (
     MomentTrees,
     add_item_state,
     match_moment_trees,
     with_state_item,
 )
-from prepcli.sources.references import SourceHints
-from prepcli.sources.side_files import SideFile, find_side_files, matches_any
+from prepcli.sources.references import CONFIG, SourceHints
+from prepcli.sources.side_files import SideFile, SideFiles, find_side_files, matches_any
 from prepcli.sources.source import (
-    CONFIG,
     HF_FOLDER,
     Source,
     SourceTensor,
@@ -87,32 +88,29 @@ MODEL_FILES = {
 }
 
 
-def open_orbax(
-    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
-) -> Source:
+def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """Read the index, config and manifest of an Orbax item.
 
     Args:
-        path: An item, a step folder or a run folder with steps.
-        display_name: Name of the checkpoint in messages.
+        located: The checkpoint: an item, a step folder or a run folder with steps.
         hints: User-supplied facts about the checkpoint.
-        manifest: Manifest of an output of prep, else None.
 
     Raises:
         PrepError: The item is broken or not supported.
     """
+    path = located.files.path
+    manifest = located.manifest
     folder = find_item(path) or path
     manifest_folder = find_manifest_folder(folder)
     item = read_item(folder)
     if manifest is None or manifest.is_for_trainer:
         if _has_state(hints, manifest):
             item = with_state_item(item)
-        return _open_foreign_item(item, path, display_name, hints, manifest)
+        return _read_foreign_item(item, located, hints)
     if not manifest.is_tree:
         why = f"it is an Orbax item, its {MANIFEST_FILE} describes a Hugging Face folder"
         hint = text("{} shows its contents", Command("inspect"))
-        raise PrepError(f"{display_name} has an invalid manifest", why, hint)
-    config = manifest.config
+        raise PrepError(f"{located.display_name} has an invalid manifest", why, hint)
     names = TensorNames(manifest_family(manifest), manifest.prefixed)
     blobs, leaves = stored_leaves(item)
     leaves, tower_leaves = split_tower_leaves(leaves, manifest)
@@ -120,69 +118,49 @@ def open_orbax(
     towers = tower_tensors(tower_leaves, names, manifest)
     side_files = find_side_files(folder / HF_FOLDER, hints.copied_files)
     config_path = folder / HF_FOLDER / CONFIG
-    return Source(
-        display_name=display_name,
+    model = FolderModel(
+        config_path if config_path.is_file() else None,
+        manifest.config,
+        names.family,
+        names,
+        side_files,
+    )
+    stamps = _file_stamps(item, read_small_file(manifest_folder / MANIFEST_FILE))
+    params = sorted(params, key=file_position)
+    source = make_source(located, model, params, _watched_files(item), stamps)
+    return replace(
+        source,
         root=manifest_folder,
-        family=names.family,
-        config=config,
-        names=names,
-        tensors=tuple(sorted(params, key=file_position)),
-        files=_watched_files(item),
-        file_stamps=_file_stamps(item, read_small_file(manifest_folder / MANIFEST_FILE)),
-        small_files=side_files.copied,
-        manifest=manifest,
         state_tensors=tuple(sorted(state, key=file_position)),
         blobs=blobs,
         quantized=manifest.quantized,
-        config_path=config_path if config_path.is_file() else None,
-        left_files=side_files.left,
-        omitted=side_files.omitted,
-        wrapper=_read_wrapper(config_path, config, manifest, has_towers=bool(towers)),
+        wrapper=_read_wrapper(model, config_path, manifest, has_towers=bool(towers)),
         tower_tensors=tuple(sorted(towers, key=file_position)),
     )
 
 
 def _read_wrapper(
-    config_path: AnyPath, config: HFConfig, manifest: Manifest, *, has_towers: bool
+    model: FolderModel, config_path: AnyPath, manifest: Manifest, *, has_towers: bool
 ) -> Wrapper | None:
-    """Return the multimodal model in an item, or None if the item has only the text part.
-
-    Args:
-        config_path: Path of the item's config.json.
-        config: Config of the text part.
-        manifest: Manifest of the item.
-        has_towers: Whether the item has tensors of towers.
-    """
+    """Return the multimodal model in an item, or None if the item has only the text part."""
     if has_towers:
-        return Wrapper(read_config(config_path), config)
+        return Wrapper(read_config(config_path), model.config)
     # A multimodal model may have been saved without its towers. The item then still has its whole
     # config, while a training step has the config of the text part.
     recorded = manifest.towers
-    if recorded is None or "path" in recorded or not config_path.is_file():
+    if recorded is None or "path" in recorded or model.config_path is None:
         return None
-    stored_config = read_config(config_path)
+    stored_config = read_config(model.config_path)
     if stored_config.get("model_type") != recorded.get("model_type"):
         return None
-    return Wrapper(stored_config, config)
+    return Wrapper(stored_config, model.config)
 
 
-def _open_foreign_item(
-    item: OrbaxItem,
-    path: AnyPath,
-    display_name: str,
-    hints: SourceHints,
-    manifest: Manifest | None,
-) -> Source:
-    """Open an item in the layout of another library. The layout is detected from leaf names and shapes.
-
-    Args:
-        item: The item.
-        path: The user's checkpoint argument.
-        display_name: Name of the checkpoint in messages.
-        hints: User-supplied facts about the checkpoint.
-        manifest: Manifest of an exported item, else None.
-    """
-    config_path = _find_foreign_config(item, path, display_name, hints)
+def _read_foreign_item(item: OrbaxItem, located: LocatedCheckpoint, hints: SourceHints) -> Source:
+    """Read an item in the layout of another library. The layout is detected from leaf names and shapes."""
+    display_name = located.display_name
+    manifest = located.manifest
+    config_path = _find_foreign_config(item, located, hints)
     settings = b""
     config: HFConfig = {}
     if config_path is not None:
@@ -197,7 +175,9 @@ def _open_foreign_item(
     scale_records: Mapping[str, ScaleRecord] = {}
     if family.is_verbatim:
         tensors = verbatim_tensors(leaves)
-        extra_entries = _non_arrays(item)
+        extra_entries = tuple(
+            DroppedTensor(dotted_name(entry.path), 0, NO_ARRAY_RULE) for entry in item.non_arrays
+        )
     else:
         match_trees = partial(_match_trees, family, config, display_name, hints, manifest)
         tree, moments = match_trees(leaves)
@@ -214,21 +194,16 @@ def _open_foreign_item(
         names = tree.names
         tensors = _with_recorded_digests(tree, manifest or NO_MANIFEST, scale_records)
         extra_entries = tree.extra_entries
-    source = Source(
-        display_name=display_name,
-        root=find_manifest_folder(item.folder) if manifest else item.folder,
-        family=family,
-        config=config,
-        names=names,
-        tensors=tuple(sorted(tensors, key=file_position)),
-        files=_watched_files(item),
-        file_stamps=_file_stamps(item, settings),
-        small_files=_model_files(config_path, hints.copied_files),
-        manifest=manifest,
-        blobs=blobs,
-        extra_entries=extra_entries,
-        config_path=config_path,
+    side_files = SideFiles(_model_files(config_path, hints.copied_files))
+    source = make_source(
+        located,
+        FolderModel(config_path, config, family, names, side_files),
+        sorted(tensors, key=file_position),
+        _watched_files(item),
+        _file_stamps(item, settings),
     )
+    root = find_manifest_folder(item.folder) if manifest else item.folder
+    source = replace(source, root=root, blobs=blobs, extra_entries=extra_entries)
     if moments is None:
         return source
     return add_item_state(source, moments, leaves, scale_records)
@@ -280,28 +255,18 @@ def _has_state(hints: SourceHints, manifest: Manifest | None) -> bool:
     return hints.training_state
 
 
-def _non_arrays(item: OrbaxItem) -> tuple[DroppedTensor, ...]:
-    """Return the texts and empty containers of an item."""
-    names = [dotted_name(entry.path) for entry in item.non_arrays]
-    return tuple(DroppedTensor(name, 0, NO_ARRAY_RULE) for name in names)
-
-
 def _find_foreign_config(
-    item: OrbaxItem, path: AnyPath, display_name: str, hints: SourceHints
+    item: OrbaxItem, located: LocatedCheckpoint, hints: SourceHints
 ) -> AnyPath | None:
-    """Return the config.json of an item without prep's config. None if a verbatim source has none.
-
-    Raises:
-        PrepError: There is none, and the source must not be verbatim.
-    """
+    """Return the config.json of an item without prep's config. None if a verbatim source has none."""
     if hints.config_path:
         config_path = hints.config_path.expanduser()
     else:
-        config_path = find_config(item.folder, path)
+        config_path = find_config(item.folder, located.files.path)
     if config_path is None and hints.verbatim is False:
         why = f"it has no {MANIFEST_FILE}, and no {CONFIG} in it or next to it describes the model"
         hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
-        raise PrepError(f"{display_name} was not written by prep", why, hint)
+        raise PrepError(f"{located.display_name} was not written by prep", why, hint)
     if config_path is not None and config_path.is_dir():
         return config_path / CONFIG
     return config_path
@@ -310,11 +275,7 @@ def _find_foreign_config(
 def _root_scales(
     tree: ForeignTree, manifest: Manifest | None, display_name: str
 ) -> dict[str, LayoutScale]:
-    """Return the scale of each leaf with one.
-
-    Raises:
-        PrepError: The scale has changed values. The way back would return other ones.
-    """
+    """Return the scale of each leaf with one."""
     manifest = manifest or NO_MANIFEST
     records = manifest.scales
     if manifest.lost_values:

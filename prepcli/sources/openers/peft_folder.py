@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NoReturn
 
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_types import HFConfig
-from prepcli.formats.file_records import check_header
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, check_header, read_manifest
+from prepcli.formats.model_files import FileHeader
 from prepcli.formats.safetensors import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     ADAPTER_HINT,
-    SafetensorsHeader,
-    read_safetensors_header,
+    read_adapter_files,
 )
 from prepcli.models.parameters import Family, WeightTying
 from prepcli.planning.arrays import Array
 from prepcli.planning.manifest_fields import Manifest, TensorRecord, TensorRecords
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.sources.openers.safetensors_folder import file_tensors
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.openers.hf_folder import file_tensors
 from prepcli.sources.references import SourceHints
 from prepcli.sources.source import Source, file_stamps
 from prepcli.stores.paths import AnyPath
@@ -33,21 +34,7 @@ def is_adapter(path: AnyPath) -> bool:
     return (path / ADAPTER_CONFIG).is_file()
 
 
-def read_header(path: AnyPath) -> SafetensorsHeader:
-    """Read the header of an adapter's tensors.
-
-    Raises:
-        PrepError: The file is missing or broken.
-    """
-    if not (path / ADAPTER_FILE).is_file():
-        hint = "PEFT's `save_pretrained` writes it; `adapter_model.bin` is not supported"
-        raise PrepError(
-            f"{path} has no {ADAPTER_FILE}", "the tensors of an adapter are read from it", hint
-        )
-    return read_safetensors_header(path / ADAPTER_FILE, 0)
-
-
-def read_checked_header(path: AnyPath) -> tuple[SafetensorsHeader, Manifest | None]:
+def read_checked_header(path: AnyPath) -> tuple[FileHeader, Manifest | None]:
     """Read the header of an adapter's tensors, and compare it with the manifest if prep wrote the adapter.
 
     Returns:
@@ -56,7 +43,7 @@ def read_checked_header(path: AnyPath) -> tuple[SafetensorsHeader, Manifest | No
     Raises:
         PrepError: A file is missing or broken, or the header differs from the manifest.
     """
-    header = read_header(path)
+    (header,) = read_adapter_files(path).headers
     manifest = read_manifest(path)
     if manifest is not None:
         check_header(path / ADAPTER_FILE, manifest, header.digest)
@@ -80,14 +67,13 @@ def open_adapter(path: AnyPath, family: Family, config: HFConfig) -> Source:
     """
     header, manifest = read_checked_header(path)
     names = TensorNames(family)
-    records = (manifest or NO_MANIFEST).tensors
     return Source(
         display_name=str(path),
         root=path,
         family=family,
         config=config,
         names=names,
-        tensors=file_tensors(header.tensors, names, records),
+        tensors=file_tensors(header.tensors, names, manifest),
         files=(path / header.file_name,),
         file_stamps=file_stamps([header]),
         small_files=(),
@@ -95,15 +81,14 @@ def open_adapter(path: AnyPath, family: Family, config: HFConfig) -> Source:
     )
 
 
-def open_adapter_alone(
-    path: AnyPath, display_name: str, hints: SourceHints, manifest: Manifest | None
-) -> Source:
+def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """Read the header of an adapter without its base. See `open_adapter`, which also reads the manifest."""
-    del hints, manifest  # the config of the base is not needed
-    return open_adapter(path, ADAPTER_FAMILY, {})
+    del hints  # the config of the base is not needed
+    source = open_adapter(located.files.path, ADAPTER_FAMILY, {})
+    return replace(source, display_name=located.display_name)
 
 
-def _check_records(path: AnyPath, header: SafetensorsHeader, records: TensorRecords) -> None:
+def _check_records(path: AnyPath, header: FileHeader, records: TensorRecords) -> None:
     """Raise DamagedError unless the header has the recorded tensors, each with a digest of all rows."""
     for tensor in header.tensors:
         record = records.get(tensor.name, NO_RECORD)
@@ -111,10 +96,7 @@ def _check_records(path: AnyPath, header: SafetensorsHeader, records: TensorReco
         if recorded != (tensor.dtype, list(tensor.shape)):
             why = f"{ADAPTER_FILE} has {_tensor_text(tensor)}, {MANIFEST_FILE} records {_record_text(record)}"
             raise DamagedError(f"{path} is damaged", why, DAMAGE_HINT)
-        if tensor.shape:
-            num_rows = tensor.shape[0]
-        else:
-            num_rows = 1
+        num_rows = tensor.shape[0] if tensor.shape else 1
         if [digest[:2] for digest in record["digests"]] != [[0, num_rows]]:
             why = f"{MANIFEST_FILE} has no digest of all rows of {tensor.name}"
             raise DamagedError(f"{path} is damaged", why, DAMAGE_HINT)

@@ -9,8 +9,7 @@ import pytest
 import xxhash
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.formats.file_records import check_files, check_header, record_files
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, check_files, check_header, record_files
 from prepcli.planning.manifest_fields import Manifest
 
 

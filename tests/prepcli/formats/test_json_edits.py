@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.formats.json_edits import insert_members, remove_insertion
+from prepcli.formats.added_tokens import insert_members, remove_insertion
 
 SCALARS = st.none() | st.booleans() | st.integers(0, 99) | st.text(max_size=5)
 VALUES = st.recursive(

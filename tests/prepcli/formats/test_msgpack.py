@@ -14,11 +14,12 @@ import pytest
 from prepcli.algebra.boxes import full_box
 from prepcli.core.errors import PrepError
 from prepcli.engine.fills import numpy_dtype
+from prepcli.formats.model_files import FileHeader
 from prepcli.formats.msgpack import (
     CHUNKED_MARKER,
     MAX_DEPTH,
-    MsgpackHeader,
     MsgpackKind,
+    MsgpackNonArray,
     read_msgpack_header,
     sniff_msgpack_kind,
 )
@@ -31,7 +32,7 @@ F32 = msgpack.ExtType(1, msgpack.packb(([2, 3], "float32", bytes(24))))
 PIECE = msgpack.ExtType(1, msgpack.packb(([3], "float32", bytes(12))))
 
 
-def read(path: Path, data: bytes, kind: MsgpackKind = "flax") -> MsgpackHeader:
+def read(path: Path, data: bytes, kind: MsgpackKind = "flax") -> FileHeader:
     path.write_bytes(data)
     return read_msgpack_header(path, kind)
 
@@ -52,18 +53,18 @@ def test_read_msgpack_header_matches_msgpack_library(name: str, kind: MsgpackKin
     data = (FOLDER / name).read_bytes()
     header, expected = read_msgpack_header(FOLDER / name, kind), decode_msgpack(data, kind)
     arrays = {path: value for path, value in expected.items() if isinstance(value, np.ndarray)}
-    assert {a.path: (a.shape, a.dtype, payload(a, data)) for a in header.arrays} == {
+    assert {a.path: (a.shape, a.dtype, payload(a, data)) for a in header.tensors} == {
         path: (value.shape, value.dtype.name, value.tobytes()) for path, value in arrays.items()
     }
-    assert {leaf.path: leaf.value for leaf in header.non_arrays} == {
-        p: v for p, v in expected.items() if p not in arrays
-    }
+    assert {
+        leaf.path: leaf.value for leaf in header.others if isinstance(leaf, MsgpackNonArray)
+    } == {p: v for p, v in expected.items() if p not in arrays}
     assert sniff_msgpack_kind(FOLDER / name) == kind
 
 
 def test_read_msgpack_header_splits_chunked_array_into_runs():
     header = read_msgpack_header(FOLDER / "llama/pieces.msgpack", "flax")
-    copies = [list(array.copies(full_box(array.shape))) for array in header.arrays]
+    copies = [list(array.copies(full_box(array.shape))) for array in header.tensors]
     assert max(map(len, copies)) > 5
     assert max(copy.nbytes for array_copies in copies for copy in array_copies) <= 600
 
@@ -80,8 +81,8 @@ def test_read_msgpack_header_lists_non_arrays(tmp_path: Path):
         "h": msgpack.ExtType(2, b"12"),
     }
     header = read(tmp_path / "x", msgpack.packb(tree) or b"")
-    assert [array.path for array in header.arrays] == [("g", "1")]
-    assert [str(leaf) for leaf in header.non_arrays] == [
+    assert [array.path for array in header.tensors] == [("g", "1")]
+    assert [str(leaf) for leaf in header.others] == [
         "a is -5", "b is 1099511627776", "c is None", "d is 1.5", "e is True", "f is 4 bytes that are not an array",
         "g.0 is 1", "h is 2 bytes that are not an array",
     ]  # fmt: skip
@@ -99,7 +100,7 @@ def test_read_msgpack_header_skips_payloads(tmp_path: Path):
     header = read_msgpack_header(path, "flax")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert header.arrays == (
+    assert header.tensors == (
         replace(whole_array("w", "float32", (1 << 29,), (0, len(header_bytes))), path=("w",)),
     )
     assert peak < 1 << 20
@@ -210,11 +211,11 @@ def test_read_msgpack_header_rejects_invalid_stream(tmp_path: Path, name: str):
 
 
 def test_stream_path_numbers_become_text(tmp_path: Path):
-    assert read(tmp_path / "x", record(["h", 3], VALUE), "easylm").arrays[0].path == ("h", "3")
+    assert read(tmp_path / "x", record(["h", 3], VALUE), "easylm").tensors[0].path == ("h", "3")
 
 
 def test_empty_stream_has_no_arrays(tmp_path: Path):
-    assert read(tmp_path / "x", b"", "easylm").arrays == ()
+    assert read(tmp_path / "x", b"", "easylm").tensors == ()
 
 
 @pytest.mark.parametrize(
@@ -282,7 +283,7 @@ def check_fuzzed(path: Path, seed: int) -> bool:
         header = read_msgpack_header(path, kind)
     except PrepError:
         return False
-    for array in header.arrays:
+    for array in header.tensors:
         for copy in array.copies(full_box(array.shape)):
             assert 0 <= copy.file_offset <= copy.file_offset + copy.nbytes <= len(data)
     return True

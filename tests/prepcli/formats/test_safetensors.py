@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from prepcli.core.errors import FAILED, PrepError
-from prepcli.formats.safetensors import DTYPES, SafetensorsHeader, read_safetensors_header
+from prepcli.formats.model_files import FileHeader
+from prepcli.formats.safetensors import DTYPES, read_safetensors_header
 from prepcli.planning.tensors import ITEM_BITS, array_bits
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -29,7 +30,7 @@ def packed(header: object, payload: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text + payload
 
 
-def read(folder: Path, content: bytes) -> SafetensorsHeader:
+def read(folder: Path, content: bytes) -> FileHeader:
     path = folder / "x.safetensors"
     path.write_bytes(content)
     return read_safetensors_header(path, 0)
@@ -49,7 +50,7 @@ def library_accepts(content: bytes) -> bool:
     return True
 
 
-def as_read(header: SafetensorsHeader, content: bytes) -> dict[str, tuple[str, list[int], bytes]]:
+def as_read(header: FileHeader, content: bytes) -> dict[str, tuple[str, list[int], bytes]]:
     return {
         t.name: (t.dtype, list(t.shape), content[t.offset : t.offset + t.nbytes])
         for t in header.tensors
@@ -89,10 +90,9 @@ def test_read_header_matches_library_on_its_own_file(tmp_path: Path) -> None:
     assert [t.offset for t in header.tensors] == sorted(t.offset for t in header.tensors)
     assert {t.file for t in header.tensors} == {7}
     assert (header.file_name, header.size) == ("model.safetensors", len(content))
-    assert (
-        header.data_start == header.tensors[0].offset == 8 + int.from_bytes(content[:8], "little")
-    )
-    assert header.digest == xxhash.xxh3_128_hexdigest(content[: header.data_start])
+    data_start = 8 + int.from_bytes(content[:8], "little")
+    assert header.tensors[0].offset == data_start
+    assert header.digest == xxhash.xxh3_128_hexdigest(content[:data_start])
     assert header.mtime_ns == path.stat().st_mtime_ns
 
 

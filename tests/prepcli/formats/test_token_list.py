@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from prepcli.core.errors import PrepError, UsageError
-from prepcli.formats.token_list import FLAGS, make_token, overlapping_texts, read_token_list
+from prepcli.formats.added_tokens import FLAGS, make_token, overlapping_texts, read_token_list
 
 
 def write_list(folder: Path, name: str, data: bytes) -> Path:

@@ -14,15 +14,16 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from prepcli.engine.fills import numpy_dtype
-from prepcli.formats.file_records import bytes_between
-from prepcli.formats.safetensors_layout import LayoutEntry
+from prepcli.formats.manifest import bytes_between
+from prepcli.formats.safetensors import LayoutEntry
+from prepcli.formats.torch_archive import encode_object
 from prepcli.formats.torch_dcp import (
     MAX_METADATA_OPCODES,
+    DcpEntry,
+    encode_metadata,
     read_dcp_folder,
 )
-from prepcli.formats.torch_dcp_metadata import DcpEntry, encode_metadata
 from prepcli.formats.torch_pickle import MAX_NBYTES, SUPPORTED_DTYPES, StoredTensor
-from prepcli.formats.torch_zip import encode_object
 from prepcli.stores.files import open_regular_file
 from prepcli.targets import torch_folder
 from prepcli.targets.torch_folder import place_dcp_entries

@@ -76,7 +76,9 @@ def test_byte_range_of_a_view_ends_with_its_last_element() -> None:
 
 def test_non_tensors_are_described() -> None:
     for kind in ("zip", "plain"):
-        assert read_torch_header(FOLDER / f"wrapped-{kind}.bin", 0).non_tensors == (
+        header = read_torch_header(FOLDER / f"wrapped-{kind}.bin", 0)
+        prefix = f"wrapped-{kind}.bin: "
+        assert tuple(str(text).removeprefix(prefix) for text in header.others) == (
             "`epoch` is 3", "`lr` is 0.5", "`optimizer` is a mapping of 2", "`dtype` is the name of a class",
             "`device` is a torch.device", "`note` is the text `x`", "`size` is a torch.Size",
             "`seen` is a list of 2" if kind == "plain" else "`seen` is a builtins.set",
@@ -85,11 +87,9 @@ def test_non_tensors_are_described() -> None:
 
 def test_non_tensors_are_limited(tmp_path: Path) -> None:
     many = {"w": encode_tensor()} | {f"k{i}": encode_int(i) for i in range(40)}
-    non_tensors = read_content(
-        tmp_path, make_zip_file(make_pickle(encode_mapping(many)))
-    ).non_tensors
+    non_tensors = read_content(tmp_path, make_zip_file(make_pickle(encode_mapping(many)))).others
     assert len(non_tensors) == MAX_NON_TENSORS + 1
-    assert non_tensors[-1] == "and 28 more"
+    assert non_tensors[-1] == "x.bin: and 28 more"
 
 
 def test_digest_covers_metadata_without_payload(tmp_path: Path) -> None:

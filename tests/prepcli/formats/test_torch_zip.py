@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from prepcli.formats.torch_archive import ObjectArchive, encode_object
 from prepcli.formats.torch_pickle import PickledValue, StoredTensor
-from prepcli.formats.torch_zip import ObjectArchive, encode_object
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.pickle_builder import (
     ONE_TENSOR,

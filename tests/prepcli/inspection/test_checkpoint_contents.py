@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 from safetensors.numpy import save_file
 
 import prepcli as prep
-from prepcli.inspection.checkpoint_contents import MAX_PATH_PARTS, name_path
-from prepcli.inspection.contents import READERS, read_contents
+from prepcli.inspection.contents import MAX_PATH_PARTS, name_path, read_contents
 from prepcli.planning.arrays import whole_array
+from prepcli.sources.folders import CheckpointFiles
 from prepcli.sources.locate import locate
 from prepcli.sources.source import stored_tensor
 from prepcli.stores.paths import local_copy
@@ -66,9 +67,10 @@ def test_first_places_in_a_store_are_the_same(tmp_path: Path, monkeypatch: pytes
     save_file({"a": np.ones((3, 4), np.float32), "b.c": np.ones(5)}, "m/model.safetensors")
     prep.save_init("m", "item", verbatim=True)
     for folder in ("m", "item"):
-        local = read_contents(locate(folder))
+        located = locate(folder)
+        local = read_contents(located)
         root, _ = store_of(read_files(Path(folder)))
-        stored = READERS[local.kind](root, folder)
+        stored = read_contents(replace(located, files=CheckpointFiles(root)))
         places = [stored.first_place(entry) for entry in stored.entries]
         assert places == [local.first_place(entry) for entry in local.entries]
 

@@ -19,8 +19,7 @@ from prepcli.formats.orbax_chunks import ArrayMeta
 from prepcli.formats.safetensors import DTYPE_CODES
 from prepcli.formats.zarr import ZARR_TYPESTRS
 from prepcli.inspection import tensor_stats as module
-from prepcli.inspection.checkpoint_contents import CheckpointContents
-from prepcli.inspection.contents import read_contents
+from prepcli.inspection.contents import CheckpointContents, read_contents
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.sources.locate import locate
 from prepcli.sources.source import SourceTensor

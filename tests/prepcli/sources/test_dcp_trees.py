@@ -10,11 +10,10 @@ import pytest
 from prepcli.algebra.axis_map import bind_row
 from prepcli.algebra.grids import ArrayPart, ArrayParts
 from prepcli.algebra.rows import parse_row
-from prepcli.formats.torch_dcp import DcpFolder
 from prepcli.models.families.llama import FAMILY as LLAMA
 from prepcli.planning.arrays import Array, parted_array, whole_array
 from prepcli.planning.libraries import TORCHTITAN
-from prepcli.sources.dcp_trees import match_dcp_tree
+from prepcli.sources.openers.dcp_folder import match_dcp_tree
 from tests.helpers.stored_arrays import read_tensor
 
 CONFIG: dict[str, Any] = {
@@ -41,9 +40,7 @@ def test_boxes_of_ranks_are_parts_of_a_tensor(starts: tuple[int, ...]):
         shape = bind_row(parse_row(row.row), LLAMA.sizes(CONFIG)).leaf_shape
         tensors.append(whole_array(path.format(layers=0), "float32", shape, (0, 0)))
     tensors[0] = embedding_in_boxes(*starts)
-    tree = match_dcp_tree(
-        DcpFolder(tuple(tensors), (), (), "", {}), LLAMA, CONFIG, "step-3", library=TORCHTITAN
-    )
+    tree = match_dcp_tree(tensors, LLAMA, CONFIG, "step-3", library=TORCHTITAN)
     embedding = next(tensor for tensor in tree.tensors if tensor.name == "embed_tokens.weight")
     values = np.arange(48, dtype=np.float32).reshape(6, 8)
     assert np.array_equal(

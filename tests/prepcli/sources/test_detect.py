@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import FAILED, PrepError
-from prepcli.sources.detect import detect, detect_file
-from prepcli.sources.folders import CheckpointFiles, Kind, OpenFolder
+from prepcli.sources.detect import Kind, detect, detect_file
+from prepcli.sources.folders import OpenFolder
 from prepcli.stores.files import MAX_CONFIG_NBYTES
 
 
@@ -205,8 +205,8 @@ class ListedFolder:
     def open_headers(self) -> Path | None:
         raise AssertionError("headers were fetched")
 
-    def fetch(self, kind: Kind) -> CheckpointFiles:
-        raise AssertionError(f"files of {kind} were fetched")
+    def checkpoint_folders(self) -> Sequence[Path]:
+        return ()
 
 
 @pytest.mark.parametrize(

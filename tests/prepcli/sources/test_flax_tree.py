@@ -14,9 +14,9 @@ import pytest
 from prepcli.algebra.grids import ArrayParts
 from prepcli.core.errors import PrepError
 from prepcli.engine.blobs import open_blobs
+from prepcli.formats.msgpack import read_flax_files
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.sources.locate import locate
-from prepcli.sources.openers.flax_tree import read_flax_files
 from prepcli.sources.opening import open_source
 from prepcli.sources.references import EASYLM_PARTS, split_part
 from prepcli.sources.source import match_source_tensors, source_axis_maps, stored_tensor
@@ -89,9 +89,9 @@ def test_arrays_in_pieces_are_read_from_a_store():
     values = {".".join(path): value for path, value in decode_msgpack(data, "flax").items()}
     root, _ = store_of({"flax_model.msgpack": data})
     folder = read_flax_files(root, "flax")
-    assert any(isinstance(array.chunks, ArrayParts) for array in folder.arrays)
+    assert any(isinstance(array.chunks, ArrayParts) for array in folder.tensors)
     with open_blobs(folder.files) as files:
-        for array in folder.arrays:
+        for array in folder.tensors:
             content = read_tensor(files, stored_tensor(array)).tobytes()
             assert content == values.pop(array.name).tobytes()
     assert not values

@@ -10,7 +10,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
-from prepcli.formats.file_records import record_file
+from prepcli.formats.manifest import record_file
 from prepcli.sources.gguf_tokenizer import tokenizer_files
 from tests.helpers.gguf_files import make_gguf
 from tests.helpers.lazy_modules import lazy_module

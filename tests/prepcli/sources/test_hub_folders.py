@@ -6,8 +6,8 @@ import pytest
 from huggingface_hub.hf_api import RepoSibling
 
 from prepcli.core.errors import PrepError
-from prepcli.sources.folders import Access, Kind
-from prepcli.sources.hub_folders import HubFolder
+from prepcli.sources.detect import Kind
+from prepcli.sources.folders import Access, HubFolder
 from prepcli.stores.byte_ranges import DEFAULT_RETRY_POLICY
 from prepcli.stores.hub import HubListing
 

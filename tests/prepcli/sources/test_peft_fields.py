@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.sources.openers.peft_fields import UNREAD_FIELDS
-from prepcli.sources.openers.peft_settings import PeftSettings, read_settings
+from prepcli.sources.openers.peft_settings import UNREAD_FIELDS, PeftSettings, read_settings
 from tests.helpers.lazy_modules import lazy_module
 
 peft = lazy_module("peft")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from prepcli.sources.hub_folders import files_to_download
+from prepcli.sources.folders import files_to_download
 from tests.helpers.adapters import ALPHA, RANK, make_adapter
 from tests.helpers.fork_server import run_python
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, hub_environment, serve_hub

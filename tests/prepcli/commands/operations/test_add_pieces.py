@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import FAILED, USAGE
-from prepcli.formats.sentencepiece_pieces import read_added_texts
+from prepcli.formats.tokenizer_files import read_added_texts
 from tests.helpers import sentencepiece_models as models
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.run_cli import run_failing, run_failing_unchanged, run_ok

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import prepcli as prep
-from prepcli.formats.file_records import record_file
+from prepcli.formats.manifest import record_file
 from prepcli.restore.digest_checks import towers_digest
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate

@@ -12,7 +12,7 @@ import xxhash
 
 import prepcli as prep
 from prepcli.formats.added_tokens import RECORD_FILE
-from prepcli.formats.file_records import record_file
+from prepcli.formats.manifest import record_file
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import read_tensors

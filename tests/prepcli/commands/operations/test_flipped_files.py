@@ -13,8 +13,7 @@ from prepcli.core.errors import DamagedError
 from prepcli.engine.digest import digest
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.formats.checksums import CHECKSUMS_FILE
-from prepcli.formats.file_records import record_files
-from prepcli.formats.manifest import NO_MANIFEST, encode_manifest, read_manifest
+from prepcli.formats.manifest import NO_MANIFEST, encode_manifest, read_manifest, record_files
 from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.adapters import make_adapter

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import prepcli as prep
-from prepcli.inspection.checkpoint_contents import CheckpointContents
-from prepcli.inspection.contents import read_contents
+from prepcli.inspection.contents import CheckpointContents, read_contents
 from prepcli.sources.locate import locate
 from prepcli.targets import orbax_item
 from tests.helpers.lazy_modules import lazy_module

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.formats.safetensors_layout import lay_out_files
+from prepcli.formats.safetensors import lay_out_files
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.registry import FAMILIES
 from tests.helpers.adapters import make_adapter

@@ -24,7 +24,7 @@ from prepcli.core.errors import (
     PrepError,
     UsageError,
 )
-from prepcli.formats.file_records import record_file
+from prepcli.formats.manifest import record_file
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import run_failing, run_json

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from prepcli.inspection.run_metrics import (
+from trainer.run.run_record import (
     MAX_CURVES,
     MAX_MEDIAN_VALUES,
     EvenSample,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from prepcli.inspection.memory_report import memory_fields, memory_table
 from prepcli.models.memory_estimate import estimate_memory
 from tests.prepcli.models.test_memory_estimate import LLAMA_13B, make_inputs
+from trainer.planning.training_plan import memory_fields, memory_table
 
 RUN_13B = make_inputs(
     "llama", LLAMA_13B, "1,8,4", micro_batch_size=16, seq_length=32768, itemsize=2

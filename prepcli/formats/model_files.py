@@ -1,4 +1,4 @@
-"""Read the index of a sharded model (`*.index.json`) and select the tensors that it names, for any tensor format."""
+"""The weight files of a model in a folder, for any tensor format: headers, index (`*.index.json`), missing files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import itertools
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import parse_json, quote_name
 from prepcli.core.lists import join_names
+from prepcli.planning.arrays import Array
 from prepcli.stores.files import (
     CutShortError,
     is_there,
@@ -19,9 +21,22 @@ from prepcli.stores.files import (
     resolve_named_path,
     stat_file,
 )
-from prepcli.stores.paths import AnyPath, StorePath
+from prepcli.stores.paths import AnyPath, StorePath, map_files
 
 MAX_INDEX_NBYTES = 100_000_000
+# First bytes, format, explanation, hint (empty: download it again).
+_OTHER_FORMATS = (
+    ((b"<!", b"<h", b"<H", b"<?"), "a web page", "an error page was saved under this name", ""),
+    (b"PK\x03\x04", "a zip archive", "PyTorch checkpoints have this format",
+     "if it is a PyTorch checkpoint, rename it to *.bin"),
+    ((b"\x80\x02", b"\x80\x03", b"\x80\x04"), "a pickle", "old PyTorch checkpoints have this format",
+     "if it is a PyTorch checkpoint, rename it to *.bin"),
+    (b"GGUF", "a GGUF file", "its weights are quantised", "use the model that it was converted from"),
+    ((b"lmgg", b"tjgg", b"fmgg", b"algg"), "a GGML file", "its weights are quantised or reordered",
+     "use the model that it was converted from"),
+    (b"\x89HDF", "an HDF5 file", "Keras weights have this format", "use the model's safetensors files"),
+    (b"{", "bare JSON", "the length of the header must come first", GET_AGAIN_HINT),
+)  # fmt: skip
 _NUMBERED_FILE = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.([^.]+)", re.ASCII)
 _MAX_LISTED = 3
 
@@ -36,6 +51,116 @@ class UnindexedTensor:
 
     def __str__(self) -> str:
         return f"{self.file}: {self.name} is not in the index"
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """A weight file without its payload.
+
+    Attributes:
+        path: The file.
+        size: Size of the whole file in bytes.
+        mtime_ns: Time of its last change.
+        digest: XXH3-128 of its metadata. For safetensors and msgpack, these are all bytes outside of tensors.
+        tensors: Tensors, in the order of their bytes.
+        others: Other values. Their texts describe them.
+        remark: Which part of the file is read. Empty for the whole file.
+        metadata: Texts of the `__metadata__` of a safetensors file.
+    """
+
+    path: AnyPath
+    size: int
+    mtime_ns: int
+    digest: str
+    tensors: tuple[Array, ...]
+    others: tuple[object, ...] = ()
+    remark: str = ""
+    metadata: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def file_name(self) -> str:
+        """Name in the folder of the model."""
+        return self.path.name
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The weight files of a model.
+
+    Attributes:
+        path: Folder or file of the model.
+        headers: Header of each file, by file number.
+        tensors: Tensors of the model, in the order of the files. They have the numbers of their files.
+        unindexed: Records of further tensors in the files, which the index does not name.
+    """
+
+    path: AnyPath
+    headers: tuple[FileHeader, ...]
+    tensors: tuple[Array, ...]
+    unindexed: tuple[UnindexedTensor, ...] = ()
+
+    @property
+    def files(self) -> tuple[AnyPath, ...]:
+        """Path of each file."""
+        return tuple(header.path for header in self.headers)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Descriptions of the values other than tensors, and of the tensors that are not read."""
+        others = [str(tensor) for tensor in self.unindexed]
+        for header in self.headers:
+            others += map(str, header.others)
+        return tuple(others)
+
+
+def read_model_files(
+    path: AnyPath,
+    files: Sequence[AnyPath],
+    read_header: Callable[[AnyPath, int], FileHeader],
+    weight_map: Mapping[str, str] | None = None,
+) -> ModelFiles:
+    """Read the headers of a model's files.
+
+    The index decides which file a tensor is read from, as in transformers. Files may have further tensors, e.g. earlier
+    versions of tensors in an overlay.
+
+    Args:
+        path: Folder or file of the model.
+        files: The files. Those in a store are read several at a time.
+        read_header: Reads the header of a file with a number.
+        weight_map: The file of each tensor in the index, or None without an index.
+
+    Raises:
+        PrepError: A file is broken, or a tensor is not in the file that the index names. Without an index: two files
+            hold a tensor.
+    """
+    headers = tuple(map_files(read_header, files, range(len(files))))
+    tensors: list[Array] = []
+    unindexed: list[UnindexedTensor] = []
+    file_by_tensor: dict[str, str] = {}
+    for header in headers:
+        for tensor in header.tensors:
+            name = index_name(tensor)
+            if weight_map is not None and weight_map.get(name) != header.file_name:
+                unindexed.append(UnindexedTensor(name, header.file_name, tensor.nbytes))
+                continue
+            tensors.append(tensor)
+            first_file = file_by_tensor.setdefault(name, header.file_name)
+            if weight_map is None and first_file != header.file_name:
+                raise PrepError(
+                    f"tensor {quote_name(name)} is in two files of {path}",
+                    f"{first_file} and {header.file_name}",
+                    "remove the file that does not belong to this model",
+                )
+    if weight_map is not None and (missing := weight_map.keys() - file_by_tensor.keys()):
+        others = {tensor.name for tensor in unindexed}
+        raise _missing_tensors_error(path, weight_map, sorted(missing), others)
+    return ModelFiles(path, headers, tuple(tensors), tuple(unindexed))
+
+
+def index_name(tensor: Array) -> str:
+    """Return the name of a tensor in an index: the path of a leaf has slashes."""
+    return "/".join(map(str, tensor.path)) or tensor.name
 
 
 def shard_name(stem: str, number: int, count: int, suffix: str) -> str:
@@ -76,8 +201,7 @@ def list_indexed_files(folder: AnyPath, weight_map: Mapping[str, str]) -> list[s
     for name, count in sorted(tensor_counts.items()):
         if is_there(folder / name, follow_links=True):
             continue
-        noun = "tensor" if count == 1 else "tensors"
-        missing.append(f"{name} ({count} {noun})")
+        missing.append(f"{name} ({count_text(count, 'tensor')})")
     if missing:
         why = f"the index names {join_names(missing, max_names=_MAX_LISTED)}"
         raise _missing_files_error(folder, len(missing), len(tensor_counts), why)
@@ -116,55 +240,15 @@ def _missing_shards(
                 yield name
 
 
-def find_unindexed(
-    folder: AnyPath, tensors: Iterable[tuple[str, str]], weight_map: Mapping[str, str] | None
-) -> frozenset[tuple[str, str]]:
-    """Return the (tensor, file) pairs that the index of a folder does not name.
-
-    The index decides which file a tensor is read from, as in transformers. Files may have further tensors, e.g. earlier
-    versions of tensors in an overlay.
-
-    Args:
-        folder: Folder of the files.
-        tensors: Each stored tensor with its file.
-        weight_map: The file of each tensor, or None without an index.
-
-    Raises:
-        PrepError: A tensor is not in the file that the index names. Without an index: two files hold a tensor.
-    """
-    pairs = list(tensors)
-    if weight_map is None:
-        _check_one_file_each(folder, pairs)
-        return frozenset()
-    indexed = {name for name, file in pairs if weight_map.get(name) == file}
-    missing = weight_map.keys() - indexed
-    if missing:
-        raise _missing_tensors_error(folder, weight_map, sorted(missing), dict(pairs))
-    return frozenset((name, file) for name, file in pairs if weight_map.get(name) != file)
-
-
-def _check_one_file_each(folder: AnyPath, tensors: Iterable[tuple[str, str]]) -> None:
-    """Raise PrepError if two files hold a tensor."""
-    file_by_tensor: dict[str, str] = {}
-    for name, file in tensors:
-        if file_by_tensor.setdefault(name, file) != file:
-            what = f"tensor {quote_name(name)} is in two files of {folder}"
-            raise PrepError(
-                what,
-                f"{file_by_tensor[name]} and {file}",
-                "remove the file that does not belong to this model",
-            )
-
-
 def _missing_tensors_error(
     folder: AnyPath,
     weight_map: Mapping[str, str],
     missing: Sequence[str],
-    file_by_tensor: Mapping[str, str],
+    stored: Collection[str],
 ) -> PrepError:
     """Return the error for tensors that are not in the file that the index names."""
-    only_in_index = [quote_name(name) for name in missing if name not in file_by_tensor]
-    in_another_file = [quote_name(name) for name in missing if name in file_by_tensor]
+    only_in_index = [quote_name(name) for name in missing if name not in stored]
+    in_another_file = [quote_name(name) for name in missing if name in stored]
     reasons: list[str] = []
     for names, difference in (
         (only_in_index, "only in the index"),
@@ -196,6 +280,15 @@ def download_again_hint(path: AnyPath) -> str:
     return _download_hint(path.parent, *arguments, what="download it again")
 
 
+def other_format_error(path: AnyPath, first_bytes: bytes, expected: str) -> PrepError | None:
+    """Return the error for a file of another known format than the expected one, e.g. a web page. None for others."""
+    for magic, format_name, why, hint in _OTHER_FORMATS:
+        if first_bytes.lstrip().startswith(magic):
+            what = f"{path.name} is {format_name}, not a {expected} file"
+            return PrepError(what, why, hint or download_again_hint(path))
+    return None
+
+
 def _parse_index(content: bytes) -> object:
     """Parse an index. Raise CutShortError if it ends before its last brace."""
     try:
@@ -207,10 +300,7 @@ def _parse_index(content: bytes) -> object:
 
 
 def _parse_weight_map(index: object, suffix: str) -> dict[str, str]:
-    if isinstance(index, dict):
-        weight_map = index.get("weight_map")
-    else:
-        weight_map = None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError("it has no weight_map from tensors to files")
     for name, file in weight_map.items():
@@ -228,10 +318,7 @@ def _parse_weight_map(index: object, suffix: str) -> dict[str, str]:
 def _missing_files_error(
     folder: AnyPath, missing_count: int, file_count: int, why: str
 ) -> PrepError:
-    if missing_count == 1:
-        verb = "is"
-    else:
-        verb = "are"
+    verb = "is" if missing_count == 1 else "are"
     return DamagedError(
         f"{missing_count} of {file_count} files of {folder} {verb} missing",
         why,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from prepcli.core.errors import PrepError
+from prepcli.formats.model_files import check_numbered_files, read_weight_map, shard_name
 from prepcli.formats.safetensors import read_safetensors_folder, select_safetensors_files
-from prepcli.formats.shard_index import check_numbered_files, read_weight_map, shard_name
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND, THIRD = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
@@ -48,7 +48,7 @@ def refusal(folder: Path) -> PrepError:
 def test_read_folder_sorts_files_and_tensors(tmp_path: Path) -> None:
     write_index(tmp_path, sharded(tmp_path))
     folder = read_safetensors_folder(tmp_path)
-    assert (folder.path, folder.has_index) == (tmp_path, True)
+    assert folder.path == tmp_path
     assert [header.file_name for header in folder.headers] == [FIRST, SECOND, THIRD]
     assert [(t.name, t.file) for t in folder.tensors] == [
         ("a", 0),
@@ -87,7 +87,7 @@ def test_model_safetensors_is_preferred_without_index(tmp_path: Path) -> None:
     write(tmp_path, "model.safetensors", "a")
     write(tmp_path, "consolidated.safetensors", "b")
     folder = read_safetensors_folder(tmp_path)
-    assert ([t.name for t in folder.tensors], folder.has_index) == (["a"], False)
+    assert [t.name for t in folder.tensors] == ["a"]
 
 
 def test_all_visible_files_are_read_without_index(tmp_path: Path) -> None:
