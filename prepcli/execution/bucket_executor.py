@@ -18,9 +18,9 @@ from prepcli.core.formatting import format_duration
 from prepcli.core.progress import NullProgress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import anonymous_nbytes
+from prepcli.engine.casts import matrix_nbytes
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import piece_nbytes
-from prepcli.engine.low_rank import matrix_nbytes
 from prepcli.engine.object_assembler import ObjectAssembler
 from prepcli.engine.object_budget import make_object_budget
 from prepcli.engine.pipeline import ConversionResult, Pipeline

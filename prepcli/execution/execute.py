@@ -13,11 +13,11 @@ from prepcli.core.formatting import format_bytes
 from prepcli.core.version import version
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import anonymous_nbytes, make_budget
+from prepcli.engine.casts import matrix_nbytes
 from prepcli.engine.digest import digest, digest_pieces
 from prepcli.engine.files import Files
 from prepcli.engine.fills import piece_nbytes
 from prepcli.engine.journal import EMPTY_JOURNAL_STATE, JournalState
-from prepcli.engine.low_rank import matrix_nbytes
 from prepcli.engine.no_follow import check_no_symlinks
 from prepcli.engine.pipeline import ConversionResult, Pipeline
 from prepcli.execution.block_checksums import checksum_recorder, delete_checksums

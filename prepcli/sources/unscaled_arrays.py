@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prepcli.engine.casts import unscale_values
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.fills import numpy_dtype
-from prepcli.engine.scales import unscale_values
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.sources.decoded_arrays import DecodedArray, DecodedArrayReader
 from prepcli.stores.buffers import ByteArray
