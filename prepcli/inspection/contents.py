@@ -11,6 +11,7 @@ from pathlib import Path
 from prepcli.algebra.chunks import FilePosition, StoredRange
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.core.json_types import HFConfig
+from prepcli.engine.blobs import DerivedArrays
 from prepcli.formats import msgpack
 from prepcli.formats.codecs import CODECS
 from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest
@@ -25,18 +26,14 @@ from prepcli.inspection.checkpoint_contents import (
 )
 from prepcli.planning.arrays import whole_array
 from prepcli.planning.map_file import TensorMap
-from prepcli.quantized.find_weights import QuantizedWeights, without_quantization
+from prepcli.quantized.formats import QuantizedWeights, without_quantization
 from prepcli.quantized.gguf_blocks import FLOAT_TYPES, GgufDecoder
-from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.dequantized import (
     DECODED_DTYPE,
-    DequantizedBlob,
     cast_decoded,
+    cast_decoders,
     decoder_of_tensor,
     find_stored_weights,
-    model_quantization,
-    not_quantized_error,
-    quantization_file,
 )
 from prepcli.sources.folders import Kind
 from prepcli.sources.locate import LocatedCheckpoint
@@ -51,6 +48,12 @@ from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import find_config, stored_leaves
 from prepcli.sources.openers.peft_folder import read_header
 from prepcli.sources.opening import check_recorded_files, open_source
+from prepcli.sources.quantization import (
+    model_quantization,
+    not_quantized_error,
+    quantization_file,
+    unused_quantization_note,
+)
 from prepcli.sources.source import (
     CONFIG,
     Source,
@@ -61,7 +64,6 @@ from prepcli.sources.source import (
     stored_tensor,
 )
 from prepcli.sources.source_hints import NO_HINTS, SourceHints
-from prepcli.sources.unused_quantization import unused_quantization_note
 from prepcli.stores.paths import AnyPath
 
 
@@ -140,7 +142,7 @@ def _find_weights(contents: CheckpointContents) -> QuantizedWeights:
         model_quantization(contents.config, contents.folder),
         tensors,
         contents.byte_sources,
-        settings_file=quantization_file(contents.config, contents.folder),
+        quantization_file(contents.config, contents.folder),
     )
 
 
@@ -156,11 +158,12 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
         raise PrepError(f"{contents.display_name} cannot be decoded", why, hint)
     weights = _find_weights(contents)
     files = contents.byte_sources
-    blob = DequantizedBlob(contents.display_name, weights.decoders, files, DECODED_DTYPE)
+    operations = cast_decoders(weights.decoders, DECODED_DTYPE)
+    blob = DerivedArrays(contents.display_name, operations, files)
     number = len(files)
     decoded: dict[str, SourceTensor] = {}
     places: dict[str, FilePosition | None] = {}
-    for decoder, start in zip(weights.decoders, blob.weight_offsets):
+    for decoder, start in zip(weights.decoders, blob.offsets):
         values = whole_array(decoder.name, DECODED_DTYPE, decoder.shape, (number, start))
         codes = decoder.stored[0]
         decoded[codes.name] = stored_tensor(values)
@@ -328,11 +331,12 @@ def _read_orbax(path: AnyPath, display_name: str) -> CheckpointContents:
     near_config = read_config(config_path) if config_path else {}
     blobs, leaves = stored_leaves(item)
     places: dict[str, FilePosition | None] = {}
-    for blob in blobs:
-        if isinstance(blob, DecodedArray):
-            _, first = next(blob.meta.stored_chunks(), (None, b""))
+    for array in item.arrays:
+        # Other leaves are read as they are stored.
+        if leaves[array.name] is not array:
+            _, first = next(array.stored_chunks(), (None, b""))
             is_in_file = isinstance(first, StoredRange)
-            places[blob.meta.name] = (first.file, first.offset) if is_in_file else None
+            places[array.name] = (first.file, first.offset) if is_in_file else None
     names = dict.fromkeys(chain.from_iterable(array.codecs for array in item.arrays))
     # A checksum compresses nothing.
     codecs = [name for name in names if not CODECS[name].is_checksum]

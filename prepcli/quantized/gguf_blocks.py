@@ -19,12 +19,11 @@ from prepcli.quantized.decoder import (
     Decoder,
     FloatArray,
     MatrixReader,
-    StoredMatrix,
-    check_shape,
+    checked_matrix,
     lookup_nibbles,
     nibble_pairs,
 )
-from prepcli.quantized.mxfp4 import E2M1, half_powers
+from prepcli.quantized.float4 import E2M1, half_powers
 
 HALF = "<f2"
 Q4_0 = np.dtype([("d", HALF), ("qs", "u1", 16)])
@@ -296,8 +295,7 @@ class GgufDecoder(Decoder):
         if is_transposed:
             stored_rows, stored_columns = stored_columns, stored_rows
         row_nbytes = stored_columns // self._type.values * self._type.dtype.itemsize
-        check_shape(stored, [(stored_rows, row_nbytes)], stored.name)
-        self._blocks = StoredMatrix(stored, stored_rows, row_nbytes)
+        self._blocks = checked_matrix(stored, stored.name, ("uint8",), [(stored_rows, row_nbytes)])
 
     def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
         if self._is_transposed:

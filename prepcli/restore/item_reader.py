@@ -17,8 +17,7 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, DamagedError, PrepError, text
 from prepcli.engine import checkpoint_store
-from prepcli.engine.blobs import open_blobs
-from prepcli.engine.chunk_cache import ChunkCache
+from prepcli.engine.blobs import BlockCache, open_blobs
 from prepcli.engine.files import PAGE
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.again_hint import RECREATE_HINT
@@ -33,9 +32,9 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensors import itemsize
 from prepcli.restore.leaf_reader import BoxArrays, LeafReader
-from prepcli.sources.averages import AVERAGE_SLOT
-from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
+from prepcli.sources.decoded_arrays import DecodeChunks
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
+from prepcli.sources.source_views import AVERAGE_SLOT
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import MAX_READ_THREADS
 from prepcli.stores.paths import AnyPath, is_remote, without_read_ahead
@@ -163,8 +162,8 @@ class ItemReader(LeafReader):
                 f"it has {count_text(len(self._array_numbers), 'other leaf', 'other leaves')}",
                 text("{} shows their names", Command("inspect", str(self.folder))),
             )
-        blob = DecodedArray(self._item, self._array_numbers[name])
-        _check_arrays(blob.meta, parts)
+        blob = DecodeChunks(self._item, self._array_numbers[name])
+        _check_arrays(blob.array, parts)
         jobs = _split_into_jobs(blob, parts, self.is_checked)
         errors = self.run_reads(jobs, self._run_job)
         if not errors:
@@ -233,16 +232,13 @@ class ItemReader(LeafReader):
 
     def _decode_chunk(self, chunk: _ChunkJob, scratch: ByteArray) -> None:
         """Decode a chunk in one thread, up to the end of its last piece, and copy its pieces."""
-        cache = ChunkCache(DECODE_MEMORY_NBYTES)
-        try:
-            with contextlib.closing(open_chunk(chunk.blob, chunk.index, cache)) as reader:
-                for piece in chunk.pieces:
-                    data = scratch[: piece.nbytes]
-                    reader.read(piece.start, data)
-                    self._verify_piece(piece, data)
-                    _copy_to_arrays(piece, data)
-        except (ValueError, OSError) as error:
-            raise chunk_error(chunk.blob, chunk.index, error) from error
+        cache = BlockCache(DECODE_MEMORY_NBYTES)
+        with contextlib.closing(chunk.blob.open_chunk(chunk.index, cache)) as reader:
+            for piece in chunk.pieces:
+                data = scratch[: piece.nbytes]
+                reader.read(piece.start, data)
+                self._verify_piece(piece, data)
+                _copy_to_arrays(piece, data)
 
 
 def _read_unit_shape(item: OrbaxItem, array_number: int) -> tuple[int, ...]:
@@ -297,7 +293,7 @@ class _PieceJob:
 class _ChunkJob:
     """A chunk to decode, and its pieces in the order of their bytes."""
 
-    blob: DecodedArray
+    blob: DecodeChunks
     index: tuple[int, ...]
     pieces: tuple[_PieceJob, ...]
 
@@ -322,7 +318,7 @@ def _check_arrays(meta: Array, arrays: BoxArrays) -> None:
 
 
 def _split_into_jobs(
-    blob: DecodedArray, arrays: BoxArrays, is_checked: bool
+    blob: DecodeChunks, arrays: BoxArrays, is_checked: bool
 ) -> Iterator[_PieceJob | _ChunkJob]:
     """Yield the jobs to fill the arrays of a leaf.
 
@@ -338,10 +334,10 @@ def _split_into_jobs(
 
 
 def _touched_chunks(
-    blob: DecodedArray, arrays: BoxArrays, *, is_direct: bool, is_checked: bool
+    blob: DecodeChunks, arrays: BoxArrays, *, is_direct: bool, is_checked: bool
 ) -> Iterator[tuple[tuple[int, ...], Iterator[_PieceJob]]]:
     """Yield the index and the pieces of every needed chunk, in C order of the grid."""
-    meta = blob.meta
+    meta = blob.array
     arrays_by_chunk: dict[tuple[int, ...], dict[Box, np.ndarray]] = {}
     for box, array in arrays.items():
         if not volume(box):
@@ -353,7 +349,7 @@ def _touched_chunks(
         for index in itertools.product(*index_ranges):
             arrays_by_chunk.setdefault(index, {})[box] = array
     for index in sorted(arrays_by_chunk):
-        value = blob.stored_value(index) if is_direct else None
+        value = blob.array.stored_chunk(index) if is_direct else None
         stored = value if isinstance(value, StoredRange) else None
         chunk_arrays = arrays_by_chunk[index]
         pieces = _piece_jobs(meta, stored, index=index, arrays=chunk_arrays, is_checked=is_checked)

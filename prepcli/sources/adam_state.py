@@ -38,8 +38,8 @@ from prepcli.planning.state_names import (
 from prepcli.planning.state_rows import is_leaf_path
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.planning.tensors import FLOAT_DTYPES
-from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
+from prepcli.sources.source_views import AVERAGE_SLOT
 from prepcli.stores.paths import AnyPath
 
 WITHOUT_STATE_HINT = text("convert it without {}", Option("training_state", True))

@@ -18,7 +18,7 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.shard_index import read_weight_map
 from prepcli.formats.torch_files import select_torch_files
 from prepcli.planning.item_storage import METADATA_FILE
-from prepcli.quantized.find_weights import QUANTIZATION_FILES
+from prepcli.quantized.formats import QUANTIZATION_FILES
 from prepcli.sources.detect import Refusal, apply_rules, no_checkpoint_error
 from prepcli.sources.folders import Access, CheckpointFiles, Folder, Kind, OpenFolder
 from prepcli.sources.references import HubRepo

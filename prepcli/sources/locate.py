@@ -21,6 +21,7 @@ from prepcli.sources.folders import (
     open_bucket_folder,
 )
 from prepcli.sources.hub_folders import open_hub_folder
+from prepcli.sources.quantization import unused_quantization_note
 from prepcli.sources.references import (
     BucketUrl,
     HubRepo,
@@ -29,7 +30,6 @@ from prepcli.sources.references import (
     RunStep,
     parse_reference,
 )
-from prepcli.sources.unused_quantization import unused_quantization_note
 from prepcli.stores.paths import AnyPath
 from prepcli.stores.writing import name_fault
 

@@ -19,9 +19,12 @@ from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import TOWERS, qualify, split_name
 from prepcli.planning.tensor_match import TensorNames, find_wrapper_prefix
-from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.source import Source, SourceTensor, Wrapper
-from prepcli.sources.transposed_tensors import without_transposed_tensors
+from prepcli.sources.source_views import (
+    append_files,
+    shift_file_numbers,
+    without_transposed_tensors,
+)
 
 # Formats of files with the names of transformers.
 MULTIMODAL_KINDS = ("safetensors", "torch", "dcp")

@@ -29,8 +29,8 @@ from prepcli.planning.tensor_match import (
 )
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary
-from prepcli.sources.dequantized import quantization_file
 from prepcli.sources.model_family import verbatim_error
+from prepcli.sources.quantization import quantization_file
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 
 # Tensors in a message.

@@ -23,12 +23,12 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import split_name
 from prepcli.restore.digest_checks import num_rows, row_stream, stored_scale, tensor_digests
-from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.multimodal import PROCESSOR_FILES
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.recorded_sources import MERGE, TRAIN
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor
+from prepcli.sources.source_views import use_averaged_params
 
 ADD = "add-tokens"
 REMOVE = "remove-tokens"

@@ -44,9 +44,9 @@ from prepcli.sources.adam_state import (
     recorded_settings,
     slot_scales,
 )
-from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.foreign_trees import BOXED_SUFFIX, ForeignTree, match_foreign_tree
 from prepcli.sources.source import Source, SourceTensor, recorded_digests
+from prepcli.sources.source_views import AVERAGE_SLOT
 from prepcli.sources.tree_tensors import leaf_as_tensor
 
 # A leaf of the first moment, e.g. `opt_state.0.mu.params.decoder.decoder_norm.scale` in MaxText,

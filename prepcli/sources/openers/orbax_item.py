@@ -28,7 +28,7 @@ from prepcli.planning.layout_scales import LayoutScale, recorded_scale, scaled_d
 from prepcli.planning.manifest_fields import Manifest, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.sources.decoded_arrays import DecodedArray
+from prepcli.sources.decoded_arrays import decoded_array, unscaled_array
 from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.model_family import select_family
 from prepcli.sources.openers.item_state import (
@@ -55,7 +55,6 @@ from prepcli.sources.tree_tensors import (
     tower_tensors,
     verbatim_tensors,
 )
-from prepcli.sources.unscaled_arrays import UnscaledArray
 from prepcli.stores.buffers import Blob
 from prepcli.stores.paths import AnyPath, is_remote
 from prepcli.stores.reading import read_small_file, stat_file
@@ -416,7 +415,7 @@ def stored_leaves(
         scales: Scales to take off, by the name of the leaf.
 
     Returns:
-        Byte sources: the data files, then one `DecodedArray` per encoded array. The placement of a leaf states the
+        Byte sources: the data files, then one `DerivedArrays` per encoded array. The placement of a leaf states the
         number of its source in this tuple. The tuple is empty if the sources are just the item's files.
         Leaves, by dotted name.
     """
@@ -437,11 +436,10 @@ def stored_leaves(
         chunk_strides = strides(array.grid.chunk_counts, array.chunk_nbytes)
         decoded_chunks = StridedChunks(len(blobs), 0, zeros, chunk_strides)
         leaves[array.name] = replace(array, chunks=decoded_chunks, codecs=())
-        blob = DecodedArray(item, number)
         if array.name in scales:
-            blobs.append(UnscaledArray(blob, scales[array.name]))
+            blobs.append(unscaled_array(item, number, scales[array.name]))
         else:
-            blobs.append(blob)
+            blobs.append(decoded_array(item, number))
     if all(direct):
         return (), leaves
     return tuple(blobs), leaves
