@@ -249,13 +249,9 @@ class DerivedArrays:
         """Return the number of the operation with the byte at an offset."""
         return bisect.bisect_right(self.offsets, offset) - 1
 
-    def open(self) -> DerivedReader:
-        """Open the arrays for reading, with a small separate cache."""
-        return DerivedReader(self, BlockCache())
-
-    def open_with_cache(self, cache: BlockCache) -> DerivedReader:
-        """Open the arrays for reading, with a cache shared with other readers."""
-        return DerivedReader(self, cache)
+    def open(self, cache: BlockCache | None = None) -> DerivedReader:
+        """Open the arrays for reading, with a cache shared with other readers, or a small one of their own."""
+        return DerivedReader(self, cache or BlockCache())
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,10 +406,7 @@ class FilesAndBlobs:
                 if isinstance(blob, Path):
                     self._readers.append(next(numbers))
                     continue
-                if isinstance(blob, DerivedArrays):
-                    reader = blob.open_with_cache(cache)
-                else:
-                    reader = blob.open()
+                reader = blob.open(cache) if isinstance(blob, DerivedArrays) else blob.open()
                 stack.callback(reader.close)
                 self._readers.append(reader)
             self._stack = stack.pop_all()
@@ -434,10 +427,10 @@ class FilesAndBlobs:
         self._stack.close()
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read one run, i.e. one contiguous byte range.
+        """Read a copy with a single run, i.e. one contiguous byte range.
 
         Args:
-            copy: A copy with a single run.
+            copy: The copy.
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:

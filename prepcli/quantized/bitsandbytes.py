@@ -131,20 +131,6 @@ class Bits4Decoder(Decoder):
         nested_absmax: Array | None = None,
         nested_quant_map: Array | None = None,
     ) -> None:
-        """Check the stored tensors.
-
-        Args:
-            name: Name of the decoded tensor.
-            weight: Codes.
-            absmax: Scales, or their codes.
-            quant_map: Values of the 16 codes.
-            state: Facts of the JSON.
-            nested_absmax: Scales of the codes of `absmax`.
-            nested_quant_map: Values of the 256 codes of `absmax`.
-
-        Raises:
-            DamagedError: A shape or a dtype does not fit.
-        """
         count = math.prod(state.shape)
         octets = -(-count // 2)
         blocks = -(-count // state.block_size)

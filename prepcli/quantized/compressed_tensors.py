@@ -81,20 +81,6 @@ class PackedIntDecoder(Decoder):
         zero_point: Array | None = None,
         column_groups: Array | None = None,
     ) -> None:
-        """Check the stored tensors.
-
-        Args:
-            name: Name of the decoded tensor.
-            packed: Words of codes.
-            scale: Scales.
-            bits: Bits per code.
-            columns: Columns of the decoded tensor.
-            zero_point: Words of zero points, or None for symmetric codes.
-            column_groups: Group of each column, or None if a group has consecutive columns.
-
-        Raises:
-            DamagedError: A shape or a dtype does not fit.
-        """
         int32 = ("int32",)
         rows = packed.shape[0] if packed.shape else 0
         self._packed = checked_matrix(packed, name, int32, [(rows, word_count(columns, bits))])

@@ -49,7 +49,7 @@ class Decoder(RowOperation):
     """A quantised tensor with the shape and the dtype of its decoded values.
 
     Subclasses compute in float32, and each value is then rounded once to `dtype`, as in the reference implementation
-    of the format.
+    of the format. Their constructors raise DamagedError if the dtype or the shape of a stored tensor does not fit.
 
     Attributes:
         name: Name of the decoded tensor.

@@ -61,11 +61,6 @@ class Mxfp4Decoder(Decoder):
     row_multiple = MX_BLOCK_VALUES
 
     def __init__(self, name: str, blocks: Array, scales: Array) -> None:
-        """Check the stored tensors: codes and exponents.
-
-        Raises:
-            DamagedError: A shape or a dtype does not fit.
-        """
         check_dims(blocks, 3)
         *leading, rows, groups, _ = blocks.shape
         block_bytes = groups * MX_BLOCK_NBYTES
@@ -114,23 +109,11 @@ def find_mxfp4(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[D
 
 
 class Nvfp4Decoder(Decoder):
-    """E2M1 codes with fp8 scales of groups and a scale of the tensor."""
+    """E2M1 codes with fp8 scales of groups and a scale of the tensor, a divisor in compressed-tensors."""
 
     def __init__(
         self, name: str, weight: Array, scales: Array, tensor_scale: Array, *, is_divisor: bool
     ) -> None:
-        """Check the stored tensors.
-
-        Args:
-            name: Name of the decoded tensor.
-            weight: Codes.
-            scales: Scales of the groups.
-            tensor_scale: Scale of the tensor.
-            is_divisor: Whether the scale of the tensor divides, as in compressed-tensors.
-
-        Raises:
-            DamagedError: A shape or a dtype does not fit.
-        """
         check_dims(weight, 2)
         *leading, rows, octets = weight.shape
         groups = -(-2 * octets // NV_GROUP_VALUES)

@@ -68,7 +68,10 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class GptqDecoder(Decoder):
-    """Integers packed along the input dim."""
+    """Integers packed along the input dim.
+
+    Without `input_groups` a group has consecutive inputs: `group_size`, or the same number in all groups.
+    """
 
     # Zero points are packed along the rows of the decoded tensor: those of 32 rows are whole words.
     row_multiple = 32
@@ -86,23 +89,6 @@ class GptqDecoder(Decoder):
         group_size: int | None = None,
         settings_file: str = "config.json",
     ) -> None:
-        """Check the stored tensors.
-
-        Args:
-            name: Name of the decoded tensor.
-            weight: Words of codes.
-            zeros: Words of zero points.
-            scales: Scales.
-            bits: Bits per code.
-            is_zero_stored_minus_1: Whether the file has version 1.
-            input_groups: Group of each input, or None if a group has consecutive inputs.
-            group_size: Inputs of a group, or None if all groups have the same number of inputs.
-            settings_file: Name of the file with the quantisation config, for messages.
-
-        Raises:
-            DamagedError: A shape or a dtype does not fit.
-            PrepError: The group of an input is unknown.
-        """
         words, outputs = (0, 0, *weight.shape)[-2:]
         inputs = words * WORD_BITS // bits
         groups = scales.shape[0] if scales.shape else 0
@@ -292,11 +278,6 @@ class AwqDecoder(Decoder):
     row_multiple = 32
 
     def __init__(self, name: str, weight: Array, zeros: Array, scales: Array) -> None:
-        """Check the stored tensors: words of codes, words of zero points, and scales.
-
-        Raises:
-            DamagedError: A shape or a dtype does not fit.
-        """
         inputs, words = (0, 0, *weight.shape)[-2:]
         outputs = words * AWQ_VALUES_PER_WORD
         groups = scales.shape[0] if scales.shape else 0

@@ -42,7 +42,7 @@ EXPONENT_DTYPES = ("uint8", "float8_e8m0fnu")
 
 
 class ScaledDecoder(Decoder):
-    """Codes of 8 bits with a grid of scales."""
+    """Codes of 8 bits with a grid of scales, one per `block` of rows and columns. Blocks at edges may be smaller."""
 
     def __init__(
         self,
@@ -53,18 +53,6 @@ class ScaledDecoder(Decoder):
         zero_point: Array | None = None,
         dtype: str = "float32",
     ) -> None:
-        """Check the stored tensors.
-
-        Args:
-            weight: Codes.
-            scale: Scales of the blocks.
-            block: Rows and columns of a block. Blocks at the edges may be smaller.
-            zero_point: Zero points of the blocks, or None for symmetric codes.
-            dtype: Dtype of the decoded values.
-
-        Raises:
-            DamagedError: A shape or a dtype does not fit.
-        """
         super().__init__(weight.name, weight.shape, dtype, (weight, scale, zero_point))
         self._block = block
         self._matrix_rows = weight.shape[-2]

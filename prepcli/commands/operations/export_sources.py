@@ -31,7 +31,6 @@ from prepcli.sources.hub_folders import cached_model
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.multimodal import text_model, text_part_fault, with_towers
 from prepcli.sources.opening import open_source
-
 from prepcli.sources.recorded_sources import find_quantized_source
 from prepcli.sources.references import HubRepo, parse_reference
 from prepcli.sources.source import Source

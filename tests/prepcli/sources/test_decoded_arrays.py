@@ -65,7 +65,7 @@ def inside_mask(meta: ArrayMeta) -> np.ndarray:
 def open_array(folder: Path, name: str, memory: int = 1 << 20) -> tuple[DerivedReader, Array]:
     item = read_item(folder)
     number = next(n for n, meta in enumerate(item.arrays) if meta.name == name)
-    return decoded_array(item, number).open_with_cache(BlockCache(memory)), item.arrays[number]
+    return decoded_array(item, number).open(BlockCache(memory)), item.arrays[number]
 
 
 def read_bytes(reader: DerivedReader, offset: int, nbytes: int) -> bytes:
@@ -191,7 +191,7 @@ def test_cache_evicts_chunks_to_stay_within_memory(tmp_path: Path):
         tmp_path / "item", {meta: array}, StorageForm(codec_names=("zstd",), ocdbt=False)
     )
     cache = BlockCache(2 << 20)
-    reader = decoded_array(read_item(tmp_path / "item"), 0).open_with_cache(cache)
+    reader = decoded_array(read_item(tmp_path / "item"), 0).open(cache)
     for row in (*range(64), 3, 60):
         assert read_bytes(reader, row * 50_000 + 10, 20_000) == array[row, 10:20_010].tobytes()
         assert sum(chunk.nbytes for chunk in cache._held.values()) <= 2 << 20
