@@ -152,23 +152,14 @@ def measure_distance(
             dot += float(a @ b)
             square_a += float(a @ a)
             square_b += float(b @ b)
-    return Distance(
-        max_abs,
-        total_abs / max(count, 1),
-        _cosine(dot, square_a, square_b),
-        digests=(state_a.hexdigest(), state_b.hexdigest()),
-    )
-
-
-def _cosine(dot: float, square_a: float, square_b: float) -> float:
-    """Return the cosine of the angle between two vectors, from their products."""
     if not math.isfinite(square_a) or not math.isfinite(square_b):
-        return math.nan
-    if square_a == 0.0 and square_b == 0.0:
-        return 1.0
-    if square_a == 0.0 or square_b == 0.0:
-        return 0.0
-    return dot / (math.sqrt(square_a) * math.sqrt(square_b))
+        cosine = math.nan
+    elif square_a == 0.0 or square_b == 0.0:
+        cosine = float(square_a == square_b)
+    else:
+        cosine = dot / (math.sqrt(square_a) * math.sqrt(square_b))
+    digests = (state_a.hexdigest(), state_b.hexdigest())
+    return Distance(max_abs, total_abs / max(count, 1), cosine, digests)
 
 
 def _read_arrays(reader: RunReader, stream: Stream, state: xxhash.xxh3_128) -> Iterator[np.ndarray]:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.json_values import quote_name
@@ -73,7 +72,10 @@ class ScaledDecoder(Decoder):
             values = codes.astype(np.float32)
         else:
             values = lookup(_fp8_code_pairs(self._weight.tensor.dtype), codes.view(np.uint8))
-        grid_rows = self._grid_rows_of(rows)
+        # The row in the grid of scales of each row of the tensor. E.g. 3 matrices of 130 rows in blocks of 128 have the
+        # grid rows 0 0 ... 1 1, 2 2 ... 3 3, 4 4 ... 5 5.
+        matrices, matrix_rows = np.divmod(np.arange(*rows), self._matrix_rows)
+        grid_rows = matrices * self._grid_rows + matrix_rows // self._block[0]
         first = int(grid_rows[0])
         grid_range = (first, int(grid_rows[-1]) + 1)
         if self._zero_point is not None:
@@ -85,12 +87,6 @@ class ScaledDecoder(Decoder):
         scales = scales.astype(np.float32)
         self._combine_with_blocks(values, scales[grid_rows - first], np.multiply)
         return values
-
-    def _grid_rows_of(self, rows: Range) -> npt.NDArray[np.int64]:
-        """Return, for each row of the tensor, the row in the grid of scales."""
-        # E.g. 3 matrices of 130 rows in blocks of 128 have the grid rows 0 0 ... 1 1, 2 2 ... 3 3, 4 4 ... 5 5.
-        matrices, matrix_rows = np.divmod(np.arange(*rows), self._matrix_rows)
-        return matrices * self._grid_rows + matrix_rows // self._block[0]
 
     def _combine_with_blocks(
         self, values: FloatArray, grid: FloatArray, operation: np.ufunc

@@ -234,20 +234,17 @@ class _Chunk:
             if not data:
                 raise ValueError(f"{count_text(count, 'byte is', 'bytes are')} missing")
             return np.frombuffer(data, np.uint8)
+        chunk_nbytes = self._operation.array.chunk_nbytes
         while start >= self._block_start + self._block.size:
-            self._decode_block(self.decoder)
+            self._block_start += self._block.size
+            block = self.decoder.read(min(READ_BLOCK_NBYTES, chunk_nbytes - self._block_start))
+            if not block:
+                raise ValueError(f"it holds {self._block_start:,} bytes, not {chunk_nbytes:,}")
+            self._block = np.frombuffer(block, np.uint8)
+            if self._block_start + self._block.size == chunk_nbytes and self.decoder.read(1):
+                raise ValueError(f"it holds more than {chunk_nbytes:,} bytes")
         first = start - self._block_start
         return self._block[first : first + count]
-
-    def _decode_block(self, decoder: ByteReader) -> None:
-        chunk_nbytes = self._operation.array.chunk_nbytes
-        self._block_start += self._block.size
-        block = decoder.read(min(READ_BLOCK_NBYTES, chunk_nbytes - self._block_start))
-        if not block:
-            raise ValueError(f"it holds {self._block_start:,} bytes, not {chunk_nbytes:,}")
-        self._block = np.frombuffer(block, np.uint8)
-        if self._block_start + self._block.size == chunk_nbytes and decoder.read(1):
-            raise ValueError(f"it holds more than {chunk_nbytes:,} bytes")
 
     def close(self) -> None:
         """Close the file."""

@@ -72,7 +72,17 @@ def dequantize_source(source: Source) -> Source:
     blob = DerivedArrays(source.display_name, weights.decoders, stored)
     decoded = _decoded_source(source, weights, blob)
     small_files = [file for file in source.small_files if file.name not in QUANTIZATION_FILES]
-    method = str(settings.get("quant_method"))
+    records: dict[str, QuantizedRecord] = {}
+    for decoder in weights.decoders:
+        codes = decoder.stored[0]
+        records[decoder.name] = {
+            "format": str(settings.get("quant_method")),
+            "codes": codes.name,
+            "dtype": codes.dtype,
+            "shape": [*codes.shape],
+            # Of the decoded values. It is known when they are written.
+            "digest": "",
+        }
     decoded = replace(
         decoded,
         config=without_quantization(source.config),
@@ -81,7 +91,7 @@ def dequantize_source(source: Source) -> Source:
         # The config of the output is another one than the file.
         config_path=None,
         quantization=settings,
-        quantized={each.name: _quantized_record(each, method) for each in weights.decoders},
+        quantized=records,
     )
     return as_verbatim(decoded) if decoded.family.is_verbatim else decoded
 
@@ -241,14 +251,7 @@ def find_stored_weights(
     blobs: Sequence[AnyPath | Blob],
     settings_file: str,
 ) -> QuantizedWeights:
-    """Return the decoders of quantised weights in files. See `find_weights`.
-
-    Args:
-        settings: The quantisation config.
-        tensors: All tensors of the files.
-        blobs: Files and blobs, by the file numbers of the tensors.
-        settings_file: Name of the file with the quantisation config, for messages.
-    """
+    """Return the decoders of quantised weights in files and blobs. See `find_weights`."""
     with open_blobs(blobs) as files:
 
         def read_payload(tensor: Array) -> bytes:
@@ -314,18 +317,6 @@ def _stored_parts(source: Source, weights: QuantizedWeights) -> dict[str, list[S
         for decoder_name in decoders_of_module.get(module, ()):
             parts[decoder_name].append(tensors[name])
     return parts
-
-
-def _quantized_record(decoder: Decoder, method: str) -> QuantizedRecord:
-    """Return the record of a weight, without the digest of its values."""
-    codes = decoder.stored[0]
-    return {
-        "format": method,
-        "codes": codes.name,
-        "dtype": codes.dtype,
-        "shape": [*codes.shape],
-        "digest": "",
-    }
 
 
 # Back to the quantised bytes
