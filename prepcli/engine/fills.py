@@ -189,8 +189,8 @@ class _RowMean:
             self._add_rows(self._partial_group)
             self._partial_group = self._partial_group[:0]
         tail_start = head_nbytes + (data.size - head_nbytes) // group_nbytes * group_nbytes
-        for start in range(head_nbytes, tail_start, group_nbytes):
-            self._add_rows(data[start : start + group_nbytes])
+        for first in range(head_nbytes, tail_start, group_nbytes):
+            self._add_rows(data[first : first + group_nbytes])
         if tail_start < data.size:
             self._partial_group = data[tail_start:].copy()
 

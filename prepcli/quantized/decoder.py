@@ -223,25 +223,6 @@ def checked_matrix(
     return StoredMatrix(tensor, math.prod(tensor.shape) // max(columns, 1), columns)
 
 
-def check_group_size(
-    scales: Array, *, size: int, groups: int, group_size: object, owner: str
-) -> None:
-    """Raise DamagedError if the number of groups of `size` inputs contradicts the group size of the settings.
-
-    The check is skipped if the group size is not a positive integer.
-    """
-    if not isinstance(group_size, int) or group_size < 1 or groups == 0:
-        return
-    expected = -(-size // group_size)
-    if groups != expected:
-        raise DamagedError(
-            f"{quote_name(scales.name)} has {count_text(groups, 'group')}",
-            f"{quote_name(owner)} has {count_text(size, 'input')} in groups of {group_size:,} (group_size):"
-            f" {count_text(expected, 'group')}",
-            GET_AGAIN_HINT,
-        )
-
-
 # Codes of 8 and 4 bits
 
 

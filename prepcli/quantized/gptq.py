@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from prepcli.algebra.boxes import Range
-from prepcli.core.errors import PrepError
+from prepcli.core.counts import count_text
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.planning.arrays import Array
 from prepcli.quantized.decoder import (
@@ -38,7 +39,6 @@ from prepcli.quantized.decoder import (
     StoredWeights,
     bit_field_words,
     check_dims,
-    check_group_size,
     checked_matrix,
     consecutive_groups,
     read_group_numbers,
@@ -177,9 +177,18 @@ def find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[De
 
 
 def _check_groups(group_size: object, scales: Array, inputs: int, weight_name: str) -> None:
-    """Raise DamagedError if scales [groups, outputs] contradict the group size of the settings."""
+    """Raise DamagedError if scales [groups, outputs] contradict the group size of the settings, if it is positive."""
     groups = scales.shape[0] if scales.shape else 0
-    check_group_size(scales, size=inputs, groups=groups, group_size=group_size, owner=weight_name)
+    if not isinstance(group_size, int) or group_size < 1 or groups == 0:
+        return
+    expected = -(-inputs // group_size)
+    if groups != expected:
+        raise DamagedError(
+            f"{quote_name(scales.name)} has {count_text(groups, 'group')}",
+            f"{quote_name(weight_name)} has {count_text(inputs, 'input')} in groups of {group_size:,} (group_size):"
+            f" {count_text(expected, 'group')}",
+            GET_AGAIN_HINT,
+        )
 
 
 # Modules of a GPTQ model may have different settings. GPTQModel's `dynamic` maps regular expressions of module names to
