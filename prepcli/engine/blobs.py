@@ -56,7 +56,7 @@ class MemoryBlob:
         """Do nothing."""
 
 
-class Block(Protocol):
+class ByteBlock(Protocol):
     """A part of the bytes of an operation. `nbytes` is its memory use."""
 
     nbytes: int
@@ -96,9 +96,9 @@ class BlockCache:
 
     def __init__(self, max_nbytes: int = DEFAULT_CACHE_NBYTES) -> None:
         self.most_nbytes = max_nbytes
-        self._held: OrderedDict[Hashable, Block] = OrderedDict()
+        self._held: OrderedDict[Hashable, ByteBlock] = OrderedDict()
 
-    def get(self, key: Hashable) -> Block | None:
+    def get(self, key: Hashable) -> ByteBlock | None:
         """Return a block, or None if it is not cached."""
         if key in self._held:
             self._held.move_to_end(key)
@@ -122,7 +122,7 @@ class BlockCache:
         ):
             blocks.popitem(last=False)[1].close()
 
-    def put(self, key: Hashable, block: Block) -> Block:
+    def put(self, key: Hashable, block: ByteBlock) -> ByteBlock:
         """Add a block, and return it. A block above the limit is kept alone."""
         self.make_room(min(block.nbytes, self.most_nbytes))
         self._held[key] = block
@@ -152,7 +152,9 @@ class Operation(ABC):
         """Return the size of a block, whose computation takes at most about half of the memory."""
 
     @abstractmethod
-    def open_block(self, byte_range: Range, reader: DerivedReader, *, keep_whole: bool) -> Block:
+    def open_block(
+        self, byte_range: Range, reader: DerivedReader, *, keep_whole: bool
+    ) -> ByteBlock:
         """Open a block.
 
         Args:
@@ -192,7 +194,9 @@ class RowOperation(Operation):
         """Return the size of a block."""
         return self.block_rows(memory_nbytes) * self.columns * itemsize(self.dtype)
 
-    def open_block(self, byte_range: Range, reader: DerivedReader, *, keep_whole: bool) -> Block:
+    def open_block(
+        self, byte_range: Range, reader: DerivedReader, *, keep_whole: bool
+    ) -> ByteBlock:
         """Compute a block in memory."""
         row_nbytes = self.columns * itemsize(self.dtype)
         rows = (byte_range[0] // row_nbytes, byte_range[1] // row_nbytes)
@@ -228,7 +232,7 @@ class CastRows(RowOperation):
 # Without slots: a cached property needs the dict of the instance.
 @dataclass(frozen=True)
 class DerivedArrays:
-    """A blob of computed bytes: those of several operations, one after another.
+    """A blob of the bytes that several operations compute, one operation after another.
 
     Attributes:
         name: Name in messages.

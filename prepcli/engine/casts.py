@@ -4,8 +4,7 @@ A stream may have any of them. The update is added in float32 (float64 for a flo
 read is rounded once to the written dtype, to nearest even. The scale of a layout follows. NaN stays NaN. Only float
 dtypes of 16 to 64 bits are changed.
 
-The formulas of scales are those of MaxText 0.2.5 (the hooks in checkpoint_conversion/utils/param_mapping.py), in
-float32:
+Scales follow MaxText 0.2.5 (the hooks in checkpoint_conversion/utils/param_mapping.py), in float32:
 
 - `scale_query_layer` multiplies by `1 / sqrt(n)`, and by `sqrt(n)` on the way back.
 - `pad_hf_embedding_layer` and `pad_and_scale_embedding` multiply by a rounded root, and divide by it on the way back.
@@ -138,7 +137,7 @@ class ValueTransform:
     """The change of the values of a stream, with digests and counts over all slabs.
 
     Attributes:
-        counts: Counts of the changes. With a scale they compare the values read with those after its way back.
+        counts: Counts of the changes. With a scale they compare the values read with the values after its way back.
     """
 
     def __init__(self, stream: Stream, source: RunReader) -> None:

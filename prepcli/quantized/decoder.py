@@ -227,7 +227,7 @@ def checked_matrix(
 
 
 def code_pairs(table: FloatArray) -> PairTable:
-    """Return the values of each pair of 8-bit codes as 8 bytes, for `lookup`, from those of the 256 codes."""
+    """Return the values of each pair of 8-bit codes as 8 bytes, for `lookup`, from the values of the 256 codes."""
     first = np.tile(table, 256)
     second = np.repeat(table, 256)
     return np.stack([first, second], axis=-1).view(np.uint64)[:, 0]

@@ -223,7 +223,7 @@ class _GptqScheme:
 
 
 def _gptq_schemes(settings: Mapping[str, Any], settings_file: str) -> list[_GptqScheme]:
-    """Return the settings of a model, and then those that the rules of `dynamic` give to modules."""
+    """Return the settings of a model, and then the settings that the rules of `dynamic` give to modules."""
 
     def rule_error(why: str) -> PrepError:
         what = "modules with other settings are not supported"
@@ -259,7 +259,7 @@ def _find_scheme(
     zeros: Array,
     has_input_groups: bool,
 ) -> _GptqScheme:
-    """Return the settings of a weight: those that its shapes fit, or the model's, the first ones, if none fit.
+    """Return the settings that the shapes of a weight fit, or the model's settings, the first ones, if none fit.
 
     If the group of each input is stored, the size of groups has no effect.
 

@@ -91,7 +91,7 @@ class ScaledDecoder(Decoder):
     def _combine_with_blocks(
         self, values: FloatArray, grid: FloatArray, operation: np.ufunc
     ) -> None:
-        """Combine the values of each row [R, C] with those of its blocks [R, G], in place."""
+        """Combine the values of each row [R, C] with the numbers of its blocks [R, G], in place."""
         width = self._block[1]
         if self.columns % width == 0:
             blocks = values.reshape(len(values), -1, width)

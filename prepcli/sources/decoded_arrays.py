@@ -1,7 +1,7 @@
 """Operations on stored arrays: decode the chunks of an Orbax item, undo a layout's scale, put chunks into C order.
 
-The bytes of a decoded array are those of its chunks, one chunk after another: chunk number i begins at byte i times the
-chunk's size. Chunks without stored bytes are zeros. A chunk is decoded from its first byte, only as far as it is read.
+A decoded array has the bytes of its chunks, one chunk after another: chunk number i begins at byte i times the chunk's
+size. Chunks without stored bytes are zeros. A chunk is decoded from its first byte, only as far as it is read.
 Its decoder stays open while the cache has room. A read from before the decoder's position decodes the chunk again, and
 then keeps the whole chunk in memory if it fits.
 """
@@ -21,7 +21,7 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.core.json_values import quote_name
 from prepcli.engine.blobs import (
-    Block,
+    ByteBlock,
     BlockCache,
     DerivedArrays,
     DerivedReader,
@@ -85,7 +85,9 @@ class DecodeChunks(Operation):
         """Return the size of a chunk."""
         return self.array.chunk_nbytes
 
-    def open_block(self, byte_range: Range, reader: DerivedReader, *, keep_whole: bool) -> Block:
+    def open_block(
+        self, byte_range: Range, reader: DerivedReader, *, keep_whole: bool
+    ) -> ByteBlock:
         """Open a chunk."""
         number = byte_range[0] // self.array.chunk_nbytes
         index = unravel_chunk_index(self.array.grid.chunk_counts, number)
@@ -93,7 +95,7 @@ class DecodeChunks(Operation):
 
     def open_chunk(
         self, index: tuple[int, ...], cache: BlockCache, *, keep_whole: bool = False
-    ) -> Block:
+    ) -> ByteBlock:
         """Open a chunk for reading from its first byte on.
 
         Args:
@@ -178,7 +180,7 @@ class _StoredChunk:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """Return up to `count` bytes, those on a server as far as the block has them."""
+        """Return up to `count` bytes. Bytes on a server are returned as far as the block has them."""
         if self._fd >= 0:
             return os.pread(self._fd, min(count, self.nbytes - offset), self._offset + offset)
         start = offset - self._block_start
@@ -268,7 +270,9 @@ class UndoScale(Operation):
         """Return the size of a block of whole values."""
         return SCALE_BLOCK_NBYTES
 
-    def open_block(self, byte_range: Range, reader: DerivedReader, *, keep_whole: bool) -> Block:
+    def open_block(
+        self, byte_range: Range, reader: DerivedReader, *, keep_whole: bool
+    ) -> ByteBlock:
         """Compute a block in memory."""
         data = np.empty(byte_range[1] - byte_range[0], np.uint8)
         reader.files.read_at(0, byte_range[0], data)

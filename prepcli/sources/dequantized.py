@@ -327,7 +327,7 @@ def with_quantized_bytes(
 ) -> Source:
     """Return a source with the quantised tensors of its original model in place of the decoded weights.
 
-    Codes and scales are those of the model. Its codes are decoded once more: the `state_tensors` of the result are the
+    Codes and scales are read from the model. Its codes are decoded once more: the `state_tensors` of the result are the
     decoded weights of the original, to be read and compared with the digests that the manifest recorded when the
     weights were decoded.
 

@@ -19,7 +19,7 @@ AVERAGE_SLOT = f"{OPT_STATE}.ema"
 
 
 def append_files(source: Source, other: Source) -> Source:
-    """Return a source with the files of another one after its own, e.g. the file of an adapter after those of its base.
+    """Return a source with the files of another one after its own, e.g. an adapter's after its base's.
 
     Its tensors stay the same. To add a tensor of the other source, see `shift_file_numbers`.
     """

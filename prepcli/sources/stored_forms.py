@@ -119,7 +119,7 @@ def _with_forms(source: Source, rows: Sequence[MapRow]) -> Source:
 def _views(
     stored: Sequence[SourceTensor], rows: Sequence[MapRow], slot: str
 ) -> tuple[SourceTensor, ...]:
-    """Return tensors with those of a slot of the state in another form, in the order of their bytes in the files.
+    """Return tensors with a slot of the state in another form, in the order of their bytes in the files.
 
     `map_tensors` also makes tensors from rows, for the map of a user. It has no training state, keeps no tensor without
     a row, and raises an error where this function leaves the tensors as they are. Only this function reads leaves of
