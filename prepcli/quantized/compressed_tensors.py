@@ -8,8 +8,8 @@ fields along the rows. weight_g_idx: group g of each column, else g = c // (C / 
     value[r, c] = ((u[r, c] - 2^(bits - 1)) - z[r, g]) * scale[r, g]
 
 The product is rounded to the dtype of the scales. Source: `unpack_from_int32` and `dequantize` of compressed-tensors
-0.20 (compressors/pack_quantized/helpers.py and quantization/lifecycle/forward.py). Weights in fp8 and int8 are decoded by
-`prepcli.quantized.scaled`, NVFP4 by `prepcli.quantized.float4`.
+0.20 (compressors/pack_quantized/helpers.py and quantization/lifecycle/forward.py). Weights in fp8 and int8 are decoded
+by `prepcli.quantized.scaled`, NVFP4 by `prepcli.quantized.float4`.
 """
 
 from __future__ import annotations

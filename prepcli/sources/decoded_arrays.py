@@ -21,8 +21,8 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.core.json_values import quote_name
 from prepcli.engine.blobs import (
-    ByteBlock,
     BlockCache,
+    ByteBlock,
     DerivedArrays,
     DerivedReader,
     MemoryBlock,
