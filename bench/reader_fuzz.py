@@ -39,10 +39,11 @@ import zstandard
 
 from prepcli.core.errors import PrepError
 from prepcli.core.tables import format_table
+from prepcli.engine.blobs import DerivedArrays
 from prepcli.formats.gguf import GgufArray, read_gguf_header
 from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.formats.torch_dcp import METADATA_FILE, read_dcp_folder
-from prepcli.sources.dequantized import DequantizedBlob, find_stored_weights
+from prepcli.sources.dequantized import find_stored_weights
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
@@ -288,8 +289,8 @@ def read_quantized(path: Path) -> str:
             continue
         tensors = [tensor for tensor in header.tensors if tensor.name.startswith(letter)]
         try:
-            weights = find_stored_weights(settings, tensors, [path], settings_file=path.name)
-            blob = DequantizedBlob(path.name, weights.decoders, (path,))
+            weights = find_stored_weights(settings, tensors, [path], path.name)
+            blob = DerivedArrays(path.name, weights.decoders, (path,))
             decoded.append(decode_start(blob))
         except PrepError as error:
             errors.append(error)
@@ -313,8 +314,8 @@ def read_gguf(path: Path) -> str:
 
 def decode_start(blob: Path | Blob) -> str:
     """Return a fingerprint of the first MiB of decoded weights."""
-    assert isinstance(blob, DequantizedBlob)
-    values = np.empty(min(blob.weight_offsets[-1], MIB), np.uint8)
+    assert isinstance(blob, DerivedArrays)
+    values = np.empty(min(blob.offsets[-1], MIB), np.uint8)
     with contextlib.closing(blob.open()) as reader:
         reader.read_at(0, values)
     return xxhash.xxh3_128_hexdigest(values.tobytes())

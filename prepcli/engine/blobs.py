@@ -1,21 +1,39 @@
-"""Blobs: byte sequences other than plain local files, such as decoded chunks and remote files."""
+"""Blobs: byte sequences other than plain local files, e.g. remote files and values computed from stored arrays.
+
+`DerivedArrays` is the blob of all computed values: decoded chunks, decoded weights, and arrays in another order. Its
+operations compute blocks, and every reader of an opened list of blobs keeps its blocks in one cache with one limit.
+"""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
-from collections.abc import Sequence
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
+from prepcli.algebra.boxes import Range
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.engine.chunk_cache import DEFAULT_CACHE_NBYTES, ChunkCache
+from prepcli.core.formatting import format_bytes
 from prepcli.engine.files import PAGE, Files
+from prepcli.engine.fills import numpy_dtype, round_to_dtype
+from prepcli.planning.arrays import Array
+from prepcli.planning.tensors import itemsize
 from prepcli.stores.buffers import Blob, BlobReader, ByteArray
+
+DEFAULT_CACHE_NBYTES = 16 << 20
+# Each block may keep a file open.
+MAX_BLOCKS = 64
+MAX_PANEL_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +56,335 @@ class MemoryBlob:
         """Do nothing."""
 
 
-@runtime_checkable
-class CachedBlob(Blob, Protocol):
-    """A blob with chunks to decode into a cache of several blobs."""
+class ByteBlock(Protocol):
+    """A part of the bytes of an operation. `nbytes` is its memory use."""
 
-    def open_with_cache(self, cache: ChunkCache) -> BlobReader:
-        """Return a reader with the cache of decoded chunks `cache`."""
+    nbytes: int
+
+    def read(self, start: int, into: ByteArray) -> bool:
+        """Fill `into` with the block's bytes from `start` on.
+
+        Returns:
+            False if the block, which may only be read forward, is past `start` already.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the block's resources."""
         ...
 
 
+class MemoryBlock:
+    """A block in memory."""
+
+    def __init__(self, data: ByteArray, nbytes: int | None = None) -> None:
+        self._data = data
+        self.nbytes = data.nbytes if nbytes is None else nbytes
+
+    def read(self, start: int, into: ByteArray) -> bool:
+        """Fill `into` with the bytes from `start` on."""
+        into[:] = self._data[start : start + into.size]
+        return True
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._data = self._data[:0]
+
+
+class BlockCache:
+    """Blocks with at most `most_nbytes` of memory together. The least recently used are closed first."""
+
+    def __init__(self, max_nbytes: int = DEFAULT_CACHE_NBYTES) -> None:
+        self.most_nbytes = max_nbytes
+        self._held: OrderedDict[Hashable, ByteBlock] = OrderedDict()
+
+    def get(self, key: Hashable) -> ByteBlock | None:
+        """Return a block, or None if it is not cached."""
+        if key in self._held:
+            self._held.move_to_end(key)
+        return self._held.get(key)
+
+    def make_room(self, nbytes: int) -> None:
+        """Close the least recently used blocks until `nbytes` are free.
+
+        Raises:
+            ValueError: The limit is below `nbytes`.
+        """
+        if nbytes > self.most_nbytes:
+            needed = format_bytes(nbytes)
+            limit = format_bytes(self.most_nbytes)
+            raise ValueError(f"decoding it takes {needed}, the memory limit leaves {limit} for it")
+        # Sums are cheap: the cache has at most MAX_BLOCKS blocks.
+        blocks = self._held
+        while blocks and (
+            sum(block.nbytes for block in blocks.values()) + nbytes > self.most_nbytes
+            or len(blocks) >= MAX_BLOCKS
+        ):
+            blocks.popitem(last=False)[1].close()
+
+    def put(self, key: Hashable, block: ByteBlock) -> ByteBlock:
+        """Add a block, and return it. A block above the limit is kept alone."""
+        self.make_room(min(block.nbytes, self.most_nbytes))
+        self._held[key] = block
+        return block
+
+    def drop(self, key: Hashable) -> None:
+        """Close a block if it is cached."""
+        if block := self._held.pop(key, None):
+            block.close()
+
+    def close(self) -> None:
+        """Close all blocks."""
+        while self._held:
+            self._held.popitem()[1].close()
+
+
+class Operation(ABC):
+    """Computes bytes from stored arrays, in blocks of equal size. The last block may be smaller."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Number of bytes."""
+
+    @abstractmethod
+    def block_nbytes(self, memory_nbytes: int) -> int:
+        """Return the size of a block, whose computation takes at most about half of the memory."""
+
+    @abstractmethod
+    def open_block(
+        self, byte_range: Range, reader: DerivedReader, *, keep_whole: bool
+    ) -> ByteBlock:
+        """Open a block.
+
+        Args:
+            byte_range: Range of the block in the bytes of the operation.
+            reader: Reads the stored arrays. Its cache limits the memory.
+            keep_whole: Whether any part may be read again, in any order.
+        """
+
+
+class RowOperation(Operation):
+    """Computes the rows of an array. All dims except the last are rows.
+
+    Attributes:
+        shape: Shape of the array.
+        dtype: Dtype of the array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def columns(self) -> int:
+        """Number of values in a row."""
+        return math.prod(self.shape[-1:])
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    def block_nbytes(self, memory_nbytes: int) -> int:
+        """Return the size of a block."""
+        return self.block_rows(memory_nbytes) * self.columns * itemsize(self.dtype)
+
+    def open_block(
+        self, byte_range: Range, reader: DerivedReader, *, keep_whole: bool
+    ) -> ByteBlock:
+        """Compute a block in memory."""
+        row_nbytes = self.columns * itemsize(self.dtype)
+        rows = (byte_range[0] // row_nbytes, byte_range[1] // row_nbytes)
+        return MemoryBlock(self.read_rows(rows, reader).reshape(-1).view(np.uint8))
+
+    @abstractmethod
+    def block_rows(self, memory_nbytes: int) -> int:
+        """Return the number of rows to compute at a time."""
+
+    @abstractmethod
+    def read_rows(self, rows: Range, reader: DerivedReader) -> np.ndarray:
+        """Return rows of the array, contiguous."""
+
+
+class CastRows(RowOperation):
+    """Values of another operation, each rounded once more to a dtype."""
+
+    def __init__(self, operation: RowOperation, dtype: str) -> None:
+        self.operation = operation
+        self.shape = operation.shape
+        self.dtype = dtype
+
+    def block_rows(self, memory_nbytes: int) -> int:
+        """Return the number of rows to compute at a time."""
+        return self.operation.block_rows(memory_nbytes)
+
+    def read_rows(self, rows: Range, reader: DerivedReader) -> np.ndarray:
+        """Return rounded rows."""
+        values = self.operation.read_rows(rows, reader)
+        return round_to_dtype(values.astype(np.float32), numpy_dtype(self.dtype))
+
+
+# Without slots: a cached property needs the dict of the instance.
+@dataclass(frozen=True)
+class DerivedArrays:
+    """A blob of the bytes that several operations compute, one operation after another.
+
+    Attributes:
+        name: Name in messages.
+        operations: The operations.
+        stored: Files and blobs that they read, by file number.
+    """
+
+    name: str
+    operations: tuple[Operation, ...]
+    stored: tuple[Path | Blob, ...] = ()
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Offset of each operation's bytes, then the size of the blob."""
+        return [*itertools.accumulate((each.nbytes for each in self.operations), initial=0)]
+
+    def number_at(self, offset: int) -> int:
+        """Return the number of the operation with the byte at an offset."""
+        return bisect.bisect_right(self.offsets, offset) - 1
+
+    def open(self, cache: BlockCache | None = None) -> DerivedReader:
+        """Open the arrays for reading, with a cache shared with other readers, or a small one of their own."""
+        return DerivedReader(self, cache or BlockCache())
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A stored tensor as a matrix in C order. Formats group its dims into rows and columns."""
+
+    tensor: Array
+    rows: int
+    columns: int
+
+
+class _Panel(MemoryBlock):
+    """Part of a stored matrix in memory: all of a range of rows, in a range of columns."""
+
+    def __init__(self, rows: Range, columns: Range, octets: np.ndarray) -> None:
+        super().__init__(octets.reshape(-1))
+        self.rows = rows
+        self.columns = columns
+        self.octets = octets
+
+    def contains(self, rows: Range, columns: Range) -> bool:
+        """Return whether the panel has these rows, and at least these columns."""
+        first, stop = self.columns
+        return self.rows == rows and first <= columns[0] and columns[1] <= stop
+
+
+class DerivedReader:
+    """Reader of computed bytes, for one thread.
+
+    Attributes:
+        files: Reader of the stored files and blobs. It shares the cache.
+        cache: Cache of the blocks.
+    """
+
+    def __init__(self, blob: DerivedArrays, cache: BlockCache) -> None:
+        self._blob = blob
+        self.cache = cache
+        self.files = open_blobs(blob.stored, cache)
+        self._panel_nbytes = min(cache.most_nbytes // 8, MAX_PANEL_NBYTES)
+
+    def read_at(self, offset: int, into: ByteArray) -> None:
+        """Fill `into` with the bytes from `offset` on.
+
+        Raises:
+            PrepError: A stored array cannot be read, or its values are invalid.
+        """
+        done = 0
+        while done < into.size:
+            number = self._blob.number_at(offset + done)
+            operation = self._blob.operations[number]
+            position = offset + done - self._blob.offsets[number]
+            block_nbytes = operation.block_nbytes(self.cache.most_nbytes)
+            start = position % block_nbytes
+            first = position - start
+            stop = min(first + block_nbytes, operation.nbytes)
+            part = into[done : done + stop - position]
+            self._read_block(operation, (number, first), (first, stop), start, part)
+            done += part.size
+
+    def _read_block(
+        self,
+        operation: Operation,
+        position: tuple[int, int],
+        byte_range: Range,
+        start: int,
+        into: ByteArray,
+    ) -> None:
+        key = (self, *position)
+        block = self.cache.get(key)
+        if block is not None and block.read(start, into):
+            return
+        # A cached block that cannot go back to `start` is not read in the order of its bytes. It is computed once
+        # more, and all of it is kept for later reads.
+        is_reread = block is not None
+        self.cache.drop(key)
+        block = operation.open_block(byte_range, self, keep_whole=is_reread)
+        self.cache.put(key, block).read(start, into)
+
+    def read_matrix(
+        self, matrix: StoredMatrix, rows: Range, columns: Range | None = None
+    ) -> np.ndarray:
+        """Return rows of a stored matrix in its dtype, or only some of their columns."""
+        tensor = matrix.tensor
+        dtype = numpy_dtype(tensor.dtype)
+        if columns is None or columns == (0, matrix.columns):
+            row_nbytes = matrix.columns * dtype.itemsize
+            data = np.empty((rows[1] - rows[0]) * row_nbytes, np.uint8)
+            self.files.read_at(tensor.file, tensor.offset + rows[0] * row_nbytes, data)
+            return data.view(dtype).reshape(-1, matrix.columns)
+        # A decoded row of a format that packs columns needs a few bytes of each stored row: such runs are read for
+        # many decoded rows at once.
+        key = (self, tensor.name)
+        panel = self.cache.get(key)
+        if not isinstance(panel, _Panel) or not panel.contains(rows, columns):
+            self.cache.drop(key)
+            panel = self._read_panel(matrix, rows, columns)
+            self.cache.put(key, panel)
+        first = columns[0] - panel.columns[0]
+        part = panel.octets.view(dtype)[:, first : first + columns[1] - columns[0]]
+        return np.ascontiguousarray(part)
+
+    def _read_panel(self, matrix: StoredMatrix, rows: Range, columns: Range) -> _Panel:
+        """Read the given columns of a matrix, and further columns after them up to the size of a panel."""
+        tensor = matrix.tensor
+        item_nbytes = itemsize(tensor.dtype)
+        count = rows[1] - rows[0]
+        width = max(columns[1] - columns[0], self._panel_nbytes // (count * item_nbytes))
+        stop = min(columns[0] + width, matrix.columns)
+        octets = np.empty((count, (stop - columns[0]) * item_nbytes), np.uint8)
+        for number in range(count):
+            first = (rows[0] + number) * matrix.columns + columns[0]
+            offset = tensor.offset + first * item_nbytes
+            self.files.read_at(tensor.file, offset, octets[number])
+        return _Panel(rows, (columns[0], stop), octets)
+
+    def close(self) -> None:
+        """Close the files, and all blocks in the cache."""
+        self.files.close()
+        self.cache.close()
+
+
 def open_blobs(
-    blobs: Sequence[Path | Blob], cache_nbytes: int = DEFAULT_CACHE_NBYTES
+    blobs: Sequence[Path | Blob], cache: BlockCache | int = DEFAULT_CACHE_NBYTES
 ) -> Files | FilesAndBlobs:
     """Open files and blobs for reading by number.
 
     Args:
         blobs: Paths of files, and blobs.
-        cache_nbytes: Maximum memory for decoded chunks, over all blobs.
+        cache: Cache of the blocks of all blobs, or its maximum memory.
 
     Returns:
         A reader, to be closed as a context manager.
@@ -62,17 +392,13 @@ def open_blobs(
     paths = [blob for blob in blobs if isinstance(blob, Path)]
     if len(paths) == len(blobs):
         return Files(paths)
-    return FilesAndBlobs(blobs, cache_nbytes)
+    return FilesAndBlobs(blobs, BlockCache(cache) if isinstance(cache, int) else cache)
 
 
 class FilesAndBlobs:
     """A reader of numbered files and blobs."""
 
-    def __init__(
-        self, blobs: Sequence[Path | Blob], cache_nbytes: int = DEFAULT_CACHE_NBYTES
-    ) -> None:
-        self._stack = contextlib.ExitStack()
-        cache = ChunkCache(cache_nbytes)
+    def __init__(self, blobs: Sequence[Path | Blob], cache: BlockCache) -> None:
         # The reader of each blob, or the number of its file in `_files`.
         self._readers: list[int | BlobReader] = []
         paths = [blob for blob in blobs if isinstance(blob, Path)]
@@ -83,8 +409,10 @@ class FilesAndBlobs:
             for blob in blobs:
                 if isinstance(blob, Path):
                     self._readers.append(next(numbers))
-                else:
-                    self._readers.append(_open_blob(blob, cache, stack))
+                    continue
+                reader = blob.open(cache) if isinstance(blob, DerivedArrays) else blob.open()
+                stack.callback(reader.close)
+                self._readers.append(reader)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> FilesAndBlobs:
@@ -103,10 +431,10 @@ class FilesAndBlobs:
         self._stack.close()
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read one run, i.e. one contiguous byte range.
+        """Read a copy with a single run, i.e. one contiguous byte range.
 
         Args:
-            copy: A copy with a single run.
+            copy: The copy.
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:
@@ -142,16 +470,6 @@ class FilesAndBlobs:
             self._files.read_at(reader, offset, into)
         else:
             reader.read_at(offset, into)
-
-
-def _open_blob(blob: Blob, cache: ChunkCache, stack: contextlib.ExitStack) -> BlobReader:
-    """Open a blob. Its reader is closed when `stack` is closed."""
-    if isinstance(blob, CachedBlob):
-        reader = blob.open_with_cache(cache)
-    else:
-        reader = blob.open()
-    stack.callback(reader.close)
-    return reader
 
 
 def _with_file_number(copy: StridedCopy, number: int) -> StridedCopy:

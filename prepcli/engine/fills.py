@@ -27,15 +27,7 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 
 def round_to_dtype(values: npt.NDArray[np.floating], dtype: np.dtype) -> np.ndarray:
-    """Cast values to a dtype, each rounded once, to nearest even.
-
-    Args:
-        values: float32 or float64 values.
-        dtype: A float dtype.
-
-    Returns:
-        The cast values.
-    """
+    """Cast float32 or float64 values to a float dtype, each rounded once, to nearest even."""
     if dtype.kind != "V" or values.dtype == np.float32:
         return values.astype(dtype)
     # ml_dtypes casts float64 through float32, which would round twice. Rounding the first step to odd prevents that
@@ -53,46 +45,29 @@ class FillGenerator:
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
-        self._mean: _RowMean | None = None
-        self._piece_rows: _PieceRows | None = None
-        self._averaged: set[int] = set()
-        # Stream of true rows -> the fill of new rows with their pieces
-        self._pieces: dict[int, Fill] = {}
+        # Stream of true rows -> the fills of new rows that are means of them, by kind
+        self._fills: dict[int, dict[str, Fill]] = {}
+        # The true rows of the latest stream with a fill of a kind
+        self._true_rows: dict[str, _RowMean | _PieceRows] = {}
         for number, stream in enumerate(streams):
-            if not stream.fill:
-                continue
-            if stream.fill.kind == "mean":
-                self._averaged.add(mean_source_number(streams, number))
-            elif stream.fill.kind == "pieces":
-                self._pieces[mean_source_number(streams, number)] = stream.fill
+            if stream.fill and stream.fill.needs_true_rows:
+                fills = self._fills.setdefault(mean_source_number(streams, number), {})
+                fills[stream.fill.kind] = stream.fill
 
     def add_slab(self, slab: Slab, data: ByteArray) -> None:
         """Keep the parts of a slab needed for new rows."""
-        number = slab.stream_number
-        stream = self._streams[number]
-        is_first = slab.start == stream.byte_range[0]
-        if number in self._averaged:
-            if is_first:
-                self._mean = _RowMean(stream)
-            if self._mean:
-                self._mean.add(data)
-        if number in self._pieces:
-            if is_first:
+        stream = self._streams[slab.stream_number]
+        for kind, fill in self._fills.get(slab.stream_number, {}).items():
+            if slab.start == stream.byte_range[0]:
                 # The rows of the preceding tensor are released before these are allocated.
-                self._piece_rows = None
-                self._piece_rows = _PieceRows(stream, self._pieces[number])
-            if self._piece_rows:
-                self._piece_rows.add(slab.start, data)
+                self._true_rows.pop(kind, None)
+                kept = _RowMean(stream) if kind == "mean" else _PieceRows(stream, fill)
+                self._true_rows[kind] = kept
+            if kind in self._true_rows:
+                self._true_rows[kind].add(slab.start, data)
 
     def make_rows(self, slab: Slab, out: ByteArray) -> ByteArray:
-        """Generate a slab of a filled stream.
-
-        Args:
-            slab: The slab.
-            out: Buffer of the slab's size.
-
-        Returns:
-            `out`.
+        """Generate a slab of a filled stream in `out`, a buffer of the slab's size.
 
         Raises:
             ValueError: The stream has no fill, or its mean is needed before its true rows were added.
@@ -104,29 +79,24 @@ class FillGenerator:
             out[...] = 0
             return out
         # A slab may begin and end inside a row.
-        slab_start = slab.start
         slab_stop = slab.start + slab.nbytes
         row_nbytes = stream.row_nbytes
-        for row in range(slab_start // row_nbytes, -(-slab_stop // row_nbytes)):
-            values = self._make_row(stream, row).view(np.uint8)
+        for row in range(slab.start // row_nbytes, -(-slab_stop // row_nbytes)):
+            values = self._make_row(stream, stream.fill, row).view(np.uint8)
             row_start = row * row_nbytes
-            start = max(slab_start, row_start)
+            start = max(slab.start, row_start)
             stop = min(slab_stop, row_start + row_nbytes)
-            out[start - slab_start : stop - slab_start] = values[
-                start - row_start : stop - row_start
-            ]
+            part = values[start - row_start : stop - row_start]
+            out[start - slab.start : stop - slab.start] = part
         return out
 
-    def _make_row(self, stream: Stream, row: int) -> np.ndarray:
-        """Generate a row of a stream."""
-        fill = stream.fill
-        if fill and fill.kind == "normal":
+    def _make_row(self, stream: Stream, fill: Fill, row: int) -> np.ndarray:
+        if fill.kind == "normal":
             return normal_row(stream, row)
-        if fill and fill.kind == "pieces" and self._piece_rows:
-            return self._piece_rows.mean(row - stream.rows[0], numpy_dtype(stream.dtype))
-        if fill is None or fill.kind != "mean" or self._mean is None:
+        if fill.kind not in self._true_rows:
             raise ValueError(f"{stream.name}: its mean is needed before its rows were added")
-        return self._mean.value(numpy_dtype(stream.dtype))
+        new_row = row - stream.rows[0]
+        return self._true_rows[fill.kind].mean(new_row, numpy_dtype(stream.dtype))
 
 
 def mean_source_number(streams: Sequence[Stream], stream_number: int) -> int:
@@ -137,18 +107,12 @@ def mean_source_number(streams: Sequence[Stream], stream_number: int) -> int:
 
 
 def normal_row(stream: Stream, row_number: int) -> np.ndarray:
-    """Generate a row of normal values from the fill's seed and the row number.
+    """Generate a row of normal values from the seed of the fill and the row's number in the tensor.
 
-    Args:
-        stream: A stream with a normal fill.
-        row_number: Number of the row in the tensor.
-
-    Returns:
-        The row, rounded once from float64.
+    It is rounded once from float64.
     """
     fill = stream.fill
-    if fill is None:
-        raise ValueError(f"{stream.name} has no fill")
+    assert fill is not None
     count = stream.row_nbytes // numpy_dtype(stream.dtype).itemsize
     generator = np.random.Generator(
         np.random.Philox(key=np.array([fill.seed, row_number], np.uint64))
@@ -198,14 +162,11 @@ class _PieceRows:
         pieces = self._pieces[new_row]
         # One row after another: the pieces of a long token may repeat, and their copies would exceed the memory limit.
         # The sum begins with a row, because 0.0 + -0.0 has another sign than -0.0.
-        total = self._values(pieces[0])
-        for row in pieces[1:]:
-            total += self._values(row)
+        rows = (self._rows[self._index_of_row[row]].view(self._dtype) for row in pieces)
+        total = next(rows).astype(np.float64)
+        for values in rows:
+            total += values.astype(np.float64)
         return round_to_dtype(total / len(pieces), dtype)
-
-    def _values(self, row: int) -> np.ndarray:
-        """Return a new array with the values of a row in float64."""
-        return self._rows[self._index_of_row[row]].view(self._dtype).astype(np.float64)
 
 
 class _RowMean:
@@ -217,7 +178,7 @@ class _RowMean:
         self._sum = np.zeros(stream.row_nbytes // self._dtype.itemsize)
         self._partial_group = np.empty(0, np.uint8)
 
-    def add(self, data: ByteArray) -> None:
+    def add(self, start: int, data: ByteArray) -> None:
         """Add the stream's next bytes."""
         group_nbytes = GROUP_ROWS * self._stream.row_nbytes
         # A slab may end inside a group. Its rest waits in `_partial_group` for the next slab, so that the
@@ -228,8 +189,8 @@ class _RowMean:
             self._add_rows(self._partial_group)
             self._partial_group = self._partial_group[:0]
         tail_start = head_nbytes + (data.size - head_nbytes) // group_nbytes * group_nbytes
-        for start in range(head_nbytes, tail_start, group_nbytes):
-            self._add_rows(data[start : start + group_nbytes])
+        for first in range(head_nbytes, tail_start, group_nbytes):
+            self._add_rows(data[first : first + group_nbytes])
         if tail_start < data.size:
             self._partial_group = data[tail_start:].copy()
 
@@ -238,8 +199,8 @@ class _RowMean:
         rows = data.view(self._dtype).reshape(-1, self._sum.size)
         self._sum += rows.astype(np.float64).sum(axis=0)
 
-    def value(self, dtype: np.dtype) -> np.ndarray:
-        """Return the mean in a dtype, after all rows of the stream were added."""
+    def mean(self, new_row: int, dtype: np.dtype) -> np.ndarray:
+        """Return the mean in a dtype, the same for each new row, after all rows of the stream were added."""
         if self._partial_group.size:
             self._add_rows(self._partial_group)
             self._partial_group = np.empty(0, np.uint8)

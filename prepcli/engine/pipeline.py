@@ -22,11 +22,10 @@ from prepcli.core.progress import Progress
 from prepcli.core.worker_thread import WorkerThread, wait_for_threads
 from prepcli.engine.background_sync import BackgroundSync, StreamPrefix, SyncPoint, UnitPart
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
-from prepcli.engine.casts import StreamDigest, ValueTransform
+from prepcli.engine.casts import StreamDigest, ValueTransform, value_change
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import PAGE, Files, RunReader, RunWriter
 from prepcli.engine.fills import FillGenerator, mean_source_number
-from prepcli.engine.low_rank import value_change
 from prepcli.engine.permute import gather, needs_permute, scatter, threads
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import LONG_RUN_NBYTES, Slab, split_stream

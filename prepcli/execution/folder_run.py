@@ -16,10 +16,10 @@ from prepcli.core.formatting import format_bytes
 from prepcli.engine.background_sync import SyncPoint
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget, make_budget
+from prepcli.engine.casts import matrix_nbytes
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader, io_error
 from prepcli.engine.fills import piece_nbytes
-from prepcli.engine.low_rank import matrix_nbytes
 from prepcli.engine.no_follow import check_no_symlinks
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.finalize import finalize_folder

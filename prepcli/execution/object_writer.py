@@ -19,10 +19,10 @@ from prepcli.core.progress import NullProgress
 from prepcli.engine.background_sync import SyncPoint
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget
+from prepcli.engine.casts import matrix_nbytes
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import piece_nbytes
-from prepcli.engine.low_rank import matrix_nbytes
 from prepcli.engine.object_assembler import ObjectAssembler, Piece, PieceLimits, make_object_budget
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.finalize import output_path, raw_chunks

@@ -9,6 +9,7 @@ from pathlib import Path
 from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import JsonValue
+from prepcli.engine.blobs import DerivedArrays
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
 from prepcli.formats.manifest import again_hint
 from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream, read_copies
@@ -16,7 +17,6 @@ from prepcli.planning.state_rows import is_decoded_tensor
 from prepcli.planning.tensor_match import not_equal_error
 from prepcli.planning.tensors import split_name
 from prepcli.restore.digest_checks import RecordedDigests, checkpoint_of
-from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
 from prepcli.stores.buffers import Blob
 from prepcli.stores.files import io_error
@@ -151,7 +151,7 @@ class IntegrityChecker:
         """Return the error for a stream with another digest than the recorded one."""
         name = self._display_name(stream.name)
         blob = self._byte_source(stream)
-        if isinstance(blob, DequantizedBlob) and is_decoded_tensor(stream.name):
+        if isinstance(blob, DerivedArrays) and is_decoded_tensor(stream.name):
             return PrepError(
                 f"{name} of {blob.name} has other values than {self._source.display_name}",
                 f"its decoded values have the digest {digest}, the manifest records {expected}",
@@ -203,7 +203,7 @@ class IntegrityChecker:
         if digest is None or original_digest is None or digest == original_digest:
             return
         # Only for the message: the digests are of all bytes, and the comparison finds the first difference.
-        from prepcli.engine.compare import compare_streams
+        from prepcli.engine.stream_values import compare_streams
 
         row = compare_streams(
             self._source.byte_sources,

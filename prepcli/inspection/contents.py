@@ -12,6 +12,7 @@ from typing import TypedDict
 from prepcli.algebra.grids import FilePosition, StoredRange
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.core.json_types import HFConfig
+from prepcli.engine.blobs import DerivedArrays
 from prepcli.formats.codecs import CODECS
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import OrbaxNonArray, find_item, read_item
@@ -23,18 +24,14 @@ from prepcli.planning.arrays import location_copies, whole_array
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.maps import TensorMap
 from prepcli.quantized.decoder import Decoder
-from prepcli.quantized.find_weights import QuantizedWeights, without_quantization
+from prepcli.quantized.formats import QuantizedWeights, without_quantization
 from prepcli.quantized.gguf_blocks import FLOAT_TYPES, GgufDecoder
-from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.dequantized import (
     DECODED_DTYPE,
-    DequantizedBlob,
     cast_decoded,
+    cast_decoders,
     decoder_of_tensor,
     find_stored_weights,
-    model_quantization,
-    not_quantized_error,
-    quantization_file,
 )
 from prepcli.sources.detect import Kind
 from prepcli.sources.locate import LocatedCheckpoint
@@ -46,6 +43,12 @@ from prepcli.sources.model_family import (
 from prepcli.sources.openers.hf_folder import read_stored
 from prepcli.sources.openers.orbax_item import find_config, stored_leaves
 from prepcli.sources.opening import check_recorded_files, open_source, read_source
+from prepcli.sources.quantization import (
+    model_quantization,
+    not_quantized_error,
+    quantization_file,
+    unused_quantization_note,
+)
 from prepcli.sources.references import CONFIG, NO_HINTS, SourceHints
 from prepcli.sources.source import (
     Source,
@@ -55,7 +58,6 @@ from prepcli.sources.source import (
     read_config,
     stored_tensor,
 )
-from prepcli.sources.unused_quantization import unused_quantization_note
 from prepcli.stores.buffers import Blob
 from prepcli.stores.paths import AnyPath, path_in_folder
 
@@ -261,7 +263,7 @@ def _find_weights(contents: CheckpointContents) -> QuantizedWeights:
         model_quantization(contents.config, contents.folder),
         tensors,
         contents.byte_sources,
-        settings_file=quantization_file(contents.config, contents.folder),
+        quantization_file(contents.config, contents.folder),
     )
 
 
@@ -277,11 +279,12 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
         raise PrepError(f"{contents.display_name} cannot be decoded", why, hint)
     weights = _find_weights(contents)
     files = contents.byte_sources
-    blob = DequantizedBlob(contents.display_name, weights.decoders, files, DECODED_DTYPE)
+    operations = cast_decoders(weights.decoders, DECODED_DTYPE)
+    blob = DerivedArrays(contents.display_name, operations, files)
     number = len(files)
     decoded: dict[str, SourceTensor] = {}
     places: dict[str, FilePosition | None] = {}
-    for decoder, start in zip(weights.decoders, blob.weight_offsets):
+    for decoder, start in zip(weights.decoders, blob.offsets):
         values = whole_array(decoder.name, DECODED_DTYPE, decoder.shape, (number, start))
         codes = decoder.stored[0]
         decoded[codes.name] = stored_tensor(values)
@@ -357,11 +360,12 @@ def _orbax_contents(located: LocatedCheckpoint) -> CheckpointContents:
     near_config = read_config(config_path) if config_path else {}
     blobs, leaves = stored_leaves(item)
     places: dict[str, FilePosition | None] = {}
-    for blob in blobs:
-        if isinstance(blob, DecodedArray):
-            _, first = next(blob.meta.stored_chunks(), (None, b""))
+    for array in item.arrays:
+        # Other leaves are read as they are stored.
+        if leaves[array.name] is not array:
+            _, first = next(array.stored_chunks(), (None, b""))
             is_in_file = isinstance(first, StoredRange)
-            places[blob.meta.name] = (first.file, first.offset) if is_in_file else None
+            places[array.name] = (first.file, first.offset) if is_in_file else None
     names = dict.fromkeys(chain.from_iterable(array.codecs for array in item.arrays))
     # A checksum compresses nothing.
     codecs = [name for name in names if not CODECS[name].is_checksum]

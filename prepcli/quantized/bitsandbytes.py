@@ -1,6 +1,7 @@
-"""NF4 and FP4 of bitsandbytes: codes of 4 bits with one scale per block of the flattened tensor.
+"""bitsandbytes: NF4 and FP4 with scales of blocks, and LLM.int8() with the largest magnitude of each row.
 
-weight: uint8 [ceil(n / 2), 1], the high nibble first. With blocks of B values, value i of the tensor is
+Codes of 4 bits have one scale per block of the flattened tensor. weight: uint8 [ceil(n / 2), 1], the high nibble first.
+With blocks of B values, value i of the tensor is
 
     value[i] = quant_map[code[i]] * absmax[i // B]
 
@@ -10,36 +11,53 @@ absmax is float32, or nested: codes of 8 bits with their own table and scales of
 
 The product is rounded to the dtype of the original weights. Source: `dequantize_4bit` of bitsandbytes 0.50
 (functional.py). The tensor `weight.quant_state.bitsandbytes__nf4` has the other facts as JSON.
+
+LLM.int8() has `SCB`, the magnitude that the code 127 of a row stands for. Source: `int8_vectorwise_dequant` of
+bitsandbytes 0.50 (_ops.py), where the product is multiplied by 1/127.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from prepcli.algebra.boxes import Range
-from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
-from prepcli.core.json_values import quote_name
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.json_values import parse_json, quote_name
 from prepcli.planning.arrays import Array
 from prepcli.quantized.decoder import (
+    USE_ORIGINAL_HINT,
     VALUE_DTYPES,
     Decoder,
     FloatArray,
     MatrixReader,
-    StoredMatrix,
-    check_dtype,
-    check_shape,
+    StoredWeights,
+    check_dims,
+    checked_matrix,
     lookup_nibbles,
     nibble_pairs,
 )
+from prepcli.quantized.scaled import ScaledDecoder
 
 QUANT_TYPES = ("nf4", "fp4")
 MAX_BLOCK_VALUES = 1 << 20
 MAX_DIMS = 64
+INT8_STEP = np.float32(7.874015718698502e-3)
+
+
+class Int8Decoder(ScaledDecoder):
+    """Codes of LLM.int8() with the largest magnitude of each row."""
+
+    def __init__(self, weight: Array, row_maxima: Array) -> None:
+        checked_matrix(weight, weight.name, ("int8",), [weight.shape])
+        super().__init__(weight, row_maxima, block=(1, weight.shape[-1]))
+
+    def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
+        return super()._decode(rows, read) * INT8_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,55 +131,33 @@ class Bits4Decoder(Decoder):
         nested_absmax: Array | None = None,
         nested_quant_map: Array | None = None,
     ) -> None:
-        """Check the stored tensors.
-
-        Args:
-            name: Name of the decoded tensor.
-            weight: Codes.
-            absmax: Scales, or their codes.
-            quant_map: Values of the 16 codes.
-            state: Facts of the JSON.
-            nested_absmax: Scales of the codes of `absmax`.
-            nested_quant_map: Values of the 256 codes of `absmax`.
-
-        Raises:
-            DamagedError: A shape or a dtype does not fit.
-        """
         count = math.prod(state.shape)
+        octets = -(-count // 2)
         blocks = -(-count // state.block_size)
-        check_dtype(weight, ("uint8",), name)
-        check_shape(weight, [(-(-count // 2), 1), (-(-count // 2),)], name)
-        check_shape(absmax, [(blocks,)], name)
-        check_dtype(quant_map, ("float32",), name)
-        check_shape(quant_map, [(16,)], name)
-        stored = [weight, absmax, quant_map]
-        self._nested: tuple[StoredMatrix, StoredMatrix] | None = None
+        float32 = ("float32",)
+        self._nested = None
         if nested_absmax is not None and nested_quant_map is not None:
-            check_dtype(absmax, ("uint8",), name)
-            check_dtype(nested_absmax, ("float32",), name)
-            check_dtype(nested_quant_map, ("float32",), name)
             nested_blocks = -(-blocks // max(state.nested_block_size, 1))
-            check_shape(nested_absmax, [(nested_blocks,)], name)
-            check_shape(nested_quant_map, [(256,)], name)
             self._nested = (
-                StoredMatrix(nested_absmax, nested_blocks, 1),
-                StoredMatrix(nested_quant_map, 1, 256),
+                checked_matrix(nested_absmax, name, float32, [(nested_blocks,)], 1),
+                checked_matrix(nested_quant_map, name, float32, [(256,)]),
             )
-            stored += [nested_absmax, nested_quant_map]
-        else:
-            check_dtype(absmax, ("float32",), name)
         if (state.nested_block_size > 0) != (self._nested is not None):
             raise DamagedError(
                 f"the scales of {quote_name(name)} are incomplete",
                 "its quant_state and its tensors disagree on nested scales",
                 GET_AGAIN_HINT,
             )
+        self._weight = checked_matrix(weight, name, ("uint8",), [(octets, 1), (octets,)], 1)
+        absmax_dtypes = ("uint8",) if self._nested else float32
+        self._absmax = checked_matrix(absmax, name, absmax_dtypes, [(blocks,)], 1)
+        self._quant_map = checked_matrix(quant_map, name, float32, [(16,)])
+        stored = [weight, absmax, quant_map]
+        if self._nested:
+            stored += [matrix.tensor for matrix in self._nested]
         super().__init__(name, state.shape, state.dtype, stored)
         self._state = state
         self._count = count
-        self._weight = StoredMatrix(weight, -(-count // 2), 1)
-        self._absmax = StoredMatrix(absmax, blocks, 1)
-        self._quant_map = StoredMatrix(quant_map, 1, 16)
 
     def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
         # Blocks run over the ends of rows. All blocks of the rows are decoded.
@@ -193,3 +189,39 @@ class Bits4Decoder(Decoder):
         table = read(nested_quant_map, (0, 1))[0]
         values = table[absmax] * scales[start : start + absmax.size]
         return values + np.float32(self._state.nested_offset)
+
+
+def find_bitsandbytes(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:
+    """Yield the decoders of a model of bitsandbytes."""
+    for name, prefix in [*stored.names_ending("SCB")]:
+        weight_name = f"{prefix}weight"
+        row_maxima = stored.take(name, weight_name)
+        weight_format = stored.take_optional(f"{prefix}weight_format")
+        # 0 stands for rows. Other layouts are those of kernels of earlier versions.
+        if weight_format is not None and any(stored.payload(weight_format)):
+            raise PrepError(
+                f"the layout of {quote_name(weight_name)} is not supported",
+                f"{quote_name(weight_format.name)} is not 0, which stands for rows",
+                USE_ORIGINAL_HINT,
+            )
+        weight = stored.take(weight_name, weight_name)
+        check_dims(weight, 2)
+        yield Int8Decoder(weight, row_maxima)
+    for quant_type in QUANT_TYPES:
+        suffix = f".quant_state.bitsandbytes__{quant_type}"
+        for name, weight_name in [*stored.names_ending(suffix)]:
+            quant_state = stored.take(name, weight_name)
+            try:
+                state = parse_quant_state(parse_json(stored.payload(quant_state)))
+            except ValueError as error:
+                what = f"{quote_name(quant_state.name)} is invalid"
+                raise DamagedError(what, str(error), GET_AGAIN_HINT) from error
+            yield Bits4Decoder(
+                weight_name,
+                stored.take(weight_name, weight_name),
+                stored.take(f"{weight_name}.absmax", weight_name),
+                stored.take(f"{weight_name}.quant_map", weight_name),
+                state=state,
+                nested_absmax=stored.take_optional(f"{weight_name}.nested_absmax"),
+                nested_quant_map=stored.take_optional(f"{weight_name}.nested_quant_map"),
+            )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -19,12 +20,11 @@ from prepcli.quantized.decoder import (
     Decoder,
     FloatArray,
     MatrixReader,
-    StoredMatrix,
-    check_shape,
+    checked_matrix,
     lookup_nibbles,
     nibble_pairs,
 )
-from prepcli.quantized.mxfp4 import E2M1, half_powers
+from prepcli.quantized.float4 import E2M1, half_powers
 
 HALF = "<f2"
 Q4_0 = np.dtype([("d", HALF), ("qs", "u1", 16)])
@@ -83,43 +83,23 @@ def _unpack_fields(octets: CodeArray, bits: int) -> CodeArray:
     return codes
 
 
-def _high_bits(octets: CodeArray) -> CodeArray:
-    """Return the bits [N, 8 B] of bytes [N, B] as codes 0 or 16."""
-    return np.unpackbits(octets, axis=1, bitorder="little") * np.uint8(16)
-
-
-# value[16 h + i] = d * (nibble h of qs[i] - 8)
-def _decode_q4_0(blocks: np.ndarray) -> FloatArray:
-    values = _low_and_high_nibbles(blocks["qs"]).reshape(-1, 32).astype(np.float32)
-    values -= 8
-    values *= _float_column(blocks["d"])
-    return values
-
-
-# value[16 h + i] = d * nibble h of qs[i] + m
-def _decode_q4_1(blocks: np.ndarray) -> FloatArray:
-    values = _low_and_high_nibbles(blocks["qs"]).reshape(-1, 32).astype(np.float32)
-    values *= _float_column(blocks["d"])
-    values += _float_column(blocks["m"])
-    return values
-
-
-# value[16 h + i] = d * (nibble h of qs[i] + 16 * bit (16 h + i) of qh - 16)
-def _decode_q5_0(blocks: np.ndarray) -> FloatArray:
-    codes = _low_and_high_nibbles(blocks["qs"]).reshape(-1, 32) | _high_bits(blocks["qh"])
+# value[16 h + i] = d * (code - offset) + m, with the code nibble h of qs[i] + 16 * bit (16 h + i) of qh. The types of 4
+# bits have no qh. Q4_0 and Q5_0 have an offset and no m.
+def _decode_nibbles(blocks: np.ndarray, offset: int = 0) -> FloatArray:
+    codes = _low_and_high_nibbles(blocks["qs"]).reshape(-1, 32)
+    if "qh" in _field_names(blocks):
+        codes |= np.unpackbits(blocks["qh"], axis=1, bitorder="little") * np.uint8(16)
     values = codes.astype(np.float32)
-    values -= 16
+    if offset:
+        values -= offset
     values *= _float_column(blocks["d"])
+    if "m" in _field_names(blocks):
+        values += _float_column(blocks["m"])
     return values
 
 
-# value[16 h + i] = d * (nibble h of qs[i] + 16 * bit (16 h + i) of qh) + m
-def _decode_q5_1(blocks: np.ndarray) -> FloatArray:
-    codes = _low_and_high_nibbles(blocks["qs"]).reshape(-1, 32) | _high_bits(blocks["qh"])
-    values = codes.astype(np.float32)
-    values *= _float_column(blocks["d"])
-    values += _float_column(blocks["m"])
-    return values
+def _field_names(blocks: np.ndarray) -> tuple[str, ...]:
+    return blocks.dtype.names or ()
 
 
 # value[i] = d * qs[i]
@@ -186,22 +166,13 @@ def _scales_and_minima(packed: CodeArray) -> tuple[FloatArray, FloatArray]:
     return scales.astype(np.float32), minima.astype(np.float32)
 
 
-# Groups of 32 values, g = 2 k + h for the halves h of 32 bytes k, with scale s[g] and minimum m[g]:
-# value[32 g + i] = d * s[g] * (nibble h of qs[32 k + i]) - dmin * m[g]
-def _decode_q4_k(blocks: np.ndarray) -> FloatArray:
-    scales, minima = _scales_and_minima(blocks["scales"])
-    codes = _low_and_high_nibbles(blocks["qs"].reshape(-1, 32))
-    values = codes.reshape(-1, 8, 32).astype(np.float32)
-    values *= (_float_column(blocks["d"]) * scales)[:, :, None]
-    values -= (_float_column(blocks["dmin"]) * minima)[:, :, None]
-    return values.reshape(-1, 256)
-
-
-# value[32 g + i] = d * s[g] * (nibble h of qs[32 k + i] + 16 * bit g of qh[i]) - dmin * m[g], groups as in Q4_K
-def _decode_q5_k(blocks: np.ndarray) -> FloatArray:
+# Groups of 32 values, g = 2 k + h for the halves h of 32 bytes k, with scale s[g] and minimum m[g]. Q4_K has no qh:
+# value[32 g + i] = d * s[g] * (nibble h of qs[32 k + i] + 16 * bit g of qh[i]) - dmin * m[g]
+def _decode_q4_k_or_q5_k(blocks: np.ndarray) -> FloatArray:
     scales, minima = _scales_and_minima(blocks["scales"])
     codes = _low_and_high_nibbles(blocks["qs"].reshape(-1, 32)).reshape(-1, 8, 32)
-    codes |= _unpack_fields(blocks["qh"], 1) << 4
+    if "qh" in _field_names(blocks):
+        codes |= _unpack_fields(blocks["qh"], 1) << 4
     values = codes.astype(np.float32)
     values *= (_float_column(blocks["d"]) * scales)[:, :, None]
     values -= (_float_column(blocks["dmin"]) * minima)[:, :, None]
@@ -236,22 +207,27 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
     "F32": BlockType(1, np.dtype("<f4"), _decode_floats),
     "F16": BlockType(1, np.dtype("<f2"), _decode_floats),
     "BF16": BlockType(1, np.dtype("<u2"), _decode_bf16),
-    "Q4_0": BlockType(32, Q4_0, _decode_q4_0),
-    "Q4_1": BlockType(32, Q4_1, _decode_q4_1),
-    "Q5_0": BlockType(32, Q5_0, _decode_q5_0),
-    "Q5_1": BlockType(32, Q5_1, _decode_q5_1),
+    "Q4_0": BlockType(32, Q4_0, partial(_decode_nibbles, offset=8)),
+    "Q4_1": BlockType(32, Q4_1, _decode_nibbles),
+    "Q5_0": BlockType(32, Q5_0, partial(_decode_nibbles, offset=16)),
+    "Q5_1": BlockType(32, Q5_1, _decode_nibbles),
     "Q8_0": BlockType(32, Q8_0, _decode_q8_0),
     "MXFP4": BlockType(32, MXFP4, _decode_mxfp4),
     "Q2_K": BlockType(256, Q2_K, _decode_q2_k),
     "Q3_K": BlockType(256, Q3_K, _decode_q3_k),
-    "Q4_K": BlockType(256, Q4_K, _decode_q4_k),
-    "Q5_K": BlockType(256, Q5_K, _decode_q5_k),
+    "Q4_K": BlockType(256, Q4_K, _decode_q4_k_or_q5_k),
+    "Q5_K": BlockType(256, Q5_K, _decode_q4_k_or_q5_k),
     "Q6_K": BlockType(256, Q6_K, _decode_q6_k),
 }
 
 
 class GgufDecoder(Decoder):
     """Rows of blocks, with the changes that llama.cpp makes to some tensors undone.
+
+    - Some tensors are transposed: the stored rows are the columns of the decoded tensor, as in GPT-2.
+    - The rows of queries and keys of LLaMA are interleaved. Stored rows 2 i and 2 i + 1 of a head of n rows are the
+      decoded rows i and n / 2 + i, which a rotary embedding rotates together.
+    - A number is added to some values, e.g. -1 to undo the norms of Gemma.
 
     Attributes:
         type_name: Type of the blocks, a key of BLOCK_TYPES.
@@ -267,20 +243,6 @@ class GgufDecoder(Decoder):
         interleaved_rows: int = 0,
         offset: float = 0.0,
     ) -> None:
-        """Check the stored tensor.
-
-        Args:
-            stored: The blocks as bytes [rows, bytes per row].
-            type_name: Type of the blocks, a key of BLOCK_TYPES.
-            shape: Shape of the decoded tensor. Stored rows are whole blocks.
-            is_transposed: Whether the stored rows are the columns of the decoded tensor, as in GPT-2.
-            interleaved_rows: Rows per head of a query or key of LLaMA. Stored rows 2 i and 2 i + 1 of a head of n rows
-                are the decoded rows i and n / 2 + i, which a rotary embedding rotates together. 0 for other tensors.
-            offset: Number that is added to the stored values, e.g. -1 for the norms of Gemma.
-
-        Raises:
-            DamagedError: The shape does not fit.
-        """
         dtype = FLOAT_TYPES.get(type_name, "float32")
         super().__init__(stored.name, shape, "float32" if offset else dtype, (stored,))
         self.type_name = type_name
@@ -296,8 +258,7 @@ class GgufDecoder(Decoder):
         if is_transposed:
             stored_rows, stored_columns = stored_columns, stored_rows
         row_nbytes = stored_columns // self._type.values * self._type.dtype.itemsize
-        check_shape(stored, [(stored_rows, row_nbytes)], stored.name)
-        self._blocks = StoredMatrix(stored, stored_rows, row_nbytes)
+        self._blocks = checked_matrix(stored, stored.name, ("uint8",), [(stored_rows, row_nbytes)])
 
     def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
         if self._is_transposed:

@@ -4,21 +4,19 @@ W: codes [..., R, C], S: scales [..., ceil(R / M), ceil(C / N)] of blocks of M x
 
     value[r, c] = (W[r, c] - Z[r // M, c // N]) * S[r // M, c // N]
 
-Sources: `Fp8Dequantize` of transformers 5.24 (integrations/finegrained_fp8.py) with blocks of 128 x 128,
-`dequantize` of compressed-tensors 0.20 (quantization/lifecycle/forward.py), and `int8_vectorwise_dequant` of
-bitsandbytes 0.50 (_ops.py), where a row has one scale and the product is multiplied by 1/127.
+Sources: `Fp8Dequantize` of transformers 5.24 (integrations/finegrained_fp8.py) with blocks of 128 x 128, and
+`dequantize` of compressed-tensors 0.20 (quantization/lifecycle/forward.py).
 """
 
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from prepcli.algebra.boxes import Range
-from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.core.json_values import quote_name
 from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.arrays import Array
@@ -28,23 +26,22 @@ from prepcli.quantized.decoder import (
     FloatArray,
     MatrixReader,
     PairTable,
-    StoredMatrix,
-    check_dtype,
-    check_shape,
+    StoredWeights,
+    check_dims,
+    checked_matrix,
     code_pairs,
     lookup,
+    shape_error,
 )
 
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 CODE_DTYPES = (*FP8_DTYPES, "int8")
 # Bytes with the exponent of a power of two: 2^(byte - 127). 255 is NaN.
 EXPONENT_DTYPES = ("uint8", "float8_e8m0fnu")
-# bitsandbytes stores the largest magnitude of a row, which the code 127 stands for.
-INT8_STEP = np.float32(7.874015718698502e-3)
 
 
 class ScaledDecoder(Decoder):
-    """Codes of 8 bits with a grid of scales."""
+    """Codes of 8 bits with a grid of scales, one per `block` of rows and columns. Blocks at edges may be smaller."""
 
     def __init__(
         self,
@@ -55,83 +52,52 @@ class ScaledDecoder(Decoder):
         zero_point: Array | None = None,
         dtype: str = "float32",
     ) -> None:
-        """Check the stored tensors.
-
-        Args:
-            weight: Codes.
-            scale: Scales of the blocks.
-            block: Rows and columns of a block. Blocks at the edges may be smaller.
-            zero_point: Zero points of the blocks, or None for symmetric codes.
-            dtype: Dtype of the decoded values.
-
-        Raises:
-            DamagedError: A shape or a dtype does not fit.
-        """
-        stored = [weight, scale]
-        if zero_point is not None:
-            stored.append(zero_point)
-        super().__init__(weight.name, weight.shape, dtype, stored)
-        check_dtype(weight, CODE_DTYPES, weight.name)
-        check_dtype(scale, (*VALUE_DTYPES, *EXPONENT_DTYPES), weight.name)
-        *leading, rows, columns = weight.shape
+        super().__init__(weight.name, weight.shape, dtype, (weight, scale, zero_point))
         self._block = block
-        self._matrix_rows = rows
+        self._matrix_rows = weight.shape[-2]
         shapes = scale_shapes(weight.shape, block)
-        grid = shapes[0][-2:]
-        self._grid_rows = grid[0]
-        check_shape(scale, shapes, weight.name)
-        num_grid_rows = math.prod(leading) * grid[0]
-        self._weight = StoredMatrix(weight, self.rows, columns)
-        self._scale = StoredMatrix(scale, num_grid_rows, grid[1])
-        self._zero_point: StoredMatrix | None = None
+        self._grid_rows, grid_columns = shapes[0][-2:]
+        self._weight = checked_matrix(weight, weight.name, CODE_DTYPES, [weight.shape])
+        scale_dtypes = (*VALUE_DTYPES, *EXPONENT_DTYPES)
+        self._scale = checked_matrix(scale, weight.name, scale_dtypes, shapes, grid_columns)
+        self._zero_point = None
         if zero_point is not None:
-            check_dtype(zero_point, ("int8",), weight.name)
-            check_shape(zero_point, shapes, weight.name)
-            self._zero_point = StoredMatrix(zero_point, num_grid_rows, grid[1])
+            self._zero_point = checked_matrix(
+                zero_point, weight.name, ("int8",), shapes, grid_columns
+            )
 
     def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
         codes = read(self._weight, rows)
         if codes.dtype == np.int8:
             values = codes.astype(np.float32)
         else:
-            values = lookup(fp8_code_pairs(self._weight.tensor.dtype), codes.view(np.uint8))
-        grid_rows = self._grid_rows_of(rows)
+            values = lookup(_fp8_code_pairs(self._weight.tensor.dtype), codes.view(np.uint8))
+        # The row in the grid of scales of each row of the tensor. E.g. 3 matrices of 130 rows in blocks of 128 have the
+        # grid rows 0 0 ... 1 1, 2 2 ... 3 3, 4 4 ... 5 5.
+        matrices, matrix_rows = np.divmod(np.arange(*rows), self._matrix_rows)
+        grid_rows = matrices * self._grid_rows + matrix_rows // self._block[0]
         first = int(grid_rows[0])
         grid_range = (first, int(grid_rows[-1]) + 1)
         if self._zero_point is not None:
             zero_points = read(self._zero_point, grid_range).astype(np.float32)
             self._combine_with_blocks(values, zero_points[grid_rows - first], np.subtract)
-        scales = read_scales(read(self._scale, grid_range))
+        scales = read(self._scale, grid_range)
+        if scales.dtype == np.uint8:
+            scales = scales.view(numpy_dtype("float8_e8m0fnu"))
+        scales = scales.astype(np.float32)
         self._combine_with_blocks(values, scales[grid_rows - first], np.multiply)
         return values
-
-    def _grid_rows_of(self, rows: Range) -> npt.NDArray[np.int64]:
-        """Return, for each row of the tensor, the row in the grid of scales."""
-        # E.g. 3 matrices of 130 rows in blocks of 128 have the grid rows 0 0 ... 1 1, 2 2 ... 3 3, 4 4 ... 5 5.
-        matrices, matrix_rows = np.divmod(np.arange(*rows), self._matrix_rows)
-        return matrices * self._grid_rows + matrix_rows // self._block[0]
 
     def _combine_with_blocks(
         self, values: FloatArray, grid: FloatArray, operation: np.ufunc
     ) -> None:
-        """Combine the values of each row [R, C] with those of its blocks [R, G], in place."""
+        """Combine the values of each row [R, C] with the numbers of its blocks [R, G], in place."""
         width = self._block[1]
         if self.columns % width == 0:
             blocks = values.reshape(len(values), -1, width)
             operation(blocks, grid[:, :, None], out=blocks)
         else:
             operation(values, np.repeat(grid, width, axis=1)[:, : self.columns], out=values)
-
-
-class Int8Decoder(ScaledDecoder):
-    """Codes of LLM.int8() with the largest magnitude of each row, `SCB`."""
-
-    def __init__(self, weight: Array, row_maxima: Array) -> None:
-        check_dtype(weight, ("int8",), weight.name)
-        super().__init__(weight, row_maxima, block=(1, weight.shape[-1]))
-
-    def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
-        return super()._decode(rows, read) * INT8_STEP
 
 
 def scale_shapes(shape: tuple[int, ...], block: tuple[int, int]) -> list[tuple[int, ...]]:
@@ -157,24 +123,35 @@ def block_of_grid(weight: Array, scale: Array) -> tuple[int, int]:
     shape = (1, 1, *scale.shape)[-2:]
     for size, count in zip(weight.shape[-2:], shape):
         if count < 1 or size % count:
-            raise DamagedError(
-                f"{quote_name(scale.name)} has shape {[*scale.shape]}",
-                f"it does not divide {quote_name(weight.name)} of shape {[*weight.shape]}",
-                GET_AGAIN_HINT,
-            )
+            why = f"it does not divide {quote_name(weight.name)} of shape {[*weight.shape]}"
+            raise shape_error(scale, why)
         block.append(size // count)
     return block[0], block[1]
 
 
-def read_scales(scales: np.ndarray) -> FloatArray:
-    """Return scales in float32. Bytes are exponents of powers of two."""
-    if scales.dtype == np.uint8:
-        scales = scales.view(numpy_dtype("float8_e8m0fnu"))
-    return scales.astype(np.float32)
+def parse_block(value: object) -> tuple[int, int] | None:
+    """Return the rows and columns of a block in a config, or None if it is not a pair of numbers."""
+    if not isinstance(value, list) or len(value) != 2:
+        return None
+    rows, columns = value
+    for size in value:
+        if type(size) is not int or not 1 <= size < 1 << 32:
+            return None
+    return rows, columns
 
 
 @functools.cache
-def fp8_code_pairs(dtype: str) -> PairTable:
+def _fp8_code_pairs(dtype: str) -> PairTable:
     """Return the decoded values of each pair of fp8 codes, for `lookup`."""
     codes = np.arange(256, dtype=np.uint8)
     return code_pairs(codes.view(numpy_dtype(dtype)).astype(np.float32))
+
+
+def find_fp8(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:
+    """Yield the decoders of a model of fine-grained fp8."""
+    block_setting = parse_block(settings.get("weight_block_size"))
+    for weight in [*stored.tensors_of(FP8_DTYPES)]:
+        check_dims(weight, 2)
+        stored.take(weight.name, weight.name)
+        scale = stored.take(f"{weight.name}_scale_inv", weight.name)
+        yield ScaledDecoder(weight, scale, block=block_setting or block_of_grid(weight, scale))

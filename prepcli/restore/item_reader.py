@@ -17,8 +17,7 @@ from prepcli.algebra.strided_copies import LeafBoxPart
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, DamagedError, PrepError, text
 from prepcli.engine import checkpoint_store
-from prepcli.engine.blobs import open_blobs
-from prepcli.engine.chunk_cache import ChunkCache
+from prepcli.engine.blobs import BlockCache, open_blobs
 from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.manifest import RECREATE_HINT, check_files, find_manifest_folder, read_manifest
 from prepcli.formats.orbax import OrbaxItem, find_item, read_item
@@ -35,9 +34,9 @@ from prepcli.restore.box_reads import (
     WindowRead,
     split_window,
 )
-from prepcli.sources.averages import AVERAGE_SLOT
-from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
+from prepcli.sources.decoded_arrays import DecodeChunks
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
+from prepcli.sources.source_views import AVERAGE_SLOT
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import MAX_READ_THREADS
 from prepcli.stores.paths import AnyPath, is_remote, without_read_ahead
@@ -204,17 +203,14 @@ class ItemReader(BoxReader):
         if job.reads[0].placement:
             return self.read_window(job.reads[0], buffer, check)
         # Decode a chunk in one thread, up to the end of its last window.
-        blob = DecodedArray(self._item, number)
-        cache = ChunkCache(DECODE_MEMORY_NBYTES)
-        try:
-            with contextlib.closing(open_chunk(blob, job.index, cache)) as reader:
-                for read in job.reads:
-                    data = buffer[: read.nbytes]
-                    reader.read(_offset(blob.meta, read.window), data)
-                    check(read, data)
-                    read.fill(data)
-        except (ValueError, OSError) as error:
-            raise chunk_error(blob, job.index, error) from error
+        blob = DecodeChunks(self._item, number)
+        cache = BlockCache(DECODE_MEMORY_NBYTES)
+        with contextlib.closing(blob.open_chunk(job.index, cache)) as reader:
+            for read in job.reads:
+                data = buffer[: read.nbytes]
+                reader.read(_offset(blob.array, read.window), data)
+                check(read, data)
+                read.fill(data)
         return sum(read.nbytes for read in job.reads)
 
     def _verify(self, number: int, index: ChunkIndex, read: WindowRead, data: ByteArray) -> None:

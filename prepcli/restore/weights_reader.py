@@ -15,11 +15,10 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import RERUN_HINT, PrepError
 from prepcli.core.progress import NullProgress
 from prepcli.engine import checkpoint_store
-from prepcli.engine.blobs import CachedBlob, FilesAndBlobs, open_blobs
-from prepcli.engine.compare import compare_streams
+from prepcli.engine.blobs import DerivedArrays, FilesAndBlobs, open_blobs
 from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype
-from prepcli.engine.stream_values import read_values
+from prepcli.engine.stream_values import compare_streams, read_values
 from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import EqualityCheck, Stream
@@ -119,7 +118,7 @@ class WeightsReader(BoxReader):
         padded = {VOCAB_ATOM: padded_vocab_size}
         axis_maps = {path: bind_row(row, sizes, padded) for path, row in rows.items()}
         self._leaves = _group_by_leaf(match.uses, axis_maps, tensors)
-        is_decoded = any(isinstance(blob, CachedBlob) for blob in source.blobs)
+        is_decoded = any(isinstance(blob, DerivedArrays) for blob in source.blobs)
         self.leaves: dict[str, checkpoint_store.LeafSpec] = {}
         for name, leaf in self._leaves.items():
             # A digest covers a whole tensor, and a decoder starts at the first byte of a chunk.

@@ -37,8 +37,8 @@ from prepcli.planning.tensors import (
     qualify,
     split_name,
 )
-from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
+from prepcli.sources.source_views import AVERAGE_SLOT
 from prepcli.stores.paths import AnyPath
 
 WITHOUT_STATE_HINT = text("convert it without {}", Option("training_state", True))

@@ -25,6 +25,7 @@ class Alias:
         return self.parameters * self.itemsize
 
 
+# fmt: off
 ALIASES = (
     Alias("gpt2", "openai-community/gpt2", "gpt2", 124_439_808, 4, 50257),
     Alias("gpt2-medium", "openai-community/gpt2-medium", "gpt2", 354_823_168, 4, 50257),
@@ -65,34 +66,18 @@ ALIASES = (
     Alias("llama-3-8b", "meta-llama/Meta-Llama-3-8B", "llama", 8_030_261_248, 2, 128256),
     Alias("llama-3-70b", "meta-llama/Meta-Llama-3-70B", "llama", 70_553_706_496, 2, 128256),
     Alias("llama-3.1-8b", "meta-llama/Llama-3.1-8B", "llama", 8_030_261_248, 2, 128256),
-    Alias(
-        "llama-3.1-8b-instruct",
-        "meta-llama/Llama-3.1-8B-Instruct",
-        "llama",
-        8_030_261_248,
-        2,
-        128256,
-    ),
+    Alias("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct", "llama", 8_030_261_248, 2, 128256),
     Alias("llama-3.1-70b", "meta-llama/Llama-3.1-70B", "llama", 70_553_706_496, 2, 128256),
     Alias("llama-3.1-405b", "meta-llama/Llama-3.1-405B", "llama", 405_853_388_800, 2, 128256),
     Alias("llama-3.2-1b", "meta-llama/Llama-3.2-1B", "llama", 1_235_814_400, 2, 128256),
     Alias("llama-3.2-3b", "meta-llama/Llama-3.2-3B", "llama", 3_212_749_824, 2, 128256),
-    Alias(
-        "llama-3.3-70b-instruct",
-        "meta-llama/Llama-3.3-70B-Instruct",
-        "llama",
-        70_553_706_496,
-        2,
-        128256,
-    ),
+    Alias("llama-3.3-70b-instruct", "meta-llama/Llama-3.3-70B-Instruct", "llama", 70_553_706_496, 2, 128256),
     Alias("smollm2-135m", "HuggingFaceTB/SmolLM2-135M", "llama", 134_515_008, 2, 49152),
     Alias("smollm2-360m", "HuggingFaceTB/SmolLM2-360M", "llama", 361_821_120, 2, 49152),
     Alias("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B", "llama", 1_711_376_384, 2, 49152),
     Alias("mistral-7b", "mistralai/Mistral-7B-v0.1", "mistral", 7_241_732_096, 2, 32000),
     Alias("mistral-7b-v0.3", "mistralai/Mistral-7B-v0.3", "mistral", 7_248_023_552, 2, 32768),
-    Alias(
-        "mistral-nemo-12b", "mistralai/Mistral-Nemo-Base-2407", "mistral", 12_247_782_400, 2, 131072
-    ),
+    Alias("mistral-nemo-12b", "mistralai/Mistral-Nemo-Base-2407", "mistral", 12_247_782_400, 2, 131072),
     Alias("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", "mixtral", 46_702_792_704, 2, 32000),
     Alias("mixtral-8x22b", "mistralai/Mixtral-8x22B-v0.1", "mixtral", 140_620_634_112, 2, 32000),
     Alias("qwen2-0.5b", "Qwen/Qwen2-0.5B", "qwen2", 494_032_768, 2, 151936),
@@ -151,24 +136,10 @@ ALIASES = (
     Alias("olmoe-1b-7b", "allenai/OLMoE-1B-7B-0924", "olmoe", 6_919_161_856, 2, 50304),
     Alias("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", "smollm3", 3_075_098_624, 2, 128256),
     Alias("qwen1.5-moe-a2.7b", "Qwen/Qwen1.5-MoE-A2.7B", "qwen2_moe", 14_315_784_192, 2, 151936),
-    Alias(
-        "deepseek-v2-lite",
-        "deepseek-ai/DeepSeek-V2-Lite",
-        "deepseek_v2",
-        15_706_484_224,
-        2,
-        102400,
-    ),
+    Alias("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", "deepseek_v2", 15_706_484_224, 2, 102400),
     Alias("glm-4-9b", "THUDM/glm-4-9b-chat-hf", "glm", 9_399_951_360, 2, 151552),
     Alias("ernie-4.5-0.3b", "baidu/ERNIE-4.5-0.3B-PT", "ernie4_5", 360_748_032, 2, 103424),
-    Alias(
-        "ernie-4.5-21b-a3b",
-        "baidu/ERNIE-4.5-21B-A3B-PT",
-        "ernie4_5_moe",
-        21_825_437_888,
-        2,
-        103424,
-    ),
+    Alias("ernie-4.5-21b-a3b", "baidu/ERNIE-4.5-21B-A3B-PT", "ernie4_5_moe", 21_825_437_888, 2, 103424),
     Alias("helium-2b", "kyutai/helium-1-preview-2b", "helium", 2_172_643_840, 2, 48000),
     Alias("command-r", "CohereForAI/c4ai-command-r-v01", "cohere", 34_980_831_232, 2, 256000),
     Alias("phi-1.5", "microsoft/phi-1_5", "phi", 1_418_270_720, 2, 51200),
@@ -179,6 +150,7 @@ ALIASES = (
     Alias("biogpt", "microsoft/biogpt", "biogpt", 346_763_264, 4, 42384),
     Alias("xglm-564m", "facebook/xglm-564M", "xglm", 564_463_616, 2, 256008),
 )
+# fmt: on
 
 ALIASES_BY_NAME = {alias.name: alias for alias in ALIASES}
 ALIAS_FAMILIES = tuple(dict.fromkeys(alias.family for alias in ALIASES))

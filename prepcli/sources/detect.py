@@ -33,9 +33,9 @@ from prepcli.formats.torch_files import (
     detect_torch_kind,
     select_model_files,
 )
-from prepcli.quantized.find_weights import QUANTIZATION_KEYS
+from prepcli.quantized.formats import QUANTIZATION_KEYS
+from prepcli.sources.quantization import has_quantized_tensors
 from prepcli.sources.references import CONFIG
-from prepcli.sources.unused_quantization import has_quantized_tensors
 from prepcli.stores.files import MAX_CONFIG_NBYTES, read_bytes
 from prepcli.stores.paths import AnyPath
 

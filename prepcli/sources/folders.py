@@ -27,7 +27,7 @@ from prepcli.formats.orbax import (
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.formats.torch_files import select_torch_files
 from prepcli.planning.item_storage import METADATA_FILE
-from prepcli.quantized.find_weights import QUANTIZATION_FILES
+from prepcli.quantized.formats import QUANTIZATION_FILES
 from prepcli.sources.detect import Kind, Refusal, apply_rules, no_checkpoint_error
 from prepcli.sources.references import CONFIG, BucketUrl, HubRepo
 from prepcli.sources.side_files import (

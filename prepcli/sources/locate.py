@@ -19,6 +19,7 @@ from prepcli.sources.folders import (
     open_bucket_folder,
     open_hub_folder,
 )
+from prepcli.sources.quantization import unused_quantization_note
 from prepcli.sources.references import (
     BucketUrl,
     HubRepo,
@@ -27,7 +28,6 @@ from prepcli.sources.references import (
     RunStep,
     parse_reference,
 )
-from prepcli.sources.unused_quantization import unused_quantization_note
 from prepcli.stores.files import name_fault
 from prepcli.stores.paths import AnyPath
 

@@ -39,7 +39,7 @@ from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_rows import is_quantization_tensor
 from prepcli.planning.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, detect_names
 from prepcli.planning.tensors import FLOAT_DTYPES
-from prepcli.quantized.find_weights import quantization_settings
+from prepcli.quantized.formats import quantization_settings
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
 from prepcli.stores.files import read_small_file
 from prepcli.stores.paths import AnyPath

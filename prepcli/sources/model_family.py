@@ -30,11 +30,14 @@ from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_rows import QUANTIZATION
 from prepcli.planning.tensor_match import TensorNames, detect_names, find_wrapper_prefix
 from prepcli.planning.tensors import TOWERS, qualify, split_name
-from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import SideFiles, find_side_files
 from prepcli.sources.source import Source, SourceTensor, Wrapper, read_config
-from prepcli.sources.transposed_tensors import without_transposed_tensors
+from prepcli.sources.source_views import (
+    append_files,
+    shift_file_numbers,
+    without_transposed_tensors,
+)
 from prepcli.stores.files import is_there
 from prepcli.stores.paths import AnyPath
 

@@ -176,7 +176,7 @@ class Source:
             `planning.tensors`.
         blobs: Byte sources by the file numbers of placements. Empty if the placements refer to `files`.
         extra_entries: Other contents of the files, which no conversion uses.
-        has_averages: Whether the parameters are the averages of a run. See `sources.averages`.
+        has_averages: Whether the parameters are the averages of a run. See `sources.source_views`.
         quantization: Settings of quantised weights that are decoded. Empty if there are none.
         quantized: Records of the decoded weights with scales in `state_tensors`, by name.
         config_path: File that `config` was read from, or None.

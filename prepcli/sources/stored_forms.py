@@ -104,12 +104,7 @@ def _num_tensors(row: AxisMap) -> int:
 
 
 def _with_forms(source: Source, rows: Sequence[MapRow]) -> Source:
-    """Return a source with the tensors of some parameters, and of their training state, in another form.
-
-    Args:
-        source: The source.
-        rows: Rows from the stored tensors to the tensors of the other form.
-    """
+    """Return a source with the target tensors of rows, and of their training state, in place of the stored ones."""
     if not rows:
         return source
     tensors = _views(source.tensors, rows, PARAMS)
@@ -123,16 +118,11 @@ def _with_forms(source: Source, rows: Sequence[MapRow]) -> Source:
 def _views(
     stored: Sequence[SourceTensor], rows: Sequence[MapRow], slot: str
 ) -> tuple[SourceTensor, ...]:
-    """Return tensors with those of the rows in another form, in the order of their bytes in the files.
+    """Return tensors with a slot of the state in another form, in the order of their bytes in the files.
 
     `map_tensors` also makes tensors from rows, for the map of a user. It has no training state, keeps no tensor without
     a row, and raises an error where this function leaves the tensors as they are. Only this function reads leaves of
     several parts: their chunks belong to both forms.
-
-    Args:
-        stored: The tensors.
-        rows: Rows from their names to the names of the other form.
-        slot: Slot of the training state with the tensors of the rows. PARAMS for the parameters.
     """
     tensors = {tensor.name: tensor for tensor in stored}
     views: dict[str, SourceTensor] = {}

@@ -29,8 +29,8 @@ from prepcli.planning.tensor_match import (
     vocab_tensors,
 )
 from prepcli.planning.tensors import FLOAT_DTYPES, split_name
-from prepcli.sources.dequantized import quantization_file
 from prepcli.sources.model_family import verbatim_error
+from prepcli.sources.quantization import quantization_file
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 
 # Tensors in a message.

@@ -26,7 +26,6 @@ from prepcli.models.lora import (
 from prepcli.models.peft_names import split_wrappers
 from prepcli.planning.plan import ExpertUpdate, LowRankUpdate, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
-from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.openers.peft_folder import is_adapter, open_adapter, read_checked_header
 from prepcli.sources.openers.peft_settings import (
     MATRIX_NAME,
@@ -36,6 +35,7 @@ from prepcli.sources.openers.peft_settings import (
     read_settings,
 )
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
+from prepcli.sources.source_views import append_files, shift_file_numbers
 from prepcli.targets.planner import Draft
 
 # Module of older encoders of images between a tower and its layers.

@@ -41,11 +41,11 @@ from prepcli.planning.tensor_match import (
     Vocabulary,
 )
 from prepcli.sources.adam_state import AdamState
-from prepcli.sources.appended_files import shift_file_numbers
 from prepcli.sources.dequantized import quantization_entries
 from prepcli.sources.mapped import map_record
 from prepcli.sources.model_family import towers_entry
 from prepcli.sources.source import HF_FOLDER, Source, SourceTensor, match_source_tensors
+from prepcli.sources.source_views import shift_file_numbers
 from prepcli.sources.vocabulary_tensors import VocabularyTensors, vocabulary_names
 from prepcli.targets.hf_folder import config_files, copied_small_files, output_config
 from prepcli.targets.streams import (

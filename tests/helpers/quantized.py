@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from prepcli.algebra.boxes import Range
+from prepcli.engine.blobs import StoredMatrix
 from prepcli.planning.arrays import Array, whole_array
-from prepcli.quantized.decoder import Decoder, MatrixReader, StoredMatrix
+from prepcli.quantized.decoder import Decoder, MatrixReader
 
 
 def stored(name: str, array: np.ndarray) -> Array:

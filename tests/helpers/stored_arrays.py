@@ -9,7 +9,18 @@ import numpy as np
 
 from prepcli.algebra.boxes import Box, full_box
 from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.engine.files import RunReader
+from prepcli.engine.stream_values import read_values
 from prepcli.planning.arrays import Location
+from prepcli.planning.plan import Stream
+from prepcli.sources.source import SourceTensor
+
+
+def tensor_bytes(files: RunReader, tensor: SourceTensor) -> bytes:
+    """Return the bytes of a tensor in C order."""
+    rows = (0, tensor.shape[0] if tensor.shape else 1)
+    stream = Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
+    return b"".join(run.tobytes() for _, run in read_values(files, stream))
 
 
 def copy_bytes(copies: Iterable[StridedCopy], files: Sequence[bytes], out: np.ndarray) -> None:

@@ -22,12 +22,12 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.state_rows import QUANTIZATION
 from prepcli.planning.tensors import split_name
 from prepcli.restore.digest_checks import num_rows, row_stream, stored_scale, tensor_digests
-from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.model_family import PROCESSOR_FILES, as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.recorded_sources import MERGE, TRAIN
 from prepcli.sources.references import CONFIG
 from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
+from prepcli.sources.source_views import use_averaged_params
 
 ADD = "add-tokens"
 REMOVE = "remove-tokens"

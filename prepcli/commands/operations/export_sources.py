@@ -21,12 +21,15 @@ from prepcli.core.json_values import quote_name
 from prepcli.core.observer import Observer
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.digest_checks import towers_digest
-from prepcli.sources.dequantized import DECODED_DTYPE, has_quantized_weights
+from prepcli.sources.dequantized import (
+    DECODED_DTYPE,
+    has_quantized_weights,
+    with_quantized_bytes,
+)
 from prepcli.sources.folders import Access, cached_model
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.model_family import text_model, text_part_fault, with_towers
 from prepcli.sources.opening import open_source
-from prepcli.sources.quantized_bytes import with_quantized_bytes
 from prepcli.sources.recorded_sources import find_quantized_source
 from prepcli.sources.references import HubRepo, parse_reference
 from prepcli.sources.source import Source

@@ -40,11 +40,12 @@ from prepcli.models.rule_text import merge_rules
 from prepcli.planning.manifest_fields import VocabularyRecord
 from prepcli.planning.tensor_match import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
 from prepcli.planning.tensors import OPT_STATE
-from prepcli.sources.dequantized import DECODED_DTYPE, model_quantization
+from prepcli.sources.dequantized import DECODED_DTYPE
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.mapped import read_map
 from prepcli.sources.opening import open_source
+from prepcli.sources.quantization import model_quantization
 from prepcli.sources.source import SourceTensor
 from prepcli.targets.orbax_item import item_leaf_spec
 

@@ -20,15 +20,15 @@ from prepcli.execution.workers import ONE_PROCESS, ProcessOptions
 from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder
 from prepcli.planning.tensor_match import MatchOptions
 from prepcli.restore.digest_checks import note_missing_file_digests
-from prepcli.sources.averages import use_averaged_params
-from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.dropped_tensors import drop_tensors
 from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.model_family import text_part_fault
 from prepcli.sources.opening import has_unread_state, open_source
+from prepcli.sources.quantization import is_quantized
 from prepcli.sources.references import KeptScales, default_checkpoint
 from prepcli.sources.source import Source
+from prepcli.sources.source_views import use_averaged_params
 from prepcli.targets.streams import optimizer_nbytes
 
 if TYPE_CHECKING:

@@ -50,9 +50,9 @@ from prepcli.planning.item_storage import ORBAX_STORAGES
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.state_rows import is_quantization_tensor
 from prepcli.planning.tensors import OPT_STATE_RULE
-from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import as_verbatim, truncate_layers
+from prepcli.sources.quantization import is_quantized
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.orbax_item import (
     OrbaxLayout,

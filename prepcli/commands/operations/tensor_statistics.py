@@ -13,9 +13,9 @@ from prepcli.inspection.contents import CheckpointContents
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.restore.digest_checks import check_tensors
-from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.opening import open_source
+from prepcli.sources.quantization import is_quantized
 from prepcli.sources.source import (
     Source,
     SourceTensor,

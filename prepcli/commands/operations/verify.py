@@ -51,9 +51,8 @@ from prepcli.core.option_spec import PathLike
 from prepcli.core.progress import NullProgress, Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.casts import parse_stream_digest
-from prepcli.engine.compare import Difference, compare_streams
 from prepcli.engine.digest import digest_of_zeros
-from prepcli.engine.distance import Distance, measure_distance
+from prepcli.engine.stream_values import Difference, Distance, compare_streams, measure_distance
 from prepcli.formats.manifest import NO_MANIFEST, again_hint, unwritten_manifest
 from prepcli.planning.libraries import LayoutScale
 from prepcli.planning.plan import Stream

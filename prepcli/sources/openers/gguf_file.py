@@ -15,13 +15,14 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_types import HFConfig, JsonObject
 from prepcli.core.json_values import quote_name
+from prepcli.engine.blobs import DerivedArrays
 from prepcli.formats.gguf import GgufArray, GgufHeader, GgufTensor, part_names, read_gguf_header
 from prepcli.models.registry import family_of
 from prepcli.planning.arrays import Location, Locations, MappedArray, whole_array
 from prepcli.planning.tensor_match import TensorNames, detect_names
 from prepcli.planning.tensors import array_bits
 from prepcli.quantized.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, GgufDecoder
-from prepcli.sources.dequantized import DECODED_DTYPE, DequantizedBlob
+from prepcli.sources.dequantized import DECODED_DTYPE
 from prepcli.sources.gguf_architectures import (
     ARCHITECTURES,
     EXPERT_TENSORS,
@@ -108,7 +109,7 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     named: list[_NamedDecoder] = []
     for file, part in enumerate(headers):
         named += _tensor_decoders(part, architecture, family.sizes(config), file)
-    blob = DequantizedBlob(display_name, tuple(each.decoder for each in named), paths)
+    blob = DerivedArrays(display_name, tuple(each.decoder for each in named), paths)
     names = detect_names(family, config, full_names=[name for each in named for name in each.names])
     tensors = _source_tensors(named, blob, names)
     model = FolderModel(None, config, family, names, NO_SIDE_FILES)
@@ -277,11 +278,11 @@ def _vocab_size(header: GgufHeader, display_name: str) -> int:
 
 
 def _source_tensors(
-    named: Sequence[_NamedDecoder], blob: DequantizedBlob, names: TensorNames
+    named: Sequence[_NamedDecoder], blob: DerivedArrays, names: TensorNames
 ) -> tuple[SourceTensor, ...]:
     """Return the tensors of decoders. Several decoders may have parts of one tensor."""
     tensors: dict[str, SourceTensor] = {}
-    for each, start in zip(named, blob.weight_offsets):
+    for each, start in zip(named, blob.offsets):
         for number, full_name in enumerate(each.names):
             name = names.bare_name(full_name)
             location = each.location(len(blob.stored), start, number)

@@ -49,7 +49,6 @@ from prepcli.sources.adam_state import (
     recorded_settings,
     slot_scales,
 )
-from prepcli.sources.averages import AVERAGE_SLOT
 from prepcli.sources.foreign_trees import (
     BOXED_SUFFIX,
     ForeignTree,
@@ -57,6 +56,7 @@ from prepcli.sources.foreign_trees import (
     match_foreign_tree,
 )
 from prepcli.sources.source import Source, SourceTensor, recorded_digests
+from prepcli.sources.source_views import AVERAGE_SLOT
 
 # A leaf of the first moment, e.g. `opt_state.0.mu.params.decoder.decoder_norm.scale` in MaxText,
 # `opt_state.inner_state.1.mu.lm_head.weight` in Levanter, and `opt_state.0.mu.final_norm.w.value` in Tunix.

@@ -28,7 +28,7 @@ from prepcli.planning.libraries import LayoutScale, recorded_scale, scaled_diges
 from prepcli.planning.manifest_fields import Manifest, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.sources.decoded_arrays import DecodedArray
+from prepcli.sources.decoded_arrays import decoded_array, unscaled_array
 from prepcli.sources.foreign_trees import (
     ForeignTree,
     match_foreign_tree,
@@ -57,7 +57,6 @@ from prepcli.sources.source import (
     read_config,
     recorded_digests,
 )
-from prepcli.sources.unscaled_arrays import UnscaledArray
 from prepcli.stores.buffers import Blob
 from prepcli.stores.files import read_small_file, stat_file
 from prepcli.stores.paths import AnyPath, is_remote
@@ -378,7 +377,7 @@ def stored_leaves(
         scales: Scales to take off, by the name of the leaf.
 
     Returns:
-        Byte sources: the data files, then one `DecodedArray` per encoded array. The placement of a leaf states the
+        Byte sources: the data files, then one `DerivedArrays` per encoded array. The placement of a leaf states the
         number of its source in this tuple. The tuple is empty if the sources are just the item's files.
         Leaves, by dotted name.
     """
@@ -399,11 +398,10 @@ def stored_leaves(
         chunk_strides = strides(array.grid.chunk_counts, array.chunk_nbytes)
         decoded_chunks = StridedChunks(len(blobs), 0, zeros, chunk_strides)
         leaves[array.name] = replace(array, chunks=decoded_chunks, codecs=())
-        blob = DecodedArray(item, number)
         if array.name in scales:
-            blobs.append(UnscaledArray(blob, scales[array.name]))
+            blobs.append(unscaled_array(item, number, scales[array.name]))
         else:
-            blobs.append(blob)
+            blobs.append(decoded_array(item, number))
     if all(direct):
         return (), leaves
     return tuple(blobs), leaves

@@ -10,9 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prepcli.algebra.boxes import Range
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
-from prepcli.engine.blobs import MemoryBlob, open_blobs
+from prepcli.engine.blobs import (
+    BlockCache,
+    DerivedArrays,
+    DerivedReader,
+    MemoryBlob,
+    RowOperation,
+    StoredMatrix,
+    open_blobs,
+)
 from prepcli.engine.files import Files
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.planning.arrays import whole_array
@@ -117,3 +126,42 @@ def test_contiguous_strided_view_is_one_run():
         Stream("w", "float32", shape, (1, 3), (location,), ()) for location in locations
     )
     assert [*read_copies(contiguous, contiguous.box)] == [*read_copies(view, view.box)]
+
+
+class AddOne(RowOperation):
+    """Adds 1 to each byte of a stored matrix, transposed: a block needs some columns of all rows."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.shape = (columns, rows)
+        self.dtype = "uint8"
+        self.matrix = StoredMatrix(
+            whole_array("m", "uint8", (rows, columns), (0, 0)), rows, columns
+        )
+
+    def block_rows(self, memory_nbytes: int) -> int:
+        return 3
+
+    def read_rows(self, rows: Range, reader: DerivedReader) -> np.ndarray:
+        columns = reader.read_matrix(self.matrix, (0, self.matrix.rows), rows)
+        return np.ascontiguousarray(columns.T + np.uint8(1))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_derived_arrays_of_derived_arrays_share_a_bounded_cache(data: st.DataObject):
+    values = np.random.default_rng(0).integers(0, 200, (24, 36), dtype=np.uint8)
+    inner = DerivedArrays("inner", (AddOne(24, 36),), (MemoryBlob("m", values.tobytes()),))
+    outer = DerivedArrays("outer", (AddOne(36, 24), AddOne(36, 24)), (inner,))
+    expected = 2 * (values + np.uint8(2)).tobytes()
+    assert outer.offsets[-1] == len(expected)
+    cache = BlockCache(data.draw(st.sampled_from([200, 700, 5000]), label="memory"))
+    reader = outer.open(cache)
+    for _ in range(6):
+        start = data.draw(st.integers(0, len(expected)), label="start")
+        into = np.zeros(data.draw(st.integers(0, len(expected) - start), label="bytes"), np.uint8)
+        reader.read_at(start, into)
+        assert into.tobytes() == expected[start : start + into.size]
+        held = [block.nbytes for block in cache._held.values()]
+        assert sum(held) <= cache.most_nbytes or len(held) == 1
+    reader.close()
+    assert not cache._held

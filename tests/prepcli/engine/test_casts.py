@@ -1,29 +1,43 @@
-"""Casts compared with a nearest-value search: every 16-bit pattern, every midpoint and its neighbours, any bits."""
+"""Changes of values: casts against a nearest-value search, low-rank updates in any pieces, and scales of layouts.
+
+Casts are compared for every 16-bit pattern, every midpoint and its neighbours, and any bits.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prepcli.core.errors import DamagedError, UsageError
+from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import (
     BLOCK_VALUES,
+    PRODUCT_BLOCK_VALUES,
     CastCounts,
-    StreamCast,
     StreamDigest,
+    ValueTransform,
     count_changes,
     format_cast,
+    matrix_nbytes,
     max_finite,
     parse_stream_digest,
     report_casts,
+    scale_values,
+    unscale_values,
 )
+from prepcli.engine.digest import digest
+from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype
-from prepcli.planning.plan import Fill, Stream
+from prepcli.planning.libraries import LayoutScale
+from prepcli.planning.plan import Fill, LowRankUpdate, Stream, encode_text
 from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, cast_dtype
 from tests.helpers.plans import flat
 
@@ -32,6 +46,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 HALVES = ("float16", "bfloat16")
 CAST_DTYPES = ("float32", "bfloat16", "float16")
 PAIRS = [(source, target) for source in FLOAT_DTYPES for target in CAST_DTYPES if source != target]
+
+
+def transform(
+    source: str, target: str, count: int, scale: LayoutScale | None = None
+) -> ValueTransform:
+    """Return the change of a stream of values that reads no matrices."""
+    cast_to = "" if source == target else target
+    stream = Stream("w", source, (count,), (0, count), (), (), cast_to=cast_to, scale=scale)
+    return ValueTransform(stream, Files([]))
 
 
 def patterns(dtype: str) -> np.ndarray:
@@ -63,7 +86,7 @@ def cast_values(
     values: np.ndarray, source: str, target: str, pieces: int = 1
 ) -> tuple[np.ndarray, CastCounts]:
     """Cast values in several pieces, and return the result and the counts."""
-    cast = StreamCast(source, target)
+    cast = transform(source, target, values.size)
     out = [
         cast.apply(part.view(np.uint8), np.empty(part.size * 4, np.uint8))
         for part in np.array_split(values, pieces)
@@ -203,7 +226,7 @@ def test_cast_accepts_several_blocks_at_unaligned_offset(source: str, target: st
     lead, size = 3, numpy_dtype(target).itemsize
     data = np.concatenate([np.zeros(lead, np.uint8), values.view(np.uint8)])
     out = np.zeros(values.size * size + lead, np.uint8)
-    cast_bytes = StreamCast(source, target).apply(data[lead:], out[lead:])
+    cast_bytes = transform(source, target, values.size).apply(data[lead:], out[lead:])
     assert (
         cast_bytes.tobytes()
         == cast_values(values, source, target)[0].tobytes()
@@ -245,9 +268,9 @@ def test_largest_change_of_a_tiny_value_is_finite():
 
 @pytest.mark.parametrize("worst", [0.0, 0.1, 2.0**-9, 5e-324])
 def test_stream_digest_round_trips_as_text(worst: float):
-    digest = StreamDigest("ab" * 16, "cd" * 16, CastCounts(9, 8, 7, 6, 5, worst))
-    assert parse_stream_digest(str(digest)) == digest
-    assert len(str(digest).split()) == 1
+    stream_digest = StreamDigest("ab" * 16, "cd" * 16, CastCounts(9, 8, 7, 6, 5, worst))
+    assert parse_stream_digest(str(stream_digest)) == stream_digest
+    assert len(str(stream_digest).split()) == 1
     assert parse_stream_digest(str(StreamDigest("ef" * 16, "ef" * 16))) == StreamDigest(
         "ef" * 16, "ef" * 16
     )
@@ -317,3 +340,236 @@ def test_report_casts_sums_streams_by_dtype_pair():
         "float32 -> bfloat16: 2 tensors, 75 values: 6 changed, 2 overflowed, 3 became 0, 4 are nan;"
         " largest relative error 0.5"
     )
+
+
+MIB = 1 << 20
+
+
+def make_stream(
+    folder: Path, num_rows: int, num_columns: int, *, is_transposed: bool = False
+) -> Stream:
+    """Write random matrices of rank 2, and return a stream [rows, columns] with their update."""
+    random = np.random.default_rng(0)
+    num_outputs, num_inputs = (num_columns, num_rows) if is_transposed else (num_rows, num_columns)
+    a, b = (
+        random.standard_normal(shape, np.float32) for shape in ((2, num_inputs), (num_outputs, 2))
+    )
+    (folder / "matrices").write_bytes(a.tobytes() + b.tobytes())
+    streams = [
+        Stream(
+            name,
+            "float32",
+            matrix.shape,
+            (0, len(matrix)),
+            (flat("float32", matrix.shape, offset),),
+            (),
+        )
+        for name, matrix, offset in (("a", a, 0), ("b", b, a.nbytes))
+    ]
+    update = LowRankUpdate(streams[0], streams[1], 0.5, is_transposed)
+    return Stream("w", "float32", (num_rows, num_columns), (0, num_rows), (), (), update=update)
+
+
+def apply_update(
+    folder: Path, stream: Stream, values: np.ndarray, num_pieces: int
+) -> tuple[np.ndarray, ValueTransform]:
+    """Update values in pieces, and return the result and the update."""
+    with Files([folder / "matrices"]) as files:
+        update = ValueTransform(stream, files)
+    pieces = np.array_split(values.reshape(-1), num_pieces)
+    results = [
+        update.apply(piece.view(np.uint8), np.empty(piece.nbytes, np.uint8)).copy()
+        for piece in pieces
+    ]
+    return np.concatenate(results).view(np.float32).reshape(values.shape), update
+
+
+@pytest.mark.parametrize(
+    "shape", [(37, 53), (3, PRODUCT_BLOCK_VALUES + 5), (PRODUCT_BLOCK_VALUES + 5, 2)]
+)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_update_does_not_depend_on_pieces(
+    tmp_path: Path, shape: tuple[int, int], is_transposed: bool
+):
+    stream = make_stream(tmp_path, *shape, is_transposed=is_transposed)
+    values = np.random.default_rng(2).standard_normal(shape, np.float32)
+    whole, update = apply_update(tmp_path, stream, values, 1)
+    pieces, other = apply_update(tmp_path, stream, values, 7)
+    assert np.array_equal(whole, pieces)
+    assert (update.counts, update.digest()) == (other.counts, other.digest())
+
+
+def test_update_equals_the_product_in_double_precision(tmp_path: Path):
+    stream = make_stream(tmp_path, 37, 53)
+    data = np.frombuffer((tmp_path / "matrices").read_bytes(), np.float32)
+    a, b = data[: 2 * 53].reshape(2, 53), data[2 * 53 :].reshape(37, 2)
+    values = np.zeros((37, 53), np.float32)
+    result, update = apply_update(tmp_path, stream, values, 1)
+    np.testing.assert_allclose(
+        result, 0.5 * b.astype(np.float64) @ a.astype(np.float64), rtol=1e-6, atol=1e-6
+    )
+    assert update.counts.changed == values.size
+
+
+def test_update_with_a_damaged_matrix_is_an_error(tmp_path: Path):
+    stream = make_stream(tmp_path, 37, 53)
+    assert stream.update is not None
+    content = (tmp_path / "matrices").read_bytes()
+    split = stream.update.a.nbytes
+    digests = xxhash.xxh3_128_hexdigest(content[:split]), xxhash.xxh3_128_hexdigest(content[split:])
+    stream = replace(stream, update=replace(stream.update, digests=digests))
+    values = np.zeros((37, 53), np.float32)
+    apply_update(tmp_path, stream, values, 1)
+    for position in (0, len(content) - 1):
+        damaged = bytearray(content)
+        damaged[position] ^= 1
+        (tmp_path / "matrices").write_bytes(damaged)
+        with pytest.raises(DamagedError, match="of the adapter is damaged"):
+            apply_update(tmp_path, stream, values, 1)
+
+
+def test_recorded_digests_do_not_change_the_plan(tmp_path: Path):
+    stream = make_stream(tmp_path, 3, 5)
+    assert stream.update is not None
+    with_digests = replace(stream, update=replace(stream.update, digests=("1", "2")))
+    assert encode_text(with_digests) == encode_text(stream)
+
+
+def test_budget_makes_room_for_matrices(tmp_path: Path):
+    assert matrix_nbytes([make_stream(tmp_path, 100, 50)]) > 4 * 2 * 150
+    small, large = make_budget(32 * MIB), make_budget(32 * MIB, kept_nbytes=8 * MIB)
+    assert (
+        large.slab_nbytes * large.buffer_count <= small.slab_nbytes * small.buffer_count - 5 * MIB
+    )
+    with pytest.raises(UsageError, match="too small for the adapter"):
+        make_budget(32 * MIB, kept_nbytes=30 * MIB)
+
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def all_bfloat16() -> np.ndarray:
+    """Return every finite bfloat16 value that is no subnormal number, and stays one after a division by 16."""
+    values = np.arange(1 << 16, dtype=np.uint16).view(BFLOAT16)
+    wide = np.abs(values.astype(np.float32))
+    return values[(wide >= 2.0**-120) & np.isfinite(wide)]
+
+
+@pytest.mark.parametrize("number", [1, 4, 64, 256])
+def test_power_of_four_is_exact_for_all_bfloat16_values(number: int):
+    values = all_bfloat16()
+    scaled = scale_values(values, LayoutScale(number))
+    assert np.array_equal(scaled.astype(np.float64) * number**0.5, values.astype(np.float64))
+    assert np.array_equal(unscale_values(scaled, LayoutScale(number)), values)
+
+
+@pytest.mark.parametrize(
+    "scale", [LayoutScale(64), LayoutScale(64, power=-1, root_dtype="float32")]
+)
+def test_scale_keeps_the_sign_of_zero(scale: LayoutScale):
+    zeros = np.array([0.0, -0.0], np.float32)
+    scaled = scale_values(zeros, scale)
+    assert list(np.signbit(scaled)) == [False, True]
+    assert list(np.signbit(unscale_values(scaled, scale))) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("number", "is_exact"), [(1, True), (4, True), (8, False), (64, True), (144, False)]
+)
+def test_scales_are_exact_if_the_root_is_a_power_of_two_or_float32_is_wider(
+    number: int, is_exact: bool
+):
+    assert LayoutScale(number).is_exact == is_exact
+    # Float32 keeps enough digits to compute the bfloat16 value again.
+    assert LayoutScale(number, "bfloat16").is_exact
+
+
+@pytest.mark.parametrize("number", [8, 96, 128])
+def test_way_back_from_float32_returns_all_bfloat16_values(number: int):
+    values = all_bfloat16().astype(np.float32)
+    values = values[np.abs(values) < 2.0**120]
+    scaled = scale_values(values, LayoutScale(number))
+    assert np.array_equal(unscale_values(scaled, LayoutScale(number, "bfloat16")), values)
+    assert not np.array_equal(unscale_values(scaled, LayoutScale(number)), values)
+
+
+def maxtext_embedding(values: np.ndarray, root: np.generic) -> tuple[np.ndarray, np.ndarray]:
+    """Return an embedding after the product of MaxText's converter, and after its division."""
+    stored = (values * root).astype(values.dtype)
+    return stored, (stored / root).astype(values.dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16])
+@pytest.mark.parametrize(
+    ("root_dtype", "root_type"), [("float32", np.float32), ("bfloat16", BFLOAT16.type)]
+)
+def test_rounded_root_is_that_of_maxtext(dtype: np.dtype, root_dtype: str, root_type: type):
+    values = np.random.default_rng(0).normal(size=5000).astype(dtype)
+    stored, restored = maxtext_embedding(values, root_type(2560**0.5))
+    scale = LayoutScale(2560, power=-1, root_dtype=root_dtype)
+    assert np.array_equal(scale_values(values, scale), stored)
+    assert np.array_equal(unscale_values(stored, scale), restored)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16])
+def test_offset_is_added_and_subtracted(dtype: np.dtype):
+    values = np.random.default_rng(0).normal(size=5000).astype(dtype)
+    scale = LayoutScale(1, offset=1)
+    stored = scale_values(values, scale)
+    assert np.array_equal(stored, (values + 1.0).astype(dtype))
+    assert np.array_equal(unscale_values(stored, scale), (stored - 1.0).astype(dtype))
+    assert not scale.is_exact
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(BFLOAT16, 2.0**-16), (np.dtype("f2"), 2.0**-13)])
+def test_way_back_of_an_offset_from_float32_loses_only_tiny_values(dtype: np.dtype, limit: float):
+    values = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
+    values = values[np.isfinite(values)]
+    scale = LayoutScale(1, dtype.name, offset=1)
+    restored = unscale_values(scale_values(values, scale), scale)
+    # A sum with 1 has no place for the digits below 2^-23.
+    assert 0 < np.abs(values[restored != values]).max() < limit
+
+
+def test_moments_of_scaled_parameters_have_the_inverse_scale():
+    scale = LayoutScale(64, power=-1, root_dtype="float32")
+    first = scale.of_moment(1)
+    second = scale.of_moment(2)
+    assert first is not None
+    assert second is not None
+    ones = np.ones(1, np.float32)
+    assert scale_values(ones, scale) == 8
+    assert scale_values(ones, first) == 1 / 8
+    assert scale_values(ones, second) == 1 / 64
+    assert LayoutScale(1, offset=1).of_moment(1) is None
+
+
+def test_stream_scale_digests_the_values_before_and_after():
+    values = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
+    change = transform("float32", "bfloat16", values.size, LayoutScale(128))
+    out = np.empty(values.size * 2, np.uint8)
+    for start, stop in ((0, 20_000), (20_000, 50_000)):
+        part = values[start:stop]
+        change.apply(part.view(np.uint8), out[2 * start : 2 * start + 2 * part.size])
+    cast = values.astype(BFLOAT16)
+    expected = (cast.astype(np.float32) * np.float32(1 / np.sqrt(128))).astype(BFLOAT16)
+    back = (expected.astype(np.float32) * np.float32(np.sqrt(128))).astype(BFLOAT16)
+    assert out.tobytes() == expected.tobytes()
+    stream_digest = change.stream_digest("read")
+    assert stream_digest.written == digest(expected.tobytes())
+    assert stream_digest.unscaled == stream_digest.recorded == digest(cast.tobytes())
+    assert stream_digest.lost == np.count_nonzero(back != cast)
+    assert change.counts.changed == np.count_nonzero(back.astype(np.float32) != values)
+    assert parse_stream_digest(str(stream_digest)) == stream_digest
+
+
+def test_digest_without_scale_records_the_written_values():
+    assert StreamDigest("read", "written").recorded == "written"
+
+
+def test_scale_follows_the_update(tmp_path: Path):
+    stream = make_stream(tmp_path, 37, 53)
+    values = np.random.default_rng(0).standard_normal((37, 53), np.float32)
+    updated, _ = apply_update(tmp_path, stream, values, 1)
+    scaled, _ = apply_update(tmp_path, replace(stream, scale=LayoutScale(16)), values, 7)
+    assert np.array_equal(scaled, updated / 4)

@@ -1,4 +1,4 @@
-"""GPTQ, compared with bit fields that NumPy unpacks one bit at a time."""
+"""GPTQ against bit fields that NumPy unpacks one bit at a time, and AWQ against nibbles of Python's integers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.planning.arrays import Array, whole_array
-from prepcli.quantized.find_weights import find_weights
-from prepcli.quantized.gptq import BITS, GptqDecoder
+from prepcli.quantized.formats import find_weights
+from prepcli.quantized.gptq import BITS, AwqDecoder, GptqDecoder
 from tests.helpers.quantized import assert_equal_bits, decode_all, stored
 
 Arrays = dict[str, np.ndarray]
@@ -152,3 +152,69 @@ def test_tensor_of_another_shape_is_named(name: str, shape: tuple[int, ...]):
             bits=4,
             input_groups=tensors["g_idx"],
         )
+
+
+# AutoAWQ writes output AWQ_ORDER[p] of 8 to nibble p of a word (awq/modules/linear/gemm.py, `from_linear`).
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def awq_random_weight(inputs: int, outputs: int, groups: int, seed: int = 1) -> Arrays:
+    rng = np.random.default_rng(seed)
+    words = [(inputs, outputs // 8), (groups, outputs // 8)]
+    weight, zeros = (rng.integers(-(1 << 31), 1 << 31, s).astype(np.int32) for s in words)
+    scales = np.exp(rng.normal(-6, 2, (groups, outputs))).astype(np.float16)
+    return {"qweight": weight, "qzeros": zeros, "scales": scales}
+
+
+def awq_decoder_of(arrays: Arrays) -> AwqDecoder:
+    return AwqDecoder("w", *(stored(name, array) for name, array in arrays.items()))
+
+
+def awq_unpack(words: np.ndarray) -> np.ndarray:
+    codes = np.empty((*words.shape, 8), np.int64)
+    for nibble, output in enumerate(AWQ_ORDER):
+        codes[..., output] = words.astype(np.int64) >> 4 * nibble & 15
+    return codes.reshape(len(words), -1)
+
+
+def awq_reference(arrays: Arrays) -> np.ndarray:
+    codes = awq_unpack(arrays["qweight"])
+    group_size = len(codes) // len(arrays["scales"])
+    zeros = np.repeat(awq_unpack(arrays["qzeros"]), group_size, axis=0)
+    scales = np.repeat(arrays["scales"], group_size, axis=0)
+    return np.ascontiguousarray(((codes - zeros).astype(np.float16) * scales).T)
+
+
+def test_random_awq_weight_decodes_like_the_reference_in_parts_of_any_size():
+    arrays = awq_random_weight(inputs=64, outputs=80, groups=4)
+    decoder = awq_decoder_of(arrays)
+    for rows_per_part in (None, 1, 13):
+        assert_equal_bits(decode_all(decoder, arrays, rows_per_part), awq_reference(arrays))
+
+
+@pytest.mark.parametrize("batches", [1, pytest.param(100, marks=pytest.mark.slow)])
+def test_many_awq_groups_decode_like_the_reference(batches: int):
+    for seed in range(batches):
+        # 1000 outputs with 100 groups of 32 inputs each: 100,000 groups.
+        arrays = awq_random_weight(inputs=3200, outputs=1000, groups=100, seed=seed)
+        values = decode_all(awq_decoder_of(arrays), arrays, rows_per_part=500)
+        assert_equal_bits(values, awq_reference(arrays))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("qweight", (64,)), ("scales", (5, 80)), ("scales", (4, 79)), ("qzeros", (4, 9))],
+)
+def test_awq_tensor_of_another_shape_is_named(name: str, shape: tuple[int, ...]):
+    shapes: dict[str, tuple[int, ...]] = {
+        "qweight": (64, 10),
+        "qzeros": (4, 10),
+        "scales": (4, 80),
+        name: shape,
+    }
+    tensors: list[Array] = []
+    for key in shapes:
+        dtype = "float16" if key == "scales" else "int32"
+        tensors.append(whole_array(key, dtype, shapes[key], (0, 0)))
+    with pytest.raises(DamagedError, match=f"`{name}` has shape"):
+        AwqDecoder("w", *tensors)

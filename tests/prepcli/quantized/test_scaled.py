@@ -8,7 +8,8 @@ import pytest
 
 from prepcli.core.errors import DamagedError
 from prepcli.planning.arrays import whole_array
-from prepcli.quantized.scaled import Int8Decoder, ScaledDecoder, block_of_grid
+from prepcli.quantized.bitsandbytes import Int8Decoder
+from prepcli.quantized.scaled import ScaledDecoder, block_of_grid
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized import (
     assert_equal_bits,

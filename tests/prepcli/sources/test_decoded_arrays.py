@@ -1,4 +1,4 @@
-"""Tests of DecodedArray: bytes of every storage form, read in any order and within any memory."""
+"""Decoded chunks: bytes of every storage form, read in any order and within any memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prepcli.algebra.boxes import strides
+from prepcli.algebra.grids import ChunkGrid, StridedChunks
 from prepcli.core.errors import PrepError
-from prepcli.engine.chunk_cache import ChunkCache
+from prepcli.engine.blobs import BlockCache, DerivedArrays, DerivedReader
+from prepcli.engine.casts import unscale_values
 from prepcli.formats.codecs import READ_BLOCK_NBYTES
 from prepcli.formats.ocdbt import ValueLocation, read_ocdbt_index
 from prepcli.formats.orbax import read_item
 from prepcli.formats.orbax_chunks import ArrayMeta, unravel_chunk_index
 from prepcli.formats.zarr import ZARR_TYPESTRS
-from prepcli.planning.arrays import Array
+from prepcli.planning.arrays import Array, whole_array
+from prepcli.planning.libraries import LayoutScale
 from prepcli.planning.tensors import itemsize
 from prepcli.sources import decoded_arrays as decoded_module
-from prepcli.sources.decoded_arrays import DecodedArray, DecodedArrayReader
+from prepcli.sources.decoded_arrays import JoinChunks, decoded_array, unscaled_array
+from prepcli.sources.source import stored_tensor
 from tests.helpers.orbax_items import (
     NOW_NS,
     chunk_bytes,
@@ -56,13 +61,13 @@ def inside_mask(meta: ArrayMeta) -> np.ndarray:
     return np.frombuffer(b"".join(chunks), np.uint8).repeat(itemsize(meta.dtype)) == 1
 
 
-def open_array(folder: Path, name: str, memory: int = 1 << 20) -> tuple[DecodedArrayReader, Array]:
+def open_array(folder: Path, name: str, memory: int = 1 << 20) -> tuple[DerivedReader, Array]:
     item = read_item(folder)
     number = next(n for n, meta in enumerate(item.arrays) if meta.name == name)
-    return DecodedArray(item, number).open_with_cache(ChunkCache(memory)), item.arrays[number]
+    return decoded_array(item, number).open(BlockCache(memory)), item.arrays[number]
 
 
-def read_bytes(reader: DecodedArrayReader, offset: int, nbytes: int) -> bytes:
+def read_bytes(reader: DerivedReader, offset: int, nbytes: int) -> bytes:
     into = np.full(nbytes, 77, np.uint8)
     reader.read_at(offset, into)
     return into.tobytes()
@@ -184,8 +189,8 @@ def test_cache_evicts_chunks_to_stay_within_memory(tmp_path: Path):
     write_zarr_item(
         tmp_path / "item", {meta: array}, StorageForm(codec_names=("zstd",), ocdbt=False)
     )
-    cache = ChunkCache(2 << 20)
-    reader = DecodedArray(read_item(tmp_path / "item"), 0).open_with_cache(cache)
+    cache = BlockCache(2 << 20)
+    reader = decoded_array(read_item(tmp_path / "item"), 0).open(cache)
     for row in (*range(64), 3, 60):
         assert read_bytes(reader, row * 50_000 + 10, 20_000) == array[row, 10:20_010].tobytes()
         assert sum(chunk.nbytes for chunk in cache._held.values()) <= 2 << 20
@@ -272,3 +277,46 @@ def test_fuzzed_chunks_raise_prep_error_or_read(tmp_path_factory, count: int):
 
 def test_read_blocks_are_small():
     assert READ_BLOCK_NBYTES <= 1 << 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_joined_chunks_are_read_in_c_order(tmp_path_factory, data: st.DataObject):
+    extents = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+    shape = data.draw(extents, label="shape")
+    chunk_shape = tuple(data.draw(st.integers(1, extent), label="chunk") for extent in shape)
+    values = random_array("float32", shape)
+    meta = ArrayMeta(("w",), shape, "float32", chunk_shape)
+    path = tmp_path_factory.mktemp("joined") / "chunks"
+    path.write_bytes(all_bytes(meta, values))
+    grid = ChunkGrid(shape, chunk_shape)
+    steps = strides(grid.chunk_counts, math.prod(chunk_shape) * 4)
+    chunks = StridedChunks(0, 0, (0,) * len(shape), steps)
+    tensor = stored_tensor(Array("w", "float32", shape, chunk_shape, chunks))
+    other = stored_tensor(whole_array("o", "uint8", (4,), (0, 0)))
+    content = path.read_bytes()[:4] + values.tobytes()
+    with pytest.MonkeyPatch.context() as patch:
+        rows_nbytes = data.draw(st.sampled_from([1, 24, 1 << 20]), label="block")
+        patch.setattr(decoded_module, "JOIN_BLOCK_NBYTES", rows_nbytes)
+        blob = DerivedArrays("w", (JoinChunks(other), JoinChunks(tensor)), (path,))
+        with contextlib.closing(blob.open()) as reader:
+            for _ in range(4):
+                start = data.draw(st.integers(0, len(content)), label="start")
+                nbytes = data.draw(st.integers(0, len(content) - start), label="bytes")
+                assert read_bytes(reader, start, nbytes) == content[start : start + nbytes]
+
+
+def test_scale_of_decoded_chunks_is_undone_in_any_range(tmp_path: Path):
+    write_zarr_item(tmp_path / "item", ARRAYS, StorageForm(codec_names=("zstd",)))
+    item = read_item(tmp_path / "item")
+    number = next(n for n, meta in enumerate(item.arrays) if meta.name == META.name)
+    with contextlib.closing(decoded_array(item, number).open()) as plain:
+        stored = read_bytes(plain, 0, math.prod(META.grid) * META.chunk_nbytes)
+    scale = LayoutScale(16)
+    with np.errstate(all="ignore"):
+        expected = unscale_values(np.frombuffer(stored, np.float32), scale).tobytes()
+    blob = unscaled_array(item, number, scale)
+    assert blob.offsets[-1] == len(expected)
+    with contextlib.closing(blob.open()) as reader:
+        for start, stop in ((0, len(expected)), (3, 9), (101, 102), (7, len(expected) - 1)):
+            assert read_bytes(reader, start, stop - start) == expected[start:stop]

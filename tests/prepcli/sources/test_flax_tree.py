@@ -20,10 +20,10 @@ from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.references import EASYLM_PARTS, split_part
 from prepcli.sources.source import match_source_tensors, source_axis_maps, stored_tensor
-from prepcli.sources.tensor_rows import read_tensor
 from tests.helpers.golden_flax import FILES, FOLDER, LLAMA, decode_msgpack
 from tests.helpers.memory_stores import store_of
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.stored_arrays import read_tensor
 from tests.prepcli.formats.test_msgpack import fuzzed_file
 
 CONFIG: dict[str, Any] = json.loads((LLAMA / "hf/config.json").read_text())

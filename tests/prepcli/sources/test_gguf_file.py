@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,6 @@ import pytest
 
 import prepcli as prep
 from prepcli.core.errors import DamagedError, PrepError
-from prepcli.quantized.decoder import Decoder
-from prepcli.sources.dequantized import DequantizedBlob
 from tests.helpers.gguf_files import CONFIGS, GPT_OSS, MIXTRAL, make_gguf
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.run_cli import run_ok
@@ -367,18 +367,19 @@ def test_inspect_lists_decoded_tensors(architecture: str, capsys: pytest.Capture
 
 def test_offsets_are_computed_once_per_dtype(monkeypatch: pytest.MonkeyPatch):
     # Computed for each tensor, they took seconds with thousands of weights.
-    num_sizes = 0
-    dtype_of = DequantizedBlob.dtype_of
+    num_offsets = 0
+    accumulate = itertools.accumulate
 
-    def count_sizes(blob: DequantizedBlob, decoder: Decoder) -> str:
-        nonlocal num_sizes
-        num_sizes += 1
-        return dtype_of(blob, decoder)
+    def count_offsets(sizes: Iterator[int], *, initial: int) -> Iterator[int]:
+        nonlocal num_offsets
+        num_offsets += 1
+        return accumulate(sizes, initial=initial)
 
     make_gguf(Path("m.gguf"), "llama")
-    monkeypatch.setattr(DequantizedBlob, "dtype_of", count_sizes)
-    inspection = prep.inspect("./m.gguf")
-    assert num_sizes == 2 * len(inspection.tensors)
+    monkeypatch.setattr(itertools, "accumulate", count_offsets)
+    prep.inspect("./m.gguf")
+    # Of the blocks, and of the values in bfloat16.
+    assert num_offsets == 2
 
 
 def test_inspect_computes_statistics_of_decoded_values(capsys: pytest.CaptureFixture[str]):

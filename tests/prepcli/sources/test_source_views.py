@@ -1,4 +1,4 @@
-"""Tests of sources with the files of another source after their own."""
+"""Other views of sources: the files of another source after their own."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from prepcli.algebra.grids import (
 from prepcli.algebra.rows import parse_row
 from prepcli.engine.blobs import open_blobs
 from prepcli.planning.arrays import Array, Location, MappedArray, parted_array, whole_array
-from prepcli.sources.appended_files import append_files, shift_file_numbers
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import SourceTensor
-from prepcli.sources.tensor_rows import read_tensor
+from prepcli.sources.source_views import append_files, shift_file_numbers
 from tests.helpers.plans import flat
+from tests.helpers.stored_arrays import tensor_bytes
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 AXIS_MAP = bind_row(parse_row("a b <- w: a b"), {"a": 2, "b": 3})
@@ -85,8 +85,8 @@ def test_appended_files_have_the_bytes_of_both_sources(tmp_path: Path, with_blob
     with open_blobs(combined.byte_sources) as files:
         for tensor in a.tensors:
             values = values_a[a.file_name(tensor)]
-            assert read_tensor(files, tensor).tobytes() == values.tobytes()
+            assert tensor_bytes(files, tensor) == values.tobytes()
         for tensor in b.tensors:
             shifted = shift_file_numbers(tensor, len(a.files))
             values = values_b[b.file_name(tensor)]
-            assert read_tensor(files, shifted).tobytes() == values.tobytes()
+            assert tensor_bytes(files, shifted) == values.tobytes()

@@ -8,7 +8,7 @@ import pytest
 
 from prepcli.core.errors import DamagedError
 from prepcli.planning.arrays import whole_array
-from prepcli.quantized.packed_ints import PackedIntDecoder
+from prepcli.quantized.compressed_tensors import PackedIntDecoder
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized import (
     assert_equal_bits,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import DamagedError, PrepError
-from prepcli.quantized.find_weights import find_weights
+from prepcli.quantized.formats import find_weights
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized import assert_equal_bits, decode_all, stored, to_numpy, to_torch
 
