@@ -31,9 +31,9 @@ from prepcli.sources.side_files import TRAINER_STATE_FILE
 from prepcli.sources.source import SCHEDULER_FILE, Source
 from prepcli.sources.torch_state import ENTRIES, OPTIMIZER_FILES, STEP_ENTRY, decay_differences
 from prepcli.targets.hf_folder import json_bytes
-from prepcli.targets.layout_leaves import find_layout_leaves, whole_leaf_location
 from prepcli.targets.planner import Draft, Placed
 from prepcli.targets.safetensors_folder import header_entries, place_safetensors
+from prepcli.targets.trees import find_layout_leaves, whole_leaf_location
 
 # A tensor takes up to 77 opcodes of `.metadata`: a moment has four keys.
 MAX_TENSORS = MAX_METADATA_OPCODES // 80

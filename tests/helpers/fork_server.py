@@ -36,9 +36,9 @@ PRELOADED = (
     "prepcli.commands.operations.push",
     "prepcli.commands.operations.save_init",
     "prepcli.commands.operations.verify",
-    "prepcli.commands.rendering.conversions",
+    "prepcli.commands.rendering.checkpoints",
     "prepcli.commands.rendering.inspection",
-    "prepcli.commands.rendering.verification",
+    "prepcli.commands.rendering.checkpoints",
     "pydantic.type_adapter",
     "zstandard",
 )

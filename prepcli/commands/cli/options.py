@@ -28,7 +28,7 @@ def complete_family(incomplete: str) -> list[str]:
 
 def complete_shipped_recipe(incomplete: str) -> list[str]:
     """Return the names of the shipped recipes with the prefix `incomplete`."""
-    from prepcli.commands.operations.recipe_files import recipe_names
+    from prepcli.commands.operations.recipes import recipe_names
 
     return [name for name in recipe_names() if name.startswith(incomplete)]
 

@@ -14,8 +14,8 @@ To add a command:
     def pad_vocab(context: typer.Context, checkpoint: CheckpointArgument, *, options: PadVocabOptions,
                   output_options: OutputOptions, progress: ProgressOption = "auto") -> int:
         from prepcli.commands.operations.pad_vocab import pad_vocab as run
-        from prepcli.commands.rendering.conversions import conversion_report
-        ui = output_options.open_console("pad-vocab", progress)
+        from prepcli.commands.rendering.checkpoints import conversion_report
+        ui = output_options.open_console("pad-vocab")
         return ui.finish(conversion_report(run(checkpoint, progress=ui, **options), ui.level))
 
 These functions catch no exceptions: `cli.main` turns each exception and signal into a message and an exit code. Slow
@@ -42,27 +42,21 @@ from prepcli.commands.cli.conversion import (
     reshard,
     save_init,
 )
-from prepcli.commands.cli.docs import docs
-from prepcli.commands.cli.evaluation import evaluate
 from prepcli.commands.cli.inspection import (
     check_family,
     demo,
+    docs,
     env,
     inspect,
     lock,
     models,
     roundtrip,
+    suggest,
     verify,
 )
-from prepcli.commands.cli.launch import gke, local, ray, sky, slurm, tpu
-from prepcli.commands.cli.launched import LaunchCommand
-from prepcli.commands.cli.maps import suggest
-from prepcli.commands.cli.plan import plan
-from prepcli.commands.cli.recipes import recipes
-from prepcli.commands.cli.report import report
+from prepcli.commands.cli.launch import LaunchCommand, gke, local, ray, sky, slurm, tpu
 from prepcli.commands.cli.strict import OneProcessCommand, StrictCommand
-from prepcli.commands.cli.tokenize import tokenize
-from prepcli.commands.cli.train import generate, train
+from prepcli.commands.cli.training import evaluate, generate, plan, recipes, report, tokenize, train
 from prepcli.core.errors import USAGE
 from prepcli.core.job_errors import label_errors, process_of
 from prepcli.core.version import version

@@ -24,17 +24,13 @@ from prepcli.commands.operations.chain_link import (
     compare_settings,
     compare_tensors,
 )
-from prepcli.commands.operations.checksum_file import check_checksum_file
-from prepcli.commands.operations.conflicts import check_mutually_exclusive, reject_without
 from prepcli.commands.operations.inspection_options import (
-    ChainCommandOptions,
     ChainOptions,
-    VerifyOptions,
 )
 from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.options import SourceOptions
 from prepcli.commands.operations.results import Chain, ChainLink, LinkStatus
+from prepcli.commands.operations.verify_sources import check_checksum_file
 from prepcli.core.errors import (
     GET_AGAIN_HINT,
     DamagedError,
@@ -344,31 +340,3 @@ def _check_of(output: _Checkpoint, source: _Checkpoint, report: LinkReport) -> s
     if any(change.startswith(CAST) for change in report.not_shown):
         words += ["--tolerance", "NUMBER"]
     return shlex.join(words)
-
-
-def check_chain_command(
-    against: str | None, options: VerifyOptions, chain_options: ChainCommandOptions
-) -> None:
-    """Raise UsageError for options of `prep verify` excluded by a chain, or without effect outside of one."""
-    chain = Option("chain", True)
-    if not chain_options["chain"]:
-        why = "only a chain has sources to find"
-        reject_without(Option("search"), chain_options["search"] or None, chain, why)
-        reject_without(Option("allow_unproven"), chain_options["allow_unproven"], chain, why)
-        return
-    if against is not None:
-        what = text("{} takes one checkpoint", chain)
-        why = "the other checkpoints of a chain are recorded"
-        raise usage_error(what, why, text("remove {} or {}", against, chain))
-    for name in ("quick", "tolerance", "accept", "config", "strict"):
-        check_mutually_exclusive({"chain": True, name: options[name] or None})
-
-
-def chain_options_of(options: VerifyOptions, chain_options: ChainCommandOptions) -> ChainOptions:
-    """Return the options of `verify_chain` among the options of `prep verify`."""
-    selected = {name: options[name] for name in SourceOptions.__annotations__ if name in options}
-    return ChainOptions(
-        **selected,
-        search=chain_options["search"],
-        allow_unproven=chain_options["allow_unproven"],
-    )

@@ -1,6 +1,6 @@
-"""The options of the operations that compute with a model: train, evaluate and generate. See `options.py`.
+"""The options of the operations that compute with a model or prepare data: train, evaluate, generate, tokenize.
 
-This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
+This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it. See `options.py`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypedDict
 
-from prepcli.commands.operations.evaluation_keys import KEYS_TEXT
 from prepcli.commands.operations.options import ConversionArguments, SourceOptions
-from prepcli.commands.operations.token_ids import parse_token_ids
+from prepcli.core.errors import NO_VALUE, Key, Option, override_text, text, usage_error
 from prepcli.core.option_spec import (
     Minimum,
     NonNegativeInt,
@@ -19,6 +18,117 @@ from prepcli.core.option_spec import (
     PositiveInt,
     option_specs,
 )
+
+MAX_ID_DIGITS = 9  # more than any token id has
+
+
+def parse_token_ids(ids: str) -> list[int]:
+    """Return comma-separated token ids. Raise UsageError for other text.
+
+    >>> parse_token_ids("3, 1,4")
+    [3, 1, 4]
+    """
+    numbers = split_token_ids(ids)
+    if numbers is None:
+        raise usage_error(
+            text("invalid {}", Option("tokens", f"{ids:.60}")),
+            "it takes comma-separated token ids",
+            text("{}", Option("tokens", [[1, 2, 3]])),
+        )
+    return numbers
+
+
+def split_token_ids(ids: str) -> list[int] | None:
+    """Return comma-separated token ids. None for other text."""
+    numbers: list[int] = []
+    for word in ids.split(","):
+        word = word.strip()
+        # `int` also takes digits of other scripts, and underscores.
+        if not (word.isascii() and word.isdecimal() and len(word) <= MAX_ID_DIGITS):
+            return None
+        numbers.append(int(word))
+    return numbers
+
+
+def format_token_ids(ids: Sequence[int]) -> str:
+    """Return token ids with commas.
+
+    >>> format_token_ids([3, 1, 4])
+    '3,1,4'
+    """
+    return ",".join(map(str, ids))
+
+
+# --- The recipe keys that an evaluation uses, and the options of `evaluate` that set them
+
+
+KEYS_BY_TABLE = {
+    "data": (
+        "add_bos",
+        "add_eos",
+        "always_start_with_bos",
+        "bad_lines",
+        "cache",
+        "chat_template",
+        "config",
+        "fields",
+        "fields_from_example",
+        "format",
+        "ids_dtype",
+        "loss",
+        "loss_reasoning",
+        "max_document_bytes",
+        "max_examples",
+        "mean_noise_span_length",
+        "noise_density",
+        "objective",
+        "overlong",
+        "packing",
+        "prepend_text",
+        "revision",
+        "seq_length",
+        "source_length",
+        "source_prefix",
+        "split",
+        "subfield_separator",
+        "template_args",
+        "template_date",
+        "tokenizer",
+        "type",
+    ),
+    "eval": ("stride",),
+    "model": ("attention_kernel", "dtype", "head_chunk_size", "k_chunk_size", "q_chunk_size"),
+}
+EFFECTIVE_KEYS = frozenset(
+    f"{table}.{key}" for table, keys in KEYS_BY_TABLE.items() for key in keys
+)
+KEYS_TEXT = ". ".join(f"[{table}]: {', '.join(keys)}" for table, keys in KEYS_BY_TABLE.items())
+
+# Options of `evaluate` that replace a key. All other keys are set by `overrides`.
+OPTION_OF_KEY = {
+    "data.fields": "fields",
+    "data.seq_length": "seq_length",
+    "data.tokenizer": "tokenizer",
+    "data.type": "type",
+}
+
+
+def option_of_key(key: Key) -> Option | Key | None:
+    """Return the option of `evaluate` that sets a recipe key, or None if an evaluation does not use the key.
+
+    >>> from prepcli.core.errors import TERMINAL
+    >>> option_of_key(Key("data.type", "json")).render(TERMINAL)
+    '`--type json`'
+    >>> option_of_key(Key("data.source_length", 512)).render(TERMINAL)
+    '`--set data.source_length=512`'
+    """
+    option = OPTION_OF_KEY.get(key.name)
+    if option is not None:
+        return Option(option, key.value)
+    if key.name not in EFFECTIVE_KEYS or key.value is NO_VALUE:
+        return None
+    return Option("overrides", f"{key.name}={override_text(key.value)}")
+
 
 ComputeDtype = Literal["float32", "bfloat16"]
 Reduction = Literal["fast", "exact"]
@@ -377,3 +487,71 @@ class TrainOptions(TypedDict, total=False):
     ]
     offline: Annotated[bool, _SOURCE_SPECS["offline"]]
     stream: Annotated[bool, _SOURCE_SPECS["stream"]]
+
+
+# --- The options for preparing data: `batches`, `tokenize` and `tokenize_shard`
+
+
+_TRAIN = option_specs(TrainOptions)
+
+
+TokenFormat = Literal["prep", "megatron", "parquet"]
+
+
+class TokenizeArguments(TypedDict, total=False):
+    """Arguments of the function `tokenize_shard` with an option on the command line."""
+
+    out: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FOLDER",
+            "Write the tokens of a run to its folder, or the files of another format to FOLDER. Default: runs/NAME.",
+            "Folder of the run, or of the files of another format.",
+            position=2,
+        ),
+    ]
+    format: Annotated[
+        TokenFormat,
+        OptionSpec(
+            "NAME",
+            "Also write the tokens for another trainer: megatron or parquet.",
+            'Format of the tokens: "prep", "megatron" (.idx and .bin) or "parquet".',
+            default="prep",
+            position=3,
+        ),
+    ]
+    show: Annotated[
+        NonNegativeInt | None,
+        OptionSpec(
+            "N",
+            "Show the first N samples of each source, with their tokens with loss marked, and a table of all samples.",
+            "Number of samples of each source to read as text, with the counts of all samples. Default: neither.",
+            position=4,
+        ),
+    ]
+    html: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Write a page with the samples and the table of --show.",
+            "File of a page with the samples and the counts of `show`. Default: none.",
+            position=5,
+        ),
+    ]
+    dry_run: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Keep no tokens: only show samples.",
+            "Keep no tokens, and only return samples.",
+            default=False,
+            position=6,
+        ),
+    ]
+
+
+class DataOptions(TypedDict, total=False):
+    """Options of `batches` and `tokenize_shard`."""
+
+    overrides: Annotated[str | Sequence[str], _TRAIN["overrides"]]
+    offline: Annotated[bool, _TRAIN["offline"]]

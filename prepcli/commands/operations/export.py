@@ -77,9 +77,7 @@ from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, stored_axis_maps
-from prepcli.targets.flax_folder import place_flax
-from prepcli.targets.hf_folder import json_bytes
-from prepcli.targets.layout_leaves import in_tree
+from prepcli.targets.hf_folder import adapter_tokenizer, json_bytes
 from prepcli.targets.planner import (
     Draft,
     Placed,
@@ -89,7 +87,6 @@ from prepcli.targets.planner import (
     with_tied_head,
 )
 from prepcli.targets.safetensors_folder import place_adapter, place_mapped, place_safetensors
-from prepcli.targets.tokenizer_files import adapter_tokenizer
 from prepcli.targets.torch_folder import (
     place_dcp,
     place_dcp_state,
@@ -97,7 +94,7 @@ from prepcli.targets.torch_folder import (
     place_trainer_checkpoint,
     prepare_torch_adam,
 )
-from prepcli.targets.trainer_item import place_trainer_item
+from prepcli.targets.trees import in_tree, place_flax, place_trainer_item
 
 NO_MAP = WrittenMap()
 

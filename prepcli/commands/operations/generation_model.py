@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from prepcli.commands.operations.compute_options import GenerateOptions
-from prepcli.commands.operations.conflicts import reject_without
-from prepcli.commands.operations.model_files import (
+from prepcli.commands.operations.computing import (
     find_source_tokenizer,
+    open_params,
+    resolve_compute_dtype,
     source_generation_defaults,
 )
-from prepcli.commands.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.commands.operations.opening import (
     CommonOptions,
     check_config_option,
     open_checkpoint,
     source_line,
 )
+from prepcli.commands.operations.operation import reject_without
 from prepcli.core.errors import DamagedError, Option, PrepError, text, usage_error
 from prepcli.core.json_types import JsonObject, JsonValue
 from prepcli.core.json_values import load_json

@@ -19,8 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
 from prepcli.commands.console.jax_logs import silence_jax
-from prepcli.commands.operations.model_files import source_generation_defaults, tokenizer_path
-from prepcli.commands.operations.open_params import open_params, resolve_compute_dtype
+from prepcli.commands.operations.computing import (
+    open_params,
+    resolve_compute_dtype,
+    source_generation_defaults,
+    tokenizer_path,
+)
 from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public, rendered_for_python
 from prepcli.commands.operations.options import SourceOptions

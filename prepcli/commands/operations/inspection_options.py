@@ -1,18 +1,23 @@
-"""The options of the operations that read a checkpoint and write no other one.
+"""The options of the operations that write no checkpoint of their own, e.g. inspect, verify, plan, report and env.
 
-This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
+This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it. See `options.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Literal, TypedDict, get_args
 
-from prepcli.commands.operations.map_options import TENSOR_MAP, MapOptions
-from prepcli.commands.operations.options import VERBATIM, SourceOptions
-from prepcli.commands.operations.strict_options import StrictOptions
-from prepcli.commands.operations.tree_options import SourceTreeOptions
+from prepcli.commands.operations.options import (
+    TENSOR_MAP,
+    VERBATIM,
+    MapOptions,
+    SourceOptions,
+    SourceTreeOptions,
+    StrictOptions,
+)
 from prepcli.core.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
 from prepcli.planning.libraries import Tree
 
@@ -436,5 +441,90 @@ class MeshSearchOptions(TypedDict, total=False):
             "Search the meshes on which the step fits. Default: False.",
             default=False,
             position=2,
+        ),
+    ]
+
+
+DEMO_FOLDER = Path("prep-demo")
+
+
+class ReportOptions(TypedDict):
+    """Arguments of the function `report` with an option on the command line."""
+
+    out: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Write the page to FILE. Default: report.html in RUN, or here if RUN is a URL.",
+            "The HTML file. Default: `report.html` in the folder of the first run.",
+        ),
+    ]
+
+
+class RecipesOptions(TypedDict):
+    """Options of `prep recipes`."""
+
+    out: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Copy to FILE. Default: NAME.toml.",
+            "File of the copy. Default: the recipe's name with the suffix .toml.",
+        ),
+    ]
+
+
+class DocsOptions(TypedDict):
+    """Options of `prep docs`."""
+
+    path: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Print the path of the page instead of its text.",
+            "Return the path of the page instead of its text. Default: False.",
+            default=False,
+        ),
+    ]
+
+
+class EnvOptions(TypedDict):
+    """Options of `prep env`."""
+
+    devices: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Import jax and list its devices.",
+            "Import jax and list its devices. Default: False.",
+            default=False,
+        ),
+    ]
+
+
+class DemoOptions(TypedDict):
+    """Options of `prep demo`."""
+
+    out: Annotated[
+        PathLike,
+        OptionSpec(
+            "FOLDER",
+            "Work in FOLDER.",
+            'Folder of the demo. Default: "prep-demo".',
+            default=DEMO_FOLDER,
+        ),
+    ]
+
+
+class CheckFamilyOptions(TypedDict):
+    """Options of `prep check-family`."""
+
+    check: Annotated[
+        Sequence[str],
+        OptionSpec(
+            "NAME",
+            "Run only this check. Repeatable.",
+            "Names of the checks to run. Default: all.",
+            default=(),
         ),
     ]

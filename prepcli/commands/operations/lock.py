@@ -14,7 +14,7 @@ from prepcli.algebra.boxes import Range
 from prepcli.commands.operations.inspection_options import LockOptions
 from prepcli.commands.operations.opening import common_options, open_checkpoint, source_line
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.result_files import (
+from prepcli.commands.operations.output_location import (
     check_result_path,
     has_content,
     write_result_file,

@@ -35,8 +35,8 @@ from prepcli.sources.folders import Access
 from prepcli.sources.openers.peft_folder import is_adapter
 from prepcli.sources.source import Source
 from prepcli.targets.adapter_updates import BaseAdapter, merge_adapter, open_base_adapter
+from prepcli.targets.hf_folder import with_adapter_tokenizer
 from prepcli.targets.planner import Draft
-from prepcli.targets.tokenizer_files import with_adapter_tokenizer
 
 
 @public

@@ -8,6 +8,9 @@ Both compute in float32. The modules of JAX and torch are imported inside the fu
 
 from __future__ import annotations
 
+import math
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,17 +19,39 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prepcli.commands.operations.file_arrays import file_array
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.models.param_tree import Tree
 from prepcli.sources.source import CONFIG
 from prepcli.stores.paths import AnyPath, StorePath
+from prepcli.stores.reading import io_error
 from trainer.run.params import OpenedModel
 
 if TYPE_CHECKING:
     from jax import Array
 
     from trainer.nn.model_spec import ForwardConfig
+
+
+def temporary_folder() -> Path:
+    """Return the folder of temporary files: `TMPDIR`, or the one of the system."""
+    return Path(tempfile.gettempdir())
+
+
+def file_array(shape: tuple[int, ...]) -> np.ndarray:
+    """Return a float32 array in a temporary file without a name. The file is removed with the array.
+
+    Raises:
+        PrepError: The file system has no room.
+    """
+    nbytes = 4 * math.prod(shape)
+    try:
+        with tempfile.TemporaryFile() as file:
+            # A write to a mapped page without a block on the disk would end the process with a signal.
+            os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
+            return np.memmap(file, np.float32, "r+", shape=shape)
+    except OSError as error:
+        raise io_error(temporary_folder(), error) from error
+
 
 REFERENCE_PACKAGES = ("torch", "transformers")
 # Longer prompts are computed with attention in tiles, because the scores of all pairs of tokens may exceed the memory.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.commands.operations.conflicts import reject_without
+from prepcli.commands.operations.operation import reject_without
 from prepcli.commands.operations.options import DEFAULT_MEMORY
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Option, text, usage_error
@@ -30,7 +30,7 @@ from prepcli.sources.opening import has_unread_state, open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
 from prepcli.sources.source_hints import KeptScales
-from prepcli.targets.streams import optimizer_nbytes
+from prepcli.targets.planner import optimizer_nbytes
 
 if TYPE_CHECKING:
     from prepcli.formats.lock_file import Lock

@@ -17,13 +17,175 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
-from prepcli.commands.operations.map_options import ExportMapOptions, MapOptions
-from prepcli.commands.operations.storage_options import StorageOptions
-from prepcli.commands.operations.strict_options import StrictOptions
-from prepcli.commands.operations.towers_options import TowersOptions
-from prepcli.commands.operations.training_state_options import TrainingStateOptions
-from prepcli.commands.operations.tree_options import SourceTreeOptions, TreeOptions
-from prepcli.core.option_spec import NOT_RECORDED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
+from prepcli.core.option_spec import (
+    NOT_RECORDED,
+    REQUIRED,
+    NonNegativeInt,
+    OptionSpec,
+    PathLike,
+    PositiveInt,
+)
+from prepcli.planning.item_storage import StorageName
+from prepcli.planning.libraries import HF_LAYOUT, TREES, Layout
+
+# Without the forms of the same trees with other layers.
+_STACKED = [tree for tree in TREES if not tree.endswith("scanned")]
+
+
+class SourceTreeOptions(TypedDict, total=False):
+    """The layout of a tree to read."""
+
+    source_layout: Annotated[
+        str | None,
+        OptionSpec(
+            "TREE",
+            f"Read the tree as native, {', '.join(_STACKED[:-1])} or {_STACKED[-1]}. Default: by its leaves.",
+            "Layout of a checkpoint that another library wrote, by the names of `layout`, or native for prep's own."
+            " Default: the one that fits the names and shapes of the leaves best.",
+            position=23,
+            record=66,
+        ),
+    ]
+
+
+class TreeOptions(TypedDict, total=False):
+    """Options for the tree of another library."""
+
+    layout: Annotated[
+        Layout,
+        OptionSpec(
+            "TREE",
+            f"Write the tree of {HF_LAYOUT}, {', '.join(TREES[:-1])} or {TREES[-1]}.",
+            '"hf" (safetensors, the default), "hf-flax" (Flax msgpack), "easylm" (stream), or a checkpoint of another '
+            'trainer: "maxtext", "tunix", "levanter" or "torchtitan" (torch distributed '
+            'checkpoint). "maxtext-unscanned" and "levanter-unscanned" have one leaf per layer, "easylm-scanned" has '
+            "stacked layers.",
+            default="hf",
+            cli_type=str,
+            position=3,
+            record=2,
+        ),
+    ]
+    format: Annotated[
+        Literal["safetensors", "dcp", "msgpack", "stream", "orbax", "tensorstore"] | None,
+        OptionSpec(
+            "KIND",
+            "Write safetensors, dcp, msgpack, stream, orbax or tensorstore. Default: by layout.",
+            "Format of the files. Default: the first one of the layout. The layout hf has safetensors and dcp (torch "
+            "distributed checkpoint).",
+            cli_type=str,
+            position=4,
+            record=NOT_RECORDED,
+        ),
+    ]
+
+
+TENSOR_MAP = OptionSpec(
+    "FILE",
+    "Read the tensors through the rows of FILE (prep docs map).",
+    "File of rows from the tensors of the files to those of a model. Default: none.",
+    position=23,
+    record=65,
+)
+
+
+class ExportMapOptions(TypedDict, total=False):
+    """The map from a model to the tensors of an export."""
+
+    map: Annotated[
+        PathLike | None,
+        replace(
+            TENSOR_MAP,
+            help="Write the tensors on the right sides of the rows of FILE (prep docs map).",
+            doc="File of rows. Their right sides are the tensors to write. Default: none.",
+        ),
+    ]
+
+
+class MapOptions(TypedDict, total=False):
+    """The map between the tensors of a checkpoint and those of a model."""
+
+    map: Annotated[PathLike | None, TENSOR_MAP]
+
+
+class StorageOptions(TypedDict, total=False):
+    """The storage of the arrays of an Orbax item."""
+
+    storage: Annotated[
+        StorageName,
+        OptionSpec(
+            "FORM",
+            "Store arrays as ocdbt or zarr3 (a few data files), or files or zarr3-files (one file per chunk).",
+            '"ocdbt" (the default) or "zarr3": an OCDBT database of zarr 2 or 3. "files" or "zarr3-files": one file'
+            " per chunk, for Pathways, of zarr 2 or 3.",
+            default="ocdbt",
+            position=31,
+            record=17,
+        ),
+    ]
+
+
+STRICT = OptionSpec(
+    None,
+    "Fail on differences that are otherwise only noted.",
+    "Raise for differences that are otherwise only noted, such as tensors outside of an index. Default: False.",
+    default=False,
+    position=22,
+    record=NOT_RECORDED,
+)
+
+
+class StrictOptions(TypedDict, total=False):
+    """Whether differences that are only noted are errors."""
+
+    strict: Annotated[bool, STRICT]
+
+
+class TowersOptions(TypedDict, total=False):
+    """The parts of a model with towers, or with multi-token prediction, in an export."""
+
+    text_only: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Leave out the towers of a multimodal model, and multi-token prediction.",
+            "Write the text model of a checkpoint without towers and multi-token prediction. Default: False.",
+            default=False,
+            position=27,
+            record=63,
+        ),
+    ]
+    towers: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "CHECKPOINT",
+            "Read the towers or the multi-token prediction of a training step from CHECKPOINT. Default: the model that"
+            " the run started from.",
+            "Checkpoint with the towers or the multi-token prediction of a training step. Default: the model that the"
+            " run started from.",
+            cli_type=str,
+            position=28,
+            record=64,
+        ),
+    ]
+
+
+class TrainingStateOptions(TypedDict, total=False):
+    """The training state in a conversion between frameworks."""
+
+    training_state: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Convert the optimizer's moments and the step as well.",
+            "Convert the moments of the optimizer and the step as well, to resume the training in another framework."
+            " Default: False.",
+            default=False,
+            position=29,
+            record=66,
+        ),
+    ]
+
 
 DEFAULT_MEMORY = "512MiB"
 DEFAULT_SHARD_SIZE = "5GB"
@@ -561,5 +723,65 @@ class ConversionArguments(TypedDict, total=False):
             "Return the plan from headers only.",
             default=False,
             position=42,
+        ),
+    ]
+
+
+class AddTokensOptions(ConversionOptions, DropOptions, StrictOptions, total=False):
+    """Options of `add_tokens`. `tokens` is required."""
+
+    tokens: Annotated[
+        PathLike,
+        OptionSpec(
+            "FILE",
+            "Add these tokens: one per line, or a JSON list in *.json.",
+            "File with the tokens: one per line, or a JSON list of strings and objects in `*.json`. Required.",
+            default=REQUIRED,
+            position=1,
+            record=1,
+        ),
+    ]
+    init: Annotated[
+        Literal["mean", "zeros", "normal"],
+        OptionSpec(
+            "KIND",
+            "Fill new rows with the mean of the token's pieces, zeros or normal.",
+            '"mean" (the default) of the rows of the pieces into which the tokenizer splits the token now,'
+            ' "zeros", or "normal" with the config\'s `initializer_range`.',
+            default="mean",
+            cli_type=str,
+            position=12,
+            record=20,
+        ),
+    ]
+    seed: Annotated[NonNegativeInt | None, SEED_SPEC]
+
+
+class RemoveTokensOptions(SourceOptions, RerunOptions, DropOptions, StrictOptions, total=False):
+    """Options of `remove_tokens`."""
+
+
+class SharingOptions(TypedDict, total=False):
+    """How a command divides its work among processes."""
+
+    processes: Annotated[
+        str | None,
+        OptionSpec(
+            "N/I",
+            "Write as process I (from 0) of N. Default: from the variables of SLURM or JAX.",
+            "Share of this process.",
+            environment="PREP_PROCESSES",
+            position=45,
+        ),
+    ]
+    workers: Annotated[
+        PositiveInt,
+        OptionSpec(
+            "N",
+            "Use N processes on this host.",
+            "Number of processes on this host.",
+            default=1,
+            maximum=256,
+            position=46,
         ),
     ]

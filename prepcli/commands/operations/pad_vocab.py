@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Unpack
 
 from prepcli.algebra.axis_map import ParsedAxisMap
-from prepcli.commands.operations.conflicts import check_mutually_exclusive, reject_without
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
@@ -18,7 +17,7 @@ from prepcli.commands.operations.conversion import (
     run_conversion,
 )
 from prepcli.commands.operations.opening import common_options, make_match_options, recorded_values
-from prepcli.commands.operations.operation import public
+from prepcli.commands.operations.operation import check_mutually_exclusive, public, reject_without
 from prepcli.commands.operations.options import PadVocabOptions, SaveInitOptions
 from prepcli.commands.operations.results import Conversion
 from prepcli.core.counts import count_text

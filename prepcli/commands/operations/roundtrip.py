@@ -24,13 +24,13 @@ from prepcli.commands.operations.inspection_options import RoundtripOptions
 from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import SourceOptions
-from prepcli.commands.operations.output_location import check_output_location
-from prepcli.commands.operations.pad_vocab import pad_vocab
-from prepcli.commands.operations.result_files import (
+from prepcli.commands.operations.output_location import (
+    check_output_location,
     check_result_path,
     has_content,
     write_result_file,
 )
+from prepcli.commands.operations.pad_vocab import pad_vocab
 from prepcli.commands.operations.results import Conversion, Roundtrip, RoundtripWay
 from prepcli.commands.operations.save_init import reshard, save_init
 from prepcli.commands.operations.verify import verify

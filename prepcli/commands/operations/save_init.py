@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.commands.operations.conflicts import reject_without
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
@@ -23,7 +22,7 @@ from prepcli.commands.operations.opening import (
     make_match_options,
     recorded_values,
 )
-from prepcli.commands.operations.operation import public
+from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.options import ReshardOptions, SaveInitOptions
 from prepcli.commands.operations.pad_vocab import check_seed, make_fill, padded_vocab_rows
 from prepcli.commands.operations.results import Conversion
@@ -66,12 +65,12 @@ from prepcli.targets.planner import (
     NATIVE_TREE,
     Draft,
     Placed,
+    dropped_state,
     make_plan,
     start_draft,
     with_rows,
     with_source_state,
 )
-from prepcli.targets.streams import dropped_state
 
 # A TPU host and many GPU hosts have 4 devices. The number is used to estimate the bytes read by a host.
 DEVICES_PER_HOST = 4

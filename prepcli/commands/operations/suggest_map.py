@@ -13,7 +13,7 @@ from typing import Unpack
 from prepcli.commands.operations.inspection_options import SuggestMapOptions
 from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.result_files import (
+from prepcli.commands.operations.output_location import (
     check_result_path,
     has_content,
     write_result_file,

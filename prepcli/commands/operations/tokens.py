@@ -26,11 +26,14 @@ from prepcli.commands.operations.opening import (
     recorded_values,
 )
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.options import SaveInitOptions
+from prepcli.commands.operations.options import (
+    AddTokensOptions,
+    RemoveTokensOptions,
+    SaveInitOptions,
+)
 from prepcli.commands.operations.pad_vocab import check_seed, make_fill, mesh_rows
 from prepcli.commands.operations.results import Conversion
 from prepcli.commands.operations.save_init import check_index_size, resolve_layout
-from prepcli.commands.operations.token_options import AddTokensOptions, RemoveTokensOptions
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.lists import join_names
@@ -64,13 +67,13 @@ from prepcli.sources.vocabulary_tensors import VocabularyTensors, find_vocabular
 from prepcli.targets.orbax_item import OrbaxLayout
 from prepcli.targets.planner import (
     Draft,
+    VocabResize,
     draft_of,
     make_plan,
     resize_vocabulary,
     with_source_state,
 )
 from prepcli.targets.safetensors_folder import place_in_source_files
-from prepcli.targets.streams import VocabResize
 from prepcli.targets.token_files import (
     SourceTokenizer,
     VocabularyTokenizer,

@@ -14,12 +14,6 @@ from typing import Unpack
 
 from prepcli.algebra.boxes import Range
 from prepcli.commands.operations.accept import accept_files
-from prepcli.commands.operations.checksum_file import check_checksum_file
-from prepcli.commands.operations.comparable_sources import (
-    check_contents,
-    comparable_sources,
-    note_unrecorded_drops,
-)
 from prepcli.commands.operations.compared_settings import setting_differences
 from prepcli.commands.operations.inspection_options import VerifyOptions
 from prepcli.commands.operations.opening import (
@@ -36,14 +30,20 @@ from prepcli.commands.operations.verification_results import (
     TensorDistance,
     Verification,
 )
-from prepcli.commands.operations.verified_model import (
+from prepcli.commands.operations.verify_sources import (
     VerifiedModel,
+    check_checksum_file,
+    check_contents,
     collect_model,
+    comparable_sources,
+    first_options,
+    is_output,
+    mapped_options,
+    note_unrecorded_drops,
     unpadded_rows,
     unpadded_shape,
     unused_tensors,
 )
-from prepcli.commands.operations.verify_map import first_options, is_output, mapped_options
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.observer import Observer, observer_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -36,6 +35,8 @@ from prepcli.sources.source import CONFIG, SourceTensor
 
 if TYPE_CHECKING:
     # Only `--html` needs the modules of pages.
+    from collections.abc import Sequence
+
     from prepcli.commands.operations.inspect_page import WrittenPage
 
 # Rows of a table. A malicious header may list millions of tensors.

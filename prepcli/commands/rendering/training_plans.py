@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from prepcli.commands.console.ui import Report, Ui
-from prepcli.commands.operations.plan import FittingMeshes
-from prepcli.commands.operations.results import StepPlan
 from prepcli.commands.pages.plan_rows import (
     CAVEAT,
+    COLLECTIVE_HEADER,
     KIND_HEADER,
     CompiledStep,
     change_text,
+    collective_rows,
+    compiled_memory_rows,
+    compiled_note,
+    compiled_title,
     device_kind_rows,
     flops_table,
     speed_cells,
@@ -20,15 +22,73 @@ from prepcli.commands.pages.plan_rows import (
     traffic_header,
     traffic_rows,
 )
-from prepcli.commands.rendering.compiled_step import compiled_fields, compiled_lines
 from prepcli.core.counts import count_text
 from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import LEAVES
 from prepcli.core.tables import format_table, wrap_line
 from prepcli.inspection.memory_report import memory_fields, memory_table
-from trainer.planning.memory_changes import MemoryChange
-from trainer.planning.mesh_search import MeshOption, MeshSearch
-from trainer.planning.training_plan import KindEstimate, TrainingPlan
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Iterator, Sequence
+
+    from prepcli.commands.operations.plan import FittingMeshes
+    from prepcli.commands.operations.results import StepPlan
+    from trainer.planning.memory_changes import MemoryChange
+    from trainer.planning.mesh_search import MeshOption, MeshSearch
+    from trainer.planning.training_plan import KindEstimate, TrainingPlan
+
+
+def compiled_lines(step: CompiledStep, *, columns: int | None) -> Iterator[str]:
+    """Yield the sections of the text: memory, collectives, and a line about the compilation.
+
+    Args:
+        step: The compiled step.
+        columns: Width of the terminal. None means unlimited.
+    """
+    yield format_table(
+        compiled_memory_rows(step),
+        (f"memory of one device, {compiled_title(step)}", ""),
+        right_aligned=[""],
+        width=columns,
+    )
+    yield ""
+    if step.plan.collectives:
+        yield format_table(
+            collective_rows(step),
+            COLLECTIVE_HEADER,
+            right_aligned=COLLECTIVE_HEADER[1:],
+            width=columns,
+        )
+        yield ""
+    yield wrap_line(compiled_note(step), columns)
+
+
+def compiled_fields(step: CompiledStep | None) -> dict[str, object] | None:
+    """Return the compiled step as fields of the JSON object, or None if the step was not compiled."""
+    if step is None:
+        return None
+    plan = step.plan
+    return {
+        "target": plan.target,
+        "is_upper_bound": plan.is_upper_bound,
+        "kernel": plan.kernel,
+        "jax": plan.jax_version,
+        "libtpu": plan.libtpu_version,
+        "temporary": plan.temp_nbytes,
+        "arguments": plan.argument_nbytes,
+        "outputs": plan.output_nbytes - plan.alias_nbytes,
+        "peak": plan.peak_nbytes,
+        "estimated": step.estimated_nbytes,
+        "ratio": step.ratio,
+        "collectives": [
+            {"kind": collective.kind, "operations": collective.count, "bytes": collective.nbytes}
+            for collective in plan.collectives
+        ],
+        "compile_s": plan.compile_s,
+        "host_memory": plan.host_nbytes,
+    }
+
 
 # Meshes that a search lists without -v, so that the best one stays on the screen.
 MAX_MESHES = 10

@@ -16,7 +16,7 @@ from prepcli.planning.plan import Fill, Stream
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.source import Source, SourceTensor
-from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, dropped_padding
+from prepcli.targets.planner import TensorTarget, VocabResize, build_streams, dropped_padding
 from tests.helpers.plans import flat
 
 MEAN = Fill("mean")
