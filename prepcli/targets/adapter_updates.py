@@ -163,13 +163,7 @@ def _module_key(name: str, source: Source) -> str:
 
 
 def _name_in_base(name: str, source: Source, modules: Mapping[str, str]) -> str:
-    """Return the name of an adapter's tensor with the base's name of its module. Other names stay.
-
-    Args:
-        name: Name of the tensor, without the prefix of PEFT.
-        source: The base.
-        modules: See `_weight_modules`.
-    """
+    """Return the name of an adapter's tensor with the base's name of its module. Other names stay."""
     match = MATRIX_NAME.fullmatch(name)
     # Another tensor may be the weight of a module that was trained as a whole.
     module = name.rpartition(".")[0]

@@ -33,12 +33,6 @@ def copied_files(
 ) -> tuple[SmallFile, ...]:
     """Return files to copy unchanged from a checkpoint.
 
-    Args:
-        side_files: The files.
-        root: Folder of the checkpoint.
-        manifest: Manifest in `root`, if any. Copies of listed files are compared with their records.
-        path_prefix: Put before the names in the output.
-
     Raises:
         PrepError: A file is a link that leaves the checkpoint.
     """
@@ -80,11 +74,6 @@ def config_files(source: Source, config: HFConfig, path_prefix: str = "") -> tup
 
     The file of the source is copied byte for byte if the output has the same config, for a verbatim output and for the
     whole config of a multimodal model.
-
-    Args:
-        source: The opened source.
-        config: Content of the output's config.json. Of a multimodal model, its text config.
-        path_prefix: Put before the name in the output.
     """
     path = source.config_path
     if source.wrapper is not None:
@@ -160,10 +149,6 @@ PATH_PREFIX = f"{HF_FOLDER}/"
 def tokenizer_folder(tokenizer: str | None, config: str | None) -> Path:
     """Return the folder of a tokenizer. Without one, return the folder of a config.
 
-    Args:
-        tokenizer: Path of a tokenizer file or of its folder, or None.
-        config: Path of a config.json or of its folder, or None.
-
     Raises:
         UsageError: There is no tokenizer.
     """
@@ -184,10 +169,6 @@ def tokenizer_folder(tokenizer: str | None, config: str | None) -> Path:
 def random_start_files(tokenizer: str | None, config: str | None) -> tuple[SmallFile, ...]:
     """Return the files of a random start: its tokenizer, and the generation_config.json beside it.
 
-    Args:
-        tokenizer: Path of a tokenizer file or of its folder, or None for the tokenizer beside the config.
-        config: Path of a config.json or of its folder, or None.
-
     Raises:
         UsageError: There is no tokenizer.
         PrepError: A file is a link that leaves the folder.
@@ -201,10 +182,6 @@ def with_tokenizer(files: tuple[SmallFile, ...], tokenizer: str | None) -> tuple
     """Return the files of a checkpoint with another tokenizer.
 
     The files are unchanged without a tokenizer, or if it is equal to the checkpoint's tokenizer.
-
-    Args:
-        files: Small files of the checkpoint, each with a source to copy from.
-        tokenizer: Path of a tokenizer file or of its folder, or None.
 
     Raises:
         PrepError: A file of the tokenizer cannot be read, or is a link that leaves its folder.
@@ -261,11 +238,7 @@ def _folder_of(path: Path) -> Path:
 
 
 def _tokenizer_files(path: Path) -> tuple[SmallFile, ...]:
-    """Return the tokenizer and its settings. A tokenizer file with another name gets the usual name.
-
-    Args:
-        path: Path of a tokenizer file or of its folder.
-    """
+    """Return the tokenizer and its settings. A tokenizer file with another name gets the usual name."""
     folder = _folder_of(path)
     if not path.is_file():
         return _copied_files(folder, (*TOKENIZERS, *TOKENIZER_SETTINGS))

@@ -141,15 +141,6 @@ def build_streams(
 
     A vocabulary tensor is split into its true rows and its padding. Padding is copied as far as the source has it.
 
-    Args:
-        source: The opened source.
-        targets: Target of each tensor, by name.
-        resize: Resize of the vocabulary.
-        compared: Names of tensors to read for equality checks, even without a target.
-
-    Returns:
-        Streams of the rows of each tensor, without gaps.
-
     Raises:
         UsageError: Multi-token prediction has an embedding or a head that would not fit the resized vocabulary.
     """
@@ -460,13 +451,7 @@ def with_source_state(draft: Draft) -> Draft:
 
 
 def with_state(draft: Draft, state: AdamState, others: Sequence[SourceTensor] = ()) -> Draft:
-    """Return a draft with a training state in the form of another library.
-
-    Args:
-        draft: The draft.
-        state: Moments, averages and counters.
-        others: Counters and constants with a tensor in the output.
-    """
+    """Return a draft with a training state in the form of another library."""
     source = replace(draft.source, state_tensors=state.left_out)
     return replace(
         draft,

@@ -96,10 +96,6 @@ class SourceTokenizer:
     def changed(self, path: AnyPath, data: bytes) -> SourceTokenizer:
         """Return the tokenizer of a changed file.
 
-        Args:
-            path: The file, for messages.
-            data: Its content.
-
         Raises:
             PrepError: The content is no tokenizer.
         """
@@ -252,15 +248,6 @@ def files_with_tokens(
     source: Source, tokenizer_file: str, tokens: Sequence[AddedToken], first_id: int
 ) -> tuple[dict[str, bytes], dict[str, FileEdit]]:
     """Return the new content of each file changed by new tokens, and its record.
-
-    Args:
-        source: A source with the tokenizer.
-        tokenizer_file: Name of the tokenizer: a tokenizer.json or a SentencePiece model.
-        tokens: The tokens.
-        first_id: Id of the first token. The others follow.
-
-    Returns:
-        Contents and edits, by file name.
 
     Raises:
         PrepError: A file cannot be read, or is not in the form of transformers.

@@ -83,15 +83,6 @@ def place_dcp_entries(
 ) -> Placed:
     """Place tensors in the files of a torch distributed checkpoint.
 
-    Args:
-        entries: Name, dtype, shape and size of each tensor, in the order of the files.
-        shard_nbytes: Largest payload of a file.
-        paths: Keys of tensors in the nested state dict, by name. The name alone for other tensors.
-        constants: Small values. They have a file of their own.
-
-    Returns:
-        The files, and the location of each tensor by the name of its entry.
-
     Raises:
         PrepError: DCP does not support a dtype, or there are too many tensors for one `.metadata`.
     """

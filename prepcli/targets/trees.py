@@ -103,14 +103,7 @@ def find_layout_leaves(draft: Draft, tree: str) -> dict[str, list[LayoutLeaf]]:
 
 
 def whole_leaf_location(leaf: LayoutLeaf, *, file: int, offset: int, dtype: str) -> MappedArray:
-    """Return the location of a tensor in a leaf with contiguous elements.
-
-    Args:
-        leaf: The leaf of the tensor.
-        file: Number of the file.
-        offset: Offset of the first element of the leaf.
-        dtype: Dtype of the leaf.
-    """
+    """Return the location of a tensor in a leaf with contiguous elements."""
     path, axis_map, stacked_indices = leaf
     array = whole_array(path, dtype, axis_map.leaf_shape, (file, offset))
     return MappedArray(axis_map, stacked_indices, array)
@@ -187,12 +180,6 @@ def _check_layout_complete(
 
 def place_flax(draft: Draft, tree: str, container: str, shard_nbytes: int) -> Placed:
     """Place the tensors of a draft in the leaves of a Flax folder.
-
-    Args:
-        draft: The draft.
-        tree: Name of the tree.
-        container: `stream` for one EasyLM stream, or any other name for msgpack files of transformers.
-        shard_nbytes: Largest size of a file.
 
     Raises:
         PrepError: A tensor has no leaf in the tree, or a leaf has no tensor.
@@ -288,11 +275,6 @@ def place_trainer_item(draft: Draft, tree: str, storage: ItemStorage) -> Placed:
     """Place the parameters of a draft, and its training state if it has one, in the item of a trainer.
 
     The chunks have bounded sizes.
-
-    Args:
-        draft: The draft. Its state has the constants of the trainer. See `with_item_state`.
-        tree: Name of the tree.
-        storage: Storage of the chunks.
 
     Raises:
         PrepError: A tensor has no leaf in the tree, or a leaf has no tensor.

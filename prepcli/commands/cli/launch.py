@@ -51,11 +51,6 @@ def launched_command(
 ) -> LaunchedCommand:
     """Return the command of a job.
 
-    Args:
-        context: Context of `prep launch ENGINE`.
-        recipe: First word after the options.
-        words: Further words, with the first `--` of the command line.
-
     Raises:
         UsageError: The command is unknown. Its own parser raises the errors of its options.
     """

@@ -46,11 +46,7 @@ class Omit:
 
 
 def typer_parameters(groups: Sequence[tuple[Any, Omit]]) -> list[Parameter]:
-    """Return the options of TypedDicts as parameters, in the order of their positions.
-
-    Args:
-        groups: TypedDicts, each with the options to omit.
-    """
+    """Return the options of TypedDicts as parameters, in the order of their positions."""
     options: list[tuple[OptionSpec, Parameter]] = []
     for group, omit in groups:
         for name, spec in option_specs(group).items():
@@ -61,16 +57,7 @@ def typer_parameters(groups: Sequence[tuple[Any, Omit]]) -> list[Parameter]:
 
 
 def from_command_line(group: Any, omit: Omit, values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options of one TypedDict from a command's values, and return them as an operation takes them.
-
-    Args:
-        group: The TypedDict.
-        omit: Options of the group without a counterpart in the command.
-        values: Values of all parameters of the command. The options of the group are removed.
-
-    Returns:
-        Value of each option by field name, e.g. {"verify": False} for `--no-verify`.
-    """
+    """Remove the options of one TypedDict from a command's values, and return them as an operation takes them."""
     options: dict[str, Any] = {}
     for name, spec in option_specs(group).items():
         if name in omit.names:
@@ -168,14 +155,7 @@ class ProgressOptions(OutputOptions):
 
 
 def expand_option_groups(command: Callable[..., int]) -> Callable[..., int]:
-    """Return `command` with a signature for Typer, in which the options of each group replace the group.
-
-    Args:
-        command: Function of a command. Parameters with a dataclass or a TypedDict as type are groups.
-
-    Returns:
-        Function with keyword parameters only. It builds the groups from its options and calls `command`.
-    """
+    """Return `command` with a signature for Typer, in which the options of each group replace the group."""
     hints = get_type_hints(command, include_extras=True)
     dataclass_groups: dict[str, Any] = {}
     typed_dicts: dict[str, tuple[Any, Omit]] = {}

@@ -63,12 +63,7 @@ class OneProcessCommand(StrictCommand):
 
 
 def name_variables(error: UsageError, ctx: Any) -> UsageError:
-    """Return an error with the names of environment variables in place of their options.
-
-    Args:
-        error: The error. `--memory abc` in it becomes `PREP_MEMORY=abc`.
-        ctx: Typer's context of the command.
-    """
+    """Return an error with the names of environment variables in place of their options."""
     for parameter in ctx.command.params:
         if is_from_variable(parameter, ctx):
             what = _replace_option_by_variable(error.what, parameter)

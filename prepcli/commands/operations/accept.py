@@ -66,14 +66,6 @@ def accept_files(checkpoint: str, files: Sequence[str]) -> AcceptedFiles:
 
     The record of a removed file is deleted. A changed config.json replaces `config` in the manifest.
 
-    Args:
-        checkpoint: A local output of prep.
-        files: Paths of recorded files, relative to the output or to the working directory, or the last
-            parts of such a path, e.g. `config.json` for `hf/config.json`.
-
-    Returns:
-        The encoded manifest and the list of changes. No file is written.
-
     Raises:
         UsageError: The checkpoint is not a local output that records its files, or it lists no such file.
         PrepError: A file cannot be read.

@@ -203,13 +203,6 @@ def chat(
 ) -> ChatResult:
     """Read turns from stdin, and answer each of them with a model.
 
-    Args:
-        checkpoint: See `generate`.
-        system: Message of the system, before all turns. None for none.
-        observer: Shows answers and notes.
-        shows_answers: Whether answers are printed while they are generated.
-        options: See `GenerateOptions`.
-
     Raises:
         UsageError: An option is invalid or has no effect.
         PrepError: The checkpoint, its tokenizer or the devices cannot be used. Without a terminal also an answer

@@ -46,13 +46,6 @@ def open_params(
     """Open the parameters of a located checkpoint for a mesh.
 
     A checkpoint without checksums gives a warning.
-
-    Args:
-        located: The checkpoint.
-        source: Its tensors.
-        mesh: `dp,fsdp,mp` sizes or named axes. None means the first device.
-        verify: Compare every byte with the checkpoint's checksums or digests.
-        observer: Receives warnings and progress.
     """
     return open_model(
         source,
@@ -72,15 +65,7 @@ def open_parameters(
     verify: bool,
     observer: Observer,
 ) -> Iterator[OpenedModel]:
-    """Locate a checkpoint and open its parameters for a mesh. Close it at the end of the `with` block.
-
-    Args:
-        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
-        mesh: `dp,fsdp,mp` sizes or named axes. None means the first device.
-        options: Options of the source. See `SourceOptions`.
-        verify: Compare every byte with the checkpoint's checksums or digests.
-        observer: Receives warnings and progress.
-    """
+    """Locate a checkpoint and open its parameters for a mesh. Close it at the end of the `with` block."""
     located, source = open_checkpoint(common_options(checkpoint, None, options), observer)
     with open_params(located, source, mesh, verify=verify, observer=observer) as opened:
         yield opened
@@ -110,11 +95,6 @@ def find_source_tokenizer(source: Source) -> Path | None:
 def tokenizer_path(source: Source, option: PathLike | None, *, purpose: str) -> Path:
     """Return the tokenizer of an option, or else of the checkpoint.
 
-    Args:
-        source: The checkpoint.
-        option: Value of the option `tokenizer`.
-        purpose: What the tokenizer is for, such as "encode the data".
-
     Raises:
         PrepError: There is none.
     """
@@ -129,13 +109,7 @@ def tokenizer_path(source: Source, option: PathLike | None, *, purpose: str) -> 
 def source_generation_defaults(
     source: Source, vocab: int, *, note: Callable[[str], None] = lambda line: None
 ) -> GenerationDefaults:
-    """Return the end tokens and rules of a checkpoint for generation. See `generation_defaults`.
-
-    Args:
-        source: The checkpoint.
-        vocab: Vocabulary size.
-        note: Called with a line about the rules, and one about the fields that are not supported.
-    """
+    """Return the end tokens and rules of a checkpoint for generation. See `generation_defaults`."""
     files = [
         local_copy(file.path) for file in source.small_files if file.name == GENERATION_CONFIG_FILE
     ]
@@ -163,12 +137,6 @@ def compute_together(
     """Connect the processes of a job, and compute in all of them.
 
     Without a mesh, or in a job of one process, this process computes alone.
-
-    Args:
-        mesh: Mesh of the computation. None means one device.
-        progress: Receives notes, warnings and progress, or only progress.
-        phase: Name of the command, which also distinguishes jobs with the same address.
-        compute: Computes the result, given the processes of the job (None for one) and the observer of this process.
 
     Raises:
         PrepError: The computation failed in this process or in another one.

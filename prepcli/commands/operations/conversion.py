@@ -100,12 +100,6 @@ def open_conversion(
 ) -> OpenedConversion:
     """Open the source of a conversion. Only headers are read.
 
-    Args:
-        common: Options of the conversion.
-        observer: Receives notes, warnings and progress.
-        is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
-        allow_adapters: Open an adapter of PEFT, so that the plan can refuse it with its own message.
-
     Raises:
         PrepError: The source or the options are invalid, or the source cannot be read.
     """

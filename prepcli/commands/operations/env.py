@@ -53,12 +53,7 @@ class Environment:
 
 
 def read_environment(default_memory: str, *, list_devices: bool) -> Environment:
-    """Return versions, processes, memory, settings and, on request, devices.
-
-    Args:
-        default_memory: Default of the memory limit.
-        list_devices: Whether to list devices. This imports jax, which reserves the devices for the process.
-    """
+    """Return versions, processes, memory, settings and, on request, devices."""
     return Environment(
         system={"python": platform.python_version(), "platform": platform.platform()},
         versions=package_versions(),

@@ -74,9 +74,6 @@ SOURCE_NAME = re.compile(r"[\w.-]*")
 def data_sources(files: Sequence[str]) -> dict[str, list[str]]:
     """Return the paths of each source of data, by its name.
 
-    Args:
-        files: Files, folders or globs, each a source of its own. `NAME=PATH` names it. Equal names are one source.
-
     Raises:
         UsageError: There is no file, or a source has an empty name or path.
     """
@@ -120,13 +117,6 @@ def evaluation_recipe(
     max_positions: int,
 ) -> Recipe:
     """Return the recipe that computes the loss on one source of data.
-
-    Args:
-        options: Type, fields and sequence length of the data, and overrides of the recipe keys in `EFFECTIVE_KEYS`.
-        paths: Paths of the source.
-        checkpoint: Name of the checkpoint.
-        dtype: Dtype of the computation.
-        max_positions: Maximum sequence length of the model. 0 means no limit.
 
     Raises:
         UsageError: A setting is invalid.
@@ -188,14 +178,7 @@ class LoadedModel:
 def load_model(
     options: EvaluateOptions, opened: OpenedModel, recipe: Recipe, observer: Observer
 ) -> LoadedModel:
-    """Load the parameters in the dtype of the computation, and choose how to compute.
-
-    Args:
-        options: Batch size and reduction.
-        opened: The model and its mesh.
-        recipe: Recipe of one of the sources. They differ only in their data.
-        observer: Receives notes and warnings.
-    """
+    """Load the parameters in the dtype of the computation, and choose how to compute."""
     from trainer.distributed.compiled_function import CompiledFunction
     from trainer.distributed.mesh_devices import device_kind
     from trainer.generation.decode import inference_dtype

@@ -48,12 +48,6 @@ def select_parts(
 ) -> Source:
     """Return the source of an export, with the requested parts of a model with towers.
 
-    Args:
-        options: Options of the export.
-        source: Opened source.
-        access: How a remote model with the towers may be read.
-        check_digest: Whether to compare the towers of a training step with their recorded digest.
-
     Raises:
         PrepError: An option does not fit the source, or the towers differ from the ones at the start of the run.
     """

@@ -124,12 +124,7 @@ class TokenStream:
     def __init__(
         self, decoders: Sequence[IncrementalDecoder], on_tokens: Callable[[NewTokens], None]
     ) -> None:
-        """Start before the first token.
-
-        Args:
-            decoders: Decoder of each prompt's text.
-            on_tokens: Called with the next tokens of a prompt.
-        """
+        """Start before the first token."""
         self._decoders = decoders
         self._on_tokens = on_tokens
 

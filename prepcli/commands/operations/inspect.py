@@ -65,11 +65,6 @@ def check_values(
 
     A bucket sends the bytes twice: statistics are of leaves as they are stored, and digests of tensors.
 
-    Args:
-        located: The checkpoint.
-        names: Names of the shown tensors or leaves. None for all.
-        observer: Receives progress.
-
     Raises:
         DamagedError: A tensor differs from its digest.
     """
@@ -262,12 +257,7 @@ def inspect(checkpoint: PathLike, **options: Unpack[InspectOptions]) -> Inspecti
 
 
 def check_view(pattern: str | None, view: ViewOptions) -> None:
-    """Raise UsageError for more than one view, and for an option without effect on the view.
-
-    Args:
-        pattern: Shell pattern of tensor names. None selects all.
-        view: The view.
-    """
+    """Raise UsageError for more than one view, and for an option without effect on the view."""
     shards = Option("shards")
     views = []
     for name in ("tree", "stats", "shards", "diff"):
@@ -333,15 +323,6 @@ def select_tensors(
 ) -> SelectedTensors:
     """Select tensors of a checkpoint by name. Only `stats` reads data.
 
-    Args:
-        checkpoint: Folder, alias, hub id or URL.
-        observer: Receives warnings and progress.
-        options: How the checkpoint is read.
-        pattern: Shell pattern of tensor names. None selects all.
-        sort: Order: by name, by size (largest first), or as stored.
-        stats: Compute the statistics of the selected tensors.
-        dequantize: Show quantised weights decoded.
-
     Raises:
         PrepError: No name matches, or the checkpoint cannot be read.
     """
@@ -368,14 +349,6 @@ def shard_leaf(
     dequantize: bool = False,
 ) -> LeafShards:
     """Split a leaf of a checkpoint by a mesh. No data is read.
-
-    Args:
-        checkpoint: Folder, alias, hub id or URL.
-        observer: Receives warnings.
-        options: How the checkpoint is read.
-        leaf_name: Name of the leaf, or a unique end of it.
-        mesh_text: The mesh. None selects the mesh of the manifest.
-        dequantize: Split the leaves of decoded weights.
 
     Raises:
         UsageError: There is no mesh, or it does not divide the leaf.
@@ -442,13 +415,6 @@ def compare_shapes(
 
     The tensors are in the order of the first checkpoint. Further tensors of the second checkpoint follow.
 
-    Args:
-        checkpoint: Folder, alias, hub id or URL.
-        against: A second checkpoint. The revision, the step and the config of the options belong to the first one.
-        observer: Receives warnings.
-        options: How the checkpoints are read.
-        pattern: Shell pattern of tensor names. None compares all.
-
     Raises:
         PrepError: No name matches, or a checkpoint cannot be read.
     """
@@ -485,14 +451,7 @@ def shape_text(shape_and_dtype: ShapeAndDtype | None) -> str:
 def inspect_checkpoint(
     checkpoint: str, observer: Observer, options: InspectOptions, *, dequantize: bool = False
 ) -> InspectedCheckpoint:
-    """Read the headers or the index of a checkpoint, and summarize it.
-
-    Args:
-        checkpoint: Folder, alias, hub id or URL.
-        observer: Receives a warning about an invalid config.
-        options: How the checkpoint is read.
-        dequantize: Decode quantised weights.
-    """
+    """Read the headers or the index of a checkpoint, and summarize it."""
     located, contents = _read_checkpoint(checkpoint, observer, options, dequantize=dequantize)
     return InspectedCheckpoint(located, contents, _summarize_source(contents, located, observer))
 

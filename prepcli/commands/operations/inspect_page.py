@@ -55,14 +55,6 @@ def write_page(
 ) -> WrittenPage:
     """Write the page of a checkpoint. Only `stats` reads data.
 
-    Args:
-        checkpoint: Folder, alias, hub id or URL.
-        path: The HTML file.
-        observer: Receives warnings and progress.
-        options: How the checkpoint is read.
-        pattern: Shell pattern of tensor names. None selects all.
-        view: Mesh, order, decoding, statistics and comparison of the page. The default mesh is that of the manifest.
-
     Raises:
         UsageError: The mesh does not divide a leaf.
         PrepError: No name matches, the checkpoint cannot be read, or the page cannot be written.

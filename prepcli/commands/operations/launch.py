@@ -123,14 +123,7 @@ def _ray_program(encoded: str) -> str:
 def _run(
     command: Sequence[str], *, stdin: str = "", name: str = "", failure: str = NOT_SUBMITTED
 ) -> str:
-    """Run a command and return its stdout.
-
-    Args:
-        command: Words of the command.
-        stdin: Text of its stdin.
-        name: The command in an error. Default: all words.
-        failure: First line of the error if the command fails.
-    """
+    """Run a command and return its stdout."""
     try:
         result = subprocess.run(
             command,
@@ -220,12 +213,7 @@ class LocalJob:
 
 
 def launch_slurm(command: LaunchedCommand, **options: Unpack[SlurmOptions]) -> LaunchedScript:
-    """Return the batch script of a command, or submit it with `sbatch`.
-
-    Args:
-        command: The command.
-        **options: See `SlurmOptions`.
-    """
+    """Return the batch script of a command, or submit it with `sbatch`."""
     request = _load_request(command)
     hardware = plain_hardware(options["nodes"], options["devices_per_node"])
     _check_hardware(request, hardware, text("{}", Option("nodes", 1)))
@@ -236,12 +224,7 @@ def launch_slurm(command: LaunchedCommand, **options: Unpack[SlurmOptions]) -> L
 
 
 def launch_tpu(command: LaunchedCommand, **options: Unpack[TpuOptions]) -> LaunchedScript:
-    """Return the `gcloud` script of a command, or run it.
-
-    Args:
-        command: The command.
-        **options: See `TpuOptions`.
-    """
+    """Return the `gcloud` script of a command, or run it."""
     request = _load_request(command)
     if request.training is not None:
         # None for a generation that prep does not know. The script can still create it with `--runtime-version`.
@@ -254,12 +237,7 @@ def launch_tpu(command: LaunchedCommand, **options: Unpack[TpuOptions]) -> Launc
 
 
 def launch_gke(command: LaunchedCommand, **options: Unpack[GkeOptions]) -> LaunchedScript:
-    """Return the JobSet of a command, or create it with `kubectl`.
-
-    Args:
-        command: The command.
-        **options: See `GkeOptions`.
-    """
+    """Return the JobSet of a command, or create it with `kubectl`."""
     request = _load_request(command)
     hardware = plain_hardware(options["nodes"], None)
     slices = 1
@@ -277,12 +255,7 @@ def launch_gke(command: LaunchedCommand, **options: Unpack[GkeOptions]) -> Launc
 
 
 def launch_sky(command: LaunchedCommand, **options: Unpack[SkyOptions]) -> LaunchedScript:
-    """Return the managed job of SkyPilot for a command, or submit it.
-
-    Args:
-        command: The command.
-        **options: See `SkyOptions`.
-    """
+    """Return the managed job of SkyPilot for a command, or submit it."""
     request = _load_request(command)
     hardware = sky_hardware(options, command, request.training)
     hint = text("{}", Option("nodes", 1))
@@ -298,12 +271,7 @@ def launch_sky(command: LaunchedCommand, **options: Unpack[SkyOptions]) -> Launc
 
 
 def launch_ray(command: LaunchedCommand, **options: Unpack[RayOptions]) -> LaunchedScript:
-    """Return the driver of a Ray job for a command, or submit it.
-
-    Args:
-        command: The command.
-        **options: See `RayOptions`.
-    """
+    """Return the driver of a Ray job for a command, or submit it."""
     request = _load_request(command)
     hardware = plain_hardware(options["workers"], options["tpus"] or options["gpus"])
     _check_hardware(request, hardware, text("{}", Option("workers", 1)))
@@ -332,12 +300,6 @@ def launch_local(
     **options: Unpack[LocalOptions],
 ) -> LocalJob:
     """Run a command in several processes on this machine.
-
-    Args:
-        command: The command.
-        observer: Receives the lines of all processes.
-        quiet: Let the processes show errors only.
-        **options: See `LocalOptions`.
 
     Raises:
         PrepError: A process failed or was stopped. The first cause determines the exit code.
@@ -384,11 +346,6 @@ def _load_request(command: LaunchedCommand) -> _Request:
 
 def _check_hardware(request: _Request, hardware: Hardware, hint: Text) -> None:
     """Check the processes and the mesh of a command against the hardware of its job.
-
-    Args:
-        request: The command.
-        hardware: Nodes and devices of the job.
-        hint: Options for one process, for the error.
 
     Raises:
         UsageError: Each process would do the whole work, or the training does not fit.
@@ -441,13 +398,7 @@ def _training_needs(command: LaunchedCommand, recipe: Recipe | None) -> Training
 def _check_output_is_kept(
     command: LaunchedCommand, event: str, option: Option | None = None
 ) -> None:
-    """Raise UsageError if a command would write to a temporary disk.
-
-    Args:
-        command: The command.
-        event: The end of the disk, for the error.
-        option: Option for a permanent disk. None if the engine has no such option.
-    """
+    """Raise UsageError if a command would write to a temporary disk."""
     if not command.writes_output or parse_out_url(command.out) is not None:
         return
     what = text("{} is no bucket", Option("out", command.out or "NAME"))

@@ -127,11 +127,6 @@ def _read_unchanged(source: Source, read_content: Callable[[], Lock], observer: 
 
     A lock of old and new bytes would approve a checkpoint that never existed.
 
-    Args:
-        source: The checkpoint.
-        read_content: Reads all files and tensors.
-        observer: Receives a note.
-
     Raises:
         PrepError: The checkpoint has changed.
     """

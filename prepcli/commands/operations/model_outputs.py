@@ -85,11 +85,6 @@ def prep_outputs(
 
     The arrays are in temporary files. Memory does not grow with the number of logits.
 
-    Args:
-        opened: The model.
-        prompts: Token ids.
-        decoder_start_id: First token of the decoder of a model with an encoder, or None.
-
     Raises:
         PrepError: A parameter is missing or damaged, or the device lacks memory.
     """
@@ -187,12 +182,6 @@ def transformers_outputs(
 
     Code of the folder is not run.
 
-    Args:
-        folder: The folder.
-        prompts: Token ids.
-        true_vocab_size: Number of logits.
-        decoder_start_id: First token of the decoder of a model with an encoder, or None.
-
     Raises:
         PrepError: torch or transformers is not installed, or transformers cannot load the folder.
     """
@@ -228,13 +217,7 @@ def _first_rows(states: Sequence[Any]) -> tuple[np.ndarray, ...]:
 
 
 def _residual_stream(model: Any, ids: Any, states: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the states of `PromptOutput`, given the hidden states of transformers.
-
-    Args:
-        model: Model of transformers.
-        ids: Token ids [1, tokens].
-        states: Hidden states [1, tokens, width]. Mamba's lack the embedding, and include the last layer.
-    """
+    """Return the states of `PromptOutput`, given the hidden states of transformers."""
     if model.config.model_type in STATES_WITHOUT_EMBEDDING:
         return (model.get_input_embeddings()(ids), *states[:-2], states[-1])
     return states
@@ -246,12 +229,7 @@ def missing_reference_packages() -> list[str]:
 
 
 def transformers_folder(folder: AnyPath, display_name: str) -> Path:
-    """Return the folder of a checkpoint that transformers can load.
-
-    Args:
-        folder: Folder of the checkpoint.
-        display_name: Name of the checkpoint in messages.
-    """
+    """Return the folder of a checkpoint that transformers can load."""
     option = Option("library", "transformers")
     if missing := missing_reference_packages():
         raise PrepError(

@@ -10,9 +10,6 @@ from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, Alias
 def list_aliases(family: str | None = None) -> list[Alias]:
     """Return the aliases of one family, or of all families.
 
-    Args:
-        family: Family to list, or None for all families.
-
     Raises:
         UsageError: No alias has this family.
     """

@@ -40,14 +40,7 @@ PROGRESS_TYPE = "Progress, an object with the methods begin, advance, note and e
 
 @cache
 def annotations_of(function: Callable[..., object]) -> Mapping[str, Any]:
-    """Return the annotation of each argument of a function, by name.
-
-    Args:
-        function: The function. If it takes `**options: Unpack[X]`, the keys of the TypedDict X are arguments.
-
-    Returns:
-        The annotations.
-    """
+    """Return the annotation of each argument of a function, by name."""
     hints = get_type_hints(function, include_extras=True)
     annotations: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
@@ -61,10 +54,6 @@ def annotations_of(function: Callable[..., object]) -> Mapping[str, Any]:
 
 def check_arguments(arguments: Mapping[str, object], annotations: Mapping[str, Any]) -> None:
     """Check the names, types and ranges of arguments.
-
-    Args:
-        arguments: Arguments of a call, by name.
-        annotations: Annotations of the function's arguments, by name.
 
     Raises:
         UsageError: An argument is unknown, empty, too small, or has the wrong type.
@@ -169,11 +158,7 @@ def minimum_of(annotation: Any) -> float | None:
 
 
 def check_mutually_exclusive(options: Mapping[str, object]) -> None:
-    """Raise UsageError if more than one of these options has a value.
-
-    Args:
-        options: Values of the options, by their names in Python.
-    """
+    """Raise UsageError if more than one of these options has a value."""
     names = [name for name, value in options.items() if _is_set(value)]
     if len(names) > 1:
         values = _join_options(" and ", [Option(name, options[name]) for name in names])
@@ -185,14 +170,7 @@ def check_mutually_exclusive(options: Mapping[str, object]) -> None:
 
 
 def reject_without(option: Option, value: object, needed: Option, why: str) -> None:
-    """Raise UsageError if `option` is set. It requires `needed`, and the caller has checked that `needed` is not set.
-
-    Args:
-        option: Option without effect.
-        value: Its value. None or False if it is not set.
-        needed: Required other option.
-        why: Why it has no effect without `needed`.
-    """
+    """Raise UsageError if `option` is set. It requires `needed`, which the caller knows to be not set."""
     if _is_set(value):
         raise usage_error(
             text("{} has no effect without {}", option, needed),
@@ -219,9 +197,6 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
     With the defaults, an operation reads each option as `options["NAME"]`. A command passes a CommandObserver. Its
     arguments are checked already, and its errors keep the names of command-line options.
-
-    Args:
-        function: Function with annotations that describe its arguments.
     """
     parameters = inspect.signature(function).parameters.values()
     positional_names = [

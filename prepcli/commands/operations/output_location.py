@@ -82,13 +82,6 @@ def check_result_path(path: Path) -> None:
 def has_content(path: Path, data: bytes, *, overwrite: bool, why: str, hint: Text) -> bool:
     """Return whether a file exists with this content.
 
-    Args:
-        path: The file of a result.
-        data: The content to write.
-        overwrite: Whether another content may be replaced.
-        why: Cause of the error.
-        hint: Hint of the error.
-
     Raises:
         OutputExistsError: The file has other content, and `overwrite` is False.
         PrepError: The file cannot be read.

@@ -161,14 +161,7 @@ def save_params(
 def _plan_item(
     shapes: Mapping[str, LeafSpec], source: Source, located: LocatedCheckpoint, *, like: str
 ) -> Plan:
-    """Plan an Orbax checkpoint of parameters: a training step without optimizer state.
-
-    Args:
-        shapes: Shapes and dtypes of the leaves.
-        source: The checkpoint of the same model.
-        located: The same checkpoint. It has the name of the model.
-        like: Its path, as the user named it.
-    """
+    """Plan an Orbax checkpoint of parameters: a training step without optimizer state."""
     tokens = shapes.get(f"{PARAMS}.embed.tokens")
     if tokens is None:
         raise _mismatch_error(source, "the tree has no embed.tokens")

@@ -113,16 +113,6 @@ def resolve_target(
 ) -> PlanTarget:
     """Return a recipe with its model and rules. A checkpoint gets a recipe with default settings.
 
-    Args:
-        target: A recipe or a checkpoint. A recipe is a path with the suffix `.toml`, or the name of a shipped recipe
-            with or without `.toml`.
-        overrides: `KEY=VALUE` texts that replace values of the recipe.
-        config: A config.json instead of the checkpoint's.
-        default_mesh: Mesh of a checkpoint without a recipe and without a recorded mesh.
-        offline: Use only the hub's cache.
-        observer: Receives progress and warnings.
-        tensor_map: Map of the checkpoint's tensors.
-
     Raises:
         PrepError: The recipe is invalid, or the model is unknown or not supported.
     """
@@ -286,14 +276,6 @@ def compile_step(
 ) -> CompiledStep:
     """Compile the training step of a plan.
 
-    Args:
-        target: Model and rules of the plan.
-        training_plan: The plan.
-        kind: Kind of the devices. For TPUs the step is compiled for a slice with the mesh's number of chips, otherwise
-            for simulated CPU devices.
-        limit_s: Time limit of the compilation in seconds. None means no limit.
-        observer: Receives notes about the phases.
-
     Raises:
         PrepError: libtpu is missing, no slice has the number of chips, or the step does not compile within the limit.
     """
@@ -421,11 +403,6 @@ def fitting_meshes(
     **options: Unpack[PlanOptions],
 ) -> FittingMeshes:
     """Search the meshes on which a training step fits into the memory of a kind of device.
-
-    Args:
-        target: A recipe or a checkpoint. See `plan`.
-        progress: Receives notes, if it is an `Observer`. Default: none.
-        **options: See `PlanOptions`. `devices` is required, and names a kind.
 
     Raises:
         UsageError: An argument or the recipe is invalid.

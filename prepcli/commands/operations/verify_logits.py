@@ -409,12 +409,7 @@ def _compare(prompt_name: str, first: PromptOutput, second: PromptOutput) -> Pro
 
 
 def _parting_place(layers: Sequence[float], num_encoder_states: int) -> str | None:
-    """Return the first place with a relative difference above `LAYER_TOLERANCE`. None if there is none.
-
-    Args:
-        layers: Differences after the embedding and after each layer, first of the encoder.
-        num_encoder_states: Number of differences of the encoder.
-    """
+    """Return the first place with a relative difference above `LAYER_TOLERANCE`. None if there is none."""
     encoder = _parting_layer(layers[:num_encoder_states])
     if encoder is not None:
         return f"encoder {encoder}"

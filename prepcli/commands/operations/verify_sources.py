@@ -50,12 +50,7 @@ class VerifiedModel:
 
 
 def collect_model(source: Source, other: Source | None = None) -> VerifiedModel:
-    """Return the tensors to verify. Ignored tensors, such as buffers, are omitted.
-
-    Args:
-        source: The checkpoint.
-        other: The other checkpoint of a comparison. Tensors that `--drop` left out of it are ignored.
-    """
+    """Return the tensors to verify. Ignored tensors, such as buffers, are omitted."""
     if source.family is ADAPTER_FAMILY:
         return _collect_adapter(source)
     if other is not None:
@@ -228,13 +223,7 @@ def _left_out_towers(source: Source, other: Source, observer: Observer) -> list[
 
 
 def note_unrecorded_drops(source: Source, other: Source, observer: Observer) -> None:
-    """Print a note if an earlier version of prep left multi-token prediction out of the other checkpoint.
-
-    Args:
-        source: A checkpoint without the tensors that the other one dropped.
-        other: An output of it.
-        observer: Receives the note.
-    """
+    """Print a note if an earlier version of prep left multi-token prediction out of the other checkpoint."""
     tensors = [tensor for tensor in source.dropped if tensor.rule == UNRECORDED_RULE]
     why = (
         f"{other.display_name} is of an earlier version of prep, which left it out without a record"
@@ -320,10 +309,6 @@ def first_options(common: CommonOptions, against: str | None) -> CommonOptions:
 
     A map is for the second checkpoint, or for the first one if prep wrote the second one.
 
-    Args:
-        common: Options of the comparison.
-        against: The second checkpoint. None to compare with the manifest.
-
     Raises:
         UsageError: There is a map, and no second checkpoint.
     """
@@ -342,12 +327,7 @@ def first_options(common: CommonOptions, against: str | None) -> CommonOptions:
 
 
 def mapped_options(common: CommonOptions, output: Manifest | None) -> CommonOptions:
-    """Return the options of a checkpoint with a map: its weights are decoded if those of the output were.
-
-    Args:
-        common: Options of the checkpoint.
-        output: Manifest of the other checkpoint, if prep wrote it.
-    """
+    """Return the options of a checkpoint with a map: its weights are decoded if those of the output were."""
     if common.tensor_map is not None and output is not None and output.quantization:
         return replace(common, quantized="decode")
     return common

@@ -44,12 +44,7 @@ if TYPE_CHECKING:
 
 
 def conversion_report(conversion: Conversion, level: int) -> Report:
-    """Return the text that a command prints about a conversion.
-
-    Args:
-        conversion: Result of the operation.
-        level: Verbosity. At LEAVES and above, the JSON object lists the leaves of the output.
-    """
+    """Return the text that a command prints about a conversion."""
     output = str(conversion.details["output"])
     fields = dict(conversion.details)
     if level >= LEAVES:
@@ -94,12 +89,7 @@ MAX_VALUE_CHARS = 60
 
 
 def verification_report(verification: Verification, ui: Ui) -> Report:
-    """Return the report of a comparison. It has an error if there are differences.
-
-    Args:
-        verification: Result of the operation.
-        ui: Receives one line per difference.
-    """
+    """Return the report of a comparison. It has an error if there are differences."""
     if verification.distances:
         ui.note(_distance_table(verification, ui))
     _note_settings(verification, ui)
@@ -265,12 +255,7 @@ LOGITS_HEADER = ("prompt", "KL mean", "KL max", "top 1", "top 5", "logits", "par
 
 
 def logits_report(comparison: LogitComparison, columns: int | None) -> Report:
-    """Return the table and the JSON object of a comparison. It has an error if a logit differs too much.
-
-    Args:
-        comparison: Result of the operation.
-        columns: Width of the terminal. None for a pipe.
-    """
+    """Return the table and the JSON object of a comparison. It has an error if a logit differs too much."""
     largest = max(prompt.max_difference for prompt in comparison.prompts)
     error = None
     lines = [_logit_table(comparison, columns)]
@@ -339,12 +324,7 @@ CHAIN_HEADER = ("link", "equal digests", "status")
 
 
 def chain_report(chain: Chain, width: int | None) -> Report:
-    """Return the report of a chain: a table of the links, and their changes. It has an error if a link is broken.
-
-    Args:
-        chain: Result of the operation.
-        width: Width of the terminal, or None for full width.
-    """
+    """Return the report of a chain: a table of the links, and their changes. It has an error if a link is broken."""
     rows = [(_link_text(link), link.proof, link.status) for link in chain.links]
     lines: list[str] = []
     if rows:
@@ -396,12 +376,7 @@ REPORT_HINT = "report it with the certificate"
 
 
 def roundtrip_report(roundtrip: Roundtrip, width: int | None) -> Report:
-    """Return the report of a certificate: a table of the ways. It has an error if a way changed the model.
-
-    Args:
-        roundtrip: Result of the operation.
-        width: Width of the terminal, or None for full width.
-    """
+    """Return the report of a certificate: a table of the ways. It has an error if a way changed the model."""
     rows = [_way_row(way) for way in roundtrip.ways]
     lines = [
         format_table(
@@ -501,12 +476,7 @@ OPTIONAL_COLUMNS = ("shards on 128", "shards on 8", "vocabulary", "parameters", 
 
 
 def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
-    """Return the table of aliases with the supported model types, and fields with sizes in bytes.
-
-    Args:
-        aliases: The aliases.
-        columns: Width of the terminal. None means unlimited.
-    """
+    """Return the table of aliases with the supported model types, and fields with sizes in bytes."""
     supported = {"convert": "any", "train": [*FAMILIES], "generate": [*FAMILIES]}
     fields = {
         "models": [_alias_fields(alias) for alias in aliases],

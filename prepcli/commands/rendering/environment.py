@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 def environment_report(environment: Environment, columns: int | None) -> Report:
-    """Return a table for each topic.
-
-    Args:
-        environment: Result of the operation.
-        columns: Width of the terminal. None means unlimited.
-    """
+    """Return a table for each topic."""
     versions = dict(environment.system)
     for name, version in environment.versions.items():
         versions[name] = version or "not installed"
@@ -70,13 +65,7 @@ def _two_column_table(title: str, rows: Mapping[str, str], columns: int | None) 
 
 
 def page_report(path: Path, ui: Ui, *, path_only: bool) -> Report:
-    """Return the text of a page.
-
-    Args:
-        path: File of the page.
-        ui: Receives the path.
-        path_only: Return the path instead of the text.
-    """
+    """Return the text of a page."""
     text = path.read_text("utf-8")
     fields = {"name": path.stem, "path": str(path), "text": text}
     if path_only:
@@ -88,14 +77,7 @@ def page_report(path: Path, ui: Ui, *, path_only: bool) -> Report:
 def pages_report(
     pages: Sequence[DocsPage], folder: Path, columns: int | None, *, path_only: bool
 ) -> Report:
-    """Return the table of the pages.
-
-    Args:
-        pages: The pages.
-        folder: Folder of all pages.
-        columns: Width of the terminal. None means unlimited.
-        path_only: Return the folder instead of the table.
-    """
+    """Return the table of the pages."""
     rows: list[tuple[str, str, str]] = []
     entries: list[dict[str, str]] = []
     for page in pages:
@@ -113,12 +95,7 @@ def pages_report(
 
 
 def demo_report(run: DemoRun, columns: int | None) -> Report:
-    """Return the table of the steps. The report has an error if a step failed.
-
-    Args:
-        run: The steps that ran.
-        columns: Width of the terminal. None means unlimited.
-    """
+    """Return the table of the steps. The report has an error if a step failed."""
     header = ("step", "seconds", "bytes", "memory", "result")
     text = format_table(
         [_table_row(step) for step in run.steps],

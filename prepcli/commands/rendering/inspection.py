@@ -58,13 +58,7 @@ FORMAT_TITLES = {
 
 
 def tensors_report(selected: SelectedTensors, ui: Ui, *, tree: bool = False) -> Report:
-    """Return the table of tensors, or their tree or statistics.
-
-    Args:
-        selected: Result of the operation.
-        ui: Its verbosity and width determine the rows and columns of the text.
-        tree: Show a tree with equal layers merged.
-    """
+    """Return the table of tensors, or their tree or statistics."""
     checkpoint = selected.checkpoint
     contents = checkpoint.contents
     entries = selected.entries
@@ -114,12 +108,7 @@ def shards_report(sharded: LeafShards) -> Report:
 
 
 def shape_comparison_report(comparison: ShapeComparison, ui: Ui) -> Report:
-    """Return the report of a comparison of shapes. It has an error if there are differences.
-
-    Args:
-        comparison: Result of the operation.
-        ui: Its verbosity determines the number of lines.
-    """
+    """Return the report of a comparison of shapes. It has an error if there are differences."""
     a_name = comparison.checkpoint.contents.display_name
     b_name = comparison.against.contents.display_name
     differences = comparison.differences
@@ -143,12 +132,7 @@ def shape_comparison_report(comparison: ShapeComparison, ui: Ui) -> Report:
 
 
 def page_report(written: WrittenPage, ui: Ui) -> Report:
-    """Return the report of a page. It has an error if the page shows differences to another checkpoint.
-
-    Args:
-        written: Result of the operation.
-        ui: Its verbosity determines the number of lines about differences.
-    """
+    """Return the report of a page. It has an error if the page shows differences to another checkpoint."""
     selected = written.selected
     output = {"output": str(written.path)}
     if written.comparison is not None:

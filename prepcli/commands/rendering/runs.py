@@ -59,12 +59,7 @@ NOT_FINITE = "not finite"
 
 
 def evaluation_report(evaluation: Evaluation, columns: int | None) -> Report:
-    """Return the text and the JSON object of an evaluation.
-
-    Args:
-        evaluation: Result of the operation.
-        columns: Width of the terminal. None for a pipe.
-    """
+    """Return the text and the JSON object of an evaluation."""
     fields = {
         "checkpoint": evaluation.checkpoint,
         "step": evaluation.step,
@@ -155,13 +150,7 @@ def chat_report(result: ChatResult) -> Report:
 def tokenization_report(
     result: Tokenization, columns: int | None, *, shows_ids: bool = False
 ) -> Report:
-    """Return one line per token store, and the JSON object. The samples and the table of their counts come first.
-
-    Args:
-        result: Result of the operation.
-        columns: Width of the terminal. None means unlimited.
-        shows_ids: Also show the token ids of the samples.
-    """
+    """Return one line per token store, and the JSON object. The samples and the table of their counts come first."""
     fields = {
         "process": result.process,
         "complete": result.is_complete,
@@ -223,12 +212,7 @@ def _data_line(part: TokenizedData) -> str:
 
 
 def runs_report(result: RunsReport, columns: int | None) -> Report:
-    """Return the table of the runs' main numbers.
-
-    Args:
-        result: Result of the operation.
-        columns: Width of the terminal. None means unlimited.
-    """
+    """Return the table of the runs' main numbers."""
     from prepcli.commands.pages.report_page import summary_cells
 
     cells = [summary_cells(summary) for summary in result.runs]
@@ -247,12 +231,7 @@ def runs_report(result: RunsReport, columns: int | None) -> Report:
 
 
 def recipes_report(recipes: Sequence[ShippedRecipe], columns: int | None) -> Report:
-    """Return the table of the recipes.
-
-    Args:
-        recipes: The recipes.
-        columns: Width of the terminal. None means unlimited.
-    """
+    """Return the table of the recipes."""
     rows: list[tuple[str, ...]] = []
     entries: list[dict[str, object]] = []
     for recipe in recipes:

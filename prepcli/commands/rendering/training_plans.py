@@ -40,12 +40,7 @@ if TYPE_CHECKING:
 
 
 def compiled_lines(step: CompiledStep, *, columns: int | None) -> Iterator[str]:
-    """Yield the sections of the text: memory, collectives, and a line about the compilation.
-
-    Args:
-        step: The compiled step.
-        columns: Width of the terminal. None means unlimited.
-    """
+    """Yield the sections of the text: memory, collectives, and a line about the compilation."""
     yield format_table(
         compiled_memory_rows(step),
         (f"memory of one device, {compiled_title(step)}", ""),
@@ -99,12 +94,7 @@ OPTIONAL_COLUMNS = ("MFU causal", "MFU full", "bound by", "memory", "tokens/s")
 
 
 def step_plan_report(step: StepPlan, columns: int | None) -> Report:
-    """Return the report of a plan of one mesh.
-
-    Args:
-        step: Result of the operation.
-        columns: Width of the terminal. None means unlimited.
-    """
+    """Return the report of a plan of one mesh."""
     advice = change_text(step.change) if step.is_too_large else ""
     lines = plan_lines(
         step.training_plan,
@@ -125,12 +115,7 @@ def step_plan_report(step: StepPlan, columns: int | None) -> Report:
 
 
 def meshes_report(meshes: FittingMeshes, ui: Ui) -> Report:
-    """Return the report of a search.
-
-    Args:
-        meshes: Result of the operation.
-        ui: Its verbosity and width determine the rows and columns of the table.
-    """
+    """Return the report of a search."""
     search = meshes.search
     entries: list[dict[str, object]] = []
     for option in search.options:
@@ -165,16 +150,7 @@ def plan_lines(
     compiled: CompiledStep | None,
     columns: int | None,
 ) -> Iterator[str]:
-    """Yield the sections of the text: shapes, settings, memory, operations, communication, devices, the compiled step.
-
-    Args:
-        plan: The plan.
-        kinds: The step on each kind of accelerator to show.
-        settings: Sentences about the other settings of the recipe.
-        advice: Line about fitting into memory, or empty.
-        compiled: The compiled step, or None if it was not compiled.
-        columns: Width of the terminal. None means unlimited.
-    """
+    """Yield the sections of the text, from shapes, settings and memory to the compiled step."""
     for line in (*title_lines(plan), *settings):
         yield wrap_line(line, columns)
     yield ""
@@ -203,13 +179,7 @@ def plan_lines(
 
 
 def search_text(search: MeshSearch, *, columns: int | None, show_all: bool) -> str:
-    """Return the table of a search, and lines about the other meshes and the best one.
-
-    Args:
-        search: The result of the search.
-        columns: Width of the terminal. None means unlimited.
-        show_all: Whether to list all meshes that fit, and not only the best MAX_MESHES.
-    """
+    """Return the table of a search, and lines about the other meshes and the best one."""
     table: list[str] = []
     options = search.options if show_all else search.options[:MAX_MESHES]
     if options:
