@@ -4,19 +4,18 @@ To add a command:
 
 1. Write the operation in `operations/NAME.py`: typed arguments in, a typed result out. Define its options in
    `operations/options.py`.
-2. Write a function with the command's name in `cli/conversion.py`, `cli/inspection.py`, `cli/train.py` or
-   `cli/evaluation.py`. Its docstring is the help text and ends with a section of examples. It imports the operation in
-   its body, and returns the exit code.
+2. Write a function with the command's name in `cli/conversion.py`, `cli/inspection.py` or `cli/training.py`. Its
+   docstring is the help text and ends with a section of examples. It imports the operation in its body, and returns the
+   exit code.
 3. Write the text and the JSON object of the result in `rendering/`.
 4. Add the function to `COMMANDS` below.
 
     @expand_option_groups                             # option_groups.py: a group of options is one parameter
-    def pad_vocab(context: typer.Context, checkpoint: CheckpointArgument, *, options: PadVocabOptions,
-                  output_options: OutputOptions, progress: ProgressOption = "auto") -> int:
-        from prepcli.commands.operations.pad_vocab import pad_vocab as run
-        from prepcli.commands.rendering.checkpoints import conversion_report
-        ui = output_options.open_console("pad-vocab")
-        return ui.finish(conversion_report(run(checkpoint, progress=ui, **options), ui.level))
+    def lock(checkpoint: CheckpointArgument, *, options: LockOptions, output_options: ProgressOptions) -> int:
+        from prepcli.commands.operations.lock import lock as run
+        from prepcli.commands.rendering.checkpoints import lock_report
+        ui = output_options.open_console("lock")
+        return ui.finish(lock_report(run(checkpoint, progress=ui, **options)))
 
 These functions catch no exceptions: `cli.main` turns each exception and signal into a message and an exit code. Slow
 imports (numpy, jax, huggingface_hub, rich …) are not allowed at the top of these files or of the modules they import.

@@ -41,18 +41,15 @@ from prepcli.commands.operations.inspection_options import (
     RecipesOptions,
     ReportOptions,
 )
-from prepcli.commands.operations.options import SharingOptions
+from prepcli.commands.operations.options import SharingOptions, flag, option
 from prepcli.core.errors import usage_error
 from prepcli.core.observer import LEAVES, SLABS
-from prepcli.core.option_spec import OptionSpec
 
 
 class SchemaOptions(TypedDict):
     """The option `--schema`: the command prints the schema and does not train."""
 
-    schema: Annotated[
-        bool, OptionSpec(None, "Print the JSON schema of recipes.", "", default=False, position=12)
-    ]
+    schema: Annotated[bool, flag("Print the JSON schema of recipes.", position=12)]
 
 
 class ChatOptions(TypedDict):
@@ -60,13 +57,11 @@ class ChatOptions(TypedDict):
 
     chat: Annotated[
         bool,
-        OptionSpec(
-            None, "Answer turns from the terminal or a pipe.", "", default=False, position=3
-        ),
+        flag("Answer turns from the terminal or a pipe.", position=3),
     ]
     system: Annotated[
         str | None,
-        OptionSpec("TEXT", "Begin the chat with this message of the system.", "", position=4),
+        option("TEXT", "Begin the chat with this message of the system.", position=4),
     ]
 
 
