@@ -18,7 +18,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from prepcli.commands.operations.chain_link import file_digests
+from prepcli.commands.operations.chain import file_digests
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.inspection_options import RoundtripOptions
 from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
