@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from prepcli.core.errors import Option, OutputExistsError, Text, text, usage_error
+from prepcli.core.errors import Option, OutputExistsError, text, usage_error
 from prepcli.execution.output_urls import check_local_path
 from prepcli.sources.source import Source
 from prepcli.stores.object_url import ObjectStoreUrl, is_url, parse_url
@@ -79,27 +79,30 @@ def check_result_path(path: Path) -> None:
         stat_file(path)
 
 
-def has_content(path: Path, data: bytes, *, overwrite: bool, why: str, hint: Text) -> bool:
-    """Return whether a file exists with this content.
+def write_result(
+    path: Path,
+    data: bytes,
+    overwrite: bool,
+    *,
+    why: str = "its content differs",
+    hint: str = "{} replaces it",
+) -> bool:
+    """Write the file of a result, and return whether an equal file exists already.
 
     Raises:
         OutputExistsError: The file has other content, and `overwrite` is False.
-        PrepError: The file cannot be read.
+        PrepError: The file cannot be read or written.
     """
-    if not path.exists():
-        return False
-    # A larger file differs, so its content is not read.
-    has_equal_size = stat_file(path).st_size == len(data)
-    if has_equal_size and read_small_file(path, max_nbytes=len(data)) == data:
-        return True
-    if not overwrite:
-        raise OutputExistsError(f"{path} already exists", why, hint)
-    return False
-
-
-def write_result_file(path: Path, data: bytes) -> None:
-    """Write a file of a result. Raise PrepError if this fails."""
+    if path.exists():
+        # A larger file differs, so its content is not read.
+        has_equal_size = stat_file(path).st_size == len(data)
+        if has_equal_size and read_small_file(path, max_nbytes=len(data)) == data:
+            return True
+        if not overwrite:
+            what = f"{path} already exists"
+            raise OutputExistsError(what, why, text(hint, Option("overwrite", True)))
     try:
         write_file(path, data)
     except OSError as error:
         raise io_error(path, error) from error
+    return False
