@@ -33,7 +33,7 @@ PRELOADED = (
     "prepcli.commands.operations.inspect",
     "prepcli.commands.operations.pad_vocab",
     "prepcli.commands.operations.tokens",
-    "prepcli.commands.operations.push",
+    "prepcli.commands.operations.export",
     "prepcli.commands.operations.save_init",
     "prepcli.commands.operations.verify",
     "prepcli.commands.rendering.checkpoints",

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Unpack
 
 from prepcli.commands.operations.conversion import (
-    OUT_PLACEHOLDER,
     OpenedConversion,
     PlannedConversion,
     open_conversion,
-    run_conversion,
 )
 from prepcli.commands.operations.export import draft_export, plan_draft, report_fields
 from prepcli.commands.operations.export_sources import select_parts
@@ -24,7 +22,7 @@ from prepcli.commands.operations.options import ExportOptions, MergeOptions
 from prepcli.commands.operations.results import Conversion
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, format_command_line, with_defaults
 from prepcli.core.progress import Progress
 from prepcli.execution.workers import ProcessOptions
@@ -78,10 +76,10 @@ def merge(
     common = common_options(base, out, options, dry_run=dry_run, process_options=process_options)
     # A merge computes nothing with the model: the names in the files are enough.
     common = replace(common, verbatim=None)
-    opened = open_conversion(common, observer_of(progress))
+    opened = open_conversion(common, progress)
     # A plan reads only headers.
     check_base = options["verify"] and not dry_run
-    return run_conversion(opened, plan_merge(adapter, opened, options, check_base=check_base))
+    return opened.run(plan_merge(adapter, opened, options, check_base=check_base))
 
 
 def _unknown_orientation_error(adapter_path: Path, source: Source) -> PrepError:
@@ -129,7 +127,6 @@ def plan_merge(
         f"{located.model_name}-merged",
         notes=(f"{adapter_path}{origin} -> {source.display_name}: {_change_text(draft)}",),
         fields={**report_fields(copy_options, draft, plan), "merged": merged},
-        next_command=f"prep verify {OUT_PLACEHOLDER}",
         source_view=source_view,
     )
 

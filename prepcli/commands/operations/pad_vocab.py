@@ -14,7 +14,6 @@ from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
     open_conversion,
-    run_conversion,
 )
 from prepcli.commands.operations.opening import common_options, make_match_options, recorded_values
 from prepcli.commands.operations.operation import check_mutually_exclusive, public, reject_without
@@ -23,7 +22,7 @@ from prepcli.commands.operations.results import Conversion
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, invalid_config_error, text, usage_error
 from prepcli.core.formatting import format_bytes
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, format_command_line
 from prepcli.core.progress import Progress
 from prepcli.core.suggest import did_you_mean
@@ -81,9 +80,9 @@ def pad_vocab(
     check_seed(options["init"], options["seed"])
     opened = open_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
-        observer_of(progress),
+        progress,
     )
-    return run_conversion(opened, plan_pad_vocab(options, opened.source, opened.located))
+    return opened.run(plan_pad_vocab(options, opened.source, opened.located))
 
 
 def padded_size(options: PadVocabOptions, vocabulary: Vocabulary) -> int:

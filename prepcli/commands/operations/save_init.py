@@ -14,7 +14,6 @@ from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
     open_conversion,
-    run_conversion,
 )
 from prepcli.commands.operations.opening import (
     check_allow_overflow,
@@ -30,7 +29,7 @@ from prepcli.commands.operations.training_state import check_imported_state, imp
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.core.formatting import format_bytes
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, as_tuple, format_command_line, with_defaults
 from prepcli.core.progress import Progress
 from prepcli.execution.workers import ProcessOptions
@@ -110,9 +109,9 @@ def save_init(
         check_allow_overflow(options["allow_overflow"], options["dtype"])
     opened = open_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
-        observer_of(progress),
+        progress,
     )
-    return run_conversion(opened, plan_orbax_item(options, opened.source, opened.located))
+    return opened.run(plan_orbax_item(options, opened.source, opened.located))
 
 
 @public
@@ -147,7 +146,7 @@ def reshard(
     """
     opened = open_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
-        observer_of(progress),
+        progress,
         _is_unresharded,
     )
     # `reshard` has none of the options of new rows and casts.
@@ -159,7 +158,7 @@ def reshard(
         params_only=options["params_only"],
         command="reshard",
     )
-    return run_conversion(opened, planned)
+    return opened.run(planned)
 
 
 def _check_padding_options(options: SaveInitOptions) -> None:

@@ -17,7 +17,6 @@ from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
     open_conversion,
-    run_conversion,
 )
 from prepcli.commands.operations.opening import (
     CommonOptions,
@@ -37,7 +36,7 @@ from prepcli.commands.operations.save_init import check_index_size, resolve_layo
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.lists import join_names
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer
 from prepcli.core.option_spec import REQUIRED, PathLike, format_command_line, with_defaults
 from prepcli.core.progress import Progress
 from prepcli.execution.workers import ProcessOptions
@@ -134,9 +133,9 @@ def add_tokens(
     common = common_options(
         checkpoint, out, options, dry_run=dry_run, process_options=process_options
     )
-    opened = open_conversion(_folder_options(common), observer_of(progress), allow_adapters=True)
+    opened = open_conversion(_folder_options(common), progress, allow_adapters=True)
     planned = plan_add_tokens(options, tokens, opened.source, opened.located)
-    return run_conversion(opened, planned)
+    return opened.run(planned)
 
 
 def _check_readable_again(path: Path, process_options: ProcessOptions | None) -> None:
@@ -384,8 +383,8 @@ def remove_tokens(
     common = common_options(
         checkpoint, out, options, dry_run=dry_run, process_options=process_options
     )
-    opened = open_conversion(_folder_options(common), observer_of(progress), allow_adapters=True)
-    return run_conversion(opened, plan_remove_tokens(options, opened.source, opened.located))
+    opened = open_conversion(_folder_options(common), progress, allow_adapters=True)
+    return opened.run(plan_remove_tokens(options, opened.source, opened.located))
 
 
 def plan_remove_tokens(
@@ -428,7 +427,6 @@ def plan_remove_tokens(
         name,
         notes=_removal_notes(addition),
         fields={"removed_tokens": {"count": len(removed), "tokens": removed}},
-        next_command=f"prep verify {OUT_PLACEHOLDER}",
     )
 
 
