@@ -141,12 +141,11 @@ def lock(
       prep lock ./my-model --html lock.html
     """
     from prepcli.commands.operations.lock import lock as run
-    from prepcli.commands.rendering.checkpoints import lock_line, lock_report
+    from prepcli.commands.rendering.checkpoints import lock_report
 
     ui = output_options.open_console("lock")
     locked = run(checkpoint, arguments["out"], progress=ui, **options)
-    ui.note(lock_line(locked))
-    return ui.finish(lock_report(locked))
+    return ui.finish(lock_report(locked, ui))
 
 
 @expand_option_groups

@@ -316,8 +316,9 @@ def recipes(
       prep recipes llama-7b
       prep recipes copy llama-7b --out my-run.toml
     """
+    from prepcli.commands.console.ui import Report
     from prepcli.commands.operations.recipes import copy_recipe, shipped_recipe, shipped_recipes
-    from prepcli.commands.rendering.runs import copy_report, recipe_report, recipes_report
+    from prepcli.commands.rendering.runs import recipe_report, recipes_report
 
     ui = output_options.open_console("recipes")
     out = options["out"]
@@ -345,7 +346,6 @@ def recipes(
         return ui.finish(recipes_report(shipped_recipes(), ui.columns))
     path = shipped_recipe(names[0])
     if is_copy:
-        return ui.finish(
-            copy_report(path.stem, copy_recipe(names[0], None if out is None else Path(out)))
-        )
+        copy = str(copy_recipe(names[0], None if out is None else Path(out)))
+        return ui.finish(Report(copy, {"name": path.stem, "path": copy}))
     return ui.finish(recipe_report(path))

@@ -6,7 +6,7 @@ import json
 import math
 import textwrap
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.console.ui import Report, Ui
 from prepcli.commands.operations.conversion import dropped_text
@@ -16,7 +16,7 @@ from prepcli.core.errors import GET_AGAIN_HINT, Option, PrepError, text
 from prepcli.core.formatting import format_bytes
 from prepcli.core.lists import MAX_NAMES, join_names
 from prepcli.core.observer import LEAVES
-from prepcli.core.tables import format_table
+from prepcli.core.tables import Cell, format_table
 from prepcli.models.registry import FAMILIES
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.sources.tensor_labels import TensorLabel
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         LockedModel,
         MapSuggestion,
         Roundtrip,
-        RoundtripWay,
     )
     from prepcli.commands.operations.verification_results import (
         LogitComparison,
@@ -39,70 +38,106 @@ if TYPE_CHECKING:
         TensorDifference,
         Verification,
     )
-    from prepcli.planning.plan import Plan
     from prepcli.sources.aliases import Alias
-
-
-def conversion_report(conversion: Conversion, level: int) -> Report:
-    """Return the text that a command prints about a conversion."""
-    output = str(conversion.details["output"])
-    fields = dict(conversion.details)
-    if level >= LEAVES:
-        fields["leaves"] = _leaf_fields(conversion.plan)
-    if "dry_run" in fields:
-        return Report(_dry_run_line(conversion, output), fields)
-    return Report(output, fields, conversion.next_command)
-
-
-def _leaf_fields(plan: Plan) -> list[dict[str, object]]:
-    """Return the name, the shapes and the dtype of each leaf."""
-    return [
-        {
-            "name": leaf.name,
-            "shape": leaf.grid.shape,
-            "dtype": leaf.dtype,
-            "chunk": leaf.grid.chunk_shape,
-        }
-        for leaf in plan.leaves
-    ]
-
-
-def _dry_run_line(conversion: Conversion, output: str) -> str:
-    """Describe the output of a plan."""
-    plan = conversion.plan
-    text = f"would write {format_bytes(plan.write_nbytes)}"
-    if plan.leaves:
-        text += f" in {count_text(plan.chunk_count, 'chunk')} of {count_text(len(plan.leaves), 'leaf', 'leaves')}"
-    written = {stream.name for stream in plan.streams if stream.writes}
-    text += f" to {output}: {count_text(len(written), 'tensor')}"
-    dropped = dropped_text(plan)
-    if dropped:
-        text += f", {dropped}"
-    return f"{text}; plan {conversion.plan_digest}"
-
-
-# --- Comparisons of checkpoints as text and JSON
-
 
 # A template or a list of a setting may have any length.
 MAX_VALUE_CHARS = 60
+# Names of tensors in a line about a map.
+MAX_LISTED = 8
+LOGITS_HEADER = ("prompt", "KL mean", "KL max", "top 1", "top 5", "logits", "parts at")
+CHAIN_HEADER = ("link", "equal digests", "status")
+ROUNDTRIP_HEADER = ("way", "status", "tensors", "bytes", "digest")
+# Common numbers of devices. The table of aliases has the number of equal shards of the vocabulary on each.
+DEVICE_COUNTS = (8, 128)
+# Columns of text without a terminal.
+TEXT_WIDTH = 120
+# Columns of aliases that a narrow terminal leaves out, the first one first.
+OPTIONAL_COLUMNS = ("shards on 128", "shards on 8", "vocabulary", "parameters", "family", "size")
+
+
+def _with_finite_numbers(result: Any) -> dict[str, Any]:
+    """Return the fields of a result for JSON. Infinity and NaN are no JSON numbers: they become null."""
+    fields = asdict(result)
+    for name, value in fields.items():
+        if isinstance(value, tuple):
+            fields[name] = [None if _is_infinite(item) else item for item in value]
+        elif _is_infinite(value):
+            fields[name] = None
+    return fields
+
+
+def _is_infinite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _note_lines(lines: Sequence[str], ui: Ui) -> None:
+    """Print lines. At the normal verbosity print the first ones, and the number of the others."""
+    num_shown = len(lines) if ui.level >= LEAVES else MAX_NAMES
+    for line in lines[:num_shown]:
+        ui.note(line)
+    if len(lines) > num_shown:
+        ui.note(f"and {len(lines) - num_shown:,} more; `-v` or `--json` lists all")
+
+
+def conversion_report(conversion: Conversion, level: int) -> Report:
+    """Return the text that a command prints about a conversion.
+
+    At the verbosity LEAVES and above, the JSON object lists the leaves of the output.
+    """
+    plan = conversion.plan
+    output = str(conversion.details["output"])
+    fields = dict(conversion.details)
+    if level >= LEAVES:
+        leaves: list[dict[str, object]] = []
+        for leaf in plan.leaves:
+            grid = leaf.grid
+            shapes = {"shape": grid.shape, "dtype": leaf.dtype, "chunk": grid.chunk_shape}
+            leaves.append({"name": leaf.name, **shapes})
+        fields["leaves"] = leaves
+    if "dry_run" not in fields:
+        return Report(output, fields, conversion.next_command)
+    line = f"would write {format_bytes(plan.write_nbytes)}"
+    if plan.leaves:
+        line += f" in {count_text(plan.chunk_count, 'chunk')} of {count_text(len(plan.leaves), 'leaf', 'leaves')}"
+    written = {stream.name for stream in plan.streams if stream.writes}
+    line += f" to {output}: {count_text(len(written), 'tensor')}"
+    dropped = dropped_text(plan)
+    if dropped:
+        line += f", {dropped}"
+    return Report(f"{line}; plan {conversion.plan_digest}", fields)
+
+
+# --- Comparisons
 
 
 def verification_report(verification: Verification, ui: Ui) -> Report:
-    """Return the report of a comparison. It has an error if there are differences."""
-    if verification.distances:
-        ui.note(_distance_table(verification, ui))
-    _note_settings(verification, ui)
+    """Return the report of a comparison, and print a line per difference. It has an error if there are differences."""
+    is_quick = bool(verification.checked)
+    fields: dict[str, object] = {"differences": verification.differences}
     if verification.is_equal:
-        line = f"ok: {_checked_text(verification)} ({verification.seconds:.1f} s)"
-        return Report(line, _equal_fields(verification))
-    _note_differences(verification, ui)
-    fields: dict[str, object] = {
-        "differences": verification.differences,
-        "ignored_padding_rows": verification.ignored_padding_rows,
-        **_setting_fields(verification),
-        **_distance_fields(verification),
-    }
+        fields = {"tensors": verification.tensors, "values": verification.values}
+        fields |= {"checked": list(verification.checked)} if is_quick else {"differences": []}
+    # A quick check of one checkpoint reads no vocabulary.
+    if verification.against is not None or not is_quick:
+        fields["ignored_padding_rows"] = verification.ignored_padding_rows
+    if verification.accepted:
+        fields["accepted"] = verification.accepted
+    if verification.against is not None:
+        fields |= {"settings": verification.settings, "left_out": verification.left_out}
+    if verification.distances:
+        fields["distances"] = [_with_finite_numbers(each) for each in verification.distances]
+        ui.note(_distance_table(verification, ui))
+    for setting in verification.settings:
+        ui.note(_setting_text(setting))
+    left_out: list[str] = []
+    for tensor in verification.left_out:
+        name = f"{tensor['tensor']} of {tensor['checkpoint']}"
+        left_out.append(f"not compared  {name}: {tensor['why']}")
+    _note_lines(left_out, ui)
+    if verification.is_equal:
+        return Report(f"ok: {_checked_text(verification)} ({verification.seconds:.1f} s)", fields)
+    differences = verification.differences
+    _note_lines([f"differs  {_label(each)}  {each['what']}" for each in differences], ui)
     return Report(fields=fields, error=_difference_error(verification))
 
 
@@ -124,68 +159,15 @@ def _checked_text(verification: Verification) -> str:
     return f"{checked} equal, no values read{padding}"
 
 
-def _equal_fields(verification: Verification) -> dict[str, object]:
-    fields: dict[str, object] = {"tensors": verification.tensors, "values": verification.values}
-    if verification.checked:
-        fields["checked"] = list(verification.checked)
-    else:
-        fields["differences"] = []
-    # A quick check of one checkpoint reads no vocabulary.
-    if verification.against is not None or not verification.checked:
-        fields["ignored_padding_rows"] = verification.ignored_padding_rows
-    if verification.accepted:
-        fields["accepted"] = verification.accepted
-    return fields | _setting_fields(verification) | _distance_fields(verification)
-
-
-def _setting_fields(verification: Verification) -> dict[str, object]:
-    """Return the different settings and the tensors left out of a comparison of two checkpoints."""
-    if verification.against is None:
-        return {}
-    return {"settings": verification.settings, "left_out": verification.left_out}
-
-
-def _note_settings(verification: Verification, ui: Ui) -> None:
-    """Print a line for each different setting, and for each tensor that only one checkpoint has."""
-    for setting in verification.settings:
-        ui.note(_setting_text(setting))
-    lines = [
-        f"not compared  {tensor['tensor']} of {tensor['checkpoint']}: {tensor['why']}"
-        for tensor in verification.left_out
-    ]
-    num_shown = len(lines) if ui.level >= LEAVES else MAX_NAMES
-    for line in lines[:num_shown]:
-        ui.note(line)
-    if len(lines) > num_shown:
-        ui.note(f"and {len(lines) - num_shown:,} more; `-v` or `--json` lists all")
-
-
 def _setting_text(setting: SettingDifference) -> str:
     """Describe a setting, such as `config differs: rope_theta 10000, 500000`."""
-    values = [_value_text(setting[side]) for side in ("a", "b")]
+    values: list[str] = []
+    for value in (setting["a"], setting["b"]):
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        shown = shorten(json.dumps(value, ensure_ascii=False), MAX_VALUE_CHARS)
+        values.append("absent" if value is None else shown)
     return f"{setting['kind']} differs: {setting['key']} {', '.join(values)}"
-
-
-def _value_text(value: object) -> str:
-    """Return a value of a setting as JSON of bounded length."""
-    if value is None:
-        return "absent"
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return shorten(json.dumps(value, ensure_ascii=False), MAX_VALUE_CHARS)
-
-
-def _distance_fields(verification: Verification) -> dict[str, object]:
-    """Return the distances for JSON. Infinity is no JSON number: it becomes null."""
-    if not verification.distances:
-        return {}
-    entries: list[dict[str, object]] = []
-    for distance in verification.distances:
-        entry = asdict(distance)
-        for name in ("max_abs", "mean_abs", "cosine"):
-            entry[name] = entry[name] if math.isfinite(entry[name]) else None
-        entries.append(entry)
-    return {"distances": entries}
 
 
 def _distance_table(verification: Verification, ui: Ui) -> str:
@@ -205,36 +187,21 @@ def _distance_table(verification: Verification, ui: Ui) -> str:
     return table
 
 
-def _note_differences(verification: Verification, ui: Ui) -> None:
-    """Print one line per difference, and at the normal verbosity the number of omitted ones."""
-    differences = verification.differences
-    num_shown = len(differences) if ui.level >= LEAVES else MAX_NAMES
-    for difference in differences[:num_shown]:
-        ui.note(f"differs  {_difference_label(difference)}  {difference['what']}")
-    if len(differences) > num_shown:
-        ui.note(f"and {len(differences) - num_shown:,} more; `-v` or `--json` lists all")
-
-
 def _difference_error(verification: Verification) -> PrepError:
     if verification.against is None:
         what = f"{verification.checkpoint} is damaged"
     else:
         what = f"{verification.checkpoint} is not the same as {verification.against}"
-    # A tensor may have several differences, e.g. one for each range of rows with a digest.
-    if not verification.differences:
-        return _strict_error(verification, what)
-    labels = {_difference_label(difference) for difference in verification.differences}
-    counts = count_text(len(labels), "tensor")
-    # Tensors of the other checkpoint alone are not in the total.
-    if len(labels) <= verification.total_tensors:
-        counts = f"{len(labels)} of {verification.total_tensors} tensors"
-    first = verification.differences[0]
-    why = f"{_difference_label(first)} {first['what']}"
-    return PrepError(f"{what} ({counts})", why, verification.remedy)
-
-
-def _strict_error(verification: Verification, what: str) -> PrepError:
-    """Return the error for checkpoints of equal tensors with other settings, or without some tensors."""
+    differences = verification.differences
+    if differences:
+        # A tensor may have several differences, e.g. one for each range of rows with a digest.
+        num_different = len({_label(difference) for difference in differences})
+        counts = count_text(num_different, "tensor")
+        # Tensors of the other checkpoint alone are not in the total.
+        if num_different <= verification.total_tensors:
+            counts = f"{num_different} of {verification.total_tensors} tensors"
+        why = f"{_label(differences[0])} {differences[0]['what']}"
+        return PrepError(f"{what} ({counts})", why, verification.remedy)
     if verification.settings:
         why = _setting_text(verification.settings[0])
     else:
@@ -244,60 +211,12 @@ def _strict_error(verification: Verification, what: str) -> PrepError:
     return PrepError(what, why, hint)
 
 
-def _difference_label(difference: TensorDifference) -> TensorLabel:
+def _label(difference: TensorDifference) -> TensorLabel:
     return TensorLabel(difference["leaf"], difference["tensor"])
-
-
-# --- Comparisons of the logits of two models as text and JSON
-
-
-LOGITS_HEADER = ("prompt", "KL mean", "KL max", "top 1", "top 5", "logits", "parts at")
 
 
 def logits_report(comparison: LogitComparison, columns: int | None) -> Report:
     """Return the table and the JSON object of a comparison. It has an error if a logit differs too much."""
-    largest = max(prompt.max_difference for prompt in comparison.prompts)
-    error = None
-    lines = [_logit_table(comparison, columns)]
-    limit = f"the tolerance is {comparison.tolerance:g}"
-    if comparison:
-        lines.append(f"ok: largest difference {largest:.3g}, {limit} ({comparison.seconds:.1f} s)")
-    else:
-        second = comparison.against
-        if comparison.library != "prep":
-            second = f"{second} in {comparison.library}"
-        what = f"{comparison.checkpoint} does not compute the logits of {second}"
-        hint = "the last column names the first layer with another result"
-        if not any(prompt.layer_differences for prompt in comparison.prompts):
-            hint = "compare models with the same layers to find the first one with another result"
-        error = PrepError(what, f"they differ by up to {largest:.3g}, {limit}", hint)
-    return Report("\n".join(lines), _logit_fields(comparison), error=error)
-
-
-def _logit_fields(comparison: LogitComparison) -> dict[str, object]:
-    """Return the fields for JSON. Infinity is no JSON number: it becomes null."""
-    prompts: list[dict[str, object]] = []
-    for prompt in comparison.prompts:
-        entry = asdict(prompt)
-        for name in ("kl_mean", "kl_max", "max_difference"):
-            entry[name] = _finite_or_none(entry[name])
-        entry["layer_differences"] = list(map(_finite_or_none, prompt.layer_differences))
-        prompts.append(entry)
-    return {
-        "checkpoint": comparison.checkpoint,
-        "against": comparison.against,
-        "library": comparison.library,
-        "tolerance": _finite_or_none(comparison.tolerance),
-        "equal": comparison.is_equal,
-        "prompts": prompts,
-    }
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _logit_table(comparison: LogitComparison, columns: int | None) -> str:
     rows: list[tuple[str, ...]] = []
     for prompt in comparison.prompts:
         parts_at = prompt.parts_at or "nowhere"
@@ -314,20 +233,32 @@ def _logit_table(comparison: LogitComparison, columns: int | None) -> str:
                 parts_at,
             )
         )
-    return format_table(rows, LOGITS_HEADER, right_aligned=LOGITS_HEADER[1:-1], width=columns)
-
-
-# --- Chains of checkpoints as text and JSON
-
-
-CHAIN_HEADER = ("link", "equal digests", "status")
+    lines = [format_table(rows, LOGITS_HEADER, LOGITS_HEADER[1:-1], columns)]
+    fields = _with_finite_numbers(comparison)
+    del fields["seconds"]
+    fields["equal"] = comparison.is_equal
+    fields["prompts"] = [_with_finite_numbers(prompt) for prompt in comparison.prompts]
+    largest = max(prompt.max_difference for prompt in comparison.prompts)
+    limit = f"the tolerance is {comparison.tolerance:g}"
+    if comparison:
+        lines.append(f"ok: largest difference {largest:.3g}, {limit} ({comparison.seconds:.1f} s)")
+        return Report("\n".join(lines), fields)
+    second = comparison.against
+    if comparison.library != "prep":
+        second = f"{second} in {comparison.library}"
+    what = f"{comparison.checkpoint} does not compute the logits of {second}"
+    hint = "the last column names the first layer with another result"
+    if not any(prompt.layer_differences for prompt in comparison.prompts):
+        hint = "compare models with the same layers to find the first one with another result"
+    error = PrepError(what, f"they differ by up to {largest:.3g}, {limit}", hint)
+    return Report("\n".join(lines), fields, error=error)
 
 
 def chain_report(chain: Chain, width: int | None) -> Report:
     """Return the report of a chain: a table of the links, and their changes. It has an error if a link is broken."""
-    rows = [(_link_text(link), link.proof, link.status) for link in chain.links]
     lines: list[str] = []
-    if rows:
+    if chain.links:
+        rows = [(_link_text(link), link.proof, link.status) for link in chain.links]
         lines.append(format_table(rows, CHAIN_HEADER, width=width, wrapped=CHAIN_HEADER[:2]))
     for link in chain.links:
         if link.changed:
@@ -341,12 +272,21 @@ def chain_report(chain: Chain, width: int | None) -> Report:
         "proven": all(link.status == "proven" for link in chain.links),
     }
     broken = chain.broken_link
-    if broken is not None:
-        return Report("\n".join(lines), fields, error=_broken_error(broken))
-    origins = join_names(chain.origins)
-    start = f" from {origins}" if origins else ""
-    lines.append(f"ok: {count_text(len(chain.links), 'link')}{start} ({chain.seconds:.1f} s)")
-    return Report("\n".join(lines), fields)
+    if broken is None:
+        origins = join_names(chain.origins)
+        start = f" from {origins}" if origins else ""
+        lines.append(f"ok: {count_text(len(chain.links), 'link')}{start} ({chain.seconds:.1f} s)")
+        return Report("\n".join(lines), fields)
+    if broken.status == "failed":
+        error = PrepError(f"the link {_link_text(broken)} failed", broken.reason, GET_AGAIN_HINT)
+    else:
+        hint = text(
+            "{} finds moved checkpoints, {} accepts the link",
+            Option("search", "FOLDER"),
+            Option("allow_unproven", True),
+        )
+        error = PrepError(f"the link {_link_text(broken)} is not proven", broken.reason, hint)
+    return Report("\n".join(lines), fields, error=error)
 
 
 def _link_text(link: ChainLink) -> str:
@@ -356,83 +296,42 @@ def _link_text(link: ChainLink) -> str:
     return f"{link.output} <- {link.command} of {link.source}"
 
 
-def _broken_error(link: ChainLink) -> PrepError:
-    """Return the error for the first broken link."""
-    if link.status == "failed":
-        return PrepError(f"the link {_link_text(link)} failed", link.reason, GET_AGAIN_HINT)
-    hint = text(
-        "{} finds moved checkpoints, {} accepts the link",
-        Option("search", "FOLDER"),
-        Option("allow_unproven", True),
-    )
-    return PrepError(f"the link {_link_text(link)} is not proven", link.reason, hint)
-
-
-# --- Certificates of conversions and their ways back, as text and JSON
-
-
-ROUNDTRIP_HEADER = ("way", "status", "tensors", "bytes", "digest")
-REPORT_HINT = "report it with the certificate"
-
-
 def roundtrip_report(roundtrip: Roundtrip, width: int | None) -> Report:
     """Return the report of a certificate: a table of the ways. It has an error if a way changed the model."""
-    rows = [_way_row(way) for way in roundtrip.ways]
-    lines = [
-        format_table(
-            rows, ROUNDTRIP_HEADER, ROUNDTRIP_HEADER[2:4], width, optional=["digest", "bytes"]
-        )
-    ]
+    rows: list[tuple[str, ...]] = []
     for way in roundtrip.ways:
-        if way.reason:
-            lines.append(f"{way.name}: {way.reason}")
+        status = "0 bits changed" if way.status == "equal" else way.status
+        counts = (f"{way.tensors:,}", format_bytes(way.nbytes), way.digest)
+        rows.append(
+            (way.name, status, *(("", "", "") if way.status == "not available" else counts))
+        )
+    header = ROUNDTRIP_HEADER
+    lines = [format_table(rows, header, header[2:4], width, optional=["digest", "bytes"])]
+    lines += [f"{way.name}: {way.reason}" for way in roundtrip.ways if way.reason]
     lines.append(str(roundtrip.path))
     fields = asdict(roundtrip) | {"path": str(roundtrip.path)}
-    different = [way for way in roundtrip.ways if way.status == "different"]
     error: PrepError | None = None
-    if different:
-        what = f"{roundtrip.source} is not the same after the way {different[0].name}"
-        error = PrepError(what, different[0].reason, REPORT_HINT)
+    for way in roundtrip.ways:
+        if way.status == "different":
+            what = f"{roundtrip.source} is not the same after the way {way.name}"
+            error = PrepError(what, way.reason, "report it with the certificate")
+            break
     return Report("\n".join(lines), fields, error=error)
 
 
-def _way_row(way: RoundtripWay) -> tuple[str, ...]:
-    if way.status == "not available":
-        return way.name, way.status, "", "", ""
-    size = format_bytes(way.nbytes)
-    status = "0 bits changed" if way.status == "equal" else way.status
-    return way.name, status, f"{way.tensors:,}", size, way.digest
+# --- Locks, maps and aliases
 
 
-# --- Written lock files as text and JSON
-
-
-def lock_report(locked: LockedModel) -> Report:
-    """Return the path of a lock file, and what it covers."""
-    fields: dict[str, object] = {
-        "path": str(locked.path),
-        "source": locked.source,
-        "revision": locked.revision,
-        "files": locked.files,
-        "tensors": locked.tensors,
-        "bytes": locked.nbytes,
-        "already": locked.already_done,
-    }
-    return Report(str(locked.path), fields)
-
-
-def lock_line(locked: LockedModel) -> str:
-    """Describe what a lock file covers: `locked  9 files, 316 tensors, 4.95 GiB in 6.1 s`."""
+def lock_report(locked: LockedModel, ui: Ui) -> Report:
+    """Note what a lock file covers, and return its path."""
     size = format_bytes(locked.nbytes)
     state = "already locked" if locked.already_done else "locked"
     counts = f"{count_text(locked.files, 'file')}, {count_text(locked.tensors, 'tensor')}"
-    return f"{state}  {counts}, {size} in {locked.seconds:.1f} s"
-
-
-# --- Suggested maps, as text and JSON
-
-
-MAX_LISTED = 8
+    ui.note(f"{state}  {counts}, {size} in {locked.seconds:.1f} s")
+    fields = asdict(locked) | {"path": str(locked.path)}
+    del fields["seconds"]
+    fields |= {"bytes": fields.pop("nbytes"), "already": fields.pop("already_done")}
+    return Report(str(locked.path), fields)
 
 
 def suggestion_report(suggestion: MapSuggestion) -> Report:
@@ -464,79 +363,33 @@ def suggestion_report(suggestion: MapSuggestion) -> Report:
     return Report("\n".join(lines), fields, error=error)
 
 
-# --- Aliases of checkpoints as text and JSON
-
-
-# Common numbers of devices. The table has the number of equal shards of the vocabulary on each.
-DEVICE_COUNTS = (8, 128)
-# Columns of text without a terminal.
-TEXT_WIDTH = 120
-# Columns that a narrow terminal leaves out, the first one first.
-OPTIONAL_COLUMNS = ("shards on 128", "shards on 8", "vocabulary", "parameters", "family", "size")
-
-
 def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
     """Return the table of aliases with the supported model types, and fields with sizes in bytes."""
-    supported = {"convert": "any", "train": [*FAMILIES], "generate": [*FAMILIES]}
+    entries: list[dict[str, object]] = []
+    rows: list[list[Cell]] = []
+    for alias in aliases:
+        # gcd(50257, 8) = 1: an odd vocabulary stays whole. gcd(50400, 128) = 32: each shard is on 4 devices.
+        shards = {str(count): math.gcd(alias.vocab, count) for count in DEVICE_COUNTS}
+        names = {"alias": alias.name, "hub_id": alias.hub_id, "family": alias.family}
+        sizes = {"parameters": alias.parameters, "bytes": alias.nbytes, "vocab": alias.vocab}
+        entries.append({**names, **sizes, "gcd": shards})
+        size = format_bytes(alias.nbytes)
+        rows.append([*names.values(), alias.parameters, size, alias.vocab, *shards.values()])
+    header = ["alias", "hub id", "family", "parameters", "size", "vocabulary"]
+    header += [f"shards on {count}" for count in DEVICE_COUNTS]
+    table = format_table(rows, header, ["size"], columns, optional=OPTIONAL_COLUMNS)
     fields = {
-        "models": [_alias_fields(alias) for alias in aliases],
+        "models": entries,
         "families": [*FAMILIES],
-        "supported": supported,
+        "supported": {"convert": "any", "train": [*FAMILIES], "generate": [*FAMILIES]},
     }
-    names = ", ".join(FAMILIES)
-    families = f"{len(FAMILIES)} model types convert, train and generate: {names}"
-    multimodal = (
+    families = ", ".join(FAMILIES)
+    paragraphs = (
+        f"{len(FAMILIES)} model types convert, train and generate: {families}",
         "a multimodal model with a text part of such a type (model_type of its text_config) converts with its towers,"
-        " and trains and generates as its text part"
+        " and trains and generates as its text part",
+        f"all other model types convert: {CANNOT_TRAIN}",
     )
-    others = f"all other model types convert: {CANNOT_TRAIN}"
     width = columns or TEXT_WIDTH
-    lines = [
-        _alias_table(aliases, columns),
-        "",
-        textwrap.fill(families, width),
-        textwrap.fill(multimodal, width),
-        textwrap.fill(others, width),
-    ]
+    lines = [table, "", *(textwrap.fill(paragraph, width) for paragraph in paragraphs)]
     return Report("\n".join(lines), fields)
-
-
-def _alias_table(aliases: Sequence[Alias], columns: int | None) -> str:
-    """Return the table of aliases, with the vocabulary shards on each number of devices."""
-    header = [
-        "alias",
-        "hub id",
-        "family",
-        "parameters",
-        "size",
-        "vocabulary",
-        *(f"shards on {count}" for count in DEVICE_COUNTS),
-    ]
-    rows = [
-        [
-            alias.name,
-            alias.hub_id,
-            alias.family,
-            alias.parameters,
-            format_bytes(alias.nbytes),
-            alias.vocab,
-            # gcd(50257, 8) = 1: an odd vocabulary stays whole. gcd(50400, 128) = 32: each shard is on 4 devices.
-            *(math.gcd(alias.vocab, count) for count in DEVICE_COUNTS),
-        ]
-        for alias in aliases
-    ]
-    return format_table(
-        rows, header, right_aligned=["size"], width=columns, optional=OPTIONAL_COLUMNS
-    )
-
-
-def _alias_fields(alias: Alias) -> dict[str, object]:
-    return {
-        "alias": alias.name,
-        "hub_id": alias.hub_id,
-        "family": alias.family,
-        "parameters": alias.parameters,
-        "bytes": alias.nbytes,
-        "vocab": alias.vocab,
-        "gcd": {str(count): math.gcd(alias.vocab, count) for count in DEVICE_COUNTS},
-    }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prepcli.commands.console.ui import Report
 from prepcli.commands.operations.compute_options import format_token_ids
 from prepcli.core.counts import count_text
-from prepcli.core.tables import format_table
+from prepcli.core.tables import Cell, format_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,68 +51,40 @@ def schema_report() -> Report:
     return Report(json.dumps(schema(), indent=2))
 
 
-# --- The scores of an evaluation as text and JSON
+# --- Evaluations and generated texts
 
 
-HEADER = ("source", "loss", "perplexity", "accuracy", "tokens")
-NOT_FINITE = "not finite"
+SCORES_HEADER = ("source", "loss", "perplexity", "accuracy", "tokens")
 
 
 def evaluation_report(evaluation: Evaluation, columns: int | None) -> Report:
-    """Return the text and the JSON object of an evaluation."""
+    """Return a line per source, one for all if there are several, and the metrics of generated targets."""
+    rows = list(evaluation.sources.items())
+    if len(rows) > 1:
+        rows.append(("all", evaluation))
+    cells: list[tuple[Cell, ...]] = []
+    for name, scores in rows:
+        numbers = ((scores.loss, ".6f"), (scores.perplexity, ",.4f"), (scores.accuracy, ".4f"))
+        texts = ["not finite" if value is None else format(value, spec) for value, spec in numbers]
+        cells.append((name, *texts, scores.tokens))
+    lines = [format_table(cells, SCORES_HEADER, SCORES_HEADER[1:], columns)]
+    for name, scores in evaluation.sources.items():
+        for metric, value in scores.metrics.items():
+            lines.append(f"{name}: {metric} {'none' if value is None else f'{value:.4f}'}")
+    settings = ("checkpoint", "step", "mesh", "dtype", "reduction", "seq_length")
     fields = {
-        "checkpoint": evaluation.checkpoint,
-        "step": evaluation.step,
-        "mesh": evaluation.mesh,
-        "dtype": evaluation.dtype,
-        "reduction": evaluation.reduction,
-        "seq_length": evaluation.seq_length,
+        **{name: getattr(evaluation, name) for name in settings},
         **_score_fields(evaluation),
         "sources": {name: _score_fields(scores) for name, scores in evaluation.sources.items()},
         "seconds": round(evaluation.compute_seconds, 3),
     }
-    return Report(_evaluation_table(evaluation, columns), fields, process=evaluation.process)
+    return Report("\n".join(lines), fields, process=evaluation.process)
 
 
 def _score_fields(scores: EvaluationScores) -> dict[str, float | int | None]:
-    """Return scores as JSON fields: loss, perplexity, accuracy, counts, and one field per metric."""
-    return {
-        "loss": scores.loss,
-        "perplexity": scores.perplexity,
-        "accuracy": scores.accuracy,
-        "tokens": scores.tokens,
-        "sequences": scores.sequences,
-        **scores.metrics,
-    }
-
-
-def _evaluation_table(evaluation: Evaluation, columns: int | None) -> str:
-    """Return one line per source, one for all if there are several, and the metrics of generated targets."""
-    rows = list(evaluation.sources.items())
-    if len(rows) > 1:
-        rows.append(("all", evaluation))
-    cells = [
-        (
-            name,
-            _format_number(scores.loss, ".6f"),
-            _format_number(scores.perplexity, ",.4f"),
-            _format_number(scores.accuracy, ".4f"),
-            scores.tokens,
-        )
-        for name, scores in rows
-    ]
-    lines = [format_table(cells, HEADER, right_aligned=HEADER[1:], width=columns)]
-    for name, scores in evaluation.sources.items():
-        for metric, value in scores.metrics.items():
-            lines.append(f"{name}: {metric} {'none' if value is None else f'{value:.4f}'}")
-    return "\n".join(lines)
-
-
-def _format_number(value: float | None, spec: str) -> str:
-    return NOT_FINITE if value is None else format(value, spec)
-
-
-# --- Generated texts as text and JSON
+    """Return scores as JSON fields, with one field per metric."""
+    names = ("loss", "perplexity", "accuracy", "tokens", "sequences")
+    return {**{name: getattr(scores, name) for name in names}, **scores.metrics}
 
 
 def generation_report(generation: Generation) -> Report:
@@ -135,34 +107,42 @@ def generation_report(generation: Generation) -> Report:
 
 def chat_report(result: ChatResult) -> Report:
     """Return the JSON object of a conversation. Its text was printed answer by answer."""
-    fields = {
-        "mesh": result.mesh,
-        "dtype": result.dtype,
-        "messages": result.messages,
-        "tokens": result.num_tokens,
-    }
-    return Report("", fields)
+    fields = {"mesh": result.mesh, "dtype": result.dtype, "messages": result.messages}
+    return Report("", {**fields, "tokens": result.num_tokens})
 
 
-# --- The tokens of a recipe as text and JSON
+# --- Tokens
 
 
 def tokenization_report(
     result: Tokenization, columns: int | None, *, shows_ids: bool = False
 ) -> Report:
     """Return one line per token store, and the JSON object. The samples and the table of their counts come first."""
+    lines = [*_sample_lines(result.data, columns, shows_ids=shows_ids)]
+    data: dict[str, dict[str, object]] = {}
+    for part in result.data:
+        line = str(part.path)
+        if part.path is None:
+            missing = count_text(part.missing_shards, "shard")
+            line = f"{part.name}: {missing} of {part.shards:,} left to other processes"
+            if not part.missing_shards:
+                # A dry run
+                line = f"{part.name}: no tokens are kept"
+        lines.append(line)
+        names = ("shards", "missing_shards", "tokens", "documents")
+        data[part.name] = {"path": None if part.path is None else str(part.path)}
+        data[part.name] |= {name: getattr(part, name) for name in names}
+        if part.counts is not None:
+            samples = [asdict(sample) for sample in part.samples]
+            data[part.name] |= {"counts": asdict(part.counts), "samples": samples}
     fields = {
         "process": result.process,
         "complete": result.is_complete,
-        "data": {part.name: _data_fields(part) for part in result.data},
+        "data": data,
         "seconds": round(result.seconds, 3),
     }
-    lines = [*_sample_lines(result.data, columns, shows_ids=shows_ids)]
-    lines += [_data_line(part) for part in result.data]
     # Only process 0 prints the report of a job. Here another process may have completed the tokens.
-    process = result.process
-    if result.is_complete:
-        process = None
+    process = None if result.is_complete else result.process
     return Report("\n".join(lines), fields, process=process, has_marks=True)
 
 
@@ -184,31 +164,7 @@ def _sample_lines(
     yield ""
 
 
-def _data_fields(part: TokenizedData) -> dict[str, object]:
-    fields: dict[str, object] = {
-        "path": None if part.path is None else str(part.path),
-        "shards": part.shards,
-        "missing_shards": part.missing_shards,
-        "tokens": part.tokens,
-        "documents": part.documents,
-    }
-    if part.counts is not None:
-        fields["counts"] = asdict(part.counts)
-        fields["samples"] = [asdict(sample) for sample in part.samples]
-    return fields
-
-
-def _data_line(part: TokenizedData) -> str:
-    """Return the output of a store, the number of its missing shards, or that a dry run keeps no tokens."""
-    if part.path is None and not part.missing_shards:
-        return f"{part.name}: no tokens are kept"
-    if part.path is None:
-        missing = count_text(part.missing_shards, "shard")
-        return f"{part.name}: {missing} of {part.shards:,} left to other processes"
-    return str(part.path)
-
-
-# --- Reports on training runs as text and JSON
+# --- Reports and recipes
 
 
 def runs_report(result: RunsReport, columns: int | None) -> Report:
@@ -219,15 +175,8 @@ def runs_report(result: RunsReport, columns: int | None) -> Report:
     header = [*cells[0]]
     rows = [[name, *row.values()] for name, row in zip(result.names, cells)]
     table = format_table(rows, ["run", *header], right_aligned=header, width=columns)
-    fields = {
-        "output": str(result.path),
-        "runs": result.runs,
-        "changed_keys": result.changed_keys,
-    }
+    fields = {"output": str(result.path), "runs": result.runs, "changed_keys": result.changed_keys}
     return Report(table, fields)
-
-
-# --- Shipped recipes as text and JSON
 
 
 def recipes_report(recipes: Sequence[ShippedRecipe], columns: int | None) -> Report:
@@ -237,15 +186,7 @@ def recipes_report(recipes: Sequence[ShippedRecipe], columns: int | None) -> Rep
     for recipe in recipes:
         name = recipe.path.stem
         rows.append((name, recipe.model, str(recipe.devices), recipe.summary))
-        entries.append(
-            {
-                "name": name,
-                "path": str(recipe.path),
-                "summary": recipe.summary,
-                "model": recipe.model,
-                "devices": recipe.devices,
-            }
-        )
+        entries.append({"name": name, **asdict(recipe), "path": str(recipe.path)})
     header = ("recipe", "model", "devices", "summary")
     table = format_table(rows, header, width=columns, wrapped=["summary"])
     return Report(table, {"recipes": entries})
@@ -255,8 +196,3 @@ def recipe_report(path: Path) -> Report:
     """Return the text of a recipe."""
     text = path.read_text("utf-8")
     return Report(text.rstrip("\n"), {"name": path.stem, "path": str(path), "text": text})
-
-
-def copy_report(name: str, copy: Path) -> Report:
-    """Return the path of the copy of a recipe."""
-    return Report(str(copy), {"name": name, "path": str(copy)})
