@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prepcli.algebra.boxes import Range
 from prepcli.commands.operations.opening import CommonOptions
-from prepcli.commands.operations.verification_results import LeftOutTensor
+from prepcli.commands.operations.verification_results import LeftOutTensor, TensorDifference
 from prepcli.core.errors import Command, DamagedError, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import Observer
@@ -19,12 +19,13 @@ from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_f
 from prepcli.models.prediction import UNRECORDED_RULE
 from prepcli.models.text_part import TIED_FIELD
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import DroppedTensor
+from prepcli.planning.plan import DroppedTensor, Stream
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import (
     DEFAULT_MATCH_OPTIONS,
     TensorMatch,
 )
+from prepcli.restore.digest_checks import num_rows, row_stream
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.dropped_tensors import without_recorded_drops
 from prepcli.sources.model_family import as_verbatim
@@ -47,6 +48,26 @@ class VerifiedModel:
     labels: dict[str, TensorLabel]  # names in messages
     vocab_tensors: frozenset[str]  # names of the tensors with a vocabulary axis
     true_vocab: int  # rows without padding
+
+    def difference(self, name: str, what: str) -> TensorDifference:
+        """Return a difference of a tensor, e.g. `is not in MODEL`."""
+        label = self.labels[name]
+        return {"leaf": label.leaf, "tensor": label.tensor, "what": what}
+
+    def unpadded_rows(self, tensor: SourceTensor) -> Range:
+        """Return the rows of a tensor without padding."""
+        return (0, self.true_vocab) if tensor.name in self.vocab_tensors else (0, num_rows(tensor))
+
+    def unpadded_shape(self, tensor: SourceTensor) -> tuple[int, ...]:
+        """Return the shape of a tensor without padding rows."""
+        if tensor.name not in self.vocab_tensors:
+            return tensor.shape
+        return (self.true_vocab, *tensor.shape[1:])
+
+    def stream(self, name: str) -> Stream:
+        """Return the stream of the rows of a tensor without padding."""
+        tensor = self.tensors[name]
+        return row_stream(tensor, self.unpadded_rows(tensor))
 
 
 def collect_model(source: Source, other: Source | None = None) -> VerifiedModel:
@@ -94,19 +115,6 @@ def _collect_adapter(source: Source) -> VerifiedModel:
         vocab_tensors=frozenset(),
         true_vocab=0,
     )
-
-
-def unpadded_rows(model: VerifiedModel, tensor: SourceTensor) -> Range:
-    """Return the rows of a tensor without padding."""
-    rows = tensor.shape[0] if tensor.shape else 1
-    return (0, model.true_vocab) if tensor.name in model.vocab_tensors else (0, rows)
-
-
-def unpadded_shape(model: VerifiedModel, tensor: SourceTensor) -> tuple[int, ...]:
-    """Return the shape of a tensor without padding rows."""
-    if tensor.name not in model.vocab_tensors:
-        return tensor.shape
-    return (model.true_vocab, *tensor.shape[1:])
 
 
 # --- Select the tensors of two checkpoints for a comparison
