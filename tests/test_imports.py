@@ -105,7 +105,7 @@ COMPUTES = {
     ),
     # A plan of a recipe checks its data.
     "trainer.run.recipe_data",
-    "prepcli.commands.operations.env",
+    "prepcli.commands.operations.about",
     "prepcli.commands.testing",
     *(
         f"prepcli.commands.testing.{name}"

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prepcli.commands.cli.option_groups import (
+    CheckpointArgument,
     Omit,
+    OptionalCheckpointArgument,
     OutputOptions,
     ProgressOptions,
     expand_option_groups,
-)
-from prepcli.commands.cli.options import (
-    CheckpointArgument,
-    OptionalCheckpointArgument,
 )
 from prepcli.commands.operations.options import (
     AddTokensOptions,

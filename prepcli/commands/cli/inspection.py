@@ -9,16 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from prepcli.commands.cli.option_groups import (
-    Omit,
-    OutputOptions,
-    ProgressOptions,
-    expand_option_groups,
-)
-from prepcli.commands.cli.options import (
     CheckpointArgument,
     FamilyArgument,
+    Omit,
     OptionalCheckpointArgument,
+    OutputOptions,
+    ProgressOptions,
     complete_page,
+    expand_option_groups,
 )
 from prepcli.commands.operations.inspection_options import (
     ChainCommandOptions,
@@ -213,11 +211,8 @@ def inspect(
     ui = output_options.open_console("inspect")
     check_view(pattern, view)
     if view["html"] is not None:
-        from prepcli.commands.operations.inspect_page import write_page
-
         page = Path(view["html"])
-        written = write_page(checkpoint, page, ui, options, pattern=pattern, view=view)
-        return ui.finish(page_report(written, ui))
+        return ui.finish(page_report(checkpoint, page, ui, options, pattern=pattern, view=view))
     if view["shards"] is not None:
         leaf = shard_leaf(
             checkpoint,
@@ -297,7 +292,7 @@ def models(family: FamilyArgument = None, *, output_options: OutputOptions) -> i
       prep models
       prep models llama --json
     """
-    from prepcli.commands.operations.models import list_aliases
+    from prepcli.commands.operations.about import list_aliases
     from prepcli.commands.rendering.checkpoints import aliases_report
 
     ui = output_options.open_console("models")
@@ -312,7 +307,7 @@ def env(*, options: EnvOptions, output_options: OutputOptions) -> int:
       prep env
       prep env --devices --json
     """
-    from prepcli.commands.operations.env import read_environment
+    from prepcli.commands.operations.about import read_environment
     from prepcli.commands.rendering.environment import environment_report
 
     ui = output_options.open_console("env")
@@ -375,7 +370,7 @@ def docs(
       prep docs train | less
       prep docs recipes --path
     """
-    from prepcli.commands.operations.docs import docs_folder, find_page, list_pages
+    from prepcli.commands.operations.about import docs_folder, find_page, list_pages
     from prepcli.commands.rendering.environment import page_report, pages_report
 
     ui = output_options.open_console("docs")

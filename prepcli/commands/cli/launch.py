@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from prepcli.commands.cli.option_groups import OutputOptions, expand_option_groups
-from prepcli.commands.cli.options import complete_recipe
-from prepcli.commands.cli.strict import StrictCommand
+from prepcli.commands.cli.option_groups import (
+    OutputOptions,
+    StrictCommand,
+    complete_recipe,
+    expand_option_groups,
+)
 from prepcli.core.errors import Command, text, usage_error
 from prepcli.core.suggest import did_you_mean
 from prepcli.launch.command import TRAIN, LaunchedCommand

@@ -54,7 +54,7 @@ from prepcli.commands.cli.inspection import (
     verify,
 )
 from prepcli.commands.cli.launch import LaunchCommand, gke, local, ray, sky, slurm, tpu
-from prepcli.commands.cli.strict import OneProcessCommand, StrictCommand
+from prepcli.commands.cli.option_groups import OneProcessCommand, StrictCommand
 from prepcli.commands.cli.training import evaluate, generate, plan, recipes, report, tokenize, train
 from prepcli.core.errors import USAGE
 from prepcli.core.job_errors import label_errors, process_of

@@ -14,15 +14,13 @@ import typer
 
 from prepcli.commands.cli.option_groups import (
     Omit,
+    OptionalCheckpointArgument,
     OutputOptions,
     ProgressOptions,
-    expand_option_groups,
-)
-from prepcli.commands.cli.options import (
-    OptionalCheckpointArgument,
     complete_recipe,
     complete_recipe_or_checkpoint,
     complete_shipped_recipe,
+    expand_option_groups,
 )
 from prepcli.commands.console.stdio import library_output_hidden
 from prepcli.commands.operations.compute_options import (

@@ -140,7 +140,14 @@ def plan_pad_vocab(
     options: PadVocabOptions, source: Source, located: LocatedCheckpoint
 ) -> PlannedConversion:
     """Plan a copy of each tensor to the file of the same name, with more rows in the vocabulary's tensors."""
-    _check_source_kind(source)
+    if not source.tensor_file_names:
+        hint = text(
+            "{} also pads, and {} writes a Hugging Face folder",
+            Command("save-init", Option("pad_vocab", "N")),
+            Command("export"),
+        )
+        what = f"{source.display_name} is an Orbax checkpoint"
+        raise usage_error(what, "pad-vocab pads Hugging Face folders", hint)
     draft = start_draft(
         source,
         source_axis_maps(source),
@@ -150,12 +157,17 @@ def plan_pad_vocab(
     )
     size = padded_size(options, draft.vocabulary)
     draft = with_rows(draft, size, make_fill(options["init"], options["seed"], source))
+    multiple = options["multiple"] or DEFAULT_MULTIPLE
+    if options["size"] is not None or options["mesh"] is not None:
+        multiple = None
+    # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
+    values = {**recorded_values(options), "multiple": multiple}
     name = f"{located.model_name.removesuffix('-padded')}-padded"
     plan = make_plan(
         draft,
         place_in_source_files(draft),
         command="pad-vocab",
-        request=_command_line(options, source),
+        request=format_command_line("pad-vocab", source.display_name, PadVocabOptions, values),
         name=name,
     )
     return PlannedConversion(
@@ -166,25 +178,11 @@ def plan_pad_vocab(
             "vocab": {
                 "true": draft.vocabulary.true_size,
                 "padded": size,
-                "multiple": _effective_multiple(options),
+                "multiple": multiple,
                 "init": options["init"],
             }
         },
         next_command=f"prep save-init {OUT_PLACEHOLDER}{_save_init_options(options, source)}",
-    )
-
-
-def _check_source_kind(source: Source) -> None:
-    """Raise UsageError unless the source is a Hugging Face folder."""
-    if source.tensor_file_names:
-        return
-    hint = text(
-        "{} also pads, and {} writes a Hugging Face folder",
-        Command("save-init", Option("pad_vocab", "N")),
-        Command("export"),
-    )
-    raise usage_error(
-        f"{source.display_name} is an Orbax checkpoint", "pad-vocab pads Hugging Face folders", hint
     )
 
 
@@ -207,20 +205,6 @@ def _save_init_options(options: PadVocabOptions, source: Source) -> str:
         and sizes.get(dim, 0) % math.prod(map(mesh.size, axes))
     ]
     return "".join([f" --mesh {mesh_text}", *(f" --rule '{rule}'" for rule in rules)])
-
-
-def _effective_multiple(options: PadVocabOptions) -> int | None:
-    """Return the multiple that determines the padded size. None if a size or a mesh determines it."""
-    if options["size"] is not None or options["mesh"] is not None:
-        return None
-    return options["multiple"] or DEFAULT_MULTIPLE
-
-
-def _command_line(options: PadVocabOptions, source: Source) -> str:
-    """Return the command line that the manifest records. It has the multiple even if it is the default."""
-    # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
-    values = {**recorded_values(options), "multiple": _effective_multiple(options)}
-    return format_command_line("pad-vocab", source.display_name, PadVocabOptions, values)
 
 
 def _vocabulary_line(draft: Draft, init: str) -> str:

@@ -205,16 +205,26 @@ def plan_orbax_item(
         true_vocab=options["true_vocab"],
         dtype=options["dtype"],
     )
-    check_leaf_rules(layout.partitioning.rules, _leaf_dims(draft))
+    # A tied head has no leaf in the output, so a rule for it would have no effect.
+    tied_leaf = source.family.tying.head_leaf if draft.match.is_tied else None
+    dims: dict[str, LeafDims] = {}
+    for path, axis_map in draft.axis_maps.items():
+        if path != tied_leaf:
+            dims[path] = axis_map.leaf_dims
+    for tensor in source.tower_tensors:
+        dims[tower_leaf(tensor)] = tuple((f"d{axis}",) for axis in range(len(tensor.shape)))
+    check_leaf_rules(layout.partitioning.rules, dims)
     num_rows = padded_vocab_rows(options, draft, layout.partitioning)
     draft = with_rows(draft, num_rows, make_fill(options["init"], options["seed"], source))
     draft = replace(with_source_state(draft), left=left)
     placed = layout.place(draft)
+    schema = ReshardOptions if command == "reshard" else SaveInitOptions
+    values = {**recorded_values(options), "params_only": params_only}
     plan = make_plan(
         draft,
         placed,
         command=command,
-        request=_command_line(command, options, source, params_only=params_only),
+        request=format_command_line(command, source.display_name, schema, values),
         name=located.model_name,
     )
     check_index_size(plan)
@@ -224,10 +234,16 @@ def plan_orbax_item(
     next_command = f"prep reshard {OUT_PLACEHOLDER} --mesh DP,FSDP,MP"
     if command == "reshard":
         next_command = f"prep verify {OUT_PLACEHOLDER}"
+    suffix = "init"
+    mesh = layout.partitioning.mesh
+    if mesh is not None and command == "reshard":
+        suffix = folder_suffix(mesh)
+    elif layout.is_training_step and command == "save-init":
+        suffix = "step"
     meshes = {"from": source.tree_manifest.mesh, "to": plan.settings.mesh}
     return PlannedConversion(
         plan,
-        f"{located.model_name}-{_output_suffix(command, layout)}",
+        f"{located.model_name}-{suffix}",
         notes=notes,
         fields={"leaves": len(plan.leaves), "layout": NATIVE_TREE, "mesh": meshes},
         next_command=next_command,
@@ -244,16 +260,6 @@ def check_index_size(plan: Plan) -> None:
             "use a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules")
         )
         raise usage_error(what, why, hint)
-
-
-def _output_suffix(command: str, layout: OrbaxLayout) -> str:
-    """Return the end of the output's default name."""
-    mesh = layout.partitioning.mesh
-    if mesh is not None and command == "reshard":
-        return folder_suffix(mesh)
-    if layout.is_training_step and command == "save-init":
-        return "step"
-    return "init"
 
 
 def _converted_part(
@@ -291,19 +297,6 @@ def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[Dro
         kind.append(tensor)
     dropped = tuple(dropped_state(replace(source, state_tensors=tuple(others))))
     return replace(source, state_tensors=tuple(scales)), dropped
-
-
-def _leaf_dims(draft: Draft) -> dict[str, LeafDims]:
-    """Return the dims of each leaf of the output, by path."""
-    # A tied head has no leaf in the output, so a rule for it would have no effect.
-    tied_leaf = draft.source.family.tying.head_leaf if draft.match.is_tied else None
-    dims: dict[str, LeafDims] = {}
-    for path, axis_map in draft.axis_maps.items():
-        if path != tied_leaf:
-            dims[path] = axis_map.leaf_dims
-    for tensor in draft.source.tower_tensors:
-        dims[tower_leaf(tensor)] = tuple((f"d{axis}",) for axis in range(len(tensor.shape)))
-    return dims
 
 
 def resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bool) -> OrbaxLayout:
@@ -412,15 +405,3 @@ def _layout_lines(draft: Draft, layout: OrbaxLayout, placed: Placed) -> Iterator
     dropped = [part.nbytes for part in draft.left if part.rule == OPT_STATE_RULE]
     if sum(dropped):
         yield f"optimizer state ({format_bytes(sum(dropped))}) dropped"
-
-
-def _command_line(
-    command: str, options: SaveInitOptions, source: Source, *, params_only: bool
-) -> str:
-    """Return the command line for the manifest."""
-    values = recorded_values(options)
-    if command == "reshard":
-        return format_command_line(
-            command, source.display_name, ReshardOptions, {**values, "params_only": params_only}
-        )
-    return format_command_line(command, source.display_name, SaveInitOptions, values)

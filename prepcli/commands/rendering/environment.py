@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prepcli.commands.demo.run import DemoRun, StepReport
-    from prepcli.commands.operations.docs import DocsPage
-    from prepcli.commands.operations.env import Environment
+    from prepcli.commands.operations.about import DocsPage, Environment
     from prepcli.commands.operations.launch import LaunchedScript, LocalJob
 
 

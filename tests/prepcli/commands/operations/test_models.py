@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prepcli.commands.operations.models import list_aliases
+from prepcli.commands.operations.about import list_aliases
 from prepcli.commands.rendering.checkpoints import aliases_report
 from prepcli.core.errors import USAGE, PrepError
 from prepcli.models.registry import FAMILIES

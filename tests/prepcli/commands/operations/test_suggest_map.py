@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import prepcli as prep
 from prepcli.commands.operations import suggest_map
-from prepcli.commands.operations.docs import docs_folder
+from prepcli.commands.operations.about import docs_folder
 from tests.helpers.foreign_names import (
     CONFIG,
     FAMILY_MAP,
