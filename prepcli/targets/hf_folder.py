@@ -123,7 +123,7 @@ def output_config(
     return config | {"tie_word_embeddings": False, **source.family.tying.untied_fields(config)}
 
 
-# --- The tokenizer files of runs and adapters, from a named tokenizer or from the folder of a config
+# --- Tokenizers of runs and adapters
 
 
 SENTENCEPIECE_TOKENIZER = "tokenizer.model"

@@ -572,20 +572,16 @@ def _settings(draft: Draft, placed: Placed, name: str) -> Manifest:
     keys = _LAST_TREE_KEYS if is_native else _LAST_FOLDER_KEYS
     first = Manifest(**{key: value for key, value in model.items() if key not in keys})
     last = Manifest(**{key: model[key] for key in keys if key in model})
-    return _inherited_settings(draft, placed) | first | last | draft.settings
-
-
-def _inherited_settings(draft: Draft, placed: Placed) -> Manifest:
-    """Return the fields of the source's manifest to keep: for prep's own tree, and for an adapter."""
-    source = draft.source
     adapter = adapter_fields(source.tree_manifest)
-    if placed.settings.get("layout") != NATIVE_TREE:
+    if not is_native:
         is_adapter = draft.settings.get("kind") == "adapter"
-        return adapter if is_adapter else Manifest()
+        return (adapter if is_adapter else Manifest()) | first | last | draft.settings
     step = Manifest()
     record = source.training_record
     if placed.settings.kind == "train" and record is not None:
         step = Manifest(step=record["step"], training_state=record)
     elif placed.settings.kind == "train":
         step = step_fields(source.tree_manifest)
-    return step | adapter | quantization_entries(source) | map_record(source)
+    # prep's own tree keeps these fields of the source's manifest.
+    inherited = step | adapter | quantization_entries(source) | map_record(source)
+    return inherited | first | last | draft.settings

@@ -175,7 +175,7 @@ def _check_layout_complete(
         )
 
 
-# --- Layout of a folder with a Flax or EasyLM checkpoint: the leaf of each tensor, and its location in a file
+# --- Files of Flax and EasyLM
 
 
 def place_flax(draft: Draft, tree: str, container: str, shard_nbytes: int) -> Placed:
@@ -264,7 +264,7 @@ def _leaf_location(
     return MappedArray(axis_map, indices, leaf)
 
 
-# --- Layout of an item for another trainer (MaxText, Tunix, Levanter): the parameters, and a training state of AdamW
+# --- Items of MaxText, Tunix and Levanter
 
 
 # No rule applies without a mesh.

@@ -131,7 +131,7 @@ def _empty_value_error(parameter: Any) -> Exception:
     return usage_error(f"{name} is empty", "a shell variable in the command may be unset", hint)
 
 
-# --- Common options and arguments of several commands, each defined once
+# --- Options and arguments of several commands
 
 
 def complete_checkpoint(incomplete: str) -> list[str]:

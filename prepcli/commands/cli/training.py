@@ -143,7 +143,7 @@ def generate(
     return ui.finish(generation_report(result))
 
 
-# --- The command that evaluates a model on data: eval
+# --- prep eval
 
 
 @expand_option_groups
@@ -170,7 +170,7 @@ def evaluate(
     return ui.finish(evaluation_report(result, ui.columns))
 
 
-# --- The command that tokenizes data: tokenize
+# --- prep tokenize
 
 
 @expand_option_groups
@@ -214,7 +214,7 @@ def tokenize(
     return ui.finish(tokenization_report(result, ui.columns, shows_ids=ui.level >= LEAVES))
 
 
-# --- The command `prep plan`
+# --- prep plan
 
 
 @expand_option_groups
@@ -255,7 +255,7 @@ def plan(
     return ui.finish(step_plan_report(run(target, progress=ui, **options), ui.columns))
 
 
-# --- The command `prep report`
+# --- prep report
 
 
 @expand_option_groups
@@ -286,7 +286,7 @@ def report(
     return ui.finish(runs_report(run(runs, **options, progress=ui), ui.columns))
 
 
-# --- The command `prep recipes`
+# --- prep recipes
 
 
 COPY = "copy"

@@ -28,7 +28,7 @@ def list_aliases(family: str | None = None) -> list[Alias]:
     return [alias for alias in ALIASES if family in (None, alias.family)]
 
 
-# --- Find the pages of the documentation, which prep ships
+# --- Pages of the documentation
 
 
 PACKAGE = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def _page_title(path: Path) -> str:
         return file.readline().removeprefix("# ").strip()
 
 
-# --- Read versions, devices, processes, memory, and settings with the variable or file of each
+# --- The environment
 
 
 # Variables of each setting, in order of precedence. The token may also be in a file.

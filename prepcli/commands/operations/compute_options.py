@@ -52,7 +52,7 @@ def format_token_ids(ids: Sequence[int]) -> str:
     return ",".join(map(str, ids))
 
 
-# --- The recipe keys that an evaluation uses, and the options of `evaluate` that set them
+# --- Recipe keys of an evaluation
 
 
 KEYS_BY_TABLE = {
@@ -370,7 +370,7 @@ class TrainOptions(TypedDict, total=False):
     stream: Annotated[bool, _SOURCE_SPECS["stream"]]
 
 
-# --- The options for preparing data: `batches`, `tokenize` and `tokenize_shard`
+# --- Options for preparing data
 
 
 _TRAIN = option_specs(TrainOptions)

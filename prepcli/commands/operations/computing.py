@@ -78,7 +78,7 @@ def resolve_compute_dtype(dtype: str | None, opened: OpenedModel) -> str:
     return "bfloat16" if opened.stored_dtypes() == {"bfloat16"} else "float32"
 
 
-# --- The small files of a checkpoint that computing needs: the tokenizer, and the defaults of generation
+# --- Tokenizer, and defaults of generation
 
 
 def find_source_tokenizer(source: Source) -> Path | None:
@@ -119,7 +119,7 @@ def source_generation_defaults(
     return defaults
 
 
-# --- A computation with a model in all processes of a job, which together have the devices of its mesh
+# --- All processes of a job
 
 
 AGAIN_HINT = "start all processes again"

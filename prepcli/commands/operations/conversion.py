@@ -15,10 +15,11 @@ from typing import Any
 from prepcli.commands.operations.opening import (
     CommonOptions,
     check_config_option,
+    check_output_location,
+    check_output_url,
     open_checkpoint,
     source_line,
 )
-from prepcli.commands.operations.output_location import check_output_location, check_output_url
 from prepcli.commands.operations.results import Conversion
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, join_texts, text

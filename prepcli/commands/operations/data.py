@@ -179,7 +179,7 @@ def _reopen_batches(
         )
 
 
-# --- `prep tokenize`: tokenize the data of a recipe, in one or several processes
+# --- prep tokenize
 
 
 @public

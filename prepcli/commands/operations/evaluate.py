@@ -16,7 +16,7 @@ from functools import partial
 from glob import glob
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from prepcli.commands.console.jax_logs import silence_jax
 from prepcli.commands.operations.compute_options import (
@@ -86,7 +86,11 @@ def data_sources(files: Sequence[str]) -> dict[str, list[str]]:
         )
     paths: dict[str, list[str]] = {}
     for file in files:
-        name, path = _split_name_and_path(file)
+        name, separator, path = file.partition("=")
+        # A path of an existing file or a matching glob may contain a `=`, as partitioned datasets have: `data/lang=en`.
+        is_named = bool(separator) and SOURCE_NAME.fullmatch(name) is not None
+        if not is_named or os.path.exists(file) or glob(file):
+            name = path = file
         if not name or not path:
             raise usage_error(
                 text("{} is invalid", Option("data", file)),
@@ -95,17 +99,6 @@ def data_sources(files: Sequence[str]) -> dict[str, list[str]]:
             )
         paths.setdefault(name, []).append(path)
     return paths
-
-
-def _split_name_and_path(file: str) -> tuple[str, str]:
-    """Return name and path of `NAME=PATH`.
-
-    A path of an existing file or a matching glob may contain a `=`, as partitioned datasets have: `data/lang=en`.
-    """
-    name, separator, path = file.partition("=")
-    if not separator or not SOURCE_NAME.fullmatch(name) or os.path.exists(file) or glob(file):
-        return file, file
-    return name, path
 
 
 def evaluation_recipe(
@@ -162,7 +155,7 @@ def _check_override(override: str) -> None:
     )
 
 
-# --- The model of an evaluation on its devices
+# --- The model on its devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +183,20 @@ def load_model(
 
     sharding = opened.sharding
     check_token_split(recipe, sharding.sequence_parallel_size)
-    if options["reduction"] == "exact":
-        _check_exact(opened)
+    exact = Option("reduction", "exact")
+    is_exact = options["reduction"] == "exact"
+    if is_exact and opened.model.arch_config.encoder is not None:
+        raise usage_error(
+            text("{} is not supported for models with an encoder", exact),
+            "equal results for every mesh and batch size are ensured only without an encoder",
+            text("{}", Option("reduction", "fast")),
+        )
+    if is_exact and sharding.sequence_parallel_size > 1:
+        raise usage_error(
+            text("{} is not supported with {}", exact, Option("mesh", sharding.mesh)),
+            "each sequence is computed on one device",
+            "use a mesh without sp",
+        )
     # Each replica computes the same number of rows.
     num_replicas = sharding.data_parallel_size
     batch_size = -(-options["batch_size"] // num_replicas) * num_replicas
@@ -206,29 +211,12 @@ def load_model(
     )
     observer.note("loading the parameters")
     params = opened.load(lambda path: inference_dtype(path, recipe.model.dtype))
-    jit_step = jit_row_eval_step if options["reduction"] == "exact" else jit_eval_step
+    jit_step = jit_row_eval_step if is_exact else jit_eval_step
     eval_step = CompiledFunction(jit_step(opened.model, forward_config))
     return LoadedModel(params, forward_config, eval_step, batch_size)
 
 
-def _check_exact(opened: OpenedModel) -> None:
-    """Raise UsageError if sequences cannot be computed one by one."""
-    exact = Option("reduction", "exact")
-    if opened.model.arch_config.encoder is not None:
-        raise usage_error(
-            text("{} is not supported for models with an encoder", exact),
-            "equal results for every mesh and batch size are ensured only without an encoder",
-            text("{}", Option("reduction", "fast")),
-        )
-    if opened.sharding.sequence_parallel_size > 1:
-        raise usage_error(
-            text("{} is not supported with {}", exact, Option("mesh", opened.sharding.mesh)),
-            "each sequence is computed on one device",
-            "use a mesh without sp",
-        )
-
-
-# --- Metrics of the targets that an encoder-decoder model generates from the sources of a dataset
+# --- Metrics of generated targets
 
 
 def check_target_metrics(options: EvaluateOptions, opened: OpenedModel) -> None:
@@ -433,14 +421,19 @@ def _evaluate(
         observer.note("compiling for the first batch")
         results = _compute_results(options, datasets, opened, loaded, observer)
         compute_s = time.monotonic() - started_s
-        score = partial(_score_source, options, source, opened, loaded=loaded, observer=observer)
-        sources = {name: score(dataset, results[name]) for name, dataset in datasets.items()}
+        sources: dict[str, EvaluationScores] = {}
+        for name, dataset in datasets.items():
+            metrics = target_metrics(
+                options, dataset, source, opened, loaded=loaded, observer=observer
+            )
+            num_sequences = min(dataset.n_rows, options["limit"] or dataset.n_rows)
+            sources[name] = _make_scores(results[name], num_sequences, metrics)
     num_sequences = sum(scores.sequences for scores in sources.values())
     observer.note(
         f"{count_text(num_sequences, 'sequence')} in {format_duration(compute_s)}, compilation included"
     )
     return Evaluation(
-        **_make_scores(combine_results(results.values()), num_sequences=num_sequences),
+        **vars(_make_scores(combine_results(results.values()), num_sequences, {})),
         sources=sources,
         checkpoint=source.display_name,
         step=source.tree_manifest.step,
@@ -480,47 +473,22 @@ def _compute_results(
     return results
 
 
-def _score_source(
-    options: EvaluateOptions,
-    source: Source,
-    opened: OpenedModel,
-    dataset: Dataset,
-    result: EvaluationResult,
-    *,
-    loaded: LoadedModel,
-    observer: Observer,
+def _make_scores(
+    result: EvaluationResult, num_sequences: int, metrics: Mapping[str, float | None]
 ) -> EvaluationScores:
-    """Return the scores of a source of data, with the metrics of its generated targets."""
-    num_sequences = min(dataset.n_rows, options["limit"] or dataset.n_rows)
+    """Return scores. Infinite and NaN values, which JSON lacks, are None."""
+
+    def finite(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
     return EvaluationScores(
-        **_make_scores(result, num_sequences=num_sequences),
-        metrics=target_metrics(options, dataset, source, opened, loaded=loaded, observer=observer),
+        loss=finite(result.mean_loss),
+        perplexity=finite(result.perplexity),
+        accuracy=finite(result.accuracy),
+        tokens=result.num_tokens,
+        sequences=num_sequences,
+        metrics=metrics,
     )
-
-
-class _Scores(TypedDict):
-    """The fields that all `EvaluationScores` have. A number that is not finite is None."""
-
-    loss: float | None
-    perplexity: float | None
-    accuracy: float | None
-    tokens: int
-    sequences: int
-
-
-def _make_scores(result: EvaluationResult, *, num_sequences: int) -> _Scores:
-    """Return the fields of `EvaluationScores`. Infinite and NaN values, which JSON lacks, are None."""
-    return {
-        "loss": _finite_or_none(result.mean_loss),
-        "perplexity": _finite_or_none(result.perplexity),
-        "accuracy": _finite_or_none(result.accuracy),
-        "tokens": result.num_tokens,
-        "sequences": num_sequences,
-    }
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _make_recipes(

@@ -115,7 +115,7 @@ def _prompt_from_json(file_name: str, line_number: int, line: str) -> Prompt:
     )
 
 
-# --- New tokens of prompts, decoded while they arrive
+# --- New tokens
 
 
 class TokenStream:

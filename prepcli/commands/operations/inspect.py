@@ -13,7 +13,7 @@ from typing import NotRequired, TypedDict, Unpack
 from prepcli.commands.operations.inspection_options import InspectOptions, SortKey, ViewOptions
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Inspection, TensorSummary
-from prepcli.core.errors import Command, Option, PrepError, join_texts, text, usage_error
+from prepcli.core.errors import Command, Option, PrepError, Text, join_texts, text, usage_error
 from prepcli.core.observer import Observer, SilentObserver
 from prepcli.core.option_spec import PathLike
 from prepcli.core.suggest import suggest
@@ -259,55 +259,46 @@ def inspect(checkpoint: PathLike, **options: Unpack[InspectOptions]) -> Inspecti
 def check_view(pattern: str | None, view: ViewOptions) -> None:
     """Raise UsageError for more than one view, and for an option without effect on the view."""
     shards = Option("shards")
-    views = []
+    page = Option("html")
+    views: list[Option] = []
     for name in ("tree", "stats", "shards", "diff"):
         if view[name] not in (None, False):
             views.append(Option(name, view[name]))
+    # Option without effect, and why
+    unused: tuple[Option, Text | str] | None = None
+    if view["quantized"] != "keep" and view["diff"] is not None:
+        why = text("{} compares the tensors as they are stored", Option("diff"))
+        unused = (Option("quantized", view["quantized"]), why)
     if view["html"] is not None:
-        _check_page_view(view)
-        _check_decoding(view)
-        return
-    if len(views) > 1:
+        for option in views:
+            if option.name in ("tree", "shards"):
+                what = text("{} has no effect with {}", Option(option.name), page)
+                why = "the page has the tree and the shards of all leaves"
+                raise usage_error(what, why, text("remove {}", Option(option.name)))
+    elif len(views) > 1:
         names = join_texts(" and ", [text("{}", option) for option in views])
         raise usage_error(
             text("{} are different views", names),
             "inspect shows one at a time",
             text("pass only one of them, such as {}", views[0]),
         )
-    if view["mesh"] is not None and view["shards"] is None:
+    elif view["mesh"] is not None and view["shards"] is None:
         raise usage_error(
-            text("{} requires {} or {}", Option("mesh"), shards, Option("html")),
+            text("{} requires {} or {}", Option("mesh"), shards, page),
             "it sets the mesh that splits the leaves",
             text("{}", Option("shards", "LEAF")),
         )
-    if view["sort"] != "file" and (view["shards"] is not None or view["diff"] is not None):
-        what = text("{} has no effect", Option("sort", view["sort"]))
-        raise usage_error(what, "it sorts tables and trees", text("remove {}", Option("sort")))
-    _check_decoding(view)
-    if pattern is not None and view["shards"] is not None:
+    elif view["sort"] != "file" and (view["shards"] is not None or view["diff"] is not None):
+        unused = (Option("sort", view["sort"]), "it sorts tables and trees")
+    if unused is not None:
+        option, why = unused
+        what = text("{} has no effect", option)
+        raise usage_error(what, why, text("remove {}", Option(option.name)))
+    if pattern is not None and view["shards"] is not None and view["html"] is None:
         raise usage_error(
             f"unexpected argument `{pattern}`",
             text("{} already names the leaf", shards),
             f"remove `{pattern}`",
-        )
-
-
-def _check_page_view(view: ViewOptions) -> None:
-    """Raise UsageError for views without effect on a page. It has them anyway."""
-    for name in ("tree", "shards"):
-        if view[name] not in (None, False):
-            what = text("{} has no effect with {}", Option(name), Option("html"))
-            why = "the page has the tree and the shards of all leaves"
-            raise usage_error(what, why, text("remove {}", Option(name)))
-
-
-def _check_decoding(view: ViewOptions) -> None:
-    """Raise UsageError for decoded weights in a comparison of stored tensors."""
-    if view["quantized"] != "keep" and view["diff"] is not None:
-        quantized = Option("quantized", view["quantized"])
-        why = text("{} compares the tensors as they are stored", Option("diff"))
-        raise usage_error(
-            text("{} has no effect", quantized), why, text("remove {}", Option("quantized"))
         )
 
 
@@ -330,7 +321,12 @@ def select_tensors(
     contents = inspected.contents
     check_stream(options.get("stream", False), inspected.located)
     names = _match_names([entry.name for entry in contents.entries], pattern, contents.display_name)
-    entries = _sort_entries([entry for entry in contents.entries if entry.name in names], sort)
+    entries = [entry for entry in contents.entries if entry.name in names]
+    if sort == "name":
+        entries.sort(key=lambda entry: entry.name)
+    elif sort == "size":
+        # The largest first
+        entries.sort(key=lambda entry: -entry.nbytes)
     statistics = None
     if stats:
         is_whole = dequantize or len(entries) == len(contents.entries)
@@ -512,13 +508,6 @@ def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -
     )
 
 
-def _sort_entries(entries: list[SourceTensor], sort: SortKey) -> list[SourceTensor]:
-    """Sort by name, by size (largest first), or keep the stored order."""
-    if sort == "name":
-        return sorted(entries, key=lambda entry: entry.name)
-    return sorted(entries, key=lambda entry: -entry.nbytes) if sort == "size" else entries
-
-
 def _summarize_source(
     contents: CheckpointContents, located: LocatedCheckpoint, observer: Observer
 ) -> SourceSummary:
@@ -528,6 +517,9 @@ def _summarize_source(
     vocab: VocabularyRecord | None = None
     if vocabulary is not None:
         vocab = {"true": vocabulary.true_size, "padded": vocabulary.stored_size}
+    family = None if contents.family is None else contents.family.name
+    if contents.is_verbatim:
+        family = VERBATIM
     dtypes: dict[str, int] = {}
     for entry in contents.entries:
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
@@ -538,7 +530,7 @@ def _summarize_source(
         "files": len(contents.files),
         "bytes": sum(path.stat().st_size for path in contents.files),
         "format": located.kind,
-        "family": _family_name(contents),
+        "family": family,
         "tensors": len(contents.entries),
         "chunks": contents.num_chunks,
         "values": sum(math.prod(entry.shape) for entry in contents.entries),
@@ -563,14 +555,6 @@ def _summarize_source(
             "dtype": DECODED_DTYPE,
         }
     return fields
-
-
-def _family_name(contents: CheckpointContents) -> str | None:
-    if contents.is_verbatim:
-        return VERBATIM
-    if contents.family is None:
-        return None
-    return contents.family.name
 
 
 def _stacked_layers(contents: CheckpointContents) -> tuple[bool | None, int | None]:

@@ -12,9 +12,14 @@ from typing import Unpack
 
 from prepcli.algebra.boxes import Range
 from prepcli.commands.operations.inspection_options import LockOptions
-from prepcli.commands.operations.opening import common_options, open_checkpoint, source_line
+from prepcli.commands.operations.opening import (
+    check_result_path,
+    common_options,
+    open_checkpoint,
+    source_line,
+    write_result,
+)
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.output_location import check_result_path, write_result
 from prepcli.commands.operations.results import LockedModel
 from prepcli.commands.pages.html_page import check_page_path
 from prepcli.commands.pages.lock_page import write_lock_page

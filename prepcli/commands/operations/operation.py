@@ -154,7 +154,7 @@ def minimum_of(annotation: Any) -> float | None:
     return None
 
 
-# --- Checks of exclusive and of dependent options. An option without effect is an error
+# --- Exclusive and dependent options
 
 
 def check_mutually_exclusive(options: Mapping[str, object]) -> None:

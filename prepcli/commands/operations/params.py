@@ -102,7 +102,7 @@ def load_params(
         return opened.load(lambda path: dtype)
 
 
-# --- Write parameters in memory as an Orbax checkpoint, with the settings of another checkpoint of the model
+# --- Save parameters
 
 
 COMMAND = "save-params"
@@ -225,7 +225,7 @@ def _small_files(source: Source, config: HFConfig) -> tuple[SmallFile, ...]:
     return settings_files(config, extra_files=extra_files, path_prefix=prefix)
 
 
-# --- Models as modules of Flax, and their parameters as the trees of Flax classes. These functions import jax
+# --- Modules and trees of Flax
 
 
 if TYPE_CHECKING:

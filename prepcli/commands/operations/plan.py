@@ -263,7 +263,7 @@ def _default_data(arch_config: ArchConfig) -> TomlTable:
     return {"type": "json", "path": "data", "seq_length": length, **source}
 
 
-# --- The compilation of a planned training step, for a TPU slice or for simulated CPU devices
+# --- Compilation
 
 
 def compile_step(

@@ -20,14 +20,16 @@ import numpy as np
 from prepcli.commands.operations.chain import file_digests
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.inspection_options import RoundtripOptions
-from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
-from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.options import SourceOptions
-from prepcli.commands.operations.output_location import (
+from prepcli.commands.operations.opening import (
+    CommonOptions,
     check_output_location,
     check_result_path,
+    common_options,
+    open_checkpoint,
     write_result,
 )
+from prepcli.commands.operations.operation import public
+from prepcli.commands.operations.options import SourceOptions
 from prepcli.commands.operations.pad_vocab import pad_vocab
 from prepcli.commands.operations.results import Conversion, Roundtrip, RoundtripWay
 from prepcli.commands.operations.save_init import reshard, save_init

@@ -16,9 +16,14 @@ from pathlib import Path
 from typing import Unpack
 
 from prepcli.commands.operations.inspection_options import SuggestMapOptions
-from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
+from prepcli.commands.operations.opening import (
+    CommonOptions,
+    check_result_path,
+    common_options,
+    open_checkpoint,
+    write_result,
+)
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.output_location import check_result_path, write_result
 from prepcli.commands.operations.results import MapSuggestion
 from prepcli.core.errors import PrepError, UsageError, usage_error
 from prepcli.core.observer import Observer, observer_of

@@ -117,7 +117,7 @@ def _collect_adapter(source: Source) -> VerifiedModel:
     )
 
 
-# --- Select the tensors of two checkpoints for a comparison
+# --- Tensors that both checkpoints have
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ def _note_ignored(
         observer.note(f"{kind} of {source.display_name} ({size}) ignored: {why}")
 
 
-# --- The checkpoint for the map of `prep verify`
+# --- Maps
 
 
 def is_output(checkpoint: str | None) -> bool:
@@ -341,7 +341,7 @@ def mapped_options(common: CommonOptions, output: Manifest | None) -> CommonOpti
     return common
 
 
-# --- Check the file with the checksums of a checkpoint's blocks. The digests of tensors do not cover it
+# --- Checksums
 
 
 def check_checksum_file(source: Source) -> None:

@@ -60,7 +60,7 @@ def _two_column_table(title: str, rows: Mapping[str, str], columns: int | None) 
     return format_table(list(rows.items()), [title, ""], width=columns, wrapped=[""])
 
 
-# --- Pages of the documentation as text and JSON
+# --- Pages of the documentation
 
 
 def page_report(path: Path, ui: Ui, *, path_only: bool) -> Report:
@@ -90,7 +90,7 @@ def pages_report(
     return Report(format_table(rows, header, width=columns, wrapped=("title",)), fields)
 
 
-# --- Demos as text and JSON
+# --- Demos
 
 
 def demo_report(run: DemoRun, columns: int | None) -> Report:
@@ -130,7 +130,7 @@ def _table_row(report: StepReport) -> tuple[str, ...]:
     )
 
 
-# --- Launched jobs as text and JSON
+# --- Launched jobs
 
 
 def script_report(launched: LaunchedScript) -> Report:
