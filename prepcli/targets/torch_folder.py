@@ -22,7 +22,7 @@ from prepcli.formats.torch_dcp_metadata import DATA_FILE, DcpEntry, encode_metad
 from prepcli.formats.torch_pickle import MAX_NBYTES, SUPPORTED_DTYPES, PickledValue, StoredTensor
 from prepcli.formats.torch_zip import encode_object
 from prepcli.models.module_order import OptimizerGroups, optimizer_groups
-from prepcli.planning.arrays import Locations, whole_array
+from prepcli.planning.arrays import Array, Locations, MappedArray, whole_array
 from prepcli.planning.libraries import AdamSettings
 from prepcli.planning.plan import OutputFile, SmallFile
 from prepcli.planning.tensors import itemsize
@@ -33,7 +33,7 @@ from prepcli.sources.torch_state import ENTRIES, OPTIMIZER_FILES, STEP_ENTRY, de
 from prepcli.targets.hf_folder import json_bytes
 from prepcli.targets.planner import Draft, Placed
 from prepcli.targets.safetensors_folder import header_entries, place_safetensors
-from prepcli.targets.trees import find_layout_leaves, whole_leaf_location
+from prepcli.targets.trees import find_layout_leaves
 
 # A tensor takes up to 77 opcodes of `.metadata`: a moment has four keys.
 MAX_TENSORS = MAX_METADATA_OPCODES // 80
@@ -94,7 +94,9 @@ def place_dcp_entries(
         ranges: list[tuple[int, bytes]] = []
         offset = 0
         for name, dtype, shape, _ in group:
-            _check_dtype(name, dtype)
+            if dtype not in SUPPORTED_DTYPES:
+                hint = text("{} casts it", Option("dtype", "bfloat16"))
+                raise PrepError(f"{name} is {dtype}", "prep writes no such tensor in DCP", hint)
             archive = encode_object(StoredTensor("0", dtype, shape))
             ranges += [(offset + start, data) for start, data in archive.constant_ranges]
             position = (number, offset + archive.offsets["0"])
@@ -106,28 +108,21 @@ def place_dcp_entries(
             offset += archive.nbytes
         files.append(OutputFile(file_name, offset, constant_ranges=tuple(ranges)))
     if constants:
-        file, constant_entries = _constant_file(DATA_FILE.format(len(files)), constants)
-        files.append(file)
-        dcp_entries += constant_entries
+        # A file of complete archives
+        file_name = DATA_FILE.format(len(files))
+        content = bytearray()
+        for constant in constants:
+            ((_, data),) = encode_object(constant.value).constant_ranges
+            dcp_entries.append(constant.entry(file_name, len(content), len(data)))
+            content += data
+        whole = ((0, bytes(content)),)
+        files.append(OutputFile(file_name, len(content), constant_ranges=whole))
     metadata = SmallFile(METADATA_FILE, encode_metadata(dcp_entries))
     if len(dcp_entries) > MAX_TENSORS or len(metadata.content) > MAX_NBYTES:
         why = f"prep reads the metadata of up to {MAX_TENSORS:,} tensors in {MAX_NBYTES >> 20} MiB"
         hint = text("use {}", Option("format", "safetensors"))
         raise PrepError(f"{len(dcp_entries):,} tensors are too many for DCP", why, hint)
     return Placed(files=tuple(files), locations=locations, index=(metadata,))
-
-
-def _constant_file(
-    name: str, constants: Sequence[DcpConstant]
-) -> tuple[OutputFile, list[DcpEntry]]:
-    """Return a file of complete archives, and their entries."""
-    content = bytearray()
-    entries: list[DcpEntry] = []
-    for constant in constants:
-        ((_, archive),) = encode_object(constant.value).constant_ranges
-        entries.append(constant.entry(name, len(content), len(archive)))
-        content += archive
-    return OutputFile(name, len(content), constant_ranges=((0, bytes(content)),)), entries
 
 
 def place_dcp(draft: Draft, shard_nbytes: int) -> Placed:
@@ -158,10 +153,10 @@ def place_dcp_tree(draft: Draft, tree: str, shard_nbytes: int) -> Placed:
     placed = place_dcp_entries([*entries.values()], shard_nbytes, constants=constants)
     locations: dict[str, Locations] = {}
     for name, uses in leaves.items():
-        for use in uses:
-            (place,) = placed.locations[use[0]]
-            file, offset = place.position
-            region = whole_leaf_location(use, file=file, offset=offset, dtype=dtypes[name])
+        for path, axis_map, indices in uses:
+            (place,) = placed.locations[path]
+            assert isinstance(place, Array)
+            region = MappedArray(axis_map, indices, place)
             locations[name] = (*locations.get(name, ()), region)
     return replace(placed, locations=locations)
 
@@ -177,13 +172,6 @@ def _zero_leaves(source: Source, layout: str) -> list[DcpConstant]:
             value = StoredTensor("0", ZERO_DTYPE, shape, zeros)
             constants.append(DcpConstant((path.format(**{LAYERS: layer}),), value))
     return constants
-
-
-def _check_dtype(name: str, dtype: str) -> None:
-    """Raise PrepError if a torch distributed checkpoint cannot store the dtype."""
-    if dtype not in SUPPORTED_DTYPES:
-        hint = text("{} casts it", Option("dtype", "bfloat16"))
-        raise PrepError(f"{name} is {dtype}", "prep writes no such tensor in DCP", hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,13 +102,6 @@ def find_layout_leaves(draft: Draft, tree: str) -> dict[str, list[LayoutLeaf]]:
     return leaves
 
 
-def whole_leaf_location(leaf: LayoutLeaf, *, file: int, offset: int, dtype: str) -> MappedArray:
-    """Return the location of a tensor in a leaf with contiguous elements."""
-    path, axis_map, stacked_indices = leaf
-    array = whole_array(path, dtype, axis_map.leaf_shape, (file, offset))
-    return MappedArray(axis_map, stacked_indices, array)
-
-
 def _find_scales(draft: Draft, tree: str) -> dict[str, LayoutScale]:
     """Return the scale of each tensor with one in a tree, such as MaxText's queries."""
     source = draft.source
@@ -209,7 +202,17 @@ def place_flax(draft: Draft, tree: str, container: str, shard_nbytes: int) -> Pl
     for name, uses in uses_by_tensor.items():
         parts = [_leaf_location(use, tensors[name], file_numbers, layouts) for use in uses]
         locations[name] = tuple(parts)
-    return Placed(files=tuple(files), locations=locations, index=_index_file(groups, leaves))
+    index: tuple[SmallFile, ...] = ()
+    if len(groups) > 1:
+        # In the format of transformers
+        weight_map: dict[str, str] = {}
+        for name, paths in groups:
+            weight_map |= dict.fromkeys(map("/".join, paths), name)
+        total = sum(leaf.nbytes for leaf in leaves.values())
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index_text = json.dumps(content, indent=2, sort_keys=True)
+        index = (SmallFile(INDEX_FILE, index_text.encode() + b"\n"),)
+    return Placed(files=tuple(files), locations=locations, index=index)
 
 
 def _split_into_files(
@@ -225,23 +228,6 @@ def _split_into_files(
     for name, group in split_into_shards(entries, limit_nbytes, STEM, SUFFIX):
         shards.append((name, [tuple(path.split("/")) for path, *_ in group]))
     return shards
-
-
-def _index_file(
-    groups: Sequence[tuple[str, list[tuple[str, ...]]]],
-    leaves: Mapping[tuple[str, ...], MsgpackLeaf],
-) -> tuple[SmallFile, ...]:
-    """Return flax_model.msgpack.index.json in the format of transformers, if there are several files."""
-    if len(groups) == 1:
-        return ()
-    weight_map: dict[str, str] = {}
-    for name, paths in groups:
-        for path in paths:
-            weight_map["/".join(path)] = name
-    total = sum(leaf.nbytes for leaf in leaves.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    text = json.dumps(index, indent=2, sort_keys=True)
-    return (SmallFile(INDEX_FILE, text.encode() + b"\n"),)
 
 
 def _leaf_location(

@@ -41,7 +41,7 @@ from prepcli.stores.reading import io_error, read_file_or_pipe
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup
-    from trainer.data.chat_prompts import ChatPrompt, Prompt
+    from trainer.data.chat_prompts import Prompt
     from trainer.data.incremental_decoder import IncrementalDecoder
     from trainer.data.tokenizer import TextTokenizer
     from trainer.generation.generator import Generator
@@ -190,11 +190,12 @@ def generate(
     ids = [list(prompt_ids) for prompt_ids in tokens]
 
     def compute(group: ProcessGroup | None, observer: Observer) -> Generation:
-        given = [
-            *as_tuple(prompts),
-            *_read_file_prompts(options["prompts_file"], group),
-            *_as_chat_prompts(conversations),
-        ]
+        from trainer.data.chat_prompts import chat_prompt
+
+        given = [*as_tuple(prompts), *_read_file_prompts(options["prompts_file"], group)]
+        for number, messages in enumerate(conversations):
+            place = f"conversation {number}"
+            given.append(chat_prompt([dict(message) for message in messages], None, place))
         generation = _generate(
             common,
             _with_tools(given, options),
@@ -218,17 +219,6 @@ def _read_file_prompts(file: PathLike | None, group: ProcessGroup | None) -> lis
     # Lines of stdin are texts.
     texts = list(read_prompts(STDIN)) if group.index == 0 else []
     return json.loads(group.broadcast("prompts", json.dumps(texts)))
-
-
-def _as_chat_prompts(
-    conversations: Sequence[Sequence[Mapping[str, JsonValue]]],
-) -> Iterator[ChatPrompt]:
-    """Yield conversations of Python as prompts. Raise PrepError for an invalid one."""
-    from trainer.data.chat_prompts import chat_prompt
-
-    for number, messages in enumerate(conversations):
-        place = f"conversation {number}"
-        yield chat_prompt([dict(message) for message in messages], None, place)
 
 
 def _with_tools(prompts: Sequence[Prompt], options: GenerateOptions) -> list[Prompt]:
@@ -352,8 +342,11 @@ def _generate_batches(
     ended = [bool(ids) and ids[-1] in eos_token_ids for ids in output_ids]
     for number, finder in enumerate(stop_finders or ()):
         ended[number] |= finder.has_stopped
+    texts: list[str | None] = []
+    for ids, prefix in zip(output_ids, prompts.preceding_ids()):
+        texts.append(None if tokenizer is None else tokenizer.decode(ids, prefix))
     return Generation(
-        texts=_decode_outputs(prompts, output_ids, tokenizer),
+        texts=tuple(texts),
         tokens=tuple(tuple(ids) for ids in output_ids),
         ended=tuple(ended),
         tokens_per_s=round(tokens_per_s, 1),
@@ -397,14 +390,3 @@ def _open_stream(
             yield TokenStream(decoders, lambda new: write(new.text))
     else:
         yield None
-
-
-def _decode_outputs(
-    prompts: EncodedPrompts, output_ids: Sequence[Sequence[int]], tokenizer: TextTokenizer | None
-) -> tuple[str | None, ...]:
-    """Decode the tokens generated for each prompt. Without a tokenizer there are no texts."""
-    if tokenizer is None:
-        return (None,) * len(output_ids)
-    return tuple(
-        tokenizer.decode(ids, prefix) for ids, prefix in zip(output_ids, prompts.preceding_ids())
-    )

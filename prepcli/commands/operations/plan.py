@@ -9,10 +9,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, Unpack
+from typing import Unpack
 
 from prepcli.commands.operations.inspection_options import PlanOptions
-from prepcli.commands.operations.operation import public
+from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.recipes import find_recipe, recipes_folder, similar_recipe
 from prepcli.commands.operations.results import StepPlan
 from prepcli.commands.pages.html_page import check_page_path
@@ -372,10 +372,16 @@ def plan(
         )
     shown_kinds = [devices.kind] if devices.kind else ACCELERATORS.values()
     kinds = tuple(training_plan.estimate_on(kind) for kind in shown_kinds)
+    change: MemoryChange | None = None
+    if devices.kind is not None and training_plan.memory.peak > devices.kind.memory_nbytes:
+        limit_nbytes = devices.kind.memory_nbytes
+        change = find_memory_change(
+            training_plan, planned.model, planned.rules, limit_nbytes=limit_nbytes
+        )
     step = StepPlan(
         training_plan,
         kinds,
-        change=_find_memory_change(training_plan, planned, devices.kind),
+        change=change,
         is_too_large=devices.kind is not None and not kinds[0].fits,
         compiled=compiled,
         settings=tuple(recipe_lines(recipe)) if planned.is_recipe else (),
@@ -437,30 +443,27 @@ def fitting_meshes(
 
 def _check_compile_timeout(options: PlanOptions) -> None:
     """Raise UsageError for a time limit without a compilation."""
-    if options["compile_timeout"] is not None and not options["compile"]:
-        timeout = Option("compile_timeout")
-        needed = Option("compile", True)
-        raise usage_error(
-            text("{} has no effect without {}", timeout, needed),
-            "it limits the time of a compilation",
-            text("add {}, or remove {}", needed, timeout),
-        )
+    if not options["compile"]:
+        why = "it limits the time of a compilation"
+        timeout = options["compile_timeout"]
+        reject_without(Option("compile_timeout"), timeout, Option("compile", True), why)
 
 
 def _check_search_options(options: PlanOptions, devices: _Devices) -> None:
     """Raise UsageError for options without effect on a search."""
-    if options["compile"]:
-        _raise_search_conflict("compile", "a compilation is of one mesh", "remove one of them")
-    if options["html"] is not None:
-        _raise_search_conflict("html", "a page shows one plan", "remove one of them")
-    if options["mesh"] is not None and devices.number:
-        why = "a search tries every mesh of the devices"
-        _raise_search_conflict("mesh", why, text("remove {}", Option("mesh")))
-
-
-def _raise_search_conflict(name: str, why: str, hint: str) -> NoReturn:
-    what = text("{} has no effect with {}", Option(name), Option("search"))
-    raise usage_error(what, why, hint)
+    conflicts = (
+        ("compile", options["compile"], "a compilation is of one mesh"),
+        ("html", options["html"] is not None, "a page shows one plan"),
+        (
+            "mesh",
+            options["mesh"] is not None and devices.number,
+            "a search tries every mesh of the devices",
+        ),
+    )
+    for name, is_set, why in conflicts:
+        if is_set:
+            what = text("{} has no effect with {}", Option(name), Option("search"))
+            raise usage_error(what, why, text("remove {}", Option(name)))
 
 
 def _parse_devices(options: PlanOptions) -> _Devices:
@@ -510,14 +513,3 @@ def _fill_open_mesh_axis(mesh: str, devices: _Devices) -> str:
         why = "its size follows from the number of devices, which is unknown"
         raise usage_error(f"mesh {parsed} has an axis of size -1", why, hint)
     return str(parsed)
-
-
-def _find_memory_change(
-    training_plan: TrainingPlan, target: PlanTarget, kind: Accelerator | None
-) -> MemoryChange | None:
-    """Return changes that make the step fit on a kind of device, or None if it fits or no kind is given."""
-    if kind is None or training_plan.memory.peak <= kind.memory_nbytes:
-        return None
-    return find_memory_change(
-        training_plan, target.model, target.rules, limit_nbytes=kind.memory_nbytes
-    )

@@ -15,7 +15,7 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.models.presets import preset_name
 from prepcli.stores.reading import io_error
 from prepcli.stores.writing import write_file
-from trainer.recipe import Recipe, load_recipe
+from trainer.recipe import load_recipe
 
 PACKAGE = Path(__file__).parents[2]
 SUFFIX = ".toml"
@@ -146,9 +146,15 @@ def shipped_recipes() -> list[ShippedRecipe]:
     recipes: list[ShippedRecipe] = []
     for path in recipe_paths().values():
         recipe = load_recipe(path).recipe
-        recipes.append(
-            ShippedRecipe(path, _recipe_summary(path), _model_name(recipe), _num_devices(recipe))
-        )
+        table = recipe.model
+        model = table.preset or table.config or preset_name(table.path or "") or str(table.path)
+        # The first sentence of the comment at the top
+        lines = path.read_text("utf-8").splitlines()
+        comment = " ".join(line.lstrip("# ") for line in lines[:2] if line.startswith("# "))
+        summary = comment.partition(". ")[0].rstrip(".")
+        # Shipped recipes set every mesh size. None has the size -1 (all remaining devices).
+        num_devices = math.prod(parse_mesh(recipe.mesh).sizes)
+        recipes.append(ShippedRecipe(path, summary, model, num_devices))
     return recipes
 
 
@@ -170,22 +176,3 @@ def copy_recipe(name: str, out: Path | None) -> Path:
     except OSError as error:
         raise io_error(target, error) from None
     return target
-
-
-def _recipe_summary(path: Path) -> str:
-    """Return the first sentence of the comment at the top of a recipe."""
-    lines = path.read_text("utf-8").splitlines()
-    comment = " ".join(line.lstrip("# ") for line in lines[:2] if line.startswith("# "))
-    return comment.partition(". ")[0].rstrip(".")
-
-
-def _model_name(recipe: Recipe) -> str:
-    """Return the name of a recipe's model."""
-    table = recipe.model
-    return table.preset or table.config or preset_name(table.path or "") or str(table.path)
-
-
-def _num_devices(recipe: Recipe) -> int:
-    """Return the number of devices of a recipe's mesh."""
-    # Shipped recipes set every mesh size. None has the size -1 (all remaining devices).
-    return math.prod(parse_mesh(recipe.mesh).sizes)

@@ -204,13 +204,15 @@ def verify_logits(
         tolerance = DEFAULT_TOLERANCE
     library = options["library"]
     common = common_options(checkpoint, None, options)
+    other = common
+    if against is not None:
+        # The revision, the step and the lock belong to the first checkpoint.
+        other = replace(common, checkpoint=str(against), revision=None, step=None, lock=None)
     comparisons: list[PromptComparison] = []
     with (
         catch_out_of_memory(OUT_OF_MEMORY_HINT),
         _open_model(common, options["mesh"], observer) as first,
-        _open_model(
-            _second_checkpoint_options(common, against), options["mesh"], observer
-        ) as second,
+        _open_model(other, options["mesh"], observer) as second,
     ):
         _check_pair(first, second)
         reference = None
@@ -273,13 +275,6 @@ def _open_model(common: CommonOptions, mesh: str | None, observer: Observer) -> 
         if opened.model.arch_config.encoder is not None:
             decoder_start_id = decoder_start_token_id(source.config, opened.model.true_vocab_size)
         yield _Model(source.display_name, located.files.path, opened, decoder_start_id)
-
-
-def _second_checkpoint_options(common: CommonOptions, against: PathLike | None) -> CommonOptions:
-    """Return the options of the second checkpoint. The revision, the step and the lock belong to the first one."""
-    if against is None:
-        return common
-    return replace(common, checkpoint=str(against), revision=None, step=None, lock=None)
 
 
 def _check_pair(first: _Model, second: _Model) -> None:
