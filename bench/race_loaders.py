@@ -31,7 +31,7 @@ SPLITS = (ROWS, COLUMNS)
 OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "attn.o.", "mlp.down.")
 NORM = "norm"
 PREP_MODULES = (
-    "prepcli.commands.operations.load_params",
+    "prepcli.commands.operations.params",
     "trainer.run.params",
     "prepcli.sources.openers.hf_folder",
     "prepcli.models.families.llama",

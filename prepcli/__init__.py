@@ -16,22 +16,24 @@ from __future__ import annotations
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from prepcli.commands.operations.batches import BatchDigest, Batches, batches
     from prepcli.commands.operations.chain import verify_chain
     from prepcli.commands.operations.compute_options import (
+        DataOptions,
         EvaluateOptions,
         GenerateOptions,
         TrainOptions,
     )
-    from prepcli.commands.operations.data_options import DataOptions
+    from prepcli.commands.operations.data import (
+        BatchDigest,
+        Batches,
+        SampleCounts,
+        SamplePart,
+        TokenSample,
+        batches,
+        tokenize_shard,
+    )
     from prepcli.commands.operations.evaluate import evaluate
     from prepcli.commands.operations.export import export
-    from prepcli.commands.operations.flax_models import (
-        from_hf_flax,
-        linen_model,
-        nnx_model,
-        to_hf_flax,
-    )
     from prepcli.commands.operations.generate import generate
     from prepcli.commands.operations.harness_model import harness_model
     from prepcli.commands.operations.inspect import inspect
@@ -45,26 +47,39 @@ if TYPE_CHECKING:
         SuggestMapOptions,
         VerifyOptions,
     )
-    from prepcli.commands.operations.load_params import load_params
     from prepcli.commands.operations.lock import lock
-    from prepcli.commands.operations.map_options import ExportMapOptions, MapOptions
     from prepcli.commands.operations.merge import merge
     from prepcli.commands.operations.options import (
+        AddTokensOptions,
         ConversionOptions,
         DropOptions,
+        ExportMapOptions,
         ExportOptions,
         LayoutOptions,
+        MapOptions,
         MergeOptions,
         ModuleOptions,
         NewRowOptions,
         PadVocabOptions,
+        RemoveTokensOptions,
         RerunOptions,
         ReshardOptions,
         SaveInitOptions,
         SourceOptions,
+        StrictOptions,
+        TowersOptions,
+        TrainingStateOptions,
         VerbatimOptions,
     )
     from prepcli.commands.operations.pad_vocab import pad_vocab
+    from prepcli.commands.operations.params import (
+        from_hf_flax,
+        linen_model,
+        load_params,
+        nnx_model,
+        save_params,
+        to_hf_flax,
+    )
     from prepcli.commands.operations.plan import plan
     from prepcli.commands.operations.report import report
     from prepcli.commands.operations.results import (
@@ -89,20 +104,9 @@ if TYPE_CHECKING:
     )
     from prepcli.commands.operations.roundtrip import roundtrip
     from prepcli.commands.operations.save_init import reshard, save_init
-    from prepcli.commands.operations.save_params import save_params
-    from prepcli.commands.operations.strict_options import StrictOptions
     from prepcli.commands.operations.suggest_map import suggest_map
-    from prepcli.commands.operations.token_options import AddTokensOptions, RemoveTokensOptions
-    from prepcli.commands.operations.tokenize import (
-        SampleCounts,
-        SamplePart,
-        TokenSample,
-        tokenize_shard,
-    )
     from prepcli.commands.operations.tokens import add_tokens, remove_tokens
-    from prepcli.commands.operations.towers_options import TowersOptions
     from prepcli.commands.operations.train import train
-    from prepcli.commands.operations.training_state_options import TrainingStateOptions
     from prepcli.commands.operations.verification_results import (
         AcceptedChange,
         LeftOutTensor,
@@ -232,34 +236,47 @@ __all__ = [
 ]
 
 _MODULES = {
-    "prepcli.commands.operations.tokens": ("add_tokens", "remove_tokens"),
-    "prepcli.commands.operations.batches": ("BatchDigest", "Batches", "batches"),
-    "prepcli.commands.operations.data_options": ("DataOptions",),
+    "prepcli.commands.operations.tokens": (
+        "add_tokens",
+        "remove_tokens",
+    ),
+    "prepcli.commands.operations.data": (
+        "BatchDigest",
+        "Batches",
+        "SampleCounts",
+        "SamplePart",
+        "TokenSample",
+        "batches",
+        "tokenize_shard",
+    ),
     "prepcli.commands.operations.compute_options": (
+        "DataOptions",
         "EvaluateOptions",
         "GenerateOptions",
         "TrainOptions",
     ),
     "prepcli.commands.operations.options": (
+        "AddTokensOptions",
         "ConversionOptions",
         "DropOptions",
+        "ExportMapOptions",
         "ExportOptions",
         "LayoutOptions",
+        "MapOptions",
         "MergeOptions",
         "ModuleOptions",
         "NewRowOptions",
         "PadVocabOptions",
+        "RemoveTokensOptions",
         "RerunOptions",
         "ReshardOptions",
         "SaveInitOptions",
         "SourceOptions",
+        "StrictOptions",
+        "TowersOptions",
+        "TrainingStateOptions",
         "VerbatimOptions",
     ),
-    "prepcli.commands.operations.token_options": ("AddTokensOptions", "RemoveTokensOptions"),
-    "prepcli.commands.operations.strict_options": ("StrictOptions",),
-    "prepcli.commands.operations.towers_options": ("TowersOptions",),
-    "prepcli.commands.operations.map_options": ("ExportMapOptions", "MapOptions"),
-    "prepcli.commands.operations.training_state_options": ("TrainingStateOptions",),
     "prepcli.commands.operations.inspect": ("inspect",),
     "prepcli.commands.operations.inspection_options": (
         "ChainOptions",
@@ -309,34 +326,39 @@ _MODULES = {
     "prepcli.commands.operations.chain": ("verify_chain",),
     "prepcli.commands.operations.evaluate": ("evaluate",),
     "prepcli.commands.operations.export": ("export",),
-    "prepcli.commands.operations.flax_models": (
+    "prepcli.commands.operations.params": (
         "from_hf_flax",
         "linen_model",
+        "load_params",
         "nnx_model",
+        "save_params",
         "to_hf_flax",
     ),
     "prepcli.commands.operations.generate": ("generate",),
     "prepcli.commands.operations.harness_model": ("harness_model",),
-    "prepcli.commands.operations.load_params": ("load_params",),
     "prepcli.commands.operations.lock": ("lock",),
     "prepcli.commands.operations.merge": ("merge",),
     "prepcli.commands.operations.pad_vocab": ("pad_vocab",),
     "prepcli.commands.operations.roundtrip": ("roundtrip",),
     "prepcli.commands.operations.suggest_map": ("suggest_map",),
-    "prepcli.commands.operations.save_init": ("reshard", "save_init"),
-    "prepcli.commands.operations.save_params": ("save_params",),
-    "prepcli.commands.operations.tokenize": (
-        "SampleCounts",
-        "SamplePart",
-        "TokenSample",
-        "tokenize_shard",
+    "prepcli.commands.operations.save_init": (
+        "reshard",
+        "save_init",
     ),
     "prepcli.commands.operations.train": ("train",),
     "prepcli.commands.operations.verify": ("verify",),
     "prepcli.commands.operations.verify_logits": ("verify_logits",),
-    "prepcli.commands.testing.checks": ("CheckResult", "check_family"),
+    "prepcli.commands.testing.checks": (
+        "CheckResult",
+        "check_family",
+    ),
     "prepcli.commands.testing.tiny_config": ("scale_down",),
-    "prepcli.core.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
+    "prepcli.core.errors": (
+        "DamagedError",
+        "OutputExistsError",
+        "PrepError",
+        "UsageError",
+    ),
     "prepcli.planning.plan": ("Plan",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

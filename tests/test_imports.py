@@ -89,32 +89,23 @@ COMPUTES = {
     *(
         f"prepcli.commands.operations.{name}"
         for name in (
-            "batches",
             "chat",
-            "compute_together",
+            "computing",
+            "data",
             "evaluate",
-            "evaluation_model",
-            "flax_models",
             "generate",
             "generation_model",
             "harness_model",
-            "load_params",
-            "model_files",
             "model_outputs",
-            "open_params",
-            "prompts",
-            "save_params",
-            "target_metrics",
-            "token_stream",
-            "tokenize",
+            "params",
+            "plan",
             "train",
             "verify_logits",
         )
     ),
     # A plan of a recipe checks its data.
     "trainer.run.recipe_data",
-    "prepcli.commands.operations.env",
-    "prepcli.commands.operations.plan_compile",
+    "prepcli.commands.operations.about",
     "prepcli.commands.testing",
     *(
         f"prepcli.commands.testing.{name}"

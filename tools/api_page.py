@@ -12,13 +12,9 @@ from typing import Any, is_typeddict
 import prepcli
 from prepcli.commands.operations import (
     compute_options,
-    data_options,
     inspection_options,
-    map_options,
     options,
     results,
-    token_options,
-    towers_options,
 )
 from prepcli.core.option_spec import option_specs
 
@@ -42,25 +38,18 @@ FUNCTION_SECTIONS = {
     "prepcli.commands.operations.chain": "",
     "prepcli.commands.operations.roundtrip": "",
     "prepcli.commands.operations.inspect": "",
-    "prepcli.commands.operations.load_params": "Compute",
+    "prepcli.commands.operations.params": "Compute",
     "prepcli.commands.operations.generate": "",
     "prepcli.commands.operations.train": "",
-    "prepcli.commands.operations.batches": "Read training data",
-    "prepcli.commands.operations.tokenize": "",
+    "prepcli.commands.operations.data": "Read training data",
     "prepcli.commands.operations.evaluate": "Evaluate",
     "prepcli.commands.operations.harness_model": "Standard tasks",
     "prepcli.commands.operations.plan": "Plan",
     "prepcli.commands.operations.report": "Report",
-    "prepcli.commands.operations.save_params": "Save",
-    "prepcli.commands.operations.flax_models": "Flax",
 }
 OPTION_MODULES = (
     options,
-    token_options,
-    towers_options,
-    map_options,
     compute_options,
-    data_options,
     inspection_options,
 )
 MAX_LINE = 100  # a longer signature has one line per parameter

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prepcli.algebra.axis_map import bind_row
-from prepcli.core.errors import Command, Option, PrepError, text, usage_error
+from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text, usage_error
+from prepcli.core.json_types import JsonObject
+from prepcli.formats.safetensors import ADAPTER_CONFIG
 from prepcli.models.lora import (
     EXPERTS,
     PEFT_PREFIX,
@@ -22,9 +24,15 @@ from prepcli.models.lora import (
     layer_names,
     nested_module,
     projections,
+    saved_module_name,
+    saved_modules,
+    select_targets,
 )
-from prepcli.models.peft_names import split_wrappers
-from prepcli.planning.plan import ExpertUpdate, LowRankUpdate, Stream
+from prepcli.models.lora_config import LoraConfig, lora_from_manifest
+from prepcli.models.peft_names import module_suffixes, peft_patterns, split_wrappers
+from prepcli.models.registry import family_of
+from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.plan import ExpertUpdate, LowRankUpdate, SmallFile, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.sources.openers.peft_folder import is_adapter, open_adapter, read_checked_header
 from prepcli.sources.openers.peft_settings import (
@@ -34,9 +42,10 @@ from prepcli.sources.openers.peft_settings import (
     check_tying,
     read_settings,
 )
-from prepcli.sources.source import Source, SourceTensor, source_axis_maps
+from prepcli.sources.source import Source, SourceTensor, source_axis_maps, stored_axis_maps
 from prepcli.sources.source_views import append_files, shift_file_numbers
-from prepcli.targets.planner import Draft
+from prepcli.targets.hf_folder import adapter_tokenizer, json_bytes
+from prepcli.targets.planner import Draft, start_draft, with_rows, with_tied_head
 
 # Module of older encoders of images between a tower and its layers.
 VISION_WRAPPER = "vision_model"
@@ -163,13 +172,7 @@ def _module_key(name: str, source: Source) -> str:
 
 
 def _name_in_base(name: str, source: Source, modules: Mapping[str, str]) -> str:
-    """Return the name of an adapter's tensor with the base's name of its module. Other names stay.
-
-    Args:
-        name: Name of the tensor, without the prefix of PEFT.
-        source: The base.
-        modules: See `_weight_modules`.
-    """
+    """Return the name of an adapter's tensor with the base's name of its module. Other names stay."""
     match = MATRIX_NAME.fullmatch(name)
     # Another tensor may be the weight of a module that was trained as a whole.
     module = name.rpartition(".")[0]
@@ -431,3 +434,87 @@ def _check_ranks(adapter: Source, pair: Matrices, rows: int) -> None:
             why = f"{stream.name} is {list(stream.shape)}, and the rank of all experts is {rows}"
             hint = "get or export the adapter again"
             raise PrepError(f"{adapter.display_name} does not fit the base", why, hint)
+
+
+# --- Export
+
+
+def draft_adapter(source: Source, dtype: str | None) -> Draft:
+    """Return the draft of trained adapters in the files of PEFT."""
+    manifest = source.tree_manifest
+    lora = lora_from_manifest(manifest)
+    assert lora is not None
+    if lora.modules_to_save and manifest.tied:
+        # PEFT saves a tied head as well, and does not load an adapter without it.
+        source = with_tied_head(source)
+    draft = start_draft(
+        source,
+        stored_axis_maps(source),
+        dtype=dtype,
+        kept={tensor.name for tensor in source.tensors},
+    )
+    # Embeddings and head that were trained as a whole lose the padding of the vocabulary.
+    draft = with_rows(draft, draft.vocabulary.true_size)
+    adapter_config = SmallFile(ADAPTER_CONFIG, json_bytes(_peft_settings(source, lora)))
+    return replace(
+        draft,
+        match=replace(draft.match, checks=()),
+        dropped=(),
+        config=None,
+        side_files=(adapter_config, *adapter_tokenizer(source)),
+        settings=Manifest(kind="adapter", prefixed=True, tied=manifest.tied, config=source.config),
+    )
+
+
+def _peft_settings(source: Source, lora: LoraConfig) -> JsonObject:
+    """Return the content of adapter_config.json."""
+    family = family_of(source.config)
+
+    def number(value: float) -> float:
+        # PEFT declares `lora_alpha` as int and writes 16, not 16.0.
+        return int(value) if value.is_integer() else value
+
+    config = source.config
+    has_encoder = family.arch_config(config).encoder is not None
+    patterns = peft_patterns(family, config, lora)
+    # PEFT compares the name of a module with the end of its own, e.g. `lm_head`.
+    paths = [path for name in lora.modules_to_save for path in saved_modules(family, config)[name]]
+    saved = list(dict.fromkeys(saved_module_name(family, path) for path in paths))
+    is_tied = source.tree_manifest.tied
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_2_SEQ_LM" if has_encoder else "CAUSAL_LM",
+        "base_model_name_or_path": base_of_adapter(source.tree_manifest),
+        "r": lora.rank,
+        "lora_alpha": number(lora.alpha),
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.use_rslora,
+        "use_dora": False,
+        "bias": "none",
+        "target_modules": [*module_suffixes(family, config, lora)],
+        "target_parameters": [*patterns.target_parameters] or None,
+        "rank_pattern": {**patterns.rank_pattern},
+        "alpha_pattern": {name: number(alpha) for name, alpha in patterns.alpha_pattern.items()},
+        "modules_to_save": [*saved] or None,
+        # With this setting PEFT keeps a trained embedding tied to the head.
+        "ensure_weight_tying": is_tied and bool(saved),
+        # GPT-2 stores its weights as [in, out]. With this flag PEFT transposes its update B A, which is [out, in].
+        "fan_in_fan_out": any(
+            p.is_transposed for p in select_targets(family, config, lora.targets)
+        ),
+        "init_lora_weights": True,
+        # PEFT writes True in every saved adapter, and sets it again from `is_trainable` when it loads one.
+        "inference_mode": True,
+    }
+
+
+def base_of_adapter(manifest: Manifest) -> str:
+    """Return the name of the base model of the adapters."""
+    name = manifest.base.get("name")
+    if not isinstance(name, str):
+        raise PrepError(
+            "the manifest does not name the base of the adapters",
+            "`base` is missing",
+            GET_AGAIN_HINT,
+        )
+    return name

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from prepcli.core.errors import Key, text, usage_error
 from prepcli.core.json_types import HFConfig, JsonObject
-from prepcli.formats.manifest import NO_MANIFEST, recorded_xxh3
+from prepcli.formats.manifest import NO_MANIFEST, read_manifest, recorded_xxh3
+from prepcli.formats.tokenizer_files import TOKENIZER_FILE
 from prepcli.models.text_part import with_text_config
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import SmallFile
 from prepcli.planning.tensor_match import NO_VOCABULARY, Vocabulary, with_vocabulary
+from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.references import CONFIG
 from prepcli.sources.side_files import SideFile, resolve_small_file
-from prepcli.sources.source import Source
+from prepcli.sources.source import HF_FOLDER, Source
+from prepcli.stores.files import io_error
 from prepcli.stores.paths import AnyPath, fetch_copies
 
 
@@ -26,12 +31,6 @@ def copied_files(
     path_prefix: str = "",
 ) -> tuple[SmallFile, ...]:
     """Return files to copy unchanged from a checkpoint.
-
-    Args:
-        side_files: The files.
-        root: Folder of the checkpoint.
-        manifest: Manifest in `root`, if any. Copies of listed files are compared with their records.
-        path_prefix: Put before the names in the output.
 
     Raises:
         PrepError: A file is a link that leaves the checkpoint.
@@ -74,11 +73,6 @@ def config_files(source: Source, config: HFConfig, path_prefix: str = "") -> tup
 
     The file of the source is copied byte for byte if the output has the same config, for a verbatim output and for the
     whole config of a multimodal model.
-
-    Args:
-        source: The opened source.
-        config: Content of the output's config.json. Of a multimodal model, its text config.
-        path_prefix: Put before the name in the output.
     """
     path = source.config_path
     if source.wrapper is not None:
@@ -126,3 +120,164 @@ def output_config(
     # The output has its own head, but its config says that head and embedding are tied.
     # transformers would then compute the logits with the embedding instead.
     return config | {"tie_word_embeddings": False, **source.family.tying.untied_fields(config)}
+
+
+# --- Tokenizers of runs and adapters
+
+
+SENTENCEPIECE_TOKENIZER = "tokenizer.model"
+# In order of precedence: the first one in a folder is loaded.
+SINGLE_FILES = (
+    TOKENIZER_FILE,
+    SENTENCEPIECE_TOKENIZER,
+    "spiece.model",
+)
+TOKENIZERS = (*SINGLE_FILES, "vocab.json", "merges.txt", "vocab.txt")
+# Other files of a folder that belong to its tokenizer.
+TOKENIZER_SETTINGS = (
+    *(
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+    ),
+)
+PATH_PREFIX = f"{HF_FOLDER}/"
+
+
+def tokenizer_folder(tokenizer: str | None, config: str | None) -> Path:
+    """Return the folder of a tokenizer. Without one, return the folder of a config.
+
+    Raises:
+        UsageError: There is no tokenizer.
+    """
+    if tokenizer is not None:
+        return _folder_of(Path(tokenizer))
+    if config is not None:
+        folder = _folder_of(Path(config))
+        if any((folder / name).is_file() for name in TOKENIZERS):
+            return folder
+    why = "a random start has no checkpoint with a tokenizer"
+    raise usage_error(
+        text("{} is missing", Key("data.tokenizer")),
+        why,
+        text("set {} to a tokenizer.json, or to a folder with one", Key("data.tokenizer")),
+    )
+
+
+def random_start_files(tokenizer: str | None, config: str | None) -> tuple[SmallFile, ...]:
+    """Return the files of a random start: its tokenizer, and the generation_config.json beside it.
+
+    Raises:
+        UsageError: There is no tokenizer.
+        PrepError: A file is a link that leaves the folder.
+    """
+    folder = tokenizer_folder(tokenizer, config)
+    path = Path(tokenizer or folder)
+    return (*_tokenizer_files(path), *_copied_files(folder, [GENERATION_CONFIG_FILE]))
+
+
+def with_tokenizer(files: tuple[SmallFile, ...], tokenizer: str | None) -> tuple[SmallFile, ...]:
+    """Return the files of a checkpoint with another tokenizer.
+
+    The files are unchanged without a tokenizer, or if it is equal to the checkpoint's tokenizer.
+
+    Raises:
+        PrepError: A file of the tokenizer cannot be read, or is a link that leaves its folder.
+    """
+    if tokenizer is None:
+        return files
+    named = _tokenizer_files(Path(tokenizer))
+    # Only files that are loaded are compared. For example, vocab.json is not loaded if there is a tokenizer.json.
+    if _is_subset(_loaded_files(named), _loaded_files(files)):
+        return files
+    # Files that the new tokenizer lacks go too. A leftover added_tokens.json or chat template
+    # of the old one would apply to the new vocabulary.
+    replaced = {PATH_PREFIX + name for name in (*TOKENIZERS, *TOKENIZER_SETTINGS)}
+    return (*(file for file in files if file.path not in replaced), *named)
+
+
+def adapter_tokenizer(source: Source) -> tuple[SmallFile, ...]:
+    """Return the tokenizer files of a training step, for the folder of its adapter.
+
+    Raises:
+        PrepError: A file is a link that leaves the folder.
+    """
+    names = (*TOKENIZERS, *TOKENIZER_SETTINGS)
+    return copied_files(
+        [file for file in source.small_files if file.name in names],
+        source.root,
+        manifest=source.manifest,
+    )
+
+
+def with_adapter_tokenizer(files: tuple[SmallFile, ...], adapter: Path) -> tuple[SmallFile, ...]:
+    """Return the files of a base with the tokenizer of an adapter that prep wrote. Other adapters change no file.
+
+    Raises:
+        PrepError: The adapter's manifest is broken, or a file is a link that leaves the folder.
+    """
+    names = (*TOKENIZERS, *TOKENIZER_SETTINGS)
+    paths = [adapter / name for name in names if (adapter / name).is_file()]
+    # An adapter of PEFT may have the unchanged tokenizer of its base beside it. Only a manifest shows prep's own.
+    manifest = read_manifest(adapter)
+    if manifest is None or not any(path.name in TOKENIZERS for path in paths):
+        return files
+    return (
+        *(file for file in files if file.path not in names),
+        *copied_files(map(SideFile.at_top, paths), adapter, manifest=manifest),
+    )
+
+
+def _folder_of(path: Path) -> Path:
+    """Return a folder itself, and the folder of a file."""
+    if path.is_dir():
+        return path
+    return path.parent
+
+
+def _tokenizer_files(path: Path) -> tuple[SmallFile, ...]:
+    """Return the tokenizer and its settings. A tokenizer file with another name gets the usual name."""
+    folder = _folder_of(path)
+    if not path.is_file():
+        return _copied_files(folder, (*TOKENIZERS, *TOKENIZER_SETTINGS))
+    # The user names this file, so that a link may leave the folder.
+    real_path = path.resolve()
+    (tokenizer,) = copied_files([SideFile.at_top(real_path)], real_path.parent)
+    # Loaders find a tokenizer by its name: `my-bpe.model` becomes `tokenizer.model`, `my-bpe.json` `tokenizer.json`.
+    name = (
+        SENTENCEPIECE_TOKENIZER
+        if path.suffix == Path(SENTENCEPIECE_TOKENIZER).suffix
+        else TOKENIZER_FILE
+    )
+    return (replace(tokenizer, path=PATH_PREFIX + name), *_copied_files(folder, TOKENIZER_SETTINGS))
+
+
+def _copied_files(folder: Path, names: Sequence[str]) -> tuple[SmallFile, ...]:
+    paths = [folder / name for name in names if (folder / name).is_file()]
+    return copied_files(map(SideFile.at_top, paths), folder, path_prefix=PATH_PREFIX)
+
+
+def _loaded_files(files: Sequence[SmallFile]) -> dict[str, SmallFile]:
+    """Return the tokenizer files that a load of a folder with these files uses, by path."""
+    by_path = {file.path: file for file in files}
+    single = [PATH_PREFIX + name for name in SINGLE_FILES if PATH_PREFIX + name in by_path]
+    paths = single[:1] or [PATH_PREFIX + name for name in TOKENIZERS]
+    paths += [PATH_PREFIX + name for name in TOKENIZER_SETTINGS]
+    return {path: by_path[path] for path in paths if path in by_path}
+
+
+def _is_subset(some: dict[str, SmallFile], others: dict[str, SmallFile]) -> bool:
+    """Return whether all files of `some` are in `others` with the same content."""
+    return all(
+        path in others and _read_content(file) == _read_content(others[path])
+        for path, file in some.items()
+    )
+
+
+def _read_content(file: SmallFile) -> bytes:
+    path = Path(file.copied_from)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise io_error(path, error) from error

@@ -201,12 +201,6 @@ def place_leaves(
 ) -> Placed:
     """Place tensors in the leaves of an item.
 
-    Args:
-        source: The opened source, with the dtypes of the output.
-        uses: Each tensor with its leaf.
-        partitioning: Mesh and rules of the chunks.
-        storage: Storage of the raw chunks.
-
     Raises:
         PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
             dim.
@@ -468,18 +462,7 @@ def item_leaf_spec(
     rules: Rules,
     checkpoint: str,
 ) -> Spec:
-    """Return the sharding of a leaf of an item. Scales of quantised weights are whole on each device.
-
-    Args:
-        name: Dotted name of the leaf.
-        path: Path of its parameter, or name of the leaf of a tower. None for other state.
-        dims: Named axes (atoms) of each dim.
-        shape: Shape of the leaf.
-        mesh: Device mesh.
-        rules: Partition rules.
-        checkpoint: The checkpoint as the user typed it, for the hint of an error. Empty for one that `prep pad-vocab`
-            does not pad.
-    """
+    """Return the sharding of a leaf of an item. Scales of quantised weights are whole on each device."""
     if is_quantization_leaf(name):
         # Every device may need all scales. They are small.
         return partition_spec(dims, shape, mesh, {}, checkpoint)

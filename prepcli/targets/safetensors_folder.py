@@ -109,14 +109,7 @@ def header_entries(
 def lay_out_weight_files(
     groups: Sequence[FileGroup],
 ) -> tuple[tuple[OutputFile, ...], dict[str, Array], tuple[SafetensorsLayout, ...]]:
-    """Lay out tensors in safetensors files.
-
-    Args:
-        groups: For each file its name, its entries in order, and the page offset of the first tensor (None: any).
-
-    Returns:
-        The output files, the location of each tensor by name, and the layout of each file.
-    """
+    """Lay out tensors in safetensors files."""
     layouts = lay_out_files(groups)
     files = tuple(OutputFile(layout.name, layout.size, layout.header) for layout in layouts)
     places: dict[str, Array] = {}
@@ -138,11 +131,6 @@ def index_files(layouts: Sequence[SafetensorsLayout]) -> tuple[SmallFile, ...]:
 
 def place_mapped(draft: Draft, tensor_map: TensorMap, shard_nbytes: int) -> Placed:
     """Place the tensors of a model under the names of a map: the way back to the names of another trainer.
-
-    Args:
-        draft: The draft.
-        tensor_map: The map, from the output to the model.
-        shard_nbytes: Largest size of a file.
 
     Raises:
         PrepError: The map does not fit the model.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
@@ -98,10 +98,6 @@ class SourceTokenizer:
     def changed(self, path: AnyPath, data: bytes) -> SourceTokenizer:
         """Return the tokenizer of a changed file.
 
-        Args:
-            path: The file, for messages.
-            data: Its content.
-
         Raises:
             PrepError: The content is no tokenizer.
         """
@@ -177,7 +173,10 @@ def _check_settings(source: Source, opened: SourceTokenizer) -> None:
     if tokenizer_class is None:
         is_t5 = source.config.get("model_type") in T5_MODELS
     extra_ids = settings.get("extra_ids", T5_EXTRA_IDS)
-    ids = [*_read_object(source, TOKEN_IDS).values(), *_decoder_ids(settings)]
+    ids = [*_read_object(source, TOKEN_IDS).values()]
+    decoder = settings.get("added_tokens_decoder")
+    if isinstance(decoder, Mapping):
+        ids += [int(key) for key in decoder if key.isdecimal()]
     later = [token_id for token_id in ids if isinstance(token_id, int) and token_id >= size]
     if is_t5 and extra_ids:
         why = f"T5Tokenizer puts {extra_ids} sentinels after the pieces of {opened.file_name}"
@@ -187,14 +186,6 @@ def _check_settings(source: Source, opened: SourceTokenizer) -> None:
         return
     what = f"the tokenizer of {source.display_name} has tokens outside of its SentencePiece model"
     raise usage_error(what, why, SAVE_HINT)
-
-
-def _decoder_ids(settings: JsonObject) -> Iterator[int]:
-    decoder = settings.get("added_tokens_decoder")
-    if isinstance(decoder, Mapping):
-        for key in decoder:
-            if key.isdecimal():
-                yield int(key)
 
 
 def _read_object(source: Source, name: str) -> JsonObject:
@@ -255,15 +246,6 @@ def files_with_tokens(
 ) -> tuple[dict[str, bytes], dict[str, FileEdit]]:
     """Return the new content of each file changed by new tokens, and its record.
 
-    Args:
-        source: A source with the tokenizer.
-        tokenizer_file: Name of the tokenizer: a tokenizer.json or a SentencePiece model.
-        tokens: The tokens.
-        first_id: Id of the first token. The others follow.
-
-    Returns:
-        Contents and edits, by file name.
-
     Raises:
         PrepError: A file cannot be read, or is not in the form of transformers.
     """
@@ -274,20 +256,17 @@ def files_with_tokens(
         if data is None:
             continue
         if name in SENTENCEPIECE_FILES:
-            contents[name], edits[name] = _append_pieces(data, tokens)
+            new_data = data + encode_pieces([token["content"] for token in tokens])
+            contents[name] = new_data
+            edits[name] = FileEdit(
+                inserted=((len(data), len(new_data)),), before=digest(data), after=digest(new_data)
+            )
             continue
         document = _parse_object(source.root / name, data)
         insertions = _insertions(name, document, tokens, first_id)
         if insertions:
             contents[name], edits[name] = _edit(source.root / name, data, insertions)
     return contents, edits
-
-
-def _append_pieces(data: bytes, tokens: Sequence[AddedToken]) -> tuple[bytes, FileEdit]:
-    """Append the tokens to a SentencePiece model."""
-    new_data = data + encode_pieces([token["content"] for token in tokens])
-    inserted = (len(data), len(new_data))
-    return new_data, FileEdit(inserted=(inserted,), before=digest(data), after=digest(new_data))
 
 
 def files_without_tokens(source: Source, addition: Addition) -> dict[str, bytes]:

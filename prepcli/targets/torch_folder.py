@@ -27,7 +27,7 @@ from prepcli.formats.torch_dcp import (
 )
 from prepcli.formats.torch_pickle import MAX_NBYTES, SUPPORTED_DTYPES, PickledValue, StoredTensor
 from prepcli.models.module_order import OptimizerGroups, optimizer_groups
-from prepcli.planning.arrays import Locations, whole_array
+from prepcli.planning.arrays import Array, Locations, MappedArray, whole_array
 from prepcli.planning.libraries import AdamSettings
 from prepcli.planning.plan import OutputFile, SmallFile
 from prepcli.planning.tensors import itemsize
@@ -36,9 +36,9 @@ from prepcli.sources.side_files import TRAINER_STATE_FILE
 from prepcli.sources.source import SCHEDULER_FILE, Source
 from prepcli.sources.torch_state import ENTRIES, OPTIMIZER_FILES, STEP_ENTRY, decay_differences
 from prepcli.targets.hf_folder import json_bytes
-from prepcli.targets.layout_leaves import find_layout_leaves, whole_leaf_location
 from prepcli.targets.planner import Draft, Placed
 from prepcli.targets.safetensors_folder import header_entries, place_safetensors
+from prepcli.targets.trees import find_layout_leaves
 
 # A tensor takes up to 77 opcodes of `.metadata`: a moment has four keys.
 MAX_TENSORS = MAX_METADATA_OPCODES // 80
@@ -88,15 +88,6 @@ def place_dcp_entries(
 ) -> Placed:
     """Place tensors in the files of a torch distributed checkpoint.
 
-    Args:
-        entries: Name, dtype, shape and size of each tensor, in the order of the files.
-        shard_nbytes: Largest payload of a file.
-        paths: Keys of tensors in the nested state dict, by name. The name alone for other tensors.
-        constants: Small values. They have a file of their own.
-
-    Returns:
-        The files, and the location of each tensor by the name of its entry.
-
     Raises:
         PrepError: DCP does not support a dtype, or there are too many tensors for one `.metadata`.
     """
@@ -108,7 +99,9 @@ def place_dcp_entries(
         ranges: list[tuple[int, bytes]] = []
         offset = 0
         for name, dtype, shape, _ in group:
-            _check_dtype(name, dtype)
+            if dtype not in SUPPORTED_DTYPES:
+                hint = text("{} casts it", Option("dtype", "bfloat16"))
+                raise PrepError(f"{name} is {dtype}", "prep writes no such tensor in DCP", hint)
             archive = encode_object(StoredTensor("0", dtype, shape))
             ranges += [(offset + start, data) for start, data in archive.constant_ranges]
             position = (number, offset + archive.offsets["0"])
@@ -120,28 +113,21 @@ def place_dcp_entries(
             offset += archive.nbytes
         files.append(OutputFile(file_name, offset, constant_ranges=tuple(ranges)))
     if constants:
-        file, constant_entries = _constant_file(DATA_FILE.format(len(files)), constants)
-        files.append(file)
-        dcp_entries += constant_entries
+        # A file of complete archives
+        file_name = DATA_FILE.format(len(files))
+        content = bytearray()
+        for constant in constants:
+            ((_, data),) = encode_object(constant.value).constant_ranges
+            dcp_entries.append(constant.entry(file_name, len(content), len(data)))
+            content += data
+        whole = ((0, bytes(content)),)
+        files.append(OutputFile(file_name, len(content), constant_ranges=whole))
     metadata = SmallFile(METADATA_FILE, encode_metadata(dcp_entries))
     if len(dcp_entries) > MAX_TENSORS or len(metadata.content) > MAX_NBYTES:
         why = f"prep reads the metadata of up to {MAX_TENSORS:,} tensors in {MAX_NBYTES >> 20} MiB"
         hint = text("use {}", Option("format", "safetensors"))
         raise PrepError(f"{len(dcp_entries):,} tensors are too many for DCP", why, hint)
     return Placed(files=tuple(files), locations=locations, index=(metadata,))
-
-
-def _constant_file(
-    name: str, constants: Sequence[DcpConstant]
-) -> tuple[OutputFile, list[DcpEntry]]:
-    """Return a file of complete archives, and their entries."""
-    content = bytearray()
-    entries: list[DcpEntry] = []
-    for constant in constants:
-        ((_, archive),) = encode_object(constant.value).constant_ranges
-        entries.append(constant.entry(name, len(content), len(archive)))
-        content += archive
-    return OutputFile(name, len(content), constant_ranges=((0, bytes(content)),)), entries
 
 
 def place_dcp(draft: Draft, shard_nbytes: int) -> Placed:
@@ -172,10 +158,10 @@ def place_dcp_tree(draft: Draft, tree: str, shard_nbytes: int) -> Placed:
     placed = place_dcp_entries([*entries.values()], shard_nbytes, constants=constants)
     locations: dict[str, Locations] = {}
     for name, uses in leaves.items():
-        for use in uses:
-            (place,) = placed.locations[use[0]]
-            file, offset = place.position
-            region = whole_leaf_location(use, file=file, offset=offset, dtype=dtypes[name])
+        for path, axis_map, indices in uses:
+            (place,) = placed.locations[path]
+            assert isinstance(place, Array)
+            region = MappedArray(axis_map, indices, place)
             locations[name] = (*locations.get(name, ()), region)
     return replace(placed, locations=locations)
 
@@ -191,13 +177,6 @@ def _zero_leaves(source: Source, layout: str) -> list[DcpConstant]:
             value = StoredTensor("0", ZERO_DTYPE, shape, zeros)
             constants.append(DcpConstant((path.format(**{LAYERS: layer}),), value))
     return constants
-
-
-def _check_dtype(name: str, dtype: str) -> None:
-    """Raise PrepError if a torch distributed checkpoint cannot store the dtype."""
-    if dtype not in SUPPORTED_DTYPES:
-        hint = text("{} casts it", Option("dtype", "bfloat16"))
-        raise PrepError(f"{name} is {dtype}", "prep writes no such tensor in DCP", hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,16 +52,6 @@ def plan_training_step(
 ) -> Plan:
     """Plan a save of leaves. File n of the plan's streams is leaf n, in C order.
 
-    Args:
-        leaves: Shape and dtype of each leaf, by dotted name.
-        start_manifest: Manifest of the run's start checkpoint.
-        request: Command line, for the manifest.
-        slab_nbytes: Size of the slabs for checking the plan.
-        min_split_nbytes: Size per layer below which shards of a leaf share a chunk.
-
-    Returns:
-        The plan of the step's item.
-
     Raises:
         PrepError: The leaves differ from the start checkpoint's model.
     """

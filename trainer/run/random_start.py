@@ -17,7 +17,7 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.tensor_match import TRUE_VOCAB_SIZE_KEY
 from prepcli.sources.references import CONFIG
 from prepcli.sources.source import read_config
-from prepcli.targets.tokenizer_files import random_start_files
+from prepcli.targets.hf_folder import random_start_files
 from prepcli.targets.training_step import StartModel
 from trainer.planning.config_overrides import override_fields
 from trainer.planning.model_shapes import PlannedModel, model_of_config

@@ -18,7 +18,7 @@ from prepcli.sources.opening import open_source
 from prepcli.sources.recorded_sources import apply_lock, pinned_revision
 from prepcli.sources.references import advise_conversion
 from prepcli.sources.source import Source
-from prepcli.targets.tokenizer_files import tokenizer_folder
+from prepcli.targets.hf_folder import tokenizer_folder
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.recipe import Recipe, batch_shape
 from trainer.run.observe import tokenize_progress

@@ -53,8 +53,13 @@ from prepcli.sources.side_files import find_side_files, local_folder
 from prepcli.sources.source import HF_FOLDER, Source, read_config
 from prepcli.stores.addresses import is_url, parse_url
 from prepcli.stores.paths import AnyPath
-from prepcli.targets.hf_folder import copied_files, copied_small_files, output_config
-from prepcli.targets.tokenizer_files import tokenizer_folder, with_tokenizer
+from prepcli.targets.hf_folder import (
+    copied_files,
+    copied_small_files,
+    output_config,
+    tokenizer_folder,
+    with_tokenizer,
+)
 from prepcli.targets.training_step import StartModel
 from trainer.planning.model_shapes import recipe_config
 from trainer.recipe import Recipe

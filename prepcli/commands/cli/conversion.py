@@ -5,33 +5,34 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prepcli.commands.cli.operation_parameters import Omit
-from prepcli.commands.cli.option_groups import OutputOptions, expand_option_groups
-from prepcli.commands.cli.options import (
+from prepcli.commands.cli.option_groups import (
     CheckpointArgument,
+    Omit,
     OptionalCheckpointArgument,
-    ProgressOption,
+    OutputOptions,
+    ProgressOptions,
+    expand_option_groups,
 )
 from prepcli.commands.operations.options import (
+    AddTokensOptions,
     ConversionArguments,
     ExportOptions,
     MergeOptions,
     PadVocabOptions,
+    RemoveTokensOptions,
     ReshardOptions,
     SaveInitOptions,
+    SharingOptions,
 )
-from prepcli.commands.operations.sharing_options import SharingOptions
-from prepcli.commands.operations.token_options import AddTokensOptions, RemoveTokensOptions
 
 if TYPE_CHECKING:
-    from prepcli.commands.console.ui import Ui
     from prepcli.commands.operations.results import Conversion
-    from prepcli.execution.workers import ProcessOptions
 
 
 @expand_option_groups
@@ -42,8 +43,7 @@ def pad_vocab(
     options: Annotated[PadVocabOptions, Omit("step")],
     conversion: ConversionArguments,
     sharing: SharingOptions,
-    output_options: OutputOptions,
-    progress: ProgressOption = "auto",
+    output_options: ProgressOptions,
 ) -> int:
     """Pad the vocabulary so that a mesh divides it.
 
@@ -53,10 +53,8 @@ def pad_vocab(
     """
     from prepcli.commands.operations.pad_vocab import pad_vocab as run
 
-    ui = output_options.open_console("pad-vocab", progress)
-    process_options = _process_options(context, sharing)
-    result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
-    return _print_result(result, ui)
+    request = partial(run, checkpoint, **conversion, **options)
+    return _convert(request, context, sharing, output_options)
 
 
 @expand_option_groups
@@ -67,8 +65,7 @@ def add_tokens(
     options: Annotated[AddTokensOptions, Omit("step")],
     conversion: ConversionArguments,
     sharing: SharingOptions,
-    output_options: OutputOptions,
-    progress: ProgressOption = "auto",
+    output_options: ProgressOptions,
 ) -> int:
     """Add tokens to the tokenizer and the vocabulary.
 
@@ -81,10 +78,8 @@ def add_tokens(
     """
     from prepcli.commands.operations.tokens import add_tokens as run
 
-    ui = output_options.open_console("add-tokens", progress)
-    process_options = _process_options(context, sharing)
-    result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
-    return _print_result(result, ui)
+    request = partial(run, checkpoint, **conversion, **options)
+    return _convert(request, context, sharing, output_options)
 
 
 @expand_option_groups
@@ -95,8 +90,7 @@ def remove_tokens(
     options: Annotated[RemoveTokensOptions, Omit("step")],
     conversion: ConversionArguments,
     sharing: SharingOptions,
-    output_options: OutputOptions,
-    progress: ProgressOption = "auto",
+    output_options: ProgressOptions,
 ) -> int:
     """Remove the tokens of the last add-tokens.
 
@@ -106,10 +100,8 @@ def remove_tokens(
     """
     from prepcli.commands.operations.tokens import remove_tokens as run
 
-    ui = output_options.open_console("remove-tokens", progress)
-    process_options = _process_options(context, sharing)
-    result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
-    return _print_result(result, ui)
+    request = partial(run, checkpoint, **conversion, **options)
+    return _convert(request, context, sharing, output_options)
 
 
 @expand_option_groups
@@ -120,8 +112,7 @@ def save_init(
     options: Annotated[SaveInitOptions, Omit("step")],
     conversion: ConversionArguments,
     sharing: SharingOptions,
-    output_options: OutputOptions,
-    progress: ProgressOption = "auto",
+    output_options: ProgressOptions,
 ) -> int:
     """Convert a Hugging Face checkpoint to sharded Orbax.
 
@@ -134,10 +125,8 @@ def save_init(
     """
     from prepcli.commands.operations.save_init import save_init as run
 
-    ui = output_options.open_console("save-init", progress)
-    process_options = _process_options(context, sharing)
-    result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
-    return _print_result(result, ui)
+    request = partial(run, checkpoint, **conversion, **options)
+    return _convert(request, context, sharing, output_options)
 
 
 @expand_option_groups
@@ -148,8 +137,7 @@ def reshard(
     options: Annotated[ReshardOptions, Omit("revision", "offline", "stream", "true_vocab")],
     conversion: ConversionArguments,
     sharing: SharingOptions,
-    output_options: OutputOptions,
-    progress: ProgressOption = "auto",
+    output_options: ProgressOptions,
 ) -> int:
     """Lay out an Orbax checkpoint for another mesh.
 
@@ -161,10 +149,8 @@ def reshard(
     """
     from prepcli.commands.operations.save_init import reshard as run
 
-    ui = output_options.open_console("reshard", progress)
-    process_options = _process_options(context, sharing)
-    result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
-    return _print_result(result, ui)
+    request = partial(run, checkpoint, **conversion, **options)
+    return _convert(request, context, sharing, output_options)
 
 
 @expand_option_groups
@@ -175,8 +161,7 @@ def export(
     options: Annotated[ExportOptions, Omit("revision", "offline", "stream")],
     conversion: ConversionArguments,
     sharing: SharingOptions,
-    output_options: OutputOptions,
-    progress: ProgressOption = "auto",
+    output_options: ProgressOptions,
 ) -> int:
     """Export a checkpoint to Hugging Face or another trainer.
 
@@ -189,10 +174,8 @@ def export(
     """
     from prepcli.commands.operations.export import export as run
 
-    ui = output_options.open_console("export", progress)
-    process_options = _process_options(context, sharing)
-    result = run(checkpoint, **conversion, progress=ui, process_options=process_options, **options)
-    return _print_result(result, ui)
+    request = partial(run, checkpoint, **conversion, **options)
+    return _convert(request, context, sharing, output_options)
 
 
 @expand_option_groups
@@ -214,8 +197,7 @@ def merge(
     options: Annotated[MergeOptions, Omit("step")],
     conversion: ConversionArguments,
     sharing: SharingOptions,
-    output_options: OutputOptions,
-    progress: ProgressOption = "auto",
+    output_options: ProgressOptions,
 ) -> int:
     """Add a LoRA adapter to its base model.
 
@@ -228,23 +210,23 @@ def merge(
     """
     from prepcli.commands.operations.merge import merge as run
 
-    ui = output_options.open_console("merge", progress)
-    process_options = _process_options(context, sharing)
-    result = run(
-        adapter, base, **conversion, progress=ui, process_options=process_options, **options
-    )
-    return _print_result(result, ui)
+    request = partial(run, adapter, base, **conversion, **options)
+    return _convert(request, context, sharing, output_options)
 
 
-def _process_options(context: typer.Context, sharing: SharingOptions) -> ProcessOptions:
-    """Return how the processes of a command share the work. Workers run the command line again."""
+def _convert(
+    request: partial[Conversion],
+    context: typer.Context,
+    sharing: SharingOptions,
+    output_options: OutputOptions,
+) -> int:
+    """Run a conversion as the share of this process in the work, and print its result."""
+    from prepcli.commands.rendering.checkpoints import conversion_report
     from prepcli.execution.workers import ProcessOptions
 
-    return ProcessOptions(sharing["processes"], sharing["workers"], tuple(context.obj or ()))
-
-
-def _print_result(result: Conversion, ui: Ui) -> int:
-    """Print a conversion and return the exit code."""
-    from prepcli.commands.rendering.conversions import conversion_report
-
+    ui = output_options.open_console(request.func.__name__.replace("_", "-"))
+    # Workers run the command line again.
+    words = tuple(context.obj or ())
+    process_options = ProcessOptions(sharing["processes"], sharing["workers"], words)
+    result = request(progress=ui, process_options=process_options)
     return ui.finish(conversion_report(result, ui.level))

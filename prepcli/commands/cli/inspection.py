@@ -1,33 +1,43 @@
-"""Commands that write no checkpoint of their own: verify, lock, roundtrip, inspect, check-family, demo, models, env."""
+"""Commands that write no checkpoint of their own, e.g. verify, lock, inspect, models, docs, env."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from prepcli.commands.cli.operation_parameters import Omit
-from prepcli.commands.cli.option_groups import OutputOptions, expand_option_groups
-from prepcli.commands.cli.options import (
+from prepcli.commands.cli.option_groups import (
     CheckpointArgument,
     FamilyArgument,
+    Omit,
     OptionalCheckpointArgument,
-    ProgressOption,
+    OutputOptions,
+    ProgressOptions,
+    complete_page,
+    expand_option_groups,
 )
-from prepcli.commands.operations.command_options import CheckFamilyOptions, DemoOptions, EnvOptions
 from prepcli.commands.operations.inspection_options import (
     ChainCommandOptions,
+    CheckFamilyOptions,
+    DemoOptions,
+    DocsOptions,
+    EnvOptions,
     InspectOptions,
     LockArguments,
     LockOptions,
     LogitsCommandOptions,
     RoundtripArguments,
     RoundtripOptions,
+    SuggestMapArguments,
+    SuggestMapOptions,
     VerifyOptions,
     ViewOptions,
 )
-from prepcli.commands.operations.options import DEFAULT_MEMORY
+from prepcli.commands.operations.operation import check_mutually_exclusive, reject_without
+from prepcli.commands.operations.options import DEFAULT_MEMORY, SourceOptions
+from prepcli.core.errors import Option, text, usage_error
 
 
 @expand_option_groups
@@ -41,8 +51,7 @@ def verify(
     options: Annotated[VerifyOptions, Omit("step")],
     chain_options: ChainCommandOptions,
     logits_options: LogitsCommandOptions,
-    output_options: OutputOptions,
-    progress: ProgressOption = "auto",
+    output_options: ProgressOptions,
 ) -> int:
     """Compare every bit with the manifest or another checkpoint.
 
@@ -58,33 +67,57 @@ def verify(
       prep verify gpt-neo-1.3B-bf16 gpt-neo-1.3B --logits --tolerance 0.1
       prep verify ./my-model --logits --library transformers
     """
-    from prepcli.commands.operations.chain import (
-        chain_options_of,
-        check_chain_command,
-        verify_chain,
-    )
-    from prepcli.commands.operations.verify import verify as run
-    from prepcli.commands.operations.verify_logits import (
-        check_logits_command,
-        logits_options_of,
-        verify_logits,
-    )
-    from prepcli.commands.rendering.chain import chain_report
-    from prepcli.commands.rendering.logits import logits_report
-    from prepcli.commands.rendering.verification import verification_report
-
-    ui = output_options.open_console("verify", progress)
-    check_chain_command(against, options, chain_options)
-    check_logits_command(options, logits_options, chain_options)
+    ui = output_options.open_console("verify")
+    _check_verify_options(against, {**options, **chain_options, **logits_options})
+    source = {name: options[name] for name in SourceOptions.__annotations__ if name in options}
     if chain_options["chain"]:
-        chain = verify_chain(checkpoint, progress=ui, **chain_options_of(options, chain_options))
+        from prepcli.commands.operations.chain import verify_chain
+        from prepcli.commands.rendering.checkpoints import chain_report
+
+        search = {name: chain_options[name] for name in ("search", "allow_unproven")}
+        chain = verify_chain(checkpoint, progress=ui, **search, **source)
         return ui.finish(chain_report(chain, ui.columns))
     if logits_options["logits"]:
-        selected = logits_options_of(options, logits_options)
-        comparison = verify_logits(checkpoint, against, progress=ui, **selected)
+        from prepcli.commands.operations.verify_logits import verify_logits
+        from prepcli.commands.rendering.checkpoints import logits_report
+
+        computed = {name: logits_options[name] for name in ("prompt_ids", "library", "mesh")}
+        tolerance = options.get("tolerance")
+        comparison = verify_logits(
+            checkpoint, against, progress=ui, tolerance=tolerance, **computed, **source
+        )
         return ui.finish(logits_report(comparison, ui.columns))
-    result = run(checkpoint, against, progress=ui, **options)
-    return ui.finish(verification_report(result, ui))
+    from prepcli.commands.operations.verify import verify as run
+    from prepcli.commands.rendering.checkpoints import verification_report
+
+    return ui.finish(verification_report(run(checkpoint, against, progress=ui, **options), ui))
+
+
+def _check_verify_options(against: str | None, options: Mapping[str, Any]) -> None:
+    """Raise UsageError for options of `prep verify` that `--chain` or `--logits` excludes, or that need one of them."""
+    chain = Option("chain", True)
+    logits = Option("logits", True)
+    if not options["chain"]:
+        why = "only a chain has sources to find"
+        reject_without(Option("search"), options["search"] or None, chain, why)
+        reject_without(Option("allow_unproven"), options["allow_unproven"], chain, why)
+    if not options["logits"]:
+        why = "only the comparison of logits computes a model"
+        reject_without(Option("prompt_ids"), options["prompt_ids"], logits, why)
+        library = options["library"] if options["library"] != "prep" else None
+        reject_without(Option("library", library), library, logits, why)
+        reject_without(Option("mesh"), options["mesh"], logits, why)
+    if options["chain"] and against is not None:
+        what = text("{} takes one checkpoint", chain)
+        why = "the other checkpoints of a chain are recorded"
+        raise usage_error(what, why, text("remove {} or {}", against, chain))
+    excluded = {
+        "chain": ("logits", "quick", "tolerance", "accept", "config", "strict"),
+        "logits": ("quick", "accept", "verbatim", "strict"),
+    }
+    for name, others in excluded.items():
+        for other in others if options[name] else ():
+            check_mutually_exclusive({name: True, other: options[other] or None})
 
 
 @expand_option_groups
@@ -93,8 +126,7 @@ def lock(
     *,
     arguments: LockArguments,
     options: Annotated[LockOptions, Omit("step", "lock")],
-    output_options: OutputOptions,
-    progress: ProgressOption = "auto",
+    output_options: ProgressOptions,
 ) -> int:
     """Write the digests of a checkpoint to a lock file.
 
@@ -107,12 +139,11 @@ def lock(
       prep lock ./my-model --html lock.html
     """
     from prepcli.commands.operations.lock import lock as run
-    from prepcli.commands.rendering.lock import lock_line, lock_report
+    from prepcli.commands.rendering.checkpoints import lock_report
 
-    ui = output_options.open_console("lock", progress)
+    ui = output_options.open_console("lock")
     locked = run(checkpoint, arguments["out"], progress=ui, **options)
-    ui.note(lock_line(locked))
-    return ui.finish(lock_report(locked))
+    return ui.finish(lock_report(locked, ui))
 
 
 @expand_option_groups
@@ -121,8 +152,7 @@ def roundtrip(
     *,
     arguments: RoundtripArguments,
     options: RoundtripOptions,
-    output_options: OutputOptions,
-    progress: ProgressOption = "auto",
+    output_options: ProgressOptions,
 ) -> int:
     """Convert to every layout and back, and certify equal bits.
 
@@ -134,9 +164,9 @@ def roundtrip(
       prep roundtrip gpt-neo-1.3B --layout init --layout easylm --out proof.json
     """
     from prepcli.commands.operations.roundtrip import roundtrip as run
-    from prepcli.commands.rendering.roundtrip import roundtrip_report
+    from prepcli.commands.rendering.checkpoints import roundtrip_report
 
-    ui = output_options.open_console("roundtrip", progress)
+    ui = output_options.open_console("roundtrip")
     result = run(checkpoint, arguments["out"], progress=ui, **options)
     return ui.finish(roundtrip_report(result, ui.columns))
 
@@ -155,8 +185,7 @@ def inspect(
     *,
     view: ViewOptions,
     options: Annotated[InspectOptions, Omit("step", "memory", "lock")],
-    output_options: OutputOptions,
-    progress: ProgressOption = "auto",
+    output_options: ProgressOptions,
 ) -> int:
     """Show the tensors of a checkpoint.
 
@@ -179,14 +208,11 @@ def inspect(
         tensors_report,
     )
 
-    ui = output_options.open_console("inspect", progress)
+    ui = output_options.open_console("inspect")
     check_view(pattern, view)
     if view["html"] is not None:
-        from prepcli.commands.operations.inspect_page import write_page
-
         page = Path(view["html"])
-        written = write_page(checkpoint, page, ui, options, pattern=pattern, view=view)
-        return ui.finish(page_report(written, ui))
+        return ui.finish(page_report(checkpoint, page, ui, options, pattern=pattern, view=view))
     if view["shards"] is not None:
         leaf = shard_leaf(
             checkpoint,
@@ -252,7 +278,7 @@ def demo(*, options: DemoOptions, output_options: OutputOptions) -> int:
       prep demo --out /tmp/demo --json
     """
     from prepcli.commands.demo.run import run_demo
-    from prepcli.commands.rendering.demo import demo_report
+    from prepcli.commands.rendering.environment import demo_report
 
     ui = output_options.open_console("demo")
     return ui.finish(demo_report(run_demo(Path(options["out"]), ui), ui.columns))
@@ -266,8 +292,8 @@ def models(family: FamilyArgument = None, *, output_options: OutputOptions) -> i
       prep models
       prep models llama --json
     """
-    from prepcli.commands.operations.models import list_aliases
-    from prepcli.commands.rendering.models import aliases_report
+    from prepcli.commands.operations.about import list_aliases
+    from prepcli.commands.rendering.checkpoints import aliases_report
 
     ui = output_options.open_console("models")
     return ui.finish(aliases_report(list_aliases(family), ui.columns))
@@ -281,9 +307,75 @@ def env(*, options: EnvOptions, output_options: OutputOptions) -> int:
       prep env
       prep env --devices --json
     """
-    from prepcli.commands.operations.env import read_environment
-    from prepcli.commands.rendering.env import environment_report
+    from prepcli.commands.operations.about import read_environment
+    from prepcli.commands.rendering.environment import environment_report
 
     ui = output_options.open_console("env")
     environment = read_environment(DEFAULT_MEMORY, list_devices=options["devices"])
     return ui.finish(environment_report(environment, ui.columns))
+
+
+@expand_option_groups
+def suggest(
+    checkpoint: CheckpointArgument,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="A checkpoint of the same model, with the names and shapes to map to.",
+            show_default=False,
+        ),
+    ],
+    *,
+    arguments: SuggestMapArguments,
+    options: Annotated[SuggestMapOptions, Omit("step", "lock")],
+    output_options: ProgressOptions,
+) -> int:
+    """Propose a map between two checkpoints with the same values.
+
+    Both are read whole. Tensors that are equal, transposed or stacked have rows. The others are listed. The file is
+    for --map.
+
+    Examples:
+      prep map suggest ./my-model ./my-model-hf
+      prep map suggest ./my-model ./my-model-hf --out my.map
+    """
+    from prepcli.commands.operations.suggest_map import suggest_map
+    from prepcli.commands.rendering.checkpoints import suggestion_report
+
+    ui = output_options.open_console("map")
+    suggestion = suggest_map(checkpoint, target, arguments["out"], progress=ui, **options)
+    return ui.finish(suggestion_report(suggestion))
+
+
+@expand_option_groups
+def docs(
+    page: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PAGE",
+            help="Page to print. Default: list all.",
+            autocompletion=complete_page,
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    options: DocsOptions,
+    output_options: OutputOptions,
+) -> int:
+    """List the pages of the documentation, or print one. The path of a page goes to stderr.
+
+    Examples:
+      prep docs
+      prep docs train | less
+      prep docs recipes --path
+    """
+    from prepcli.commands.operations.about import docs_folder, find_page, list_pages
+    from prepcli.commands.rendering.environment import page_report, pages_report
+
+    ui = output_options.open_console("docs")
+    path_only = options["path"]
+    if page is not None:
+        return ui.finish(page_report(find_page(page), ui, path_only=path_only))
+    pages = pages_report(list_pages(), docs_folder(), ui.columns, path_only=path_only)
+    return ui.finish(pages)

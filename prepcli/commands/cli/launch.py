@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from prepcli.commands.cli.launched import launched_command
-from prepcli.commands.cli.option_groups import OutputOptions, expand_option_groups
-from prepcli.commands.cli.options import complete_recipe
+from prepcli.commands.cli.option_groups import (
+    OutputOptions,
+    StrictCommand,
+    complete_recipe,
+    expand_option_groups,
+)
+from prepcli.core.errors import Command, text, usage_error
+from prepcli.core.suggest import did_you_mean
+from prepcli.launch.command import TRAIN, LaunchedCommand
 from prepcli.launch.options import (
     GkeOptions,
     LocalOptions,
@@ -18,6 +28,104 @@ from prepcli.launch.options import (
     SlurmOptions,
     TpuOptions,
 )
+
+if TYPE_CHECKING:
+    from prepcli.commands.operations.launch import LaunchedScript
+
+SEPARATOR = "--"
+
+
+class LaunchCommand(StrictCommand):
+    """Command with a recipe before `--`, or with a command of `prep` after it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse `args`, with the first `--` as one of the words.
+
+        Click drops the first `--`, and `r.toml -- --set a=1` would be the same words as `-- r.toml --set a=1`.
+        """
+        if SEPARATOR in args:
+            index = args.index(SEPARATOR)
+            args = [*args[:index], SEPARATOR, *args[index:]]
+        return super().parse_args(ctx, args)
+
+
+def launched_command(
+    context: typer.Context, recipe: Path | None, words: Sequence[str]
+) -> LaunchedCommand:
+    """Return the command of a job.
+
+    Raises:
+        UsageError: The command is unknown. Its own parser raises the errors of its options.
+    """
+    path = context.command_path
+    arguments = [*words]
+    if recipe is None or (str(recipe) == SEPARATOR and not arguments):
+        hint = f"`{path} RECIPE` or `{path} -- COMMAND ARGS`"
+        raise usage_error("no command was given", "a job runs one command of prep", hint)
+    if str(recipe) == SEPARATOR:
+        return _parse_command(context, arguments)
+    if str(recipe) in _launched_names(context) and not recipe.exists():
+        hint = f"`{path} -- {shlex.join([str(recipe), *arguments])}`"
+        raise usage_error(f"`{recipe}` is a command", "a command of prep follows `--`", hint)
+    if arguments[:1] == [SEPARATOR]:
+        del arguments[0]
+    return _parse_command(context, [TRAIN, str(recipe), *arguments])
+
+
+def _parse_command(context: typer.Context, words: list[str]) -> LaunchedCommand:
+    """Return the command with the relevant values of its options."""
+    name = words[0]
+    known = _launched_names(context)
+    if name not in known:
+        hint = did_you_mean(name, known) or "`prep --help`"
+        raise usage_error(f"unknown command `{name}`", "a job runs one command of prep", hint)
+    root = context.find_root()
+    # The parser removes words from its list.
+    parsed = _commands(context)[name].make_context(name, words[1:], parent=root)
+    values: dict[str, Any] = parsed.params
+    recipe = _recipe_word(words, values) if "recipe" in values else ""
+    has_shares = "processes" in values
+    if has_shares and parsed.get_parameter_source("processes").name == "COMMANDLINE":
+        why = "each process of the job gets its own share"
+        raise usage_error("`--processes` cannot be given", why, "remove `--processes`")
+    return LaunchedCommand(
+        name=name,
+        recipe=recipe,
+        arguments=tuple(words[2:] if recipe else words[1:]),
+        has_shares=has_shares,
+        writes_output="out" in values and (has_shares or name == TRAIN),
+        overrides=tuple(values.get("overrides") or ()),
+        mesh=values.get("mesh"),
+        out=values.get("out"),
+    )
+
+
+def _commands(context: typer.Context) -> dict[str, Any]:
+    """Return the commands of `prep` by their names."""
+    return vars(context.find_root().command)["commands"]
+
+
+def _launched_names(context: typer.Context) -> list[str]:
+    """Return the names of the commands without subcommands. A job can run each of them."""
+    names: list[str] = []
+    for name, command in _commands(context).items():
+        if not isinstance(command, TyperGroup):
+            names.append(name)
+    return names
+
+
+def _recipe_word(words: Sequence[str], values: Mapping[str, Any]) -> str:
+    """Return the recipe of a command. It must be the first word, because hosts get a copy of its file."""
+    name = words[0]
+    recipe: Path | None = values["recipe"]
+    if recipe is None:
+        hint = text("{}", Command(name, "RECIPE"))
+        raise usage_error("no recipe was given", "a TOML file describes the training", hint)
+    if Path(words[1]) != recipe:
+        hint = f"`-- {name} {recipe} OPTIONS`"
+        raise usage_error(f"the recipe must follow `{name}`", f"`{words[1]}` precedes it", hint)
+    return words[1]
+
 
 RecipeArgument = Annotated[
     Path | None,
@@ -59,11 +167,9 @@ def slurm(
       prep launch slurm --array 8 -- save-init llama-13b --mesh 1,64,4
     """
     from prepcli.commands.operations.launch import launch_slurm
-    from prepcli.commands.rendering.launch import script_report
 
-    command = launched_command(context, recipe, words or ())
-    ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_slurm(command, **options)))
+    run = partial(launch_slurm, launched_command(context, recipe, words or ()), **options)
+    return _launch(run, output_options)
 
 
 @expand_option_groups
@@ -85,11 +191,9 @@ def tpu(
       prep launch tpu --accelerator v4-8 --zone us-central2-b -- eval m --data d
     """
     from prepcli.commands.operations.launch import launch_tpu
-    from prepcli.commands.rendering.launch import script_report
 
-    command = launched_command(context, recipe, words or ())
-    ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_tpu(command, **options)))
+    run = partial(launch_tpu, launched_command(context, recipe, words or ()), **options)
+    return _launch(run, output_options)
 
 
 @expand_option_groups
@@ -109,11 +213,9 @@ def gke(
       prep launch gke --image I --nodes 4 --claim runs -- save-init llama-13b
     """
     from prepcli.commands.operations.launch import launch_gke
-    from prepcli.commands.rendering.launch import script_report
 
-    command = launched_command(context, recipe, words or ())
-    ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_gke(command, **options)))
+    run = partial(launch_gke, launched_command(context, recipe, words or ()), **options)
+    return _launch(run, output_options)
 
 
 @expand_option_groups
@@ -134,11 +236,9 @@ def sky(
       prep launch sky --spot -- export gs://B/RUN --out gs://B/MODEL
     """
     from prepcli.commands.operations.launch import launch_sky
-    from prepcli.commands.rendering.launch import script_report
 
-    command = launched_command(context, recipe, words or ())
-    ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_sky(command, **options)))
+    run = partial(launch_sky, launched_command(context, recipe, words or ()), **options)
+    return _launch(run, output_options)
 
 
 @expand_option_groups
@@ -159,11 +259,9 @@ def ray(
       prep launch ray --workers 4 --folder /shared -- save-init llama-13b
     """
     from prepcli.commands.operations.launch import launch_ray
-    from prepcli.commands.rendering.launch import script_report
 
-    command = launched_command(context, recipe, words or ())
-    ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_ray(command, **options)))
+    run = partial(launch_ray, launched_command(context, recipe, words or ()), **options)
+    return _launch(run, output_options)
 
 
 @expand_option_groups
@@ -185,9 +283,17 @@ def local(
       prep launch local --processes 4 -- save-init ./my-model --mesh 1,1,8
     """
     from prepcli.commands.operations.launch import launch_local
-    from prepcli.commands.rendering.launch import local_report
+    from prepcli.commands.rendering.environment import local_report
 
     command = launched_command(context, recipe, words or ())
     ui = output_options.open_console("launch")
     job = launch_local(command, ui, quiet=output_options.quiet, **options)
     return ui.finish(local_report(job))
+
+
+def _launch(run: partial[LaunchedScript], output_options: OutputOptions) -> int:
+    """Write or submit a script, and print the result."""
+    from prepcli.commands.rendering.environment import script_report
+
+    ui = output_options.open_console("launch")
+    return ui.finish(script_report(run()))

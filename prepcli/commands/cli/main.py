@@ -13,8 +13,8 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from prepcli.commands.cli.option_groups import is_from_variable, option_name
 from prepcli.commands.cli.root import app, command_group
-from prepcli.commands.cli.strict import is_from_variable, option_name
 from prepcli.commands.console.stdio import (
     escape_unencodable,
     is_reader_gone,

@@ -4,19 +4,18 @@ To add a command:
 
 1. Write the operation in `operations/NAME.py`: typed arguments in, a typed result out. Define its options in
    `operations/options.py`.
-2. Write a function with the command's name in `cli/conversion.py`, `cli/inspection.py`, `cli/train.py` or
-   `cli/evaluation.py`. Its docstring is the help text and ends with a section of examples. It imports the operation in
-   its body, and returns the exit code.
+2. Write a function with the command's name in `cli/conversion.py`, `cli/inspection.py` or `cli/training.py`. Its
+   docstring is the help text and ends with a section of examples. It imports the operation in its body, and returns the
+   exit code.
 3. Write the text and the JSON object of the result in `rendering/`.
 4. Add the function to `COMMANDS` below.
 
     @expand_option_groups                             # option_groups.py: a group of options is one parameter
-    def pad_vocab(context: typer.Context, checkpoint: CheckpointArgument, *, options: PadVocabOptions,
-                  output_options: OutputOptions, progress: ProgressOption = "auto") -> int:
-        from prepcli.commands.operations.pad_vocab import pad_vocab as run
-        from prepcli.commands.rendering.conversions import conversion_report
-        ui = output_options.open_console("pad-vocab", progress)
-        return ui.finish(conversion_report(run(checkpoint, progress=ui, **options), ui.level))
+    def lock(checkpoint: CheckpointArgument, *, options: LockOptions, output_options: ProgressOptions) -> int:
+        from prepcli.commands.operations.lock import lock as run
+        from prepcli.commands.rendering.checkpoints import lock_report
+        ui = output_options.open_console("lock")
+        return ui.finish(lock_report(run(checkpoint, progress=ui, **options)))
 
 These functions catch no exceptions: `cli.main` turns each exception and signal into a message and an exit code. Slow
 imports (numpy, jax, huggingface_hub, rich …) are not allowed at the top of these files or of the modules they import.
@@ -42,27 +41,21 @@ from prepcli.commands.cli.conversion import (
     reshard,
     save_init,
 )
-from prepcli.commands.cli.docs import docs
-from prepcli.commands.cli.evaluation import evaluate
 from prepcli.commands.cli.inspection import (
     check_family,
     demo,
+    docs,
     env,
     inspect,
     lock,
     models,
     roundtrip,
+    suggest,
     verify,
 )
-from prepcli.commands.cli.launch import gke, local, ray, sky, slurm, tpu
-from prepcli.commands.cli.launched import LaunchCommand
-from prepcli.commands.cli.maps import suggest
-from prepcli.commands.cli.plan import plan
-from prepcli.commands.cli.recipes import recipes
-from prepcli.commands.cli.report import report
-from prepcli.commands.cli.strict import OneProcessCommand, StrictCommand
-from prepcli.commands.cli.tokenize import tokenize
-from prepcli.commands.cli.train import generate, train
+from prepcli.commands.cli.launch import LaunchCommand, gke, local, ray, sky, slurm, tpu
+from prepcli.commands.cli.option_groups import OneProcessCommand, StrictCommand
+from prepcli.commands.cli.training import evaluate, generate, plan, recipes, report, tokenize, train
 from prepcli.core.errors import USAGE
 from prepcli.core.job_errors import label_errors, process_of
 from prepcli.core.version import version

@@ -9,7 +9,6 @@ from typing import Any
 
 from prepcli.commands.operations.verification_results import AcceptedChange, OldAndNew
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.core.json_types import HFConfig
 from prepcli.core.lists import join_names
 from prepcli.core.observer import Observer
 from prepcli.formats.manifest import (
@@ -66,14 +65,6 @@ def accept_files(checkpoint: str, files: Sequence[str]) -> AcceptedFiles:
 
     The record of a removed file is deleted. A changed config.json replaces `config` in the manifest.
 
-    Args:
-        checkpoint: A local output of prep.
-        files: Paths of recorded files, relative to the output or to the working directory, or the last
-            parts of such a path, e.g. `config.json` for `hf/config.json`.
-
-    Returns:
-        The encoded manifest and the list of changes. No file is written.
-
     Raises:
         UsageError: The checkpoint is not a local output that records its files, or it lists no such file.
         PrepError: A file cannot be read.
@@ -109,7 +100,9 @@ def _output_folder(checkpoint: str) -> Path:
 
 def _recorded_name(folder: Path, manifest: Manifest, file: str) -> str:
     """Return the recorded name of a settings file, given by its path or by the end of it."""
-    names = [MANIFEST_FILE, *_settings_files(manifest)]
+    # Without files of tensors and metadata of an Orbax item
+    names = [MANIFEST_FILE]
+    names += [n for n, record in manifest.files.items() if "xxh3" in record and is_settings_file(n)]
     path = Path(file).absolute()
     if path.is_relative_to(folder.absolute()):
         file = path.relative_to(folder.absolute()).as_posix()
@@ -125,15 +118,6 @@ def _recorded_name(folder: Path, manifest: Manifest, file: str) -> str:
         why = f"they are {join_names(candidates, max_names=MAX_SHOWN)}"
         raise usage_error(f"`{file}` is the name of several files of {folder}", why, hint)
     return candidates[0]
-
-
-def _settings_files(manifest: Manifest) -> list[str]:
-    """Return the recorded files for users to edit, without files of tensors and metadata of an Orbax item."""
-    return [
-        name
-        for name, record in manifest.files.items()
-        if "xxh3" in record and is_settings_file(name)
-    ]
 
 
 def _accept_file(folder: Path, manifest: dict[str, Any], name: str) -> AcceptedChange:
@@ -159,16 +143,16 @@ def _accept_file(folder: Path, manifest: dict[str, Any], name: str) -> AcceptedC
     if name not in MODEL_CONFIGS:
         return {"file": name, "bytes": sizes, "xxh3": digests}
     config = read_config(folder / name)
-    keys = _changed_keys(manifest["config"], config)
-    manifest["config"] = config
-    return {"file": name, "keys": keys, "bytes": sizes, "xxh3": digests}
-
-
-def _changed_keys(old: HFConfig, new: HFConfig) -> Sequence[str]:
-    """Return the keys with different values in two configs."""
+    recorded = manifest["config"]
     # A key with the value None differs from an absent key.
     missing = object()
-    return sorted(key for key in {*old, *new} if old.get(key, missing) != new.get(key, missing))
+    keys = [
+        key
+        for key in {*recorded, *config}
+        if recorded.get(key, missing) != config.get(key, missing)
+    ]
+    manifest["config"] = config
+    return {"file": name, "keys": sorted(keys), "bytes": sizes, "xxh3": digests}
 
 
 def _describe_change(change: AcceptedChange) -> str:

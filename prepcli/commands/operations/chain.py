@@ -7,34 +7,22 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
 from prepcli.algebra.boxes import Range
-from prepcli.commands.operations.chain_link import (
-    ADD,
-    CAST,
-    FROM_START,
-    NEW_ROWS,
-    REMOVE,
-    LinkReport,
-    Parts,
-    compare_settings,
-    compare_tensors,
-)
-from prepcli.commands.operations.checksum_file import check_checksum_file
-from prepcli.commands.operations.conflicts import check_mutually_exclusive, reject_without
-from prepcli.commands.operations.inspection_options import (
-    ChainCommandOptions,
-    ChainOptions,
-    VerifyOptions,
-)
+from prepcli.commands.operations.compared_settings import CONFIG as CONFIG_KIND
+from prepcli.commands.operations.compared_settings import setting_differences
+from prepcli.commands.operations.inspection_options import ChainOptions
 from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.options import SourceOptions
 from prepcli.commands.operations.results import Chain, ChainLink, LinkStatus
+from prepcli.commands.operations.tokens import ADD, REMOVE, recorded_additions
+from prepcli.commands.operations.verify_sources import check_checksum_file
+from prepcli.core.counts import count_text
 from prepcli.core.errors import (
     GET_AGAIN_HINT,
     DamagedError,
@@ -45,15 +33,28 @@ from prepcli.core.errors import (
 )
 from prepcli.core.lists import join_names
 from prepcli.core.observer import Observer, observer_of
-from prepcli.core.option_spec import PathLike
+from prepcli.core.option_spec import PathLike, recorded_words
 from prepcli.core.progress import Progress
+from prepcli.engine.digest import digest_of_zeros, digest_pieces
+from prepcli.formats.added_tokens import RECORD_FILE
 from prepcli.formats.lock_file import Lock, read_lock
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.manifest import NO_MANIFEST, is_settings_file, record_file
+from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
+from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.restore.digest_checks import sample_digest, tensor_digests
+from prepcli.planning.state_rows import QUANTIZATION
+from prepcli.planning.tensors import split_name
+from prepcli.restore.digest_checks import (
+    num_rows,
+    row_stream,
+    sample_digest,
+    stored_scale,
+    tensor_digests,
+)
 from prepcli.sources.dropped_tensors import with_recorded_text_part, without_recorded_drops
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import is_read_through_map
+from prepcli.sources.model_family import PROCESSOR_FILES, as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.recorded_sources import (
     MERGE,
@@ -63,13 +64,22 @@ from prepcli.sources.recorded_sources import (
     find_source,
     recorded_sources,
 )
-from prepcli.sources.references import HubRepo, parse_reference
-from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.references import CONFIG, HubRepo, parse_reference
+from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
+from prepcli.sources.source_views import use_averaged_params
 from prepcli.stores.addresses import is_url
 from prepcli.stores.paths import AnyPath
 
 MAX_NAMES = 3
 MAPPED = "read through a map"
+CAST = "cast from"
+FROM_START = "read from the start model"
+NEW_ROWS = "new rows"
+# Files with other content in each output. The config is compared by its keys.
+MADE_FILES = (CONFIG, INDEX_FILE, ADAPTER_CONFIG, METADATA_FILE)
+
+# What happened -> the names of the parts, e.g. `left out` -> names of tensors.
+Parts = dict[str, list[str]]
 
 
 @public
@@ -148,10 +158,6 @@ class _Checkpoint:
     def manifest(self) -> Manifest:
         return self.source.manifest or NO_MANIFEST
 
-    @property
-    def commit(self) -> str | None:
-        return self.located.files.commit
-
     def link(self, source_name: str, status: LinkStatus, reason: str) -> ChainLink:
         """Return a link to a source without a comparison."""
         return ChainLink(self.name, source_name, self.manifest.command or "", status, reason=reason)
@@ -181,7 +187,8 @@ class _Walk:
                 source = self._open_source(output, recorded)
                 if source is None:
                     continue
-                self.links.append(self._compare(output, source, recorded))
+                link = _Link(output, source, recorded)
+                self.links.append(link.compare(self.common.memory_nbytes, self.observer))
                 # The base of an adapter is also the source of the merged model.
                 if source.root not in reached:
                     reached.add(source.root)
@@ -193,7 +200,7 @@ class _Walk:
     def _check_bytes(self, checkpoint: _Checkpoint) -> None:
         """Compare a checkpoint with the digests of its manifest, and a first checkpoint with the lock."""
         source = checkpoint.source
-        commit = checkpoint.commit
+        commit = checkpoint.located.files.commit
         is_first = not recorded_sources(checkpoint.manifest)
         if is_first:
             self.origins.append(checkpoint.name + (f" at commit {commit}" if commit else ""))
@@ -208,10 +215,13 @@ class _Walk:
                     name = source.display_names()[tensor.name]
                     raise DamagedError(f"{name} has rows without a digest", "", GET_AGAIN_HINT)
                 pieces += [(tensor, (low, high)) for low, high, _ in tensor.digests]
-            task = f"verify {source.display_name}"
-            progress = self.observer.progress()
-            memory_nbytes = self.common.memory_nbytes
-            tensor_digests(source, pieces, memory_nbytes, progress=progress, task=task)
+            tensor_digests(
+                source,
+                pieces,
+                self.common.memory_nbytes,
+                progress=self.observer.progress(),
+                task=f"verify {source.display_name}",
+            )
         except PrepError as error:
             self.links.append(checkpoint.link("", "failed", _reason(error)))
 
@@ -238,82 +248,272 @@ class _Walk:
             return None
         return _Checkpoint(source, located, (*output.outputs, output.root))
 
-    def _compare(
-        self, output: _Checkpoint, source: _Checkpoint, recorded: RecordedSource
-    ) -> ChainLink:
-        """Return the link of an output to one of its sources."""
-        report = LinkReport()
-        is_identified = False
+
+@dataclass(slots=True)
+class _Link:
+    """Comparison of an output with one of its sources.
+
+    Attributes:
+        equal: Parts with equal digests, e.g. `21 tensors`.
+        changed: Recorded changes.
+        not_shown: Changes with new content, which no digest of the source shows.
+        differences: Parts that should be equal and are not.
+        is_identified: Whether a digest shows that it is the recorded source.
+    """
+
+    output: _Checkpoint
+    source: _Checkpoint
+    recorded: RecordedSource
+    equal: list[str] = field(default_factory=list)
+    changed: Parts = field(default_factory=lambda: defaultdict(list))
+    not_shown: set[str] = field(default_factory=set)
+    differences: Parts = field(default_factory=lambda: defaultdict(list))
+    is_identified: bool = False
+
+    def compare(self, memory_nbytes: int, observer: Observer) -> ChainLink:
+        """Compare all recorded digests, and return the link."""
         try:
-            is_identified = self._compare_digests(output, source, recorded, report)
+            self._compare_identity()
+            if not self.differences:
+                self._compare_content(memory_nbytes, observer.progress())
         except PrepError as error:
-            report.differences[_reason(error)] = []
+            self.differences[_reason(error)] = []
         link = replace(
-            output.link(source.name, "proven", ""),
-            proof=", ".join(report.equal),
-            changed=_parts_text(report.changed),
-            not_shown="; ".join(sorted(report.not_shown)),
+            self.output.link(self.source.name, "proven", ""),
+            proof=", ".join(self.equal),
+            changed=_parts_text(self.changed),
+            not_shown="; ".join(sorted(self.not_shown)),
         )
-        if report.differences:
-            return replace(link, status="failed", reason=_parts_text(report.differences))
-        if report.not_shown:
-            link = replace(link, status="holds", check=_check_of(output, source, report))
-        if not is_identified:
+        if self.differences:
+            return replace(link, status="failed", reason=_parts_text(self.differences))
+        if self.not_shown:
+            link = replace(link, status="holds", check=self._check_command())
+        if not self.is_identified:
             reason = "no recorded digest shows that it is the source"
             link = replace(link, status="not proven", reason=reason)
         return link
 
-    def _compare_digests(
-        self,
-        output: _Checkpoint,
-        source: _Checkpoint,
-        recorded: RecordedSource,
-        report: LinkReport,
-    ) -> bool:
-        """Compare all recorded digests. Return whether they show the recorded source."""
-        if source.root in source.outputs:
-            report.differences[f"{output.name} records itself as source"] = []
-        is_identified = _compare_identity(source, recorded, report)
-        original = source.source
-        if report.differences:
-            return False
-        if recorded.is_adapter:
-            report.add("its sums with the base", "merged")
-            return is_identified
-        if is_read_through_map(output.source, original):
-            report.add("all tensors", MAPPED)
-            return is_identified
-        if not output.source.family.is_verbatim:
-            original = with_recorded_text_part(original, output.manifest)
-        if output.manifest.command == TRAIN:
-            report.add("the parameters", "trained")
+    def _add(self, name: str, change: str | None, difference: str = "") -> None:
+        """Add a part with new content that no digest shows. Without a recorded change it is a difference."""
+        if change is None:
+            self.differences[difference].append(name)
         else:
-            progress = self.observer.progress()
-            memory_nbytes = self.common.memory_nbytes
-            if compare_tensors(output.source, original, memory_nbytes, progress, report):
-                is_identified = True
-        # An output without the dropped tensors of its source has a config without them.
-        compare_settings(output.source, without_recorded_drops(original, output.manifest), report)
-        return is_identified
+            self.changed[change].append(name)
+            self.not_shown.add(change)
 
-
-def _compare_identity(source: _Checkpoint, recorded: RecordedSource, report: LinkReport) -> bool:
-    """Compare manifest and commit of a source, or the first rows of a start model without them."""
-    present = {"manifest": source.manifest.digest, "commit": source.commit}
-    for key, value in present.items():
-        expected = recorded.origin.get(key)
-        if expected is not None and value == expected:
-            report.equal.append(key)
+    def _compare_identity(self) -> None:
+        """Compare manifest and commit of the source, or the first rows of a start model without them."""
+        source = self.source
+        if source.root in source.outputs:
+            self.differences[f"{self.output.name} records itself as source"] = []
+        present = {"manifest": source.manifest.digest, "commit": source.located.files.commit}
+        for key, value in present.items():
+            expected = self.recorded.origin.get(key)
+            if expected is not None and value == expected:
+                self.equal.append(key)
+            elif expected is not None:
+                difference = f"the {key} of {source.name} is {value or 'missing'}, not {expected}"
+                self.differences[difference] = []
+        self.is_identified = bool(self.equal)
+        expected = self.recorded.origin.get("sample_digest")
+        if expected is not None and sample_digest(source.source) == expected:
+            self.equal.append("first rows of each tensor")
         elif expected is not None:
-            difference = f"the {key} of {source.name} is {value or 'missing'}, not {expected}"
-            report.differences[difference] = []
-    is_identified = bool(report.equal)
-    expected = recorded.origin.get("sample_digest")
-    if expected is not None and sample_digest(source.source) == expected:
-        report.equal.append("first rows of each tensor")
-    elif expected is not None:
-        report.differences[f"{source.name} has other values than the start model"] = []
-    return is_identified
+            self.differences[f"{source.name} has other values than the start model"] = []
+
+    def _compare_content(self, memory_nbytes: int, progress: Progress) -> None:
+        """Compare the tensors and the small files, as far as digests can show them."""
+        output = self.output.source
+        source = self.source.source
+        manifest = self.output.manifest
+        if self.recorded.is_adapter:
+            self._add("its sums with the base", "merged")
+            return
+        if is_read_through_map(output, source):
+            self._add("all tensors", MAPPED)
+            return
+        if not output.family.is_verbatim:
+            source = with_recorded_text_part(source, manifest)
+        if manifest.command == TRAIN:
+            self._add("the parameters", "trained")
+        else:
+            self._compare_tensors(output, source, memory_nbytes, progress)
+            # All values of the source are in the output, or left out.
+            self.is_identified |= self.not_shown <= {NEW_ROWS}
+        # An output without the dropped tensors of its source has a config without them.
+        self._compare_settings(output, without_recorded_drops(source, manifest))
+
+    def _compare_tensors(
+        self, output: Source, source: Source, memory_nbytes: int, progress: Progress
+    ) -> None:
+        """Compare the digests of the tensors.
+
+        Digests that the source does not record are computed from its bytes: for a checkpoint of another program, and
+        for other ranges of rows.
+        """
+        if "--ema" in _requested_options(self.output.manifest):
+            source = use_averaged_params(source)
+        families = (output.family, source.family)
+        # The families of an adapter and of a run with LoRA have other bare names.
+        if ADAPTER_FAMILY in families or any(family.is_verbatim for family in families):
+            output = as_verbatim(output)
+            source = as_verbatim(source)
+        # Name of a dropped tensor or slot -> its dropped rows, or None.
+        dropped = {
+            str(entry.get("name")): entry.get("rows") for entry in self.output.manifest.dropped
+        }
+        names = source.display_names()
+        originals = {_common_name(tensor): tensor for tensor in source.all_tensors}
+        unrecorded: list[tuple[SourceTensor, SourceTensor, int, int, str]] = []
+        for tensor in output.all_tensors:
+            original = originals.pop(_common_name(tensor), None)
+            if original is None:
+                self._add_changed_form(tensor, None, is_resized=False)
+                continue
+            num_common = _num_common_rows(original, dropped.get(names[original.name]))
+            is_same_row = (original.dtype, original.shape[1:]) == (tensor.dtype, tensor.shape[1:])
+            if num_rows(tensor) < num_common or not is_same_row:
+                is_resized = names[original.name] in dropped
+                self._add_changed_form(tensor, original, is_resized=is_resized)
+                continue
+            recorded = {(low, high): digest for low, high, digest in original.digests}
+            for low, high, digest in tensor.digests:
+                if low >= num_common:
+                    self._compare_new_rows(tensor, low, high, digest)
+                elif (low, high) in recorded or high > num_rows(original):
+                    self._compare_digest(tensor, digest, recorded.get((low, high), ""))
+                else:
+                    unrecorded.append((tensor, original, low, high, digest))
+        digests = tensor_digests(
+            source,
+            [(original, (low, high)) for _, original, low, high, _ in unrecorded],
+            memory_nbytes,
+            progress=progress,
+            task=f"read {source.display_name}",
+        )
+        for (tensor, *_, digest), source_digest in zip(unrecorded, digests):
+            self._compare_digest(tensor, digest, source_digest)
+        for original in originals.values():
+            self._add_missing(original, source, dropped)
+        unequal = set[str]().union(*self.changed.values(), *self.differences.values())
+        num_equal = sum(_common_name(tensor) not in unequal for tensor in output.all_tensors)
+        if num_equal:
+            self.equal.append(count_text(num_equal, "tensor"))
+
+    @property
+    def _is_recoded(self) -> bool:
+        """Whether one of both checkpoints has quantised weights, and the other one their values."""
+        source = self.source
+        settings = source.source.quantization or source.manifest.quantization
+        return bool(self.output.manifest.quantization) != bool(settings)
+
+    def _add_changed_form(
+        self, tensor: SourceTensor, original: SourceTensor | None, *, is_resized: bool
+    ) -> None:
+        """Report a tensor missing in the source, or with another dtype or shape there."""
+        change: str | None = None
+        difference = f"not in {self.source.name}"
+        if original is not None:
+            difference = f"another dtype or shape than in {self.source.name}"
+            casts = {(entry["from"], entry["to"]) for entry in self.output.manifest.casts}
+            if (original.dtype, tensor.dtype) in casts:
+                change = f"{CAST} {original.dtype} to {tensor.dtype}"
+            elif is_resized:
+                change = "resized"
+        if self._is_recoded:
+            change = "decoded or encoded"
+        elif tensor in self.output.source.tower_tensors and not self.source.source.tower_tensors:
+            # A training step has no towers. Its export reads them from the start model.
+            change = FROM_START
+        self._add(_common_name(tensor), change, difference)
+
+    def _compare_new_rows(self, tensor: SourceTensor, low: int, high: int, digest: str) -> None:
+        """Compare new rows of a vocabulary with zeros. Rows of tokens, and other fillings, are recorded changes."""
+        manifest = self.output.manifest
+        vocabulary = manifest.vocab or {}
+        is_of_tokens = manifest.command == ADD and high <= vocabulary.get("true", 0)
+        is_filled = vocabulary.get("init", "zeros") != "zeros"
+        if digest != digest_of_zeros(row_stream(tensor, (low, high)).nbytes):
+            change = NEW_ROWS if is_of_tokens or is_filled else None
+            difference = f"rows {low}:{high} are not the recorded padding"
+            self._add(_common_name(tensor), change, difference)
+
+    def _compare_digest(self, tensor: SourceTensor, digest: str, source_digest: str) -> None:
+        """Compare two digests. Only a merge or the scale of a layout changes the values of a dtype."""
+        if digest == source_digest:
+            return
+        change: str | None = None
+        if stored_scale(self.output.source, tensor.name) is not None:
+            change = "scaled"
+        elif self.output.manifest.command == MERGE:
+            change = "merged"
+        self._add(_common_name(tensor), change, f"other values than in {self.source.name}")
+
+    def _add_missing(
+        self, original: SourceTensor, source: Source, dropped: Collection[str]
+    ) -> None:
+        """Report a tensor of the source without a counterpart in the output."""
+        slot, state_name = split_name(original.name)
+        name = source.display_names()[original.name]
+        # A state is recorded by its slots, e.g. `opt_state.0.mu`. Earlier versions gave modules of multi-token
+        # prediction the prefix of the family.
+        spellings = {name, original.name, slot or state_name, source.family.prefix + name}
+        if recorded := spellings.intersection(dropped):
+            self.changed["left out"].append(min(recorded))
+        elif not self._is_recoded:
+            self.differences[f"missing tensors of {self.source.name}"].append(name)
+
+    def _compare_settings(self, output: Source, source: Source) -> None:
+        """Compare the config, the tokenizer and the other small files."""
+        manifest = self.output.manifest
+        # A recipe and an adapter may bring a tokenizer and settings.
+        brings_settings = manifest.command in (TRAIN, MERGE)
+        has_option = not {"--config", "--layers"}.isdisjoint(_requested_options(manifest))
+        differences = [d for d in setting_differences(output, source) if d["kind"] == CONFIG_KIND]
+        for difference in differences:
+            what = f"config.json differs from the one of {source.display_name}"
+            parts = self.changed if brings_settings or has_option else self.differences
+            parts[what].append(f"`{difference['key']}`")
+        has_adapter = ADAPTER_FAMILY in (output.family, source.family)
+        if not differences and not has_adapter:
+            self.equal.append("config")
+        digests = file_digests(output)
+        source_digests = file_digests(source, copied=digests)
+        edits = _recorded_edits(output, source)
+        num_equal = 0
+        for name in sorted(digests.keys() | source_digests.keys()):
+            before, after = source_digests.get(name), digests.get(name)
+            if before == after:
+                num_equal += 1
+            elif edits and (name == RECORD_FILE or edits.get(name) == (before, after)):
+                self._add(name, "edited for tokens")
+            elif before is None or brings_settings:
+                self._add(name, "other files")
+            elif after is not None:
+                self.differences[f"other content than in {source.display_name}"].append(name)
+            elif has_adapter or (name in PROCESSOR_FILES and not output.is_multimodal):
+                # An adapter has only its own files, and a text model has no processor.
+                self.changed["left out"].append(name)
+            else:
+                self.differences[f"missing files of {source.display_name}"].append(name)
+        if num_equal:
+            self.equal.append(count_text(num_equal, "file"))
+
+    def _check_command(self) -> str:
+        """Return the command line that compares what no digest shows. Empty for training, which is not repeated."""
+        manifest = self.output.manifest
+        if manifest.command == TRAIN:
+            return ""
+        if manifest.command in (MERGE, ADD, REMOVE) or self.not_shown & {NEW_ROWS, MAPPED}:
+            again = shlex.join(["prep", "verify", self.output.name, "AGAIN", "--strict"])
+            return f"{manifest.request} --out AGAIN && {again}"
+        other = self.source.name
+        if FROM_START in self.not_shown:
+            other = str((self.source.manifest.towers or {}).get("path", other))
+        words = ["prep", "verify", self.output.name, other]
+        if any(change.startswith(CAST) for change in self.not_shown):
+            words += ["--tolerance", "NUMBER"]
+        return shlex.join(words)
 
 
 def _reason(error: PrepError) -> str:
@@ -329,46 +529,49 @@ def _parts_text(parts: Parts) -> str:
     return "; ".join(texts)
 
 
-def _check_of(output: _Checkpoint, source: _Checkpoint, report: LinkReport) -> str:
-    """Return the command line that compares what no digest shows. Empty for training, which is not repeated."""
-    command = output.manifest.command
-    if command == TRAIN:
-        return ""
-    if command in (MERGE, ADD, REMOVE) or report.not_shown & {NEW_ROWS, MAPPED}:
-        again = shlex.join(["prep", "verify", output.name, "AGAIN", "--strict"])
-        return f"{output.manifest.request} --out AGAIN && {again}"
-    other = source.name
-    if FROM_START in report.not_shown:
-        other = str((source.manifest.towers or {}).get("path", other))
-    words = ["prep", "verify", output.name, other]
-    if any(change.startswith(CAST) for change in report.not_shown):
-        words += ["--tolerance", "NUMBER"]
-    return shlex.join(words)
+def _requested_options(manifest: Manifest) -> list[str]:
+    """Return the recorded options of the command of an output, as words. Empty if they are malformed."""
+    return recorded_words(manifest.request, manifest.command or "", manifest.source_name)
 
 
-def check_chain_command(
-    against: str | None, options: VerifyOptions, chain_options: ChainCommandOptions
-) -> None:
-    """Raise UsageError for options of `prep verify` excluded by a chain, or without effect outside of one."""
-    chain = Option("chain", True)
-    if not chain_options["chain"]:
-        why = "only a chain has sources to find"
-        reject_without(Option("search"), chain_options["search"] or None, chain, why)
-        reject_without(Option("allow_unproven"), chain_options["allow_unproven"], chain, why)
-        return
-    if against is not None:
-        what = text("{} takes one checkpoint", chain)
-        why = "the other checkpoints of a chain are recorded"
-        raise usage_error(what, why, text("remove {} or {}", against, chain))
-    for name in ("quick", "tolerance", "accept", "config", "strict"):
-        check_mutually_exclusive({"chain": True, name: options[name] or None})
+def _common_name(tensor: SourceTensor) -> str:
+    """Return the name of a tensor in an output and in its source. A decoded checkpoint keeps scales in a slot."""
+    slot, name = split_name(tensor.name)
+    return name if slot == QUANTIZATION else tensor.name
 
 
-def chain_options_of(options: VerifyOptions, chain_options: ChainCommandOptions) -> ChainOptions:
-    """Return the options of `verify_chain` among the options of `prep verify`."""
-    selected = {name: options[name] for name in SourceOptions.__annotations__ if name in options}
-    return ChainOptions(
-        **selected,
-        search=chain_options["search"],
-        allow_unproven=chain_options["allow_unproven"],
-    )
+def _num_common_rows(original: SourceTensor, dropped_rows: object) -> int:
+    """Return the rows of a tensor before the first removed or replaced one."""
+    if isinstance(dropped_rows, list) and dropped_rows and isinstance(dropped_rows[0], int):
+        return min(num_rows(original), dropped_rows[0])
+    return num_rows(original)
+
+
+def file_digests(source: Source, copied: Collection[str] = ()) -> dict[str, str]:
+    """Return the XXH3-128 of the small files of a checkpoint, by name. `--copy` copies further ones."""
+    digests: dict[str, str] = {}
+    for path, record in (source.manifest or NO_MANIFEST).files.items():
+        if "xxh3" in record and is_settings_file(path):
+            name = f"/{path}".rpartition(f"/{HF_FOLDER}/")[2].removeprefix("/")
+            digests[name] = record["xxh3"]
+    if not digests:
+        for file in (*source.small_files, *source.left_files):
+            if file in source.small_files or file.name in copied:
+                digests[file.name] = record_file(file.path).get("xxh3", "")
+        # A GGUF file has its tokenizer in the metadata.
+        for made_file in source.made_files.files:
+            digests[Path(made_file.path).name] = digest_pieces([made_file.read_content()])
+    return {name: digest for name, digest in digests.items() if name not in MADE_FILES}
+
+
+def _recorded_edits(output: Source, source: Source) -> dict[str, tuple[str, str]]:
+    """Return the recorded digests of the files that `add-tokens` or `remove-tokens` edited: before and after."""
+    command = (output.manifest or NO_MANIFEST).command
+    if command not in (ADD, REMOVE):
+        return {}
+    edits: dict[str, tuple[str, str]] = {}
+    for addition in recorded_additions(output if command == ADD else source)[-1:]:
+        for name, edit in addition.files.items():
+            before, after = edit.before, edit.after
+            edits[name] = (before, after) if command == ADD else (after, before)
+    return edits

@@ -1,7 +1,7 @@
 """`prep generate --chat`: a conversation with a model in the terminal, or with turns from a pipe."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
-# The decorator `with_defaults` has added the default of each option.
+# The decorator `public` has added the default of each option.
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
 from prepcli.commands.console.jax_logs import silence_jax
-from prepcli.commands.operations.chat_result import ChatResult
 from prepcli.commands.operations.compute_options import GenerateOptions
-from prepcli.commands.operations.conflicts import reject_without
+from prepcli.commands.operations.generate import MAX_PROMPTS_NBYTES
 from prepcli.commands.operations.generation_model import (
     OUT_OF_MEMORY_HINT,
     GenerationModel,
@@ -24,7 +23,7 @@ from prepcli.commands.operations.generation_model import (
     read_tools,
 )
 from prepcli.commands.operations.opening import common_options
-from prepcli.commands.operations.prompts import MAX_PROMPTS_NBYTES
+from prepcli.commands.operations.operation import reject_without
 from prepcli.core.counts import count_text
 from prepcli.core.errors import (
     TERMINAL,
@@ -43,6 +42,26 @@ from prepcli.execution.signals import handle_interrupts
 if TYPE_CHECKING:
     from trainer.data.chat_prompts import ChatPrompt
     from trainer.generation.generator import Generator
+
+
+@dataclass(frozen=True)
+class ChatResult:
+    """A conversation with a model.
+
+    Attributes:
+        messages: Its messages, with the answers of the model.
+        num_tokens: Tokens of all answers, also of stopped ones and of those before a reset.
+        mesh: Mesh of the devices. None means one device.
+        dtype: Dtype of the computation.
+        seconds: Duration of the conversation in seconds.
+    """
+
+    messages: tuple[JsonObject, ...]
+    num_tokens: int
+    mesh: str | None
+    dtype: str
+    seconds: float
+
 
 DEFAULT_ANSWER_TOKENS = 1024
 # Slots of prompts are powers of two from here on, so that few lengths of a conversation are compiled.
@@ -183,13 +202,6 @@ def chat(
     options: GenerateOptions,
 ) -> ChatResult:
     """Read turns from stdin, and answer each of them with a model.
-
-    Args:
-        checkpoint: See `generate`.
-        system: Message of the system, before all turns. None for none.
-        observer: Shows answers and notes.
-        shows_answers: Whether answers are printed while they are generated.
-        options: See `GenerateOptions`.
 
     Raises:
         UsageError: An option is invalid or has no effect.

@@ -64,10 +64,6 @@ def setting_differences(source: Source, other: Source) -> Iterator[SettingDiffer
     """Yield the keys of the configs, and the facts of the tokenizers, in which two checkpoints differ.
 
     A key is no difference if the model is the same with either value, e.g. a default that only one config states.
-
-    Args:
-        source: The first checkpoint.
-        other: The second one.
     """
     if ADAPTER_FAMILY in (source.family, other.family):
         # An adapter has the config of its base only if prep wrote it.

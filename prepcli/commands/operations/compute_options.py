@@ -1,6 +1,6 @@
-"""The options of the operations that compute with a model: train, evaluate and generate. See `options.py`.
+"""The options of the operations that compute with a model or prepare data: train, evaluate, generate, tokenize.
 
-This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
+This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it. See `options.py`.
 """
 
 from __future__ import annotations
@@ -8,40 +8,137 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypedDict
 
-from prepcli.commands.operations.evaluation_keys import KEYS_TEXT
-from prepcli.commands.operations.options import ConversionArguments, SourceOptions
-from prepcli.commands.operations.token_ids import parse_token_ids
-from prepcli.core.option_spec import (
-    Minimum,
-    NonNegativeInt,
-    OptionSpec,
-    PathLike,
-    PositiveInt,
-    option_specs,
+from prepcli.commands.operations.options import ConversionArguments, SourceOptions, flag, option
+from prepcli.core.errors import NO_VALUE, Key, Option, override_text, text, usage_error
+from prepcli.core.option_spec import Minimum, NonNegativeInt, PathLike, PositiveInt, option_specs
+
+MAX_ID_DIGITS = 9  # more than any token id has
+
+
+def parse_token_ids(ids: str) -> list[int]:
+    """Return comma-separated token ids. Raise UsageError for other text.
+
+    >>> parse_token_ids("3, 1,4")
+    [3, 1, 4]
+    """
+    numbers = split_token_ids(ids)
+    if numbers is None:
+        raise usage_error(
+            text("invalid {}", Option("tokens", f"{ids:.60}")),
+            "it takes comma-separated token ids",
+            text("{}", Option("tokens", [[1, 2, 3]])),
+        )
+    return numbers
+
+
+def split_token_ids(ids: str) -> list[int] | None:
+    """Return comma-separated token ids. None for other text."""
+    numbers: list[int] = []
+    for word in ids.split(","):
+        word = word.strip()
+        # `int` also takes digits of other scripts, and underscores.
+        if not (word.isascii() and word.isdecimal() and len(word) <= MAX_ID_DIGITS):
+            return None
+        numbers.append(int(word))
+    return numbers
+
+
+def format_token_ids(ids: Sequence[int]) -> str:
+    """Return token ids with commas.
+
+    >>> format_token_ids([3, 1, 4])
+    '3,1,4'
+    """
+    return ",".join(map(str, ids))
+
+
+# --- Recipe keys of an evaluation
+
+
+KEYS_BY_TABLE = {
+    "data": (
+        "add_bos",
+        "add_eos",
+        "always_start_with_bos",
+        "bad_lines",
+        "cache",
+        "chat_template",
+        "config",
+        "fields",
+        "fields_from_example",
+        "format",
+        "ids_dtype",
+        "loss",
+        "loss_reasoning",
+        "max_document_bytes",
+        "max_examples",
+        "mean_noise_span_length",
+        "noise_density",
+        "objective",
+        "overlong",
+        "packing",
+        "prepend_text",
+        "revision",
+        "seq_length",
+        "source_length",
+        "source_prefix",
+        "split",
+        "subfield_separator",
+        "template_args",
+        "template_date",
+        "tokenizer",
+        "type",
+    ),
+    "eval": ("stride",),
+    "model": ("attention_kernel", "dtype", "head_chunk_size", "k_chunk_size", "q_chunk_size"),
+}
+EFFECTIVE_KEYS = frozenset(
+    f"{table}.{key}" for table, keys in KEYS_BY_TABLE.items() for key in keys
 )
+KEYS_TEXT = ". ".join(f"[{table}]: {', '.join(keys)}" for table, keys in KEYS_BY_TABLE.items())
+
+# Options of `evaluate` that replace a key. All other keys are set by `overrides`.
+OPTION_OF_KEY = {
+    "data.fields": "fields",
+    "data.seq_length": "seq_length",
+    "data.tokenizer": "tokenizer",
+    "data.type": "type",
+}
+
+
+def option_of_key(key: Key) -> Option | Key | None:
+    """Return the option of `evaluate` that sets a recipe key, or None if an evaluation does not use the key.
+
+    >>> from prepcli.core.errors import TERMINAL
+    >>> option_of_key(Key("data.type", "json")).render(TERMINAL)
+    '`--type json`'
+    >>> option_of_key(Key("data.source_length", 512)).render(TERMINAL)
+    '`--set data.source_length=512`'
+    """
+    option = OPTION_OF_KEY.get(key.name)
+    if option is not None:
+        return Option(option, key.value)
+    if key.name not in EFFECTIVE_KEYS or key.value is NO_VALUE:
+        return None
+    return Option("overrides", f"{key.name}={override_text(key.value)}")
+
 
 ComputeDtype = Literal["float32", "bfloat16"]
 Reduction = Literal["fast", "exact"]
 
 _SOURCE_SPECS = option_specs(SourceOptions)
-_MESH = OptionSpec(
+_MESH = option(
     "DP,FSDP,MP",
     "Use this device mesh. Default: one device.",
     '"dp,fsdp,mp" sizes or named axes. Default: the first device.',
 )
-_DTYPE = OptionSpec(
+_DTYPE = option(
     "NAME",
     "Compute in this dtype. Default: as stored.",
     "Dtype of the computation. Default: bfloat16 if all weights are bfloat16, otherwise float32.",
 )
-_EMA = OptionSpec(
-    None,
-    "Take the moving average of a run's parameters.",
-    "Take the moving average of a run's parameters. Default: False.",
-    default=False,
-    position=26,
-)
-_VERIFY = OptionSpec(
+_EMA = flag("Take the moving average of a run's parameters.", position=26)
+_VERIFY = option(
     None,
     "Skip checking the checkpoint's checksums.",
     "Compare the weights with the checkpoint's checksums or digests. Default: True.",
@@ -56,10 +153,9 @@ class EvaluateArguments(TypedDict, total=False):
 
     data: Annotated[
         PathLike | Sequence[PathLike],
-        OptionSpec(
+        option(
             "[NAME=]PATH",
             "Evaluate on this file, folder, glob or URL. Repeatable: a result for each name.",
-            "One or more files, folders, globs or URLs.",
             default=(),
             position=0,
         ),
@@ -71,40 +167,24 @@ class EvaluateOptions(SourceOptions, total=False):
 
     type: Annotated[
         str | None,
-        OptionSpec(
-            "TYPE",
-            "Read files as this type, as `data.type` of a recipe. Default: by suffix.",
-            "Type of the files, as `data.type` of a recipe. Default: by their suffix.",
-        ),
+        option("TYPE", "Read files as this type, as `data.type` of a recipe. Default: by suffix."),
     ]
     fields: Annotated[
-        str | None,
-        OptionSpec(
-            "FIELDS",
-            "Read these columns, as `data.fields` of a recipe.",
-            "Columns of the text, as `data.fields` of a recipe.",
-        ),
+        str | None, option("FIELDS", "Read these columns, as `data.fields` of a recipe.")
     ]
     seq_length: Annotated[
         Annotated[int, Minimum(2)] | None,
-        OptionSpec(
+        option(
             "N",
             "Cut the data into sequences of N tokens. Default: the model's positions, at most 1024.",
-            "Tokens per sequence, at least 2. Default: the positions of the model, at most 1024.",
         ),
     ]
     limit: Annotated[
-        NonNegativeInt,
-        OptionSpec(
-            "N",
-            "Evaluate on N sequences of each source. 0: all.",
-            "Sequences of each source. Default: 0, all.",
-            default=0,
-        ),
+        NonNegativeInt, option("N", "Evaluate on N sequences of each source. 0: all.", default=0)
     ]
     overrides: Annotated[
         str | Sequence[str],
-        OptionSpec(
+        option(
             "KEY=VALUE",
             f"Set a recipe key. Repeatable. {KEYS_TEXT}.",
             f'One or more recipe keys, such as "data.source_length=512". {KEYS_TEXT}.',
@@ -114,23 +194,12 @@ class EvaluateOptions(SourceOptions, total=False):
     ]
     tokenizer: Annotated[
         PathLike | None,
-        OptionSpec(
-            "PATH",
-            "Use this tokenizer, a file or folder. Default: the model's.",
-            "A tokenizer, as a file or folder. Default: the checkpoint's.",
-        ),
+        option("PATH", "Use this tokenizer, a file or folder. Default: the model's."),
     ]
-    cache: Annotated[
-        PathLike | None,
-        OptionSpec(
-            "FOLDER",
-            "Keep the tokens in FOLDER for later runs.",
-            "Folder that keeps the tokens for later calls. Default: none.",
-        ),
-    ]
+    cache: Annotated[PathLike | None, option("FOLDER", "Keep the tokens in FOLDER for later runs.")]
     batch_size: Annotated[
         PositiveInt,
-        OptionSpec(
+        option(
             "N",
             "Compute N sequences at a time.",
             "Sequences per batch, rounded up to a multiple of the mesh's dp x fsdp. Default: 8.",
@@ -141,7 +210,7 @@ class EvaluateOptions(SourceOptions, total=False):
     dtype: Annotated[ComputeDtype | None, _DTYPE]
     reduction: Annotated[
         Reduction,
-        OptionSpec(
+        option(
             "KIND",
             "Compute fast, or exact: the same bits on any mesh.",
             '"exact" computes each sequence alone: results have the same bits on any mesh and batch'
@@ -151,7 +220,7 @@ class EvaluateOptions(SourceOptions, total=False):
     ]
     metrics: Annotated[
         str | Sequence[str],
-        OptionSpec(
+        option(
             "NAME",
             "Generate targets from sources, and compute rouge, bleu or exact_match. Repeatable.",
             "Metrics of the targets that an encoder-decoder model generates from the sources:"
@@ -169,21 +238,13 @@ class GenerateArguments(TypedDict, total=False):
 
     prompts: Annotated[
         str | Sequence[str],
-        OptionSpec(
-            "TEXT",
-            "Add a prompt. Repeatable.",
-            "One prompt, or several, as text.",
-            default=(),
-            flag="--prompt",
-            position=0,
-        ),
+        option("TEXT", "Add a prompt. Repeatable.", default=(), flag="--prompt", position=0),
     ]
     tokens: Annotated[
         Sequence[Sequence[int]],
-        OptionSpec(
+        option(
             "1,2,3",
             "Add a prompt as token ids. Repeatable.",
-            "Prompts as token ids.",
             default=(),
             parse=parse_token_ids,
             position=2,
@@ -196,7 +257,7 @@ class GenerateOptions(SourceOptions, total=False):
 
     prompts_file: Annotated[
         PathLike | None,
-        OptionSpec(
+        option(
             "FILE",
             "Read one prompt per line (.jsonl: key `prompt`, `text` or `messages`). - is stdin.",
             "File with one more prompt per line (.jsonl: key `prompt` or `text`, or `messages` and"
@@ -208,7 +269,7 @@ class GenerateOptions(SourceOptions, total=False):
     ]
     tokenizer: Annotated[
         PathLike | None,
-        OptionSpec(
+        option(
             "PATH",
             "Use this tokenizer file or folder. Default: the model's.",
             "A tokenizer.json, a SentencePiece model, or a folder with a tokenizer. Default: the"
@@ -217,51 +278,22 @@ class GenerateOptions(SourceOptions, total=False):
     ]
     max_new_tokens: Annotated[
         PositiveInt | None,
-        OptionSpec(
-            "N",
-            "Generate at most N tokens. Default: 64, or to the last position.",
-            "Limit per prompt. Default: 64, or fewer if the positions end.",
-        ),
+        option("N", "Generate at most N tokens. Default: 64, or to the last position."),
     ]
     temperature: Annotated[
-        float,
-        OptionSpec(
-            "T",
-            "Scale randomness by T. 0: the most likely token.",
-            "Scale of the randomness. Default: 0, the most likely token.",
-            default=0.0,
-        ),
+        float, option("T", "Scale randomness by T. 0: the most likely token.", default=0.0)
     ]
-    top_k: Annotated[
-        int,
-        OptionSpec(
-            "K",
-            "Sample from the K most likely. 0: all.",
-            "Sample from this many of the most likely tokens. Default: 0, all.",
-            default=0,
-        ),
-    ]
-    top_p: Annotated[
-        float,
-        OptionSpec(
-            "P",
-            "Sample from the top probability mass P.",
-            "Sample from the smallest set of tokens with this probability. Default: 1.",
-            default=1.0,
-        ),
-    ]
+    top_k: Annotated[int, option("K", "Sample from the K most likely. 0: all.", default=0)]
+    top_p: Annotated[float, option("P", "Sample from the top probability mass P.", default=1.0)]
     min_p: Annotated[
         float,
-        OptionSpec(
-            "P",
-            "Sample from tokens with at least P times the highest probability.",
-            "Sample from the tokens with at least this part of the highest probability. Default: 0, all.",
-            default=0.0,
+        option(
+            "P", "Sample from tokens with at least P times the highest probability.", default=0.0
         ),
     ]
     repetition_penalty: Annotated[
         float | None,
-        OptionSpec(
+        option(
             "X",
             "Divide the logits of earlier tokens by X. Default: the model's.",
             "Divisor of the positive logits, and factor of the negative logits, of earlier tokens. Default: the"
@@ -269,40 +301,27 @@ class GenerateOptions(SourceOptions, total=False):
         ),
     ]
     stop: Annotated[
-        str | Sequence[str],
-        OptionSpec(
-            "TEXT",
-            "End a continuation at TEXT. Repeatable.",
-            "One or more texts that end a continuation. They are part of it.",
-            default=(),
-        ),
+        str | Sequence[str], option("TEXT", "End a continuation at TEXT. Repeatable.", default=())
     ]
     tools: Annotated[
         PathLike | None,
-        OptionSpec(
-            "FILE",
-            "Give conversations the tools of FILE, a JSON list of schemas.",
-            "JSON file with a list of schemas of tools, for conversations without tools of their own.",
-        ),
+        option("FILE", "Give conversations the tools of FILE, a JSON list of schemas."),
     ]
     template_args: Annotated[
         str | Mapping[str, object] | None,
-        OptionSpec(
+        option(
             "JSON",
             """Set variables of the chat template, e.g. '{"enable_thinking": false}'.""",
             'Variables of the chat template, such as `{"enable_thinking": False}`, or their JSON text.',
             cli_type=str,
         ),
     ]
-    seed: Annotated[
-        int,
-        OptionSpec("N", "Set the random seed.", "Seed of the random draws. Default: 0.", default=0),
-    ]
+    seed: Annotated[int, option("N", "Set the random seed.", default=0)]
     mesh: Annotated[str | None, _MESH]
     dtype: Annotated[ComputeDtype | None, _DTYPE]
     batch_size: Annotated[
         PositiveInt,
-        OptionSpec("N", "Run N prompts at a time.", "Prompts per batch. Default: 16.", default=16),
+        option("N", "Run N prompts at a time.", "Prompts per batch. Default: 16.", default=16),
     ]
     ema: Annotated[bool, _EMA]
     verify: Annotated[bool, _VERIFY]
@@ -313,12 +332,7 @@ class TrainArguments(TypedDict, total=False):
 
     out: Annotated[
         PathLike | None,
-        OptionSpec(
-            "RUN",
-            "Save to RUN, a folder or bucket URL. Default: runs/NAME.",
-            "Folder of the run.",
-            position=2,
-        ),
+        option("RUN", "Save to RUN, a folder or bucket URL. Default: runs/NAME.", position=2),
     ]
     dry_run: Annotated[bool, option_specs(ConversionArguments)["dry_run"]]
 
@@ -328,45 +342,22 @@ class TrainOptions(TypedDict, total=False):
 
     overrides: Annotated[
         str | Sequence[str],
-        OptionSpec(
+        option(
             "KEY=VALUE",
             "Override a key, for example train.steps=10. `KEY=` removes one.",
-            'One or more changes of recipe keys, such as "train.steps=10".',
             default=(),
             flag="--set",
             position=1,
         ),
     ]
     stop_after: Annotated[
-        NonNegativeInt,
-        OptionSpec(
-            "STEPS",
-            "Stop and save after STEPS steps. 0: never.",
-            "Stop after this many steps. Default: 0, at the end of the recipe.",
-            default=0,
-        ),
+        NonNegativeInt, option("STEPS", "Stop and save after STEPS steps. 0: never.", default=0)
     ]
-    restart: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Delete the run's steps and start again.",
-            "Delete the steps of an earlier run. Default: False.",
-            default=False,
-        ),
-    ]
-    force: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Start even if a step is estimated not to fit into memory.",
-            "Start even if a step is estimated not to fit into memory. Default: False.",
-            default=False,
-        ),
-    ]
+    restart: Annotated[bool, flag("Delete the run's steps and start again.")]
+    force: Annotated[bool, flag("Start even if a step is estimated not to fit into memory.")]
     verify: Annotated[
         bool,
-        OptionSpec(
+        option(
             None,
             "Skip checking the checkpoint's checksums.",
             "Compare the checkpoint with its checksums while it is read. Default: True.",
@@ -377,3 +368,54 @@ class TrainOptions(TypedDict, total=False):
     ]
     offline: Annotated[bool, _SOURCE_SPECS["offline"]]
     stream: Annotated[bool, _SOURCE_SPECS["stream"]]
+
+
+# --- Options for preparing data
+
+
+_TRAIN = option_specs(TrainOptions)
+
+
+TokenFormat = Literal["prep", "megatron", "parquet"]
+
+
+class TokenizeArguments(TypedDict, total=False):
+    """Arguments of the function `tokenize_shard` with an option on the command line."""
+
+    out: Annotated[
+        PathLike | None,
+        option(
+            "FOLDER",
+            "Write the tokens of a run to its folder, or the files of another format to FOLDER. Default: runs/NAME.",
+            position=2,
+        ),
+    ]
+    format: Annotated[
+        TokenFormat,
+        option(
+            "NAME",
+            "Also write the tokens for another trainer: megatron or parquet.",
+            default="prep",
+            position=3,
+        ),
+    ]
+    show: Annotated[
+        NonNegativeInt | None,
+        option(
+            "N",
+            "Show the first N samples of each source, with their tokens with loss marked, and a table of all samples.",
+            position=4,
+        ),
+    ]
+    html: Annotated[
+        PathLike | None,
+        option("FILE", "Write a page with the samples and the table of --show.", position=5),
+    ]
+    dry_run: Annotated[bool, flag("Keep no tokens: only show samples.", position=6)]
+
+
+class DataOptions(TypedDict, total=False):
+    """Options of `batches` and `tokenize_shard`."""
+
+    overrides: Annotated[str | Sequence[str], _TRAIN["overrides"]]
+    offline: Annotated[bool, _TRAIN["offline"]]

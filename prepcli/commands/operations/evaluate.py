@@ -6,23 +6,32 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from glob import glob
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from prepcli.commands.console.jax_logs import silence_jax
-from prepcli.commands.operations.compute_options import EvaluateOptions
-from prepcli.commands.operations.compute_together import compute_together, process_index
-from prepcli.commands.operations.evaluation_keys import option_of_key
-from prepcli.commands.operations.evaluation_model import LoadedModel, load_model
-from prepcli.commands.operations.evaluation_recipe import data_sources, evaluation_recipe
-from prepcli.commands.operations.model_files import source_generation_defaults, tokenizer_path
-from prepcli.commands.operations.open_params import open_params, resolve_compute_dtype
+from prepcli.commands.operations.compute_options import (
+    EFFECTIVE_KEYS,
+    EvaluateOptions,
+    option_of_key,
+)
+from prepcli.commands.operations.computing import (
+    compute_together,
+    open_params,
+    process_index,
+    resolve_compute_dtype,
+    source_generation_defaults,
+    tokenizer_path,
+)
 from prepcli.commands.operations.opening import (
     CommonOptions,
     check_config_option,
@@ -32,24 +41,278 @@ from prepcli.commands.operations.opening import (
 )
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Evaluation, EvaluationScores
-from prepcli.commands.operations.target_metrics import check_target_metrics, target_metrics
 from prepcli.core.counts import count_text
-from prepcli.core.errors import Option, PrepError, Style, text
+from prepcli.core.errors import Key, Option, PrepError, Style, text, usage_error
 from prepcli.core.formatting import format_duration
 from prepcli.core.observer import CommandObserver, Observer
-from prepcli.core.option_spec import PathLike
+from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.core.pacing import PacedNotes, ticking
 from prepcli.core.progress import Progress
+from prepcli.core.suggest import suggest
 from prepcli.sources.folders import make_access
 from prepcli.sources.source import Source
 from trainer.recipe import Recipe
+from trainer.recipe.loading import complete_recipe
+from trainer.recipe.raw_recipe import RawRecipe
+from trainer.recipe.toml_values import TomlTable
 from trainer.run.observe import tokenize_progress
 from trainer.run.params import OpenedModel
 from trainer.run.remote_data import DataFinder
 
 if TYPE_CHECKING:
+    from prepcli.models.param_tree import Tree
     from trainer.data.packing import Dataset
-    from trainer.training.evaluation import EvaluationResult
+    from trainer.nn.model_spec import ForwardConfig
+    from trainer.training.evaluation import EvalStep, EvaluationResult
+
+MAX_DEFAULT_LENGTH = 1024
+# An evaluation has no recipe file. Messages about recipe keys without an option show this name.
+RECIPE_NAME = Path("prep eval")
+SOURCE_NAME = re.compile(r"[\w.-]*")
+
+
+def data_sources(files: Sequence[str]) -> dict[str, list[str]]:
+    """Return the paths of each source of data, by its name.
+
+    Raises:
+        UsageError: There is no file, or a source has an empty name or path.
+    """
+    named_file = Option("data", "NAME=FILE")
+    if not files:
+        raise usage_error(
+            "no data was given",
+            "the loss is computed on data files",
+            text("{}, or {}", Option("data", "FILE"), named_file),
+        )
+    paths: dict[str, list[str]] = {}
+    for file in files:
+        name, separator, path = file.partition("=")
+        # A path of an existing file or a matching glob may contain a `=`, as partitioned datasets have: `data/lang=en`.
+        is_named = bool(separator) and SOURCE_NAME.fullmatch(name) is not None
+        if not is_named or os.path.exists(file) or glob(file):
+            name = path = file
+        if not name or not path:
+            raise usage_error(
+                text("{} is invalid", Option("data", file)),
+                "it has an empty name or path",
+                text("{}", named_file),
+            )
+        paths.setdefault(name, []).append(path)
+    return paths
+
+
+def evaluation_recipe(
+    options: EvaluateOptions,
+    paths: Sequence[str],
+    *,
+    checkpoint: str,
+    dtype: str,
+    max_positions: int,
+) -> Recipe:
+    """Return the recipe that computes the loss on one source of data.
+
+    Raises:
+        UsageError: A setting is invalid.
+    """
+    overrides = as_tuple(options.get("overrides", ()))
+    for override in overrides:
+        _check_override(override)
+    default_length = min(max_positions or MAX_DEFAULT_LENGTH, MAX_DEFAULT_LENGTH)
+    data_table: TomlTable = {
+        "path": list(paths),
+        "seq_length": options.get("seq_length") or default_length,
+    }
+    for key in ("type", "fields"):
+        value = options.get(key)
+        if value is not None:
+            data_table[key] = value
+    # A recipe needs a batch, an optimizer and steps. An evaluation uses none of them.
+    tables: TomlTable = {
+        "model": {"path": checkpoint, "dtype": dtype},
+        "data": data_table,
+        "batch": {"size": 1},
+        "optimizer": {"lr": 1.0},
+        "train": {"steps": 1},
+    }
+    # No file has the values: hints of errors name options instead of lines of a file.
+    raw = RawRecipe(RECIPE_NAME, tables, is_of_options=True)
+    return complete_recipe(raw, overrides).recipe
+
+
+def _check_override(override: str) -> None:
+    """Raise UsageError if the key of a `KEY=VALUE` has no effect on an evaluation."""
+    key = override.partition("=")[0].strip()
+    if ".".join(key.split(".")[:2]) in EFFECTIVE_KEYS:
+        return
+    hint = text("{}", Option("overrides", "data.source_length=512"))
+    similar_key = suggest(key, sorted(EFFECTIVE_KEYS))
+    if similar_key:
+        hint = text("did you mean {}?", Key(similar_key))
+    raise usage_error(
+        text("{} is not supported", Option("overrides", override)),
+        f"an evaluation does not use `{key}`",
+        hint,
+    )
+
+
+# --- The model on its devices
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on its devices, and the options of its evaluation."""
+
+    params: Tree
+    forward_config: ForwardConfig
+    eval_step: EvalStep
+    batch_size: int
+
+
+def load_model(
+    options: EvaluateOptions, opened: OpenedModel, recipe: Recipe, observer: Observer
+) -> LoadedModel:
+    """Load the parameters in the dtype of the computation, and choose how to compute."""
+    from trainer.distributed.compiled_function import CompiledFunction
+    from trainer.distributed.mesh_devices import device_kind
+    from trainer.generation.decode import inference_dtype
+    from trainer.nn.kernels.options import AttentionOptions
+    from trainer.nn.model_spec import ForwardConfig
+    from trainer.planning.step_inputs import check_token_split, chunk_sizes
+    from trainer.training.attention_choice import choose_kernel
+    from trainer.training.evaluation import jit_eval_step, jit_row_eval_step
+
+    sharding = opened.sharding
+    check_token_split(recipe, sharding.sequence_parallel_size)
+    exact = Option("reduction", "exact")
+    is_exact = options["reduction"] == "exact"
+    if is_exact and opened.model.arch_config.encoder is not None:
+        raise usage_error(
+            text("{} is not supported for models with an encoder", exact),
+            "equal results for every mesh and batch size are ensured only without an encoder",
+            text("{}", Option("reduction", "fast")),
+        )
+    if is_exact and sharding.sequence_parallel_size > 1:
+        raise usage_error(
+            text("{} is not supported with {}", exact, Option("mesh", sharding.mesh)),
+            "each sequence is computed on one device",
+            "use a mesh without sp",
+        )
+    # Each replica computes the same number of rows.
+    num_replicas = sharding.data_parallel_size
+    batch_size = -(-options["batch_size"] // num_replicas) * num_replicas
+    kernel = choose_kernel(recipe, opened.model, sharding, warn=observer.warn)
+    sizes = chunk_sizes(recipe, device_kind(sharding), num_rows=batch_size // num_replicas)
+    forward_config = ForwardConfig(
+        recipe.model.dtype,
+        scan_layers=opened.model.has_stacked_layers,
+        head_chunk_size=sizes.head,
+        sharding=sharding,
+        attention_options=AttentionOptions(kernel.name, sizes.queries, sizes.keys),
+    )
+    observer.note("loading the parameters")
+    params = opened.load(lambda path: inference_dtype(path, recipe.model.dtype))
+    jit_step = jit_row_eval_step if is_exact else jit_eval_step
+    eval_step = CompiledFunction(jit_step(opened.model, forward_config))
+    return LoadedModel(params, forward_config, eval_step, batch_size)
+
+
+# --- Metrics of generated targets
+
+
+def check_target_metrics(options: EvaluateOptions, opened: OpenedModel) -> None:
+    """Check that the metrics of the options can be computed.
+
+    Raises:
+        UsageError: A name is unknown, or the model has no encoder or its mesh splits tokens.
+        PrepError: A package is not installed.
+    """
+    names = as_tuple(options["metrics"])
+    if not names:
+        return
+    from trainer.generation.text_metrics import check_metrics
+
+    option = Option("metrics", names[0])
+    if opened.model.arch_config.encoder is None:
+        why = f"targets are generated from sources, and {opened.model.family.name} has no encoder"
+        raise usage_error(
+            text("{} is not supported for this model", option),
+            why,
+            text("remove {}", Option("metrics")),
+        )
+    if opened.sharding.sequence_parallel_size > 1:
+        why = "generation appends one token at a time, so that there are no tokens to split"
+        raise usage_error(
+            text("{} is not supported with {}", option, Option("mesh", opened.sharding.mesh)),
+            why,
+            "use a mesh without sp",
+        )
+    check_metrics(names)
+
+
+def target_metrics(
+    options: EvaluateOptions,
+    dataset: Dataset,
+    source: Source,
+    opened: OpenedModel,
+    *,
+    loaded: LoadedModel,
+    observer: Observer,
+) -> dict[str, float | None]:
+    """Generate the targets of a dataset, and return their metrics.
+
+    Infinite and NaN values are None.
+    """
+    metrics = as_tuple(options["metrics"])
+    if not metrics:
+        return {}
+    from trainer.data.tokenizer import load_tokenizer
+    from trainer.generation.decode import GenerationConfig
+    from trainer.generation.generator import Generator
+    from trainer.generation.text_metrics import score_texts
+    from trainer.nn.model_spec import ForwardConfig
+    from trainer.training.datasets import decoder_start_token_id
+    from trainer.training.target_generation import generate_targets
+
+    model = opened.model
+    config = source.config
+    forward_config = ForwardConfig(
+        loaded.forward_config.dtype, scan_layers=model.has_stacked_layers, sharding=opened.sharding
+    )
+    defaults = source_generation_defaults(source, model.true_vocab_size, note=observer.note)
+    generation_config = GenerationConfig(
+        dataset.seq_length, defaults.eos_token_ids, rules=defaults.rules
+    )
+    targets = list(
+        generate_targets(
+            Generator(
+                loaded.params,
+                model,
+                forward_config=forward_config,
+                generation_config=generation_config,
+            ),
+            dataset,
+            load_tokenizer(tokenizer_path(source, options["tokenizer"], purpose="decode targets")),
+            decoder_start_id=decoder_start_token_id(config, model.true_vocab_size),
+            batch_size=min(loaded.batch_size, dataset.n_rows),
+            limit=options["limit"],
+        )
+    )
+    observer.note(f"generated {count_text(len(targets), 'target')}")
+    if num_longer := sum(target.is_longer for target in targets):
+        observer.warn(
+            text(
+                "{:,} of {:,} references are longer than {} tokens, where generated texts end ({})",
+                num_longer,
+                len(targets),
+                dataset.seq_length,
+                Option("seq_length"),
+            )
+        )
+    texts = [target.text for target in targets]
+    references = [target.reference for target in targets]
+    scores = score_texts(metrics, texts, references)
+    return {name: value if math.isfinite(value) else None for name, value in scores.items()}
+
 
 OUT_OF_MEMORY_HINT = text(
     "use a smaller {} or {}, {}, or more fsdp or mp in {}",
@@ -158,14 +421,19 @@ def _evaluate(
         observer.note("compiling for the first batch")
         results = _compute_results(options, datasets, opened, loaded, observer)
         compute_s = time.monotonic() - started_s
-        score = partial(_score_source, options, source, opened, loaded=loaded, observer=observer)
-        sources = {name: score(dataset, results[name]) for name, dataset in datasets.items()}
+        sources: dict[str, EvaluationScores] = {}
+        for name, dataset in datasets.items():
+            metrics = target_metrics(
+                options, dataset, source, opened, loaded=loaded, observer=observer
+            )
+            num_sequences = min(dataset.n_rows, options["limit"] or dataset.n_rows)
+            sources[name] = _make_scores(results[name], num_sequences, metrics)
     num_sequences = sum(scores.sequences for scores in sources.values())
     observer.note(
         f"{count_text(num_sequences, 'sequence')} in {format_duration(compute_s)}, compilation included"
     )
     return Evaluation(
-        **_make_scores(combine_results(results.values()), num_sequences=num_sequences),
+        **vars(_make_scores(combine_results(results.values()), num_sequences, {})),
         sources=sources,
         checkpoint=source.display_name,
         step=source.tree_manifest.step,
@@ -205,47 +473,22 @@ def _compute_results(
     return results
 
 
-def _score_source(
-    options: EvaluateOptions,
-    source: Source,
-    opened: OpenedModel,
-    dataset: Dataset,
-    result: EvaluationResult,
-    *,
-    loaded: LoadedModel,
-    observer: Observer,
+def _make_scores(
+    result: EvaluationResult, num_sequences: int, metrics: Mapping[str, float | None]
 ) -> EvaluationScores:
-    """Return the scores of a source of data, with the metrics of its generated targets."""
-    num_sequences = min(dataset.n_rows, options["limit"] or dataset.n_rows)
+    """Return scores. Infinite and NaN values, which JSON lacks, are None."""
+
+    def finite(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
     return EvaluationScores(
-        **_make_scores(result, num_sequences=num_sequences),
-        metrics=target_metrics(options, dataset, source, opened, loaded=loaded, observer=observer),
+        loss=finite(result.mean_loss),
+        perplexity=finite(result.perplexity),
+        accuracy=finite(result.accuracy),
+        tokens=result.num_tokens,
+        sequences=num_sequences,
+        metrics=metrics,
     )
-
-
-class _Scores(TypedDict):
-    """The fields that all `EvaluationScores` have. A number that is not finite is None."""
-
-    loss: float | None
-    perplexity: float | None
-    accuracy: float | None
-    tokens: int
-    sequences: int
-
-
-def _make_scores(result: EvaluationResult, *, num_sequences: int) -> _Scores:
-    """Return the fields of `EvaluationScores`. Infinite and NaN values, which JSON lacks, are None."""
-    return {
-        "loss": _finite_or_none(result.mean_loss),
-        "perplexity": _finite_or_none(result.perplexity),
-        "accuracy": _finite_or_none(result.accuracy),
-        "tokens": result.num_tokens,
-        "sequences": num_sequences,
-    }
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _make_recipes(

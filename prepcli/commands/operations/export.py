@@ -16,7 +16,6 @@ from prepcli.commands.operations.conversion import (
     OpenedConversion,
     PlannedConversion,
     open_conversion,
-    run_conversion,
 )
 from prepcli.commands.operations.export_checks import (
     DEFAULT_SHARD_NBYTES,
@@ -33,6 +32,7 @@ from prepcli.commands.operations.export_sources import (
     take_quantized_bytes,
 )
 from prepcli.commands.operations.opening import (
+    CommonOptions,
     check_allow_overflow,
     checkpoint_access,
     common_options,
@@ -40,7 +40,6 @@ from prepcli.commands.operations.opening import (
 )
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
-from prepcli.commands.operations.push import check_private, convert_and_push
 from prepcli.commands.operations.results import Conversion
 from prepcli.commands.operations.training_state import (
     check_no_adapter,
@@ -51,7 +50,6 @@ from prepcli.commands.operations.training_state import (
 )
 from prepcli.core.counts import count_text
 from prepcli.core.errors import (
-    GET_AGAIN_HINT,
     Command,
     Option,
     PrepError,
@@ -59,27 +57,21 @@ from prepcli.core.errors import (
     usage_error,
 )
 from prepcli.core.formatting import format_bytes
-from prepcli.core.json_types import JsonObject
 from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike, format_command_line
 from prepcli.core.progress import Progress
-from prepcli.execution.hub_push import parse_push_target
+from prepcli.execution.hub_push import PushTarget, check_push, parse_push_target, push_folder
 from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
-from prepcli.formats.safetensors import ADAPTER_CONFIG
-from prepcli.models.lora import saved_module_name, saved_modules, select_targets
-from prepcli.models.lora_config import LoraConfig, lora_from_manifest
-from prepcli.models.peft_names import module_suffixes, peft_patterns
-from prepcli.models.registry import family_of
 from prepcli.planning.item_storage import OCDBT
 from prepcli.planning.libraries import DCP_FORMAT, HF_LAYOUT, find_library
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Plan, SmallFile
+from prepcli.planning.plan import Plan
+from prepcli.planning.shares import requested_share
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, stored_axis_maps
-from prepcli.targets.flax_folder import place_flax
-from prepcli.targets.hf_folder import json_bytes
-from prepcli.targets.layout_leaves import in_tree
+from prepcli.stores.byte_ranges import retry_policy_from_env
+from prepcli.targets.adapter_updates import base_of_adapter, draft_adapter
 from prepcli.targets.planner import (
     Draft,
     Placed,
@@ -89,7 +81,6 @@ from prepcli.targets.planner import (
     with_tied_head,
 )
 from prepcli.targets.safetensors_folder import place_adapter, place_mapped, place_safetensors
-from prepcli.targets.tokenizer_files import adapter_tokenizer
 from prepcli.targets.torch_folder import (
     place_dcp,
     place_dcp_state,
@@ -97,7 +88,7 @@ from prepcli.targets.torch_folder import (
     place_trainer_checkpoint,
     prepare_torch_adam,
 )
-from prepcli.targets.trainer_item import place_trainer_item
+from prepcli.targets.trees import in_tree, place_flax, place_trainer_item
 
 NO_MAP = WrittenMap()
 
@@ -142,21 +133,52 @@ def export(
     common = replace(common, quantized="refuse", tensor_map=None)
     observer = observer_of(progress)
     check_allow_overflow(options["allow_overflow"], options["dtype"])
+    target = _push_target(options, common, observer)
+    opened = open_conversion(common, observer)
+    # A plan reads only headers.
+    conversion = opened.run(plan_export(options, opened, check_towers=not dry_run))
+    if target is None:
+        return conversion
+    if dry_run:
+        observer.note(f"would push it to {target.repo}")
+        return conversion
+    try:
+        commit_url = push_folder(
+            conversion.path,
+            target,
+            progress=observer.progress(),
+            retry_policy=retry_policy_from_env(os.environ, observer.note),
+        )
+    except PrepError as error:
+        why = text("{}; the export in {} is complete", error.why, conversion.path)
+        raise PrepError(error.what, why, error.hint) from error
+    observer.note(f"pushed to {commit_url}")
+    pushed = {"repo": target.repo, "revision": target.revision or "main", "commit": commit_url}
+    return replace(conversion, details={**conversion.details, "pushed": pushed})
 
-    def convert() -> Conversion:
-        # A plan reads only headers.
-        opened = open_conversion(common, observer)
-        return run_conversion(opened, plan_export(options, opened, check_towers=not dry_run))
 
+def _push_target(
+    options: ExportOptions, common: CommonOptions, observer: Observer
+) -> PushTarget | None:
+    """Return the repository for the output, or None. A conversion may take an hour, so the upload is checked before."""
     repository = options["push"]
-    if repository is None:
-        check_private(options["private"])
-        return convert()
-    if PARENT_VARIABLE in os.environ:
-        # A worker writes its share of the folder. Its parent uploads the folder.
-        return convert()
+    if repository is None and options["private"]:
+        raise usage_error(
+            text("{} requires {}", Option("private", True), Option("push")),
+            "it sets the visibility of a new repository",
+            text("{}", Option("push", "OWNER/NAME")),
+        )
+    # A worker writes its share of the folder. Its parent uploads the folder.
+    if repository is None or PARENT_VARIABLE in os.environ:
+        return None
     target = parse_push_target(repository, options["private"])
-    return convert_and_push(target, common, observer, convert)
+    share, _ = requested_share(common.process_options.processes, os.environ)
+    if share.count > 1:
+        what = text("{} is not supported with several processes", Option("push"))
+        why = "several processes write this output"
+        raise usage_error(what, why, "upload it when they are done")
+    check_push(target, retry_policy_from_env(os.environ, observer.note))
+    return target
 
 
 def plan_export(
@@ -344,58 +366,10 @@ def _command_line(options: ExportOptions, source: Source) -> str:
     return format_command_line("export", source.display_name, ExportOptions, values)
 
 
-# --- Adapters
-
-
 def _plan_adapter(
     options: ExportOptions, source: Source, located: LocatedCheckpoint
 ) -> PlannedConversion:
     """Plan the export of trained adapters to the files of PEFT."""
-    _check_adapter_request(options, source)
-    check_no_adapter(options, source)
-    manifest = source.tree_manifest
-    lora = lora_from_manifest(manifest)
-    assert lora is not None
-    if lora.modules_to_save and manifest.tied:
-        # PEFT saves a tied head as well, and does not load an adapter without it.
-        source = with_tied_head(source)
-    dtype = options["dtype"]
-    draft = start_draft(
-        source,
-        stored_axis_maps(source),
-        dtype=dtype,
-        kept={tensor.name for tensor in source.tensors},
-    )
-    # Embeddings and head that were trained as a whole lose the padding of the vocabulary.
-    draft = with_rows(draft, draft.vocabulary.true_size)
-    adapter_config = SmallFile(ADAPTER_CONFIG, json_bytes(_peft_settings(source, lora)))
-    draft = replace(
-        draft,
-        match=replace(draft.match, checks=()),
-        dropped=(),
-        config=None,
-        side_files=(adapter_config, *adapter_tokenizer(source)),
-        settings=Manifest(kind="adapter", prefixed=True, tied=manifest.tied, config=source.config),
-    )
-    plan = make_plan(
-        draft,
-        place_adapter(draft),
-        command="export",
-        request=format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
-        name=located.model_name,
-    )
-    return PlannedConversion(
-        plan,
-        f"{located.model_name}-adapter",
-        notes=(f"{located.model_name} -> adapter of PEFT, rank {lora.rank}",),
-        fields={"layout": "peft", "format": "safetensors", "files": 1},
-        next_command=f"prep merge {OUT_PLACEHOLDER} {shlex.quote(_base_of_adapter(manifest))}",
-        source_view=source,
-    )
-
-
-def _check_adapter_request(options: ExportOptions, source: Source) -> None:
-    """Raise UsageError for options of complete models."""
     if options["layout"] != HF_LAYOUT or options["format"] is not None or options["keep_padding"]:
         what = text(
             "{}, {} and {} are not supported for adapters",
@@ -410,59 +384,22 @@ def _check_adapter_request(options: ExportOptions, source: Source) -> None:
         value = options[name]
         if value:
             raise no_effect_error(Option(name, value), source, "it has only adapters")
-
-
-def _peft_settings(source: Source, lora: LoraConfig) -> JsonObject:
-    """Return the content of adapter_config.json."""
-    family = family_of(source.config)
-    config = source.config
-    has_encoder = family.arch_config(config).encoder is not None
-    patterns = peft_patterns(family, config, lora)
-    # PEFT compares the name of a module with the end of its own, e.g. `lm_head`.
-    paths = [path for name in lora.modules_to_save for path in saved_modules(family, config)[name]]
-    saved = list(dict.fromkeys(saved_module_name(family, path) for path in paths))
-    is_tied = source.tree_manifest.tied
-    return {
-        "peft_type": "LORA",
-        "task_type": "SEQ_2_SEQ_LM" if has_encoder else "CAUSAL_LM",
-        "base_model_name_or_path": _base_of_adapter(source.tree_manifest),
-        "r": lora.rank,
-        "lora_alpha": _number(lora.alpha),
-        "lora_dropout": lora.dropout,
-        "use_rslora": lora.use_rslora,
-        "use_dora": False,
-        "bias": "none",
-        "target_modules": [*module_suffixes(family, config, lora)],
-        "target_parameters": [*patterns.target_parameters] or None,
-        "rank_pattern": {**patterns.rank_pattern},
-        "alpha_pattern": {name: _number(alpha) for name, alpha in patterns.alpha_pattern.items()},
-        "modules_to_save": [*saved] or None,
-        # With this setting PEFT keeps a trained embedding tied to the head.
-        "ensure_weight_tying": is_tied and bool(saved),
-        # GPT-2 stores its weights as [in, out]. With this flag PEFT transposes its update B A, which is [out, in].
-        "fan_in_fan_out": any(
-            p.is_transposed for p in select_targets(family, config, lora.targets)
-        ),
-        "init_lora_weights": True,
-        # PEFT writes True in every saved adapter, and sets it again from `is_trainable` when it loads one.
-        "inference_mode": True,
-    }
-
-
-def _number(value: float) -> float:
-    """Return a whole number as int. PEFT declares `lora_alpha` as int and writes 16, not 16.0."""
-    if value.is_integer():
-        return int(value)
-    return value
-
-
-def _base_of_adapter(manifest: Manifest) -> str:
-    """Return the name of the base model of the adapters."""
-    name = manifest.base.get("name")
-    if not isinstance(name, str):
-        raise PrepError(
-            "the manifest does not name the base of the adapters",
-            "`base` is missing",
-            GET_AGAIN_HINT,
-        )
-    return name
+    check_no_adapter(options, source)
+    dtype = options["dtype"]
+    draft = draft_adapter(source, dtype)
+    plan = make_plan(
+        draft,
+        place_adapter(draft),
+        command="export",
+        request=format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
+        name=located.model_name,
+    )
+    base = shlex.quote(base_of_adapter(source.tree_manifest))
+    return PlannedConversion(
+        plan,
+        f"{located.model_name}-adapter",
+        notes=(f"{located.model_name} -> adapter of PEFT, rank {plan.settings['lora']['rank']}",),
+        fields={"layout": "peft", "format": "safetensors", "files": 1},
+        next_command=f"prep merge {OUT_PLACEHOLDER} {base}",
+        source_view=draft.source,
+    )

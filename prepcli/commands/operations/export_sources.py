@@ -9,7 +9,6 @@ exported as the quantised bytes of their original model, or as their values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.json_values import quote_name
 from prepcli.core.observer import Observer
-from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.digest_checks import towers_digest
 from prepcli.sources.dequantized import (
     DECODED_DTYPE,
@@ -50,12 +48,6 @@ def select_parts(
 ) -> Source:
     """Return the source of an export, with the requested parts of a model with towers.
 
-    Args:
-        options: Options of the export.
-        source: Opened source.
-        access: How a remote model with the towers may be read.
-        check_digest: Whether to compare the towers of a training step with their recorded digest.
-
     Raises:
         PrepError: An option does not fit the source, or the towers differ from the ones at the start of the run.
     """
@@ -79,7 +71,10 @@ def select_parts(
         # The model was saved without its towers.
         return source
     recorded = recorded or {}
-    path = str(towers) if towers is not None else _recorded_path(source, recorded)
+    path = recorded.get("path") if towers is None else str(towers)
+    if not isinstance(path, str):
+        what = f"the manifest of {source.display_name} does not name the model with the towers"
+        raise PrepError(what, "its `towers` entry has no `path`", TOWERS_HINT)
     other = _open_towers(source, path, access)
     if check_digest:
         _check_digest(source, other, recorded)
@@ -91,15 +86,6 @@ def no_effect_error(option: Option, source: Source, why: str) -> PrepError:
     """Return the error for an option without effect on the export of a source."""
     what = text("{} has no effect for {}", option, source.display_name)
     return usage_error(what, why, text("remove {}", Option(option.name)))
-
-
-def _recorded_path(source: Source, recorded: Any) -> str:
-    """Return the path of the start model of a run."""
-    path = recorded.get("path")
-    if isinstance(path, str):
-        return path
-    what = f"the manifest of {source.display_name} does not name the model with the towers"
-    raise PrepError(what, "its `towers` entry has no `path`", TOWERS_HINT)
 
 
 def _open_towers(source: Source, path: str, access: Access) -> Source:
@@ -175,7 +161,12 @@ def take_quantized_bytes(
             raise usage_error(text("{} has no effect", option), why, text("remove {}", option))
         return source
     true_vocab = options["true_vocab"]
-    conflict = _conflict(options)
+    # An option that changes the weights, so that their quantised bytes do not fit
+    conflict: Option | None = None
+    unchanged = {"layout": "hf", "dtype": None, "keep_padding": False, "text_only": False}
+    for name, default in unchanged.items():
+        if conflict is None and options[name] != default:
+            conflict = Option(name, options[name])
     if path is not None:
         if conflict is not None:
             raise usage_error(
@@ -196,24 +187,12 @@ def take_quantized_bytes(
             why = f": {error.why}" if error.why else ""
             reason = text("{}{}. {} names the quantised model", error.what, why, SOURCE_OPTION)
     count = count_text(len(source.quantized), "decoded weight")
-    dtype = options["dtype"] or _decoded_dtype(source.tree_manifest)
+    manifest = source.tree_manifest
+    # The dtype of the decoded weights is the same for all.
+    record = manifest.tensors.get(next(iter(manifest.quantized))) or {}
+    dtype = options["dtype"] or record.get("dtype", DECODED_DTYPE)
     observer.note(text("{} in {}, without the quantised bytes: {}", count, dtype, reason))
     return source
-
-
-def _conflict(options: ExportOptions) -> Option | None:
-    """Return an option that changes the weights, so that their quantised bytes do not fit."""
-    unchanged = {"layout": "hf", "dtype": None, "keep_padding": False, "text_only": False}
-    for name, default in unchanged.items():
-        if options[name] != default:
-            return Option(name, options[name])
-    return None
-
-
-def _decoded_dtype(manifest: Manifest) -> str:
-    """Return the dtype of the decoded weights, the same for all."""
-    record = manifest.tensors.get(next(iter(manifest.quantized)))
-    return record.get("dtype", DECODED_DTYPE) if record else DECODED_DTYPE
 
 
 def _open_recorded_original(
@@ -229,7 +208,15 @@ def _open_recorded_original(
     if isinstance(reference, HubRepo):
         name = str(cached_model(reference, manifest.origin.get("commit")))
     original = _open_original(name, common, observer)
-    _check_stamps(original, manifest.source_files)
+    present = [(stamp.path, stamp.size, stamp.digest) for stamp in original.file_stamps]
+    for stamp in manifest.source_files:
+        if (stamp.get("path"), stamp.get("size"), stamp.get("digest")) not in present:
+            path = quote_name(str(stamp.get("path")))
+            raise PrepError(
+                f"{original.display_name} has changed",
+                f"it has no {path} with the recorded size and header",
+                text("{} names the quantised model", SOURCE_OPTION),
+            )
     return original
 
 
@@ -262,16 +249,3 @@ def _open_original(name: str, common: CommonOptions, observer: Observer) -> Sour
             text("{}: the quantised model that the checkpoint was made from", SOURCE_OPTION),
         )
     return source
-
-
-def _check_stamps(original: Source, recorded: Sequence[Mapping[str, object]]) -> None:
-    """Raise PrepError if a file of the original has another size or header digest than its recorded stamp."""
-    present = [(stamp.path, stamp.size, stamp.digest) for stamp in original.file_stamps]
-    for stamp in recorded:
-        if (stamp.get("path"), stamp.get("size"), stamp.get("digest")) not in present:
-            path = quote_name(str(stamp.get("path")))
-            raise PrepError(
-                f"{original.display_name} has changed",
-                f"it has no {path} with the recorded size and header",
-                text("{} names the quantised model", SOURCE_OPTION),
-            )

@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from prepcli.commands.console.jax_logs import silence_jax
-from prepcli.commands.operations.compute_options import GenerateOptions
-from prepcli.commands.operations.compute_together import compute_together, process_index
-from prepcli.commands.operations.conflicts import reject_without
+from prepcli.commands.operations.compute_options import GenerateOptions, format_token_ids
+from prepcli.commands.operations.computing import compute_together, process_index
 from prepcli.commands.operations.generation_model import (
     OUT_OF_MEMORY_HINT,
     PROMPT_IDS,
@@ -26,24 +27,124 @@ from prepcli.commands.operations.generation_model import (
     read_tools,
 )
 from prepcli.commands.operations.opening import CommonOptions, common_options
-from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.prompts import STDIN, read_prompts
+from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.results import Generation, NewTokens
-from prepcli.commands.operations.token_ids import format_token_ids
-from prepcli.commands.operations.token_stream import TokenStream
 from prepcli.core.counts import count_text
-from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_duration
 from prepcli.core.json_types import JsonValue
+from prepcli.core.json_values import is_json_list, load_json
 from prepcli.core.observer import Observer, StreamObserver
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.core.progress import Progress
+from prepcli.stores.files import io_error, read_file_or_pipe
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup
-    from trainer.data.chat_prompts import ChatPrompt, Prompt
+    from trainer.data.chat_prompts import Prompt
+    from trainer.data.incremental_decoder import IncrementalDecoder
     from trainer.data.tokenizer import TextTokenizer
     from trainer.generation.generator import Generator
+
+STDIN = "-"
+MAX_PROMPTS_NBYTES = 1_000_000_000
+PROMPT_KEYS = ("prompt", "text")  # keys of a .jsonl line with a text, in order of precedence
+# Keys of a .jsonl line with a conversation, in order of precedence.
+CHAT_KEYS = ("messages", "prompt")
+
+
+def read_prompts(file_name: str) -> Iterator[Prompt]:
+    """Yield the prompts of a text or .jsonl file, one per line. A line of .jsonl may be a conversation.
+
+    Raise PrepError for an invalid file or line.
+    """
+    try:
+        text = _read_text(file_name)
+    except OSError as error:
+        raise io_error(Path(file_name), error) from error
+    except UnicodeDecodeError as error:
+        raise PrepError(
+            f"{file_name} is not UTF-8 text", str(error), "convert it to UTF-8"
+        ) from error
+    is_json = file_name.endswith(".jsonl")
+    # `splitlines` would also split at the other line separators, which JSON strings may contain.
+    for line_number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        yield _prompt_from_json(file_name, line_number, line) if is_json else line
+
+
+def _read_text(file_name: str) -> str:
+    if file_name != STDIN:
+        # utf-8-sig drops the byte order mark that some editors write at the start of a file.
+        return read_file_or_pipe(Path(file_name), MAX_PROMPTS_NBYTES).decode("utf-8-sig")
+    # One character more than the limit, to notice that there are more.
+    text = sys.stdin.read(MAX_PROMPTS_NBYTES + 1)
+    if len(text) > MAX_PROMPTS_NBYTES:
+        raise PrepError(
+            "the prompts are too large",
+            f"standard input has more than {MAX_PROMPTS_NBYTES:,} characters",
+            "pass fewer prompts at a time",
+        )
+    return text
+
+
+def _prompt_from_json(file_name: str, line_number: int, line: str) -> Prompt:
+    try:
+        value = load_json(line.encode())
+    except ValueError as error:
+        raise PrepError(
+            f"line {line_number} of {file_name} is not valid JSON",
+            str(error),
+            "write one object per line, or rename a file of plain prompts to another suffix than .jsonl",
+        ) from error
+    if isinstance(value, dict):
+        for key in PROMPT_KEYS:
+            if isinstance(value.get(key), str):
+                return value[key]
+        for key in CHAT_KEYS:
+            # Messages may be a JSON text, as in data.
+            if isinstance(value.get(key), list) or is_json_list(value.get(key)):
+                from trainer.data.chat_prompts import chat_prompt
+
+                return chat_prompt(value[key], value.get("tools"), f"{file_name}:{line_number}")
+    raise PrepError(
+        f"line {line_number} of {file_name} has no prompt",
+        f"it must be an object with a string `{PROMPT_KEYS[0]}` or `{PROMPT_KEYS[1]}`, or a list `{CHAT_KEYS[0]}`",
+        """`{"prompt": "TEXT"}`""",
+    )
+
+
+# --- New tokens
+
+
+class TokenStream:
+    """Stream of the new tokens of prompts and their texts to a callback."""
+
+    def __init__(
+        self, decoders: Sequence[IncrementalDecoder], on_tokens: Callable[[NewTokens], None]
+    ) -> None:
+        """Start before the first token."""
+        self._decoders = decoders
+        self._on_tokens = on_tokens
+
+    def push(self, first_prompt: int, new_tokens: Sequence[Sequence[int]]) -> None:
+        """Pass on the next tokens of the prompts from number `first_prompt` on."""
+        for prompt, tokens in enumerate(new_tokens, first_prompt):
+            if tokens:
+                self._pass_on_text(prompt, tokens, self._decoders[prompt].push(tokens))
+
+    def finish(self, first_prompt: int, last_prompt: int) -> None:
+        """Pass on the held-back text of prompts `first_prompt:last_prompt`."""
+        for prompt in range(first_prompt, last_prompt):
+            # A character may need several tokens, so the decoder holds incomplete ones back. No further token completes
+            # them now.
+            if text := self._decoders[prompt].finish():
+                self._pass_on_text(prompt, (), text)
+
+    def _pass_on_text(self, prompt: int, tokens: Sequence[int], text: str) -> None:
+        self._on_tokens(NewTokens(prompt, tuple(tokens), text))
+
 
 DEFAULT_NEW_TOKENS = 64
 OnTokens = Callable[[NewTokens], None]
@@ -89,11 +190,12 @@ def generate(
     ids = [list(prompt_ids) for prompt_ids in tokens]
 
     def compute(group: ProcessGroup | None, observer: Observer) -> Generation:
-        given = [
-            *as_tuple(prompts),
-            *_read_file_prompts(options["prompts_file"], group),
-            *_as_chat_prompts(conversations),
-        ]
+        from trainer.data.chat_prompts import chat_prompt
+
+        given = [*as_tuple(prompts), *_read_file_prompts(options["prompts_file"], group)]
+        for number, messages in enumerate(conversations):
+            place = f"conversation {number}"
+            given.append(chat_prompt([dict(message) for message in messages], None, place))
         generation = _generate(
             common,
             _with_tools(given, options),
@@ -117,17 +219,6 @@ def _read_file_prompts(file: PathLike | None, group: ProcessGroup | None) -> lis
     # Lines of stdin are texts.
     texts = list(read_prompts(STDIN)) if group.index == 0 else []
     return json.loads(group.broadcast("prompts", json.dumps(texts)))
-
-
-def _as_chat_prompts(
-    conversations: Sequence[Sequence[Mapping[str, JsonValue]]],
-) -> Iterator[ChatPrompt]:
-    """Yield conversations of Python as prompts. Raise PrepError for an invalid one."""
-    from trainer.data.chat_prompts import chat_prompt
-
-    for number, messages in enumerate(conversations):
-        place = f"conversation {number}"
-        yield chat_prompt([dict(message) for message in messages], None, place)
 
 
 def _with_tools(prompts: Sequence[Prompt], options: GenerateOptions) -> list[Prompt]:
@@ -251,8 +342,11 @@ def _generate_batches(
     ended = [bool(ids) and ids[-1] in eos_token_ids for ids in output_ids]
     for number, finder in enumerate(stop_finders or ()):
         ended[number] |= finder.has_stopped
+    texts: list[str | None] = []
+    for ids, prefix in zip(output_ids, prompts.preceding_ids()):
+        texts.append(None if tokenizer is None else tokenizer.decode(ids, prefix))
     return Generation(
-        texts=_decode_outputs(prompts, output_ids, tokenizer),
+        texts=tuple(texts),
         tokens=tuple(tuple(ids) for ids in output_ids),
         ended=tuple(ended),
         tokens_per_s=round(tokens_per_s, 1),
@@ -296,14 +390,3 @@ def _open_stream(
             yield TokenStream(decoders, lambda new: write(new.text))
     else:
         yield None
-
-
-def _decode_outputs(
-    prompts: EncodedPrompts, output_ids: Sequence[Sequence[int]], tokenizer: TextTokenizer | None
-) -> tuple[str | None, ...]:
-    """Decode the tokens generated for each prompt. Without a tokenizer there are no texts."""
-    if tokenizer is None:
-        return (None,) * len(output_ids)
-    return tuple(
-        tokenizer.decode(ids, prefix) for ids, prefix in zip(output_ids, prompts.preceding_ids())
-    )

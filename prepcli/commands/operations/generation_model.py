@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from prepcli.commands.operations.compute_options import GenerateOptions
-from prepcli.commands.operations.conflicts import reject_without
-from prepcli.commands.operations.model_files import (
+from prepcli.commands.operations.computing import (
     find_source_tokenizer,
+    open_params,
+    resolve_compute_dtype,
     source_generation_defaults,
 )
-from prepcli.commands.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.commands.operations.opening import (
     CommonOptions,
     check_config_option,
     open_checkpoint,
     source_line,
 )
+from prepcli.commands.operations.operation import reject_without
 from prepcli.core.errors import DamagedError, Option, PrepError, text, usage_error
 from prepcli.core.json_types import JsonObject, JsonValue
 from prepcli.core.json_values import load_json
@@ -187,12 +188,7 @@ class GenerationModel:
         )
 
     def note_doubtful_inputs(self, longest: int, observer: Observer) -> None:
-        """Note a text that exceeds the positions of the model, and a tokenizer that is probably another model's.
-
-        Args:
-            longest: Most tokens of a prompt and its new tokens.
-            observer: Receives the notes.
-        """
+        """Note a text that exceeds the positions of the model, and a tokenizer that is probably another model's."""
         self.note_long_text("a prompt and its new tokens may have", longest, observer)
         if self.tokenizer and (
             remark := self.tokenizer.smaller_vocabulary_note(self.model.true_vocab_size)
@@ -218,12 +214,6 @@ def open_generation_model(
     needs_tokenizer: bool,
 ) -> Iterator[GenerationModel]:
     """Open a checkpoint for generation. Its files are open inside the context.
-
-    Args:
-        common: The checkpoint and how it is read.
-        options: Options of generation.
-        observer: Receives notes and progress.
-        needs_tokenizer: Whether a missing or invalid tokenizer is an error.
 
     Raises:
         UsageError: An option is invalid.
@@ -339,9 +329,6 @@ def _load_tokenizer(
     """Load the tokenizer of the option or of the source.
 
     If no tokenizer is required, because all prompts are token ids, a missing or invalid one of the source is ignored.
-
-    Returns:
-        The tokenizer, or None if it is ignored.
 
     Raises:
         PrepError: A required tokenizer is missing, or a tokenizer is invalid and not ignored.

@@ -19,8 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
 from prepcli.commands.console.jax_logs import silence_jax
-from prepcli.commands.operations.model_files import source_generation_defaults, tokenizer_path
-from prepcli.commands.operations.open_params import open_params, resolve_compute_dtype
+from prepcli.commands.operations.computing import (
+    open_params,
+    resolve_compute_dtype,
+    source_generation_defaults,
+    tokenizer_path,
+)
 from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public, rendered_for_python
 from prepcli.commands.operations.options import SourceOptions
@@ -97,22 +101,14 @@ class HarnessMethods:
     generators: dict[GenerationConfig, Generator] = field(default_factory=dict)
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Return the log likelihood of each continuation, and whether greedy generation gives it.
-
-        Args:
-            requests: Their arguments are a context and a continuation.
-        """
+        """Return the log likelihood of each continuation, and whether greedy generation gives it."""
         scores = self._score_requests(
             [self._continuation_request(*request.args) for request in requests]
         )
         return [(score.log_likelihood, score.is_greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Return the log likelihood of each text. Each token is predicted once.
-
-        Args:
-            requests: Their argument is a text.
-        """
+        """Return the log likelihood of each text. Each token is predicted once."""
         from trainer.training.scoring import rolling_requests
 
         # A text longer than the model is scored in windows. All windows are scored in the same batches.
@@ -203,14 +199,7 @@ class HarnessMethods:
     def _generate_texts(
         self, requests: Sequence[Instance], config: GenerationConfig, *, first_row: int
     ) -> list[str]:
-        """Return the texts generated for a batch of contexts, each cut at its first stop text.
-
-        Args:
-            requests: The requests of the batch.
-            config: Options of all of them.
-            first_row: Position of the first one among all requests with these options. Seeds its
-                samples.
-        """
+        """Return the texts generated for a batch of contexts, each cut at its first stop text."""
         from trainer.generation.generator import Generator
 
         if config not in self.generators:

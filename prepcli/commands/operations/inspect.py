@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -12,12 +13,14 @@ from typing import NotRequired, TypedDict, Unpack
 from prepcli.commands.operations.inspection_options import InspectOptions, SortKey, ViewOptions
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Inspection, TensorSummary
-from prepcli.commands.operations.tensor_statistics import check_values, compute_statistics
-from prepcli.core.errors import Command, Option, PrepError, join_texts, text, usage_error
+from prepcli.core.errors import Command, Option, PrepError, Text, join_texts, text, usage_error
 from prepcli.core.observer import Observer, SilentObserver
 from prepcli.core.option_spec import PathLike
 from prepcli.core.suggest import suggest
+from prepcli.engine.blobs import open_blobs
+from prepcli.engine.budget import MIN_MEMORY_NBYTES
 from prepcli.engine.collector import collector_paused
+from prepcli.formats.manifest import again_hint
 from prepcli.inspection.contents import (
     AdapterSummary,
     CheckpointContents,
@@ -32,22 +35,109 @@ from prepcli.inspection.logical_leaves import (
     nbytes_below,
     partition_rules,
 )
-from prepcli.inspection.tensor_stats import TensorStats
+from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.models.mesh import Mesh, parse_mesh
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.partition import Spec
 from prepcli.models.rule_text import merge_rules
 from prepcli.planning.manifest_fields import VocabularyRecord
-from prepcli.planning.tensor_match import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
+from prepcli.planning.tensor_match import (
+    DEFAULT_MATCH_OPTIONS,
+    VOCAB_SIZE_KEY,
+    Vocabulary,
+    read_vocabulary,
+)
 from prepcli.planning.tensors import OPT_STATE
+from prepcli.restore.digest_checks import check_tensors
 from prepcli.sources.dequantized import DECODED_DTYPE
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.mapped import read_map
 from prepcli.sources.opening import open_source
-from prepcli.sources.quantization import model_quantization
-from prepcli.sources.source import SourceTensor
+from prepcli.sources.quantization import is_quantized, model_quantization
+from prepcli.sources.source import (
+    Source,
+    SourceTensor,
+    label_tensors,
+    match_source_tensors,
+    stored_axis_maps,
+)
+from prepcli.stores.byte_ranges import MAX_IN_FLIGHT, map_in_daemon_threads
+from prepcli.stores.paths import is_remote, without_read_ahead
 from prepcli.targets.orbax_item import item_leaf_spec
+
+
+def check_values(
+    located: LocatedCheckpoint, names: Collection[str] | None, observer: Observer
+) -> None:
+    """Compare an output of prep with its recorded digests, before statistics of its values are shown.
+
+    A bucket sends the bytes twice: statistics are of leaves as they are stored, and digests of tensors.
+
+    Raises:
+        DamagedError: A tensor differs from its digest.
+    """
+    if located.manifest is None:
+        return
+    # Quantised weights have digests as they are stored, and scaled values as they are scaled.
+    verbatim = True if is_quantized(located.files.path) else None
+    source = open_source(located, verbatim=verbatim, kept_scales="all")
+    tensors = source.all_tensors
+    if names is not None:
+        tensors = _named_tensors(source, names)
+    check_tensors(
+        source,
+        tensors,
+        observer.progress(),
+        again_hint(located.manifest),
+        # `inspect` has no option for memory.
+        memory_nbytes=MIN_MEMORY_NBYTES,
+    )
+
+
+def _named_tensors(source: Source, names: Collection[str]) -> Sequence[SourceTensor]:
+    """Return the tensors of some leaves or tensors, by name. All tensors if they have other names."""
+    uses = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS).uses
+    labels = label_tensors(source, uses)
+    tensors: list[SourceTensor] = []
+    found: set[str] = set()
+    for tensor in source.all_tensors:
+        label = labels[tensor.name]
+        shown = {label.tensor, *label.leaf.split(", ")} & {*names}
+        if shown:
+            tensors.append(tensor)
+            found |= shown
+    # The leaves of another library have names of their own.
+    return tensors if found == {*names} else source.all_tensors
+
+
+def compute_statistics(
+    contents: CheckpointContents, entries: Sequence[SourceTensor], observer: Observer
+) -> list[TensorStats | None]:
+    """Read the data of tensors, and compute the statistics of each."""
+    progress = observer.progress()
+    progress.begin("inspect", sum(map(stored_nbytes, entries)))
+    has_server = is_remote(contents.byte_sources)
+    # One thread at a time reports progress.
+    progress_lock = threading.Lock()
+
+    def advance(nbytes: int) -> None:
+        with progress_lock:
+            progress.advance(nbytes)
+
+    try:
+        with open_blobs(without_read_ahead(contents.byte_sources)) as files:
+
+            def compute(entry: SourceTensor) -> TensorStats | None:
+                return compute_stats(entry, files, advance, is_remote=has_server)
+
+            if not has_server:
+                return [compute(entry) for entry in entries]
+            # A store limits the rate of each connection.
+            return map_in_daemon_threads(compute, entries, num_threads=2 * MAX_IN_FLIGHT)
+    finally:
+        progress.end()
+
 
 ShapeAndDtype = tuple[tuple[int, ...], str]
 
@@ -176,62 +266,48 @@ def inspect(checkpoint: PathLike, **options: Unpack[InspectOptions]) -> Inspecti
 
 
 def check_view(pattern: str | None, view: ViewOptions) -> None:
-    """Raise UsageError for more than one view, and for an option without effect on the view.
-
-    Args:
-        pattern: Shell pattern of tensor names. None selects all.
-        view: The view.
-    """
+    """Raise UsageError for more than one view, and for an option without effect on the view."""
     shards = Option("shards")
-    views = []
+    page = Option("html")
+    views: list[Option] = []
     for name in ("tree", "stats", "shards", "diff"):
         if view[name] not in (None, False):
             views.append(Option(name, view[name]))
+    # Option without effect, and why
+    unused: tuple[Option, Text | str] | None = None
+    if view["quantized"] != "keep" and view["diff"] is not None:
+        why = text("{} compares the tensors as they are stored", Option("diff"))
+        unused = (Option("quantized", view["quantized"]), why)
     if view["html"] is not None:
-        _check_page_view(view)
-        _check_decoding(view)
-        return
-    if len(views) > 1:
+        for option in views:
+            if option.name in ("tree", "shards"):
+                what = text("{} has no effect with {}", Option(option.name), page)
+                why = "the page has the tree and the shards of all leaves"
+                raise usage_error(what, why, text("remove {}", Option(option.name)))
+    elif len(views) > 1:
         names = join_texts(" and ", [text("{}", option) for option in views])
         raise usage_error(
             text("{} are different views", names),
             "inspect shows one at a time",
             text("pass only one of them, such as {}", views[0]),
         )
-    if view["mesh"] is not None and view["shards"] is None:
+    elif view["mesh"] is not None and view["shards"] is None:
         raise usage_error(
-            text("{} requires {} or {}", Option("mesh"), shards, Option("html")),
+            text("{} requires {} or {}", Option("mesh"), shards, page),
             "it sets the mesh that splits the leaves",
             text("{}", Option("shards", "LEAF")),
         )
-    if view["sort"] != "file" and (view["shards"] is not None or view["diff"] is not None):
-        what = text("{} has no effect", Option("sort", view["sort"]))
-        raise usage_error(what, "it sorts tables and trees", text("remove {}", Option("sort")))
-    _check_decoding(view)
-    if pattern is not None and view["shards"] is not None:
+    elif view["sort"] != "file" and (view["shards"] is not None or view["diff"] is not None):
+        unused = (Option("sort", view["sort"]), "it sorts tables and trees")
+    if unused is not None:
+        option, why = unused
+        what = text("{} has no effect", option)
+        raise usage_error(what, why, text("remove {}", Option(option.name)))
+    if pattern is not None and view["shards"] is not None and view["html"] is None:
         raise usage_error(
             f"unexpected argument `{pattern}`",
             text("{} already names the leaf", shards),
             f"remove `{pattern}`",
-        )
-
-
-def _check_page_view(view: ViewOptions) -> None:
-    """Raise UsageError for views without effect on a page. It has them anyway."""
-    for name in ("tree", "shards"):
-        if view[name] not in (None, False):
-            what = text("{} has no effect with {}", Option(name), Option("html"))
-            why = "the page has the tree and the shards of all leaves"
-            raise usage_error(what, why, text("remove {}", Option(name)))
-
-
-def _check_decoding(view: ViewOptions) -> None:
-    """Raise UsageError for decoded weights in a comparison of stored tensors."""
-    if view["quantized"] != "keep" and view["diff"] is not None:
-        quantized = Option("quantized", view["quantized"])
-        why = text("{} compares the tensors as they are stored", Option("diff"))
-        raise usage_error(
-            text("{} has no effect", quantized), why, text("remove {}", Option("quantized"))
         )
 
 
@@ -247,15 +323,6 @@ def select_tensors(
 ) -> SelectedTensors:
     """Select tensors of a checkpoint by name. Only `stats` reads data.
 
-    Args:
-        checkpoint: Folder, alias, hub id or URL.
-        observer: Receives warnings and progress.
-        options: How the checkpoint is read.
-        pattern: Shell pattern of tensor names. None selects all.
-        sort: Order: by name, by size (largest first), or as stored.
-        stats: Compute the statistics of the selected tensors.
-        dequantize: Show quantised weights decoded.
-
     Raises:
         PrepError: No name matches, or the checkpoint cannot be read.
     """
@@ -263,7 +330,12 @@ def select_tensors(
     contents = inspected.contents
     check_stream(options.get("stream", False), inspected.located)
     names = _match_names([entry.name for entry in contents.entries], pattern, contents.display_name)
-    entries = _sort_entries([entry for entry in contents.entries if entry.name in names], sort)
+    entries = [entry for entry in contents.entries if entry.name in names]
+    if sort == "name":
+        entries.sort(key=lambda entry: entry.name)
+    elif sort == "size":
+        # The largest first
+        entries.sort(key=lambda entry: -entry.nbytes)
     statistics = None
     if stats:
         is_whole = dequantize or len(entries) == len(contents.entries)
@@ -282,14 +354,6 @@ def shard_leaf(
     dequantize: bool = False,
 ) -> LeafShards:
     """Split a leaf of a checkpoint by a mesh. No data is read.
-
-    Args:
-        checkpoint: Folder, alias, hub id or URL.
-        observer: Receives warnings.
-        options: How the checkpoint is read.
-        leaf_name: Name of the leaf, or a unique end of it.
-        mesh_text: The mesh. None selects the mesh of the manifest.
-        dequantize: Split the leaves of decoded weights.
 
     Raises:
         UsageError: There is no mesh, or it does not divide the leaf.
@@ -356,13 +420,6 @@ def compare_shapes(
 
     The tensors are in the order of the first checkpoint. Further tensors of the second checkpoint follow.
 
-    Args:
-        checkpoint: Folder, alias, hub id or URL.
-        against: A second checkpoint. The revision, the step and the config of the options belong to the first one.
-        observer: Receives warnings.
-        options: How the checkpoints are read.
-        pattern: Shell pattern of tensor names. None compares all.
-
     Raises:
         PrepError: No name matches, or a checkpoint cannot be read.
     """
@@ -399,14 +456,7 @@ def shape_text(shape_and_dtype: ShapeAndDtype | None) -> str:
 def inspect_checkpoint(
     checkpoint: str, observer: Observer, options: InspectOptions, *, dequantize: bool = False
 ) -> InspectedCheckpoint:
-    """Read the headers or the index of a checkpoint, and summarize it.
-
-    Args:
-        checkpoint: Folder, alias, hub id or URL.
-        observer: Receives a warning about an invalid config.
-        options: How the checkpoint is read.
-        dequantize: Decode quantised weights.
-    """
+    """Read the headers or the index of a checkpoint, and summarize it."""
     located, contents = _read_checkpoint(checkpoint, observer, options, dequantize=dequantize)
     return InspectedCheckpoint(located, contents, _summarize_source(contents, located, observer))
 
@@ -464,13 +514,6 @@ def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -
     )
 
 
-def _sort_entries(entries: list[SourceTensor], sort: SortKey) -> list[SourceTensor]:
-    """Sort by name, by size (largest first), or keep the stored order."""
-    if sort == "name":
-        return sorted(entries, key=lambda entry: entry.name)
-    return sorted(entries, key=lambda entry: -entry.nbytes) if sort == "size" else entries
-
-
 def _summarize_source(
     contents: CheckpointContents, located: LocatedCheckpoint, observer: Observer
 ) -> SourceSummary:
@@ -480,6 +523,9 @@ def _summarize_source(
     vocab: VocabularyRecord | None = None
     if vocabulary is not None:
         vocab = {"true": vocabulary.true_size, "padded": vocabulary.stored_size}
+    family = None if contents.family is None else contents.family.name
+    if contents.is_verbatim:
+        family = VERBATIM
     dtypes: dict[str, int] = {}
     for entry in contents.entries:
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
@@ -490,7 +536,7 @@ def _summarize_source(
         "files": len(contents.files),
         "bytes": sum(path.stat().st_size for path in contents.files),
         "format": located.kind,
-        "family": _family_name(contents),
+        "family": family,
         "tensors": len(contents.entries),
         "chunks": contents.num_chunks,
         "values": sum(math.prod(entry.shape) for entry in contents.entries),
@@ -515,14 +561,6 @@ def _summarize_source(
             "dtype": DECODED_DTYPE,
         }
     return fields
-
-
-def _family_name(contents: CheckpointContents) -> str | None:
-    if contents.is_verbatim:
-        return VERBATIM
-    if contents.family is None:
-        return None
-    return contents.family.name
 
 
 def _stacked_layers(contents: CheckpointContents) -> tuple[bool | None, int | None]:

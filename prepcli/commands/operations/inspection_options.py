@@ -1,19 +1,26 @@
-"""The options of the operations that read a checkpoint and write no other one.
+"""The options of the operations that write no checkpoint of their own, e.g. inspect, verify, plan, report and env.
 
-This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
+This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it. See `options.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Literal, TypedDict, get_args
 
-from prepcli.commands.operations.map_options import TENSOR_MAP, MapOptions
-from prepcli.commands.operations.options import VERBATIM, SourceOptions
-from prepcli.commands.operations.strict_options import StrictOptions
-from prepcli.commands.operations.tree_options import SourceTreeOptions
-from prepcli.core.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
+from prepcli.commands.operations.options import (
+    TENSOR_MAP,
+    VERBATIM,
+    MapOptions,
+    SourceOptions,
+    SourceTreeOptions,
+    StrictOptions,
+    flag,
+    option,
+)
+from prepcli.core.option_spec import NOT_RECORDED, Minimum, PathLike
 from prepcli.planning.libraries import Tree
 
 SortKey = Literal["name", "size", "file"]
@@ -37,33 +44,31 @@ Way = Literal[
 WAYS: tuple[Way, ...] = get_args(Way)
 _QUOTED_WAYS = ", ".join(f'"{way}"' for way in WAYS)
 
-_SEARCH = OptionSpec(
+_SEARCH = option(
     "FOLDER",
     "With --chain: find moved checkpoints in FOLDER. Repeatable.",
     "Folders with moved or renamed checkpoints. They are found by their digests.",
     default=(),
     position=22,
 )
-_ALLOW_UNPROVEN = OptionSpec(
-    None,
+_ALLOW_UNPROVEN = flag(
     "With --chain: accept links with a missing source, or without a digest of it.",
     "Accept links with a missing source, or without a digest of it. Default: False.",
-    default=False,
     position=22,
 )
-_PROMPT_IDS = OptionSpec(
+_PROMPT_IDS = option(
     "FILE",
     "With --logits: comma-separated token ids, one prompt per line. Default: 16 and 512 random ids.",
     "File of comma-separated token ids, one prompt per line. Default: 16 and 512 random ids.",
     position=24,
 )
-_LOGITS_MESH = OptionSpec(
+_LOGITS_MESH = option(
     "DP,FSDP,MP",
     "With --logits: compute on this device mesh. Default: one device.",
     '"dp,fsdp,mp" sizes or named axes. Default: the first device.',
     position=24,
 )
-_LIBRARY = OptionSpec(
+_LIBRARY = option(
     "prep|transformers",
     "With --logits: compute the second model with this library.",
     '"prep" (the default) or "transformers": the library that computes the second model.',
@@ -82,33 +87,20 @@ class VerifyOptions(SourceOptions, MapOptions, SourceTreeOptions, StrictOptions,
 
     verbatim: Annotated[bool | None, replace(VERBATIM, record=NOT_RECORDED)]
 
-    quick: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Compare names, shapes and dtypes. Read no values.",
-            "Compare names, shapes and dtypes only. No value is read. Default: False.",
-            default=False,
-            position=21,
-        ),
-    ]
+    quick: Annotated[bool, flag("Compare names, shapes and dtypes. Read no values.", position=21)]
     tolerance: Annotated[
         NonNegative | None,
-        OptionSpec(
+        option(
             "NUMBER",
             "Accept values that differ by at most NUMBER, in any dtype. List the differences of each tensor.",
-            "Largest accepted difference between two values, whose dtypes may differ. Default: none, all bits are"
-            " compared.",
             position=21,
         ),
     ]
     accept: Annotated[
         Sequence[PathLike],
-        OptionSpec(
+        option(
             "FILE",
             "Record the new digest of a settings or tokenizer file that you changed. Repeatable.",
-            "Settings or tokenizer files of the checkpoint that you changed. Their new digests are"
-            " recorded if nothing else differs.",
             default=(),
             position=21,
         ),
@@ -127,13 +119,7 @@ class ChainCommandOptions(TypedDict):
 
     chain: Annotated[
         bool,
-        OptionSpec(
-            None,
-            "Show by recorded digests from which checkpoints an output was made.",
-            "Show from which checkpoints an output was made. Default: False.",
-            default=False,
-            position=21,
-        ),
+        flag("Show by recorded digests from which checkpoints an output was made.", position=21),
     ]
     search: Annotated[Sequence[PathLike], _SEARCH]
     allow_unproven: Annotated[bool, _ALLOW_UNPROVEN]
@@ -144,7 +130,7 @@ class LogitsOptions(SourceOptions, total=False):
 
     tolerance: Annotated[
         NonNegative | None,
-        OptionSpec(
+        option(
             "NUMBER",
             "Accept logits that differ by at most NUMBER.",
             "Largest accepted difference between two logits. Default: 0.001.",
@@ -160,14 +146,7 @@ class LogitsCommandOptions(TypedDict):
     """The options of `prep verify` for logits. With `logits` the command calls `verify_logits`."""
 
     logits: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Compare the logits and hidden states that both models compute.",
-            "Compare the logits of both models. Default: False.",
-            default=False,
-            position=23,
-        ),
+        bool, flag("Compare the logits and hidden states that both models compute.", position=23)
     ]
     prompt_ids: Annotated[PathLike | None, _PROMPT_IDS]
     library: Annotated[Library, _LIBRARY]
@@ -177,24 +156,9 @@ class LogitsCommandOptions(TypedDict):
 class LockOptions(SourceOptions, total=False):
     """Options of `lock`."""
 
-    overwrite: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Replace a lock file that differs.",
-            "Replace a lock file that differs. Default: False.",
-            default=False,
-            position=43,
-        ),
-    ]
+    overwrite: Annotated[bool, flag("Replace a lock file that differs.", position=43)]
     html: Annotated[
-        PathLike | None,
-        OptionSpec(
-            "FILE",
-            "Write a page with the digests of the files.",
-            "File of a page with the source, the files with their digests, and the tensors by dtype. Default: none.",
-            position=44,
-        ),
+        PathLike | None, option("FILE", "Write a page with the digests of the files.", position=44)
     ]
 
 
@@ -203,37 +167,21 @@ class RoundtripOptions(SourceOptions, total=False):
 
     layout: Annotated[
         Sequence[Way],
-        OptionSpec(
+        option(
             "WAY",
             f"Take this way: {', '.join(WAYS[:-1])} or {WAYS[-1]}. Repeatable. Default: all.",
-            f"Ways to take: {_QUOTED_WAYS}. Default: all.",
             default=(),
             position=1,
         ),
     ]
-    overwrite: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Replace a certificate that differs.",
-            "Replace a certificate that differs. Default: False.",
-            default=False,
-            position=43,
-        ),
-    ]
+    overwrite: Annotated[bool, flag("Replace a certificate that differs.", position=43)]
 
 
 class RoundtripArguments(TypedDict):
     """The argument `out` of `roundtrip`. It is an option of its command."""
 
     out: Annotated[
-        PathLike | None,
-        OptionSpec(
-            "FILE",
-            "Write to FILE. Default: NAME.roundtrip.json.",
-            "The certificate.",
-            position=40,
-        ),
+        PathLike | None, option("FILE", "Write to FILE. Default: NAME.roundtrip.json.", position=40)
     ]
 
 
@@ -241,34 +189,21 @@ class LockArguments(TypedDict):
     """Argument of the function `lock` with an option on the command line: `--out`."""
 
     out: Annotated[
-        PathLike | None,
-        OptionSpec(
-            "FILE", "Write to FILE. Default: NAME.lock.json.", "The lock file.", position=40
-        ),
+        PathLike | None, option("FILE", "Write to FILE. Default: NAME.lock.json.", position=40)
     ]
 
 
 class SuggestMapOptions(SourceOptions, total=False):
     """Options of `suggest_map`."""
 
-    overwrite: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Replace a map that differs.",
-            "Replace a map that differs. Default: False.",
-            default=False,
-            position=43,
-        ),
-    ]
+    overwrite: Annotated[bool, flag("Replace a map that differs.", position=43)]
 
 
 class SuggestMapArguments(TypedDict):
     """The argument of `suggest_map` that is an option of its command."""
 
     out: Annotated[
-        PathLike | None,
-        OptionSpec("FILE", "Write to FILE. Default: NAME.map.", "The map.", position=40),
+        PathLike | None, option("FILE", "Write to FILE. Default: NAME.map.", position=40)
     ]
 
 
@@ -276,68 +211,26 @@ class ViewOptions(TypedDict):
     """What `prep inspect` shows: one of `tree`, `stats`, `shards` and `diff`, or a page with all of them."""
 
     sort: Annotated[
-        SortKey,
-        OptionSpec(
-            "BY",
-            "Sort by name, size or file (stored order).",
-            'Order: "name", "size" or "file", the stored order. Default: "file".',
-            default="file",
-        ),
+        SortKey, option("BY", "Sort by name, size or file (stored order).", default="file")
     ]
-    tree: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Print a tree with equal layers merged.",
-            "Show a tree with equal layers merged. Default: False.",
-            default=False,
-        ),
-    ]
-    stats: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Read the data. Print min, max, mean, NaN ….",
-            "Read the data, and compute statistics of each tensor. Default: False.",
-            default=False,
-        ),
-    ]
-    shards: Annotated[
-        str | None,
-        OptionSpec("LEAF", "Draw the shards of a leaf on each device.", "Leaf to split by a mesh."),
-    ]
+    tree: Annotated[bool, flag("Print a tree with equal layers merged.")]
+    stats: Annotated[bool, flag("Read the data. Print min, max, mean, NaN ….")]
+    shards: Annotated[str | None, option("LEAF", "Draw the shards of a leaf on each device.")]
     mesh: Annotated[
         str | None,
-        OptionSpec(
-            "DP,FSDP,MP",
-            "Set the mesh of --shards or --html. Default: the source's.",
-            "Mesh that splits the leaf. Default: the source's.",
-        ),
+        option("DP,FSDP,MP", "Set the mesh of --shards or --html. Default: the source's."),
     ]
     quantized: Annotated[
         Literal["keep", "dequantize"],
-        OptionSpec(
+        option(
             "keep|dequantize",
             "Show quantised weights as they are stored, or decoded.",
-            '"keep" (the default) shows quantised weights as they are stored, "dequantize" their values.',
             default="keep",
         ),
     ]
-    diff: Annotated[
-        str | None,
-        OptionSpec(
-            "OTHER",
-            "Compare names, shapes and dtypes.",
-            "Checkpoint to compare names, shapes and dtypes with.",
-        ),
-    ]
+    diff: Annotated[str | None, option("OTHER", "Compare names, shapes and dtypes.")]
     html: Annotated[
-        PathLike | None,
-        OptionSpec(
-            "FILE",
-            "Write a page with the tree, shards, --stats and --diff.",
-            "File of a page with the tree, the shards, and if asked for statistics and differences. Default: none.",
-        ),
+        PathLike | None, option("FILE", "Write a page with the tree, shards, --stats and --diff.")
     ]
 
 
@@ -346,10 +239,9 @@ class PlanOptions(TypedDict, total=False):
 
     overrides: Annotated[
         str | Sequence[str],
-        OptionSpec(
+        option(
             "KEY=VALUE",
             "Override a key, for example data.seq_length=8192.",
-            'Values in place of those of the recipe, such as "data.seq_length=8192".',
             default=(),
             flag="--set",
             position=1,
@@ -357,84 +249,84 @@ class PlanOptions(TypedDict, total=False):
     ]
     mesh: Annotated[
         str | None,
-        OptionSpec(
-            "DP,FSDP,MP",
-            "Plan for this device mesh. Default: the recipe's.",
-            "Mesh of the devices. Default: the recipe's.",
-            position=1,
-        ),
+        option("DP,FSDP,MP", "Plan for this device mesh. Default: the recipe's.", position=1),
     ]
     devices: Annotated[
         str | None,
-        OptionSpec(
+        option(
             "KIND[:N]",
             "Plan for N devices of KIND, for example v5p:256. N alone: of any kind. Default: all"
             " kinds.",
-            'Kind and number of the devices, such as "v5p", "v5p:256" or "256". Default: all kinds.',
             position=1,
         ),
     ]
-    html: Annotated[
-        PathLike | None,
-        OptionSpec(
-            "FILE",
-            "Write a page with charts.",
-            "File of a page with charts. Default: none.",
-            position=3,
-        ),
-    ]
+    html: Annotated[PathLike | None, option("FILE", "Write a page with charts.", position=3)]
     config: Annotated[
         PathLike | None,
-        OptionSpec(
-            "PATH",
-            "Read config.json from PATH, for a checkpoint without one.",
-            "config.json, or its folder, in place of the checkpoint's.",
-            position=4,
-        ),
+        option("PATH", "Read config.json from PATH, for a checkpoint without one.", position=4),
     ]
     map: Annotated[PathLike | None, replace(TENSOR_MAP, position=4)]
-    offline: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Use only the hub's cache.",
-            "Use only the hub's cache. Default: False.",
-            default=False,
-            position=5,
-        ),
-    ]
+    offline: Annotated[bool, flag("Use only the hub's cache.", position=5)]
     compile: Annotated[
         bool,
-        OptionSpec(
-            None,
+        flag(
             "Compile the step for --devices. Show XLA's memory and collectives.",
             "Compile the step for `devices`, for the memory and the collectives of XLA. Default:"
             " False.",
-            default=False,
             position=6,
         ),
     ]
     compile_timeout: Annotated[
         Seconds | None,
-        OptionSpec(
-            "SECONDS",
-            "End the compilation after SECONDS. Default: no limit.",
-            "Time limit of the compilation in seconds. Default: none.",
-            position=7,
-        ),
+        option("SECONDS", "End the compilation after SECONDS. Default: no limit.", position=7),
     ]
 
 
 class MeshSearchOptions(TypedDict, total=False):
     """The option `--search` of `prep plan`: the command then calls `fitting_meshes` instead of `plan`."""
 
-    search: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "List the meshes on which the step fits.",
-            "Search the meshes on which the step fits. Default: False.",
-            default=False,
-            position=2,
+    search: Annotated[bool, flag("List the meshes on which the step fits.", position=2)]
+
+
+DEMO_FOLDER = Path("prep-demo")
+
+
+class ReportOptions(TypedDict):
+    """Arguments of the function `report` with an option on the command line."""
+
+    out: Annotated[
+        PathLike | None,
+        option(
+            "FILE", "Write the page to FILE. Default: report.html in RUN, or here if RUN is a URL."
         ),
     ]
+
+
+class RecipesOptions(TypedDict):
+    """Options of `prep recipes`."""
+
+    out: Annotated[PathLike | None, option("FILE", "Copy to FILE. Default: NAME.toml.")]
+
+
+class DocsOptions(TypedDict):
+    """Options of `prep docs`."""
+
+    path: Annotated[bool, flag("Print the path of the page instead of its text.")]
+
+
+class EnvOptions(TypedDict):
+    """Options of `prep env`."""
+
+    devices: Annotated[bool, flag("Import jax and list its devices.")]
+
+
+class DemoOptions(TypedDict):
+    """Options of `prep demo`."""
+
+    out: Annotated[PathLike, option("FOLDER", "Work in FOLDER.", default=DEMO_FOLDER)]
+
+
+class CheckFamilyOptions(TypedDict):
+    """Options of `prep check-family`."""
+
+    check: Annotated[Sequence[str], option("NAME", "Run only this check. Repeatable.", default=())]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.commands.operations.launch_submission import submit_script
-from prepcli.commands.operations.recipe_files import find_training_recipe
+from prepcli.commands.operations.recipes import find_training_recipe
 from prepcli.core.errors import (
+    FAILED,
     INTERRUPTED,
     Command,
     Key,
     Option,
+    PrepError,
     Text,
     join_texts,
     text,
@@ -53,6 +59,92 @@ from prepcli.models.mesh import MESH_OPTION, parse_mesh
 from prepcli.models.slices import ONE_SLICE, num_slices, parse_slice_counts
 from prepcli.stores.files import io_error, write_file
 from trainer.recipe import Recipe, load_recipe
+
+# Commands that read the script from stdin.
+STDIN_COMMANDS = {
+    # `--parsable` prints the job id without a sentence around it.
+    "slurm": ("sbatch", "--parsable"),
+    "tpu": ("bash", "-s"),
+    "gke": ("kubectl", "create", "-f", "-"),
+}
+# `sky` reads its file several times, so it cannot be a pipe. `--async` ends it when the job is accepted.
+SKY_COMMAND = ("sky", "jobs", "launch", "--yes", "--async")
+NOT_SUBMITTED = "the job was not submitted"
+# The driver is a word of its own command, so that no file has to reach the cluster.
+RAY_COMMAND = ("ray", "job", "submit", "--no-wait", "--log-color", "false", "--", "python", "-c")
+
+
+def submit_line(target: str, path: Path) -> str:
+    """Return the shell command to submit the script in a file.
+
+    >>> submit_line("slurm", Path("job.sh"))
+    'sbatch --parsable < job.sh'
+    >>> submit_line("sky", Path("job.yaml"))
+    'sky jobs launch --yes --async job.yaml'
+    """
+    file = shlex.quote(str(path))
+    if target == "sky":
+        return f"{shlex.join(SKY_COMMAND)} {file}"
+    if target == "ray":
+        program = _ray_program(f"$(base64 < {file} | tr -d '\\n')")
+        return f'{shlex.join(RAY_COMMAND)} "{program}"'
+    return f"{shlex.join(STDIN_COMMANDS[target])} < {file}"
+
+
+def submit_script(target: str, script: str) -> str:
+    """Submit a script and return the reply of the engine.
+
+    Raises:
+        PrepError: The program of the engine is not installed, or it failed.
+    """
+    if target == "sky":
+        with tempfile.TemporaryDirectory(prefix="prep-") as folder:
+            path = Path(folder) / "job.yaml"
+            path.write_bytes(os.fsencode(script))
+            return _run([*SKY_COMMAND, str(path)])
+    if target == "ray":
+        program = _ray_program(base64.b64encode(os.fsencode(script)).decode())
+        return _run([*RAY_COMMAND, program], name=shlex.join(RAY_COMMAND))
+    # The script of a TPU waits for the command.
+    failure = "the job failed" if target == "tpu" else NOT_SUBMITTED
+    return _run(STDIN_COMMANDS[target], stdin=script, failure=failure)
+
+
+def _ray_program(encoded: str) -> str:
+    """Return the Python program to run a driver in base64.
+
+    Ray passes the words of a job through a shell. Ray 2.50 quotes them with the rules of Windows, and the shell would
+    expand `$` and backticks in the driver. The program has no such characters. Ray quotes it because it has spaces.
+    """
+    return f"import base64; exec(base64.b64decode('{encoded}'))"
+
+
+def _run(
+    command: Sequence[str], *, stdin: str = "", name: str = "", failure: str = NOT_SUBMITTED
+) -> str:
+    """Run a command and return its stdout."""
+    try:
+        result = subprocess.run(
+            command,
+            input=stdin,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            errors="surrogateescape",
+            check=False,
+        )
+    except FileNotFoundError:
+        why = f"`{command[0]}` is not installed on this machine"
+        hint = text("{}, and submit it on a login node", Option("out", "FILE"))
+        raise PrepError(NOT_SUBMITTED, why, hint) from None
+    except OSError as error:
+        # E.g. a driver of more than 128 KiB, the limit of Linux for one word.
+        why = f"`{name or command[0]}`: {error.strerror}"
+        raise PrepError(NOT_SUBMITTED, why, text("{}", Option("out", "FILE"))) from None
+    if result.returncode:
+        why = f"`{name or shlex.join(command)}` exited with {result.returncode}"
+        raise PrepError(failure, why, "its message is above", FAILED)
+    return result.stdout.strip()
+
 
 # Seconds until the processes of a recipe without `cluster.heartbeat_timeout` notice a lost one.
 HEARTBEAT_TIMEOUT_S = 60.0
@@ -120,12 +212,7 @@ class LocalJob:
 
 
 def launch_slurm(command: LaunchedCommand, **options: Unpack[SlurmOptions]) -> LaunchedScript:
-    """Return the batch script of a command, or submit it with `sbatch`.
-
-    Args:
-        command: The command.
-        **options: See `SlurmOptions`.
-    """
+    """Return the batch script of a command, or submit it with `sbatch`."""
     request = _load_request(command)
     hardware = plain_hardware(options["nodes"], options["devices_per_node"])
     _check_hardware(request, hardware, text("{}", Option("nodes", 1)))
@@ -136,12 +223,7 @@ def launch_slurm(command: LaunchedCommand, **options: Unpack[SlurmOptions]) -> L
 
 
 def launch_tpu(command: LaunchedCommand, **options: Unpack[TpuOptions]) -> LaunchedScript:
-    """Return the `gcloud` script of a command, or run it.
-
-    Args:
-        command: The command.
-        **options: See `TpuOptions`.
-    """
+    """Return the `gcloud` script of a command, or run it."""
     request = _load_request(command)
     if request.training is not None:
         # None for a generation that prep does not know. The script can still create it with `--runtime-version`.
@@ -154,12 +236,7 @@ def launch_tpu(command: LaunchedCommand, **options: Unpack[TpuOptions]) -> Launc
 
 
 def launch_gke(command: LaunchedCommand, **options: Unpack[GkeOptions]) -> LaunchedScript:
-    """Return the JobSet of a command, or create it with `kubectl`.
-
-    Args:
-        command: The command.
-        **options: See `GkeOptions`.
-    """
+    """Return the JobSet of a command, or create it with `kubectl`."""
     request = _load_request(command)
     hardware = plain_hardware(options["nodes"], None)
     slices = 1
@@ -177,12 +254,7 @@ def launch_gke(command: LaunchedCommand, **options: Unpack[GkeOptions]) -> Launc
 
 
 def launch_sky(command: LaunchedCommand, **options: Unpack[SkyOptions]) -> LaunchedScript:
-    """Return the managed job of SkyPilot for a command, or submit it.
-
-    Args:
-        command: The command.
-        **options: See `SkyOptions`.
-    """
+    """Return the managed job of SkyPilot for a command, or submit it."""
     request = _load_request(command)
     hardware = sky_hardware(options, command, request.training)
     hint = text("{}", Option("nodes", 1))
@@ -198,12 +270,7 @@ def launch_sky(command: LaunchedCommand, **options: Unpack[SkyOptions]) -> Launc
 
 
 def launch_ray(command: LaunchedCommand, **options: Unpack[RayOptions]) -> LaunchedScript:
-    """Return the driver of a Ray job for a command, or submit it.
-
-    Args:
-        command: The command.
-        **options: See `RayOptions`.
-    """
+    """Return the driver of a Ray job for a command, or submit it."""
     request = _load_request(command)
     hardware = plain_hardware(options["workers"], options["tpus"] or options["gpus"])
     _check_hardware(request, hardware, text("{}", Option("workers", 1)))
@@ -232,12 +299,6 @@ def launch_local(
     **options: Unpack[LocalOptions],
 ) -> LocalJob:
     """Run a command in several processes on this machine.
-
-    Args:
-        command: The command.
-        observer: Receives the lines of all processes.
-        quiet: Let the processes show errors only.
-        **options: See `LocalOptions`.
 
     Raises:
         PrepError: A process failed or was stopped. The first cause determines the exit code.
@@ -284,11 +345,6 @@ def _load_request(command: LaunchedCommand) -> _Request:
 
 def _check_hardware(request: _Request, hardware: Hardware, hint: Text) -> None:
     """Check the processes and the mesh of a command against the hardware of its job.
-
-    Args:
-        request: The command.
-        hardware: Nodes and devices of the job.
-        hint: Options for one process, for the error.
 
     Raises:
         UsageError: Each process would do the whole work, or the training does not fit.
@@ -341,13 +397,7 @@ def _training_needs(command: LaunchedCommand, recipe: Recipe | None) -> Training
 def _check_output_is_kept(
     command: LaunchedCommand, event: str, option: Option | None = None
 ) -> None:
-    """Raise UsageError if a command would write to a temporary disk.
-
-    Args:
-        command: The command.
-        event: The end of the disk, for the error.
-        option: Option for a permanent disk. None if the engine has no such option.
-    """
+    """Raise UsageError if a command would write to a temporary disk."""
     if not command.writes_output or parse_out_url(command.out) is not None:
         return
     what = text("{} is no bucket", Option("out", command.out or "NAME"))

@@ -12,17 +12,18 @@ from typing import Unpack
 
 from prepcli.algebra.boxes import Range
 from prepcli.commands.operations.inspection_options import LockOptions
-from prepcli.commands.operations.opening import common_options, open_checkpoint, source_line
-from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.result_files import (
+from prepcli.commands.operations.opening import (
     check_result_path,
-    has_content,
-    write_result_file,
+    common_options,
+    open_checkpoint,
+    source_line,
+    write_result,
 )
+from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import LockedModel
 from prepcli.commands.pages.html_page import check_page_path
 from prepcli.commands.pages.lock_page import write_lock_page
-from prepcli.core.errors import RERUN_HINT, Option, text
+from prepcli.core.errors import RERUN_HINT
 from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike
 from prepcli.core.progress import Progress
@@ -101,12 +102,13 @@ def lock(
         )
 
     content = _read_unchanged(source, read_content, observer)
-    data = encode_lock(content)
-    why = "its content differs from the lock of the present checkpoint"
-    hint = text("{} approves the present checkpoint", Option("overwrite", True))
-    already_done = has_content(path, data, overwrite=options["overwrite"], why=why, hint=hint)
-    if not already_done:
-        write_result_file(path, data)
+    already_done = write_result(
+        path,
+        encode_lock(content),
+        options["overwrite"],
+        why="its content differs from the lock of the present checkpoint",
+        hint="{} approves the present checkpoint",
+    )
     if page is not None:
         write_lock_page(page, content)
         observer.note(f"wrote {page}")
@@ -126,11 +128,6 @@ def _read_unchanged(source: Source, read_content: Callable[[], Lock], observer: 
     """Return the lock of a source that does not change while it is read.
 
     A lock of old and new bytes would approve a checkpoint that never existed.
-
-    Args:
-        source: The checkpoint.
-        read_content: Reads all files and tensors.
-        observer: Receives a note.
 
     Raises:
         PrepError: The checkpoint has changed.

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Unpack
 
 from prepcli.commands.operations.conversion import (
-    OUT_PLACEHOLDER,
     OpenedConversion,
     PlannedConversion,
     open_conversion,
-    run_conversion,
 )
 from prepcli.commands.operations.export import draft_export, plan_draft, report_fields
 from prepcli.commands.operations.export_sources import select_parts
@@ -24,7 +22,7 @@ from prepcli.commands.operations.options import ExportOptions, MergeOptions
 from prepcli.commands.operations.results import Conversion
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, format_command_line, with_defaults
 from prepcli.core.progress import Progress
 from prepcli.execution.workers import ProcessOptions
@@ -34,9 +32,8 @@ from prepcli.restore.digest_checks import sample_digest
 from prepcli.sources.folders import Access
 from prepcli.sources.openers.peft_folder import is_adapter
 from prepcli.sources.source import Source
-from prepcli.targets.adapter_updates import BaseAdapter, merge_adapter, open_base_adapter
-from prepcli.targets.planner import Draft
-from prepcli.targets.tokenizer_files import with_adapter_tokenizer
+from prepcli.targets.adapter_updates import merge_adapter, open_base_adapter
+from prepcli.targets.hf_folder import with_adapter_tokenizer
 
 
 @public
@@ -78,17 +75,10 @@ def merge(
     common = common_options(base, out, options, dry_run=dry_run, process_options=process_options)
     # A merge computes nothing with the model: the names in the files are enough.
     common = replace(common, verbatim=None)
-    opened = open_conversion(common, observer_of(progress))
+    opened = open_conversion(common, progress)
     # A plan reads only headers.
     check_base = options["verify"] and not dry_run
-    return run_conversion(opened, plan_merge(adapter, opened, options, check_base=check_base))
-
-
-def _unknown_orientation_error(adapter_path: Path, source: Source) -> PrepError:
-    """Return the error for an adapter of transposed weights and a base without a family."""
-    what = f"{source.display_name} is not supported as a base of {adapter_path}"
-    why = "fan_in_fan_out is true, and which weights of this architecture are transposed is unknown"
-    return PrepError(what, why, "PEFT's `merge_and_unload()` merges the adapter")
+    return opened.run(plan_merge(adapter, opened, options, check_base=check_base))
 
 
 def plan_merge(
@@ -101,17 +91,32 @@ def plan_merge(
     source = opened.source
     located = opened.located
     access = checkpoint_access(opened.common, opened.observer)
-    _check_complete(source)
+    if source.tree_manifest.is_adapter:
+        raise usage_error(
+            f"{source.display_name} is the run of an adapter",
+            "it has only adapters; a base is a complete model",
+            text("{}", Command("merge", "ADAPTER", "BASE")),
+        )
     # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.
     copy_options = with_defaults(ExportOptions, {"keep_padding": True})
     source = _with_towers(copy_options, source, access, check_digest=check_base)
     adapter = open_base_adapter(adapter_path, source)
     if source.family.is_verbatim and adapter.settings.fan_in_fan_out:
-        raise _unknown_orientation_error(adapter_path, source)
+        what = f"{source.display_name} is not supported as a base of {adapter_path}"
+        why = "fan_in_fan_out is true, and which weights of this architecture are transposed is unknown"
+        raise PrepError(what, why, "PEFT's `merge_and_unload()` merges the adapter")
     if check_base:
         _check_base(adapter_path, source)
     draft, source_view = merge_adapter(draft_export(copy_options, source), adapter)
-    merged = _merged_entry(adapter, draft)
+    merged: MergedAdapter = {
+        "adapter": str(adapter.path),
+        "scaling": adapter.settings.lora_config().scaling,
+        "tensors": len(draft.updates) + len(draft.replaced),
+    }
+    # An adapter that PEFT wrote has no manifest.
+    manifest = adapter.source.manifest
+    if manifest is not None and manifest.digest is not None:
+        merged["manifest"] = manifest.digest
     draft = replace(draft, settings=Manifest(merged=merged))
     plan = plan_draft(
         copy_options,
@@ -122,51 +127,22 @@ def plan_merge(
             f"merge {adapter_path}", source.display_name, MergeOptions, recorded_values(options)
         ),
     )
+    factors = " or ".join(
+        f"{scale:g}" for scale in sorted({u.scale for u in draft.updates.values()})
+    )
+    change = f"{len(draft.updates)} tensors change, scaled by {factors}"
+    if draft.replaced:
+        replaced = count_text(len(draft.replaced), "tensor")
+        change += f", and {replaced} of the adapter replaces the base's"
     base = adapter.settings.base_model_name_or_path
     origin = f" (trained with {base:.60})" if base else ""
     return PlannedConversion(
         replace(plan, small_files=with_adapter_tokenizer(plan.small_files, adapter_path)),
         f"{located.model_name}-merged",
-        notes=(f"{adapter_path}{origin} -> {source.display_name}: {_change_text(draft)}",),
+        notes=(f"{adapter_path}{origin} -> {source.display_name}: {change}",),
         fields={**report_fields(copy_options, draft, plan), "merged": merged},
-        next_command=f"prep verify {OUT_PLACEHOLDER}",
         source_view=source_view,
     )
-
-
-def _check_complete(base: Source) -> None:
-    """Raise UsageError if a base has only adapters."""
-    if base.tree_manifest.is_adapter:
-        raise usage_error(
-            f"{base.display_name} is the run of an adapter",
-            "it has only adapters; a base is a complete model",
-            text("{}", Command("merge", "ADAPTER", "BASE")),
-        )
-
-
-def _merged_entry(adapter: BaseAdapter, draft: Draft) -> MergedAdapter:
-    """Return what the output records of the adapter."""
-    merged: MergedAdapter = {
-        "adapter": str(adapter.path),
-        "scaling": adapter.settings.lora_config().scaling,
-        "tensors": len(draft.updates) + len(draft.replaced),
-    }
-    # An adapter that PEFT wrote has no manifest.
-    manifest = adapter.source.manifest
-    if manifest is not None and manifest.digest is not None:
-        merged["manifest"] = manifest.digest
-    return merged
-
-
-def _change_text(draft: Draft) -> str:
-    """Return how many tensors of the base change, and how."""
-    scales = {update.scale for update in draft.updates.values()}
-    factors = " or ".join(f"{scale:g}" for scale in sorted(scales))
-    change = f"{len(draft.updates)} tensors change, scaled by {factors}"
-    if draft.replaced:
-        replaced = count_text(len(draft.replaced), "tensor")
-        change += f", and {replaced} of the adapter replaces the base's"
-    return change
 
 
 def _with_towers(

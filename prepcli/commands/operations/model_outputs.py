@@ -8,6 +8,9 @@ Both compute in float32. The modules of JAX and torch are imported inside the fu
 
 from __future__ import annotations
 
+import math
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prepcli.commands.operations.file_arrays import file_array
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.models.param_tree import Tree
 from prepcli.sources.references import CONFIG
+from prepcli.stores.files import io_error
 from prepcli.stores.paths import AnyPath, StorePath
 from trainer.run.params import OpenedModel
 
@@ -27,6 +30,28 @@ if TYPE_CHECKING:
     from jax import Array
 
     from trainer.nn.model_spec import ForwardConfig
+
+
+def temporary_folder() -> Path:
+    """Return the folder of temporary files: `TMPDIR`, or the one of the system."""
+    return Path(tempfile.gettempdir())
+
+
+def file_array(shape: tuple[int, ...]) -> np.ndarray:
+    """Return a float32 array in a temporary file without a name. The file is removed with the array.
+
+    Raises:
+        PrepError: The file system has no room.
+    """
+    nbytes = 4 * math.prod(shape)
+    try:
+        with tempfile.TemporaryFile() as file:
+            # A write to a mapped page without a block on the disk would end the process with a signal.
+            os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
+            return np.memmap(file, np.float32, "r+", shape=shape)
+    except OSError as error:
+        raise io_error(temporary_folder(), error) from error
+
 
 REFERENCE_PACKAGES = ("torch", "transformers")
 # Longer prompts are computed with attention in tiles, because the scores of all pairs of tokens may exceed the memory.
@@ -59,11 +84,6 @@ def prep_outputs(
     """Load a model onto its mesh, and yield its output on each prompt.
 
     The arrays are in temporary files. Memory does not grow with the number of logits.
-
-    Args:
-        opened: The model.
-        prompts: Token ids.
-        decoder_start_id: First token of the decoder of a model with an encoder, or None.
 
     Raises:
         PrepError: A parameter is missing or damaged, or the device lacks memory.
@@ -162,12 +182,6 @@ def transformers_outputs(
 
     Code of the folder is not run.
 
-    Args:
-        folder: The folder.
-        prompts: Token ids.
-        true_vocab_size: Number of logits.
-        decoder_start_id: First token of the decoder of a model with an encoder, or None.
-
     Raises:
         PrepError: torch or transformers is not installed, or transformers cannot load the folder.
     """
@@ -203,13 +217,7 @@ def _first_rows(states: Sequence[Any]) -> tuple[np.ndarray, ...]:
 
 
 def _residual_stream(model: Any, ids: Any, states: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the states of `PromptOutput`, given the hidden states of transformers.
-
-    Args:
-        model: Model of transformers.
-        ids: Token ids [1, tokens].
-        states: Hidden states [1, tokens, width]. Mamba's lack the embedding, and include the last layer.
-    """
+    """Return the states of `PromptOutput`, given the hidden states of transformers."""
     if model.config.model_type in STATES_WITHOUT_EMBEDDING:
         return (model.get_input_embeddings()(ids), *states[:-2], states[-1])
     return states
@@ -221,12 +229,7 @@ def missing_reference_packages() -> list[str]:
 
 
 def transformers_folder(folder: AnyPath, display_name: str) -> Path:
-    """Return the folder of a checkpoint that transformers can load.
-
-    Args:
-        folder: Folder of the checkpoint.
-        display_name: Name of the checkpoint in messages.
-    """
+    """Return the folder of a checkpoint that transformers can load."""
     option = Option("library", "transformers")
     if missing := missing_reference_packages():
         raise PrepError(

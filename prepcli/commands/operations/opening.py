@@ -1,21 +1,23 @@
-"""Open the checkpoint of an operation, as its options say."""
+"""Open the checkpoint of an operation, as its options say, and check the place of its output."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.commands.operations.conflicts import reject_without
+from prepcli.commands.operations.operation import reject_without
 from prepcli.commands.operations.options import DEFAULT_MEMORY
 from prepcli.core.counts import count_text
-from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.errors import Option, OutputExistsError, text, usage_error
 from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.engine.budget import parse_memory
 from prepcli.execution.folder_store import remove_leftover
+from prepcli.execution.output_paths import check_local_path
 from prepcli.execution.workers import ONE_PROCESS, ProcessOptions
 from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder
 from prepcli.planning.tensor_match import MatchOptions
@@ -29,7 +31,16 @@ from prepcli.sources.quantization import is_quantized
 from prepcli.sources.references import KeptScales, default_checkpoint
 from prepcli.sources.source import Source
 from prepcli.sources.source_views import use_averaged_params
-from prepcli.targets.streams import optimizer_nbytes
+from prepcli.stores.addresses import ObjectStoreUrl, is_url, parse_url
+from prepcli.stores.files import (
+    check_parent_folder,
+    io_error,
+    read_small_file,
+    stat_file,
+    write_file,
+)
+from prepcli.stores.paths import AnyPath, StorePath
+from prepcli.targets.planner import optimizer_nbytes
 
 if TYPE_CHECKING:
     from prepcli.formats.lock_file import Lock
@@ -40,31 +51,14 @@ if TYPE_CHECKING:
 class CommonOptions:
     """Common options of converting commands.
 
+    The fields have the names and meanings of the options, with these differences.
+
     Attributes:
-        checkpoint: Folder, alias, hub id or URL. None for the only checkpoint of prep in the current folder.
+        checkpoint: None for the only checkpoint of prep in the current folder.
         out: Output folder or URL. None for a name made from the source's name.
-        memory_nbytes: Memory limit.
-        dry_run: Plan without reading weights or writing files.
-        overwrite: Replace an existing output.
-        restart: Delete an unfinished output, and start again.
-        offline: Use only files in the cache of the hub.
-        revision: Branch, tag or commit of the hub.
-        step: Step of a training run: a number, `best` or `last`. None for the last step.
-        process_options: Processes and workers of the conversion.
-        stream: Read from the hub without a local copy.
-        config: config.json for a checkpoint without one.
-        allow_overflow: Cast too large values to infinity.
-        ema: Take the moving average of a run's parameters.
-        verbatim: Keep the names of the files. None for a checkpoint without a family of its model type.
-        copied_files: Patterns of further small files to copy.
-        lock: Lock file of the checkpoint.
-        tensor_map: File of the map of the checkpoint's tensors.
-        source_layout: Layout of a tree of another library. None selects the best match.
         quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
             or the decoded tensors of GGUF. `decode`: like `dequantize`, also for a model without quantised weights.
-        training_state: Read the optimizer state of another framework.
-        drop: Patterns of tensors to drop.
-        strict: Refuse tensors that the index of the checkpoint does not name.
+        verbatim: None for a checkpoint without a family of its model type.
     """
 
     checkpoint: str | None
@@ -147,18 +141,6 @@ def checkpoint_access(common: CommonOptions, observer: Observer) -> Access:
     return make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
 
 
-def _read_lock(common: CommonOptions, checkpoint: str) -> tuple[Lock | None, str | None]:
-    """Return the lock of the options, if any, and the revision of the checkpoint to read."""
-    if common.lock is None:
-        return None, common.revision
-    # Only conversions with a lock need the models of lock files, which pydantic builds at import.
-    from prepcli.formats.lock_file import read_lock
-    from prepcli.sources.recorded_sources import pinned_revision
-
-    lock = read_lock(common.lock)
-    return lock, pinned_revision(checkpoint, common.revision, lock)
-
-
 def open_checkpoint(
     common: CommonOptions,
     observer: Observer,
@@ -198,7 +180,15 @@ def open_checkpoint(
         copied_files=common.copied_files,
         strict=common.strict,
     )
-    lock, revision = _read_lock(common, checkpoint)
+    lock: Lock | None = None
+    revision = common.revision
+    if common.lock is not None:
+        # Only conversions with a lock need the models of lock files, which pydantic builds at import.
+        from prepcli.formats.lock_file import read_lock
+        from prepcli.sources.recorded_sources import pinned_revision
+
+        lock = read_lock(common.lock)
+        revision = pinned_revision(checkpoint, revision, lock)
     located = locate(checkpoint, revision, step=common.step, access=access)
     if isinstance(located.files.path, Path):
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
@@ -305,9 +295,13 @@ def source_line(source: Source) -> str:
     # named dtypes have a tensor of at least 1/8 of the largest one.
     dtypes = sorted({t.dtype for t in tensors if t.nbytes * 8 >= largest_nbytes})
     size = format_bytes(sum(t.nbytes for t in tensors))
+    family = source.family.name
+    if source.wrapper is not None and source.is_multimodal:
+        # The text part of a multimodal model, e.g. `llama in llava`
+        family += f" in {source.wrapper.config.get('model_type')!s:.60}"
     parts = [
         source.display_name,
-        _family_text(source),
+        family,
         count_text(len(tensors), "tensor"),
         f"{size} {', '.join(dtypes)}",
     ]
@@ -323,8 +317,99 @@ def source_line(source: Source) -> str:
     return "  ".join(parts)
 
 
-def _family_text(source: Source) -> str:
-    """Return the family of a source, e.g. `llama in llava` for the text part of a multimodal model."""
-    if source.wrapper is None or not source.is_multimodal:
-        return source.family.name
-    return f"{source.family.name} in {source.wrapper.config.get('model_type')!s:.60}"
+# --- The place of an output
+
+
+UNWRITTEN_SOURCES = "sources are never written to"
+
+
+def check_output_location(out: Path, source: Source) -> None:
+    """Raise UsageError if writing the output would change or delete the source or the user's own folders."""
+    target = out.resolve()
+    # A conversion writes to NAME.partial and renames it at the end, so neither name may be the source.
+    partial = target.with_name(target.name + ".partial")
+    root_folder = source.root
+    if isinstance(root_folder, StorePath):
+        return
+    source_files: list[AnyPath] = []
+    if not root_folder.is_file():
+        source_files = [*source.files, *(file.path for file in source.small_files)]
+    # Links may point to other folders, so each file is resolved.
+    file_folders = (path.resolve().parent for path in source_files)
+    weight_folders = {root_folder.resolve(), *(path.resolve().parent for path in source.files)}
+    other_name = text("{}", Option("out", "NAME"))
+    for root in dict.fromkeys((root_folder.resolve(), *file_folders)):
+        if root in (target, partial):
+            raise usage_error(f"the output {out} is the source", UNWRITTEN_SOURCES, other_name)
+        # An output inside a folder of settings is allowed.
+        if root in target.parents and root in weight_folders:
+            hint = text("{}", Option("out", f"../{out.name}"))
+            raise usage_error(f"the output {out} is inside the source", UNWRITTEN_SOURCES, hint)
+        if target in root.parents:
+            raise usage_error(
+                f"the source is inside the output {out}", "it would be deleted", other_name
+            )
+    for folder in (Path.cwd(), Path(os.path.expanduser("~")).resolve()):
+        if target == folder or target in folder.parents:
+            what = f"the output {out} would replace the current folder or your home folder"
+            why = f"{folder} is inside it, and outputs replace whole folders"
+            raise usage_error(what, why, other_name)
+
+
+def check_output_url(url: ObjectStoreUrl, source: Source) -> None:
+    """Raise UsageError if the output would replace objects of the source, or of the folder around it."""
+    if not is_url(source.display_name):
+        return
+    source_url = parse_url(source.display_name)
+    if (source_url.scheme, source_url.bucket) != (url.scheme, url.bucket):
+        return
+    out_parts = url.path.split("/") if url.path else []
+    source_parts = source_url.path.split("/") if source_url.path else []
+    num_common = min(len(out_parts), len(source_parts))
+    if out_parts[:num_common] == source_parts[:num_common]:
+        what = f"the output {url} and the source {source_url} overlap"
+        raise usage_error(what, UNWRITTEN_SOURCES, text("{}", Option("out", "URL")))
+
+
+# --- The single file of a result
+
+
+def check_result_path(path: Path) -> None:
+    """Check that a result can be written, before the work for it begins.
+
+    Raises:
+        PrepError: The path is a URL, something other than a regular file has the name, or its folder does not exist.
+    """
+    check_local_path(path)
+    check_parent_folder(path)
+    if path.exists():
+        stat_file(path)
+
+
+def write_result(
+    path: Path,
+    data: bytes,
+    overwrite: bool,
+    *,
+    why: str = "its content differs",
+    hint: str = "{} replaces it",
+) -> bool:
+    """Write the file of a result, and return whether an equal file exists already.
+
+    Raises:
+        OutputExistsError: The file has other content, and `overwrite` is False.
+        PrepError: The file cannot be read or written.
+    """
+    if path.exists():
+        # A larger file differs, so its content is not read.
+        has_equal_size = stat_file(path).st_size == len(data)
+        if has_equal_size and read_small_file(path, max_nbytes=len(data)) == data:
+            return True
+        if not overwrite:
+            what = f"{path} already exists"
+            raise OutputExistsError(what, why, text(hint, Option("overwrite", True)))
+    try:
+        write_file(path, data)
+    except OSError as error:
+        raise io_error(path, error) from error
+    return False

@@ -6,7 +6,7 @@ option of the command line, the command line that a manifest records, and the re
 To add an option, add a field here and read `options["NAME"]` in the operation:
 
     class SaveInitOptions(...):
-        layers: Annotated[PositiveInt | None, OptionSpec("N", "Convert the first N layers.", "Number of layers …")]
+        layers: Annotated[PositiveInt | None, option("N", "Convert the first N layers.")]
 
 This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
 """
@@ -15,44 +15,183 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
-from prepcli.commands.operations.map_options import ExportMapOptions, MapOptions
-from prepcli.commands.operations.storage_options import StorageOptions
-from prepcli.commands.operations.strict_options import StrictOptions
-from prepcli.commands.operations.towers_options import TowersOptions
-from prepcli.commands.operations.training_state_options import TrainingStateOptions
-from prepcli.commands.operations.tree_options import SourceTreeOptions, TreeOptions
-from prepcli.core.option_spec import NOT_RECORDED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
+from prepcli.core.option_spec import (
+    NOT_RECORDED,
+    REQUIRED,
+    NonNegativeInt,
+    OptionSpec,
+    PathLike,
+    PositiveInt,
+)
+from prepcli.planning.item_storage import StorageName
+from prepcli.planning.libraries import HF_LAYOUT, TREES, Layout
+
+
+def option(metavar: str | None, help: str, doc: str = "", **properties: Any) -> OptionSpec:
+    """Return an option. Manifests record it only with `record`. Without `doc`, functions have the text of the help."""
+    doc = doc or help.replace("Repeatable", "One or several")
+    return OptionSpec(metavar, help, doc, **{"record": NOT_RECORDED, **properties})
+
+
+def flag(help: str, doc: str = "", **properties: Any) -> OptionSpec:
+    """Return an option without a value. It is off by default."""
+    return option(None, help, doc or f"{help} Default: False.", default=False, **properties)
+
+
+# Without the forms of the same trees with other layers.
+_STACKED = [tree for tree in TREES if not tree.endswith("scanned")]
+
+
+class SourceTreeOptions(TypedDict, total=False):
+    """The layout of a tree to read."""
+
+    source_layout: Annotated[
+        str | None,
+        option(
+            "TREE",
+            f"Read the tree as native, {', '.join(_STACKED[:-1])} or {_STACKED[-1]}. Default: by its leaves.",
+            position=23,
+            record=66,
+        ),
+    ]
+
+
+class TreeOptions(TypedDict, total=False):
+    """Options for the tree of another library."""
+
+    layout: Annotated[
+        Layout,
+        option(
+            "TREE",
+            f"Write the tree of {HF_LAYOUT}, {', '.join(TREES[:-1])} or {TREES[-1]}.",
+            '"hf" (safetensors, the default), "hf-flax" (Flax msgpack), "easylm" (stream), or a checkpoint of another '
+            'trainer: "maxtext", "tunix", "levanter" or "torchtitan" (torch distributed '
+            'checkpoint). "maxtext-unscanned" and "levanter-unscanned" have one leaf per layer, "easylm-scanned" has '
+            "stacked layers.",
+            default="hf",
+            cli_type=str,
+            position=3,
+            record=2,
+        ),
+    ]
+    format: Annotated[
+        Literal["safetensors", "dcp", "msgpack", "stream", "orbax", "tensorstore"] | None,
+        option(
+            "KIND",
+            "Write safetensors, dcp, msgpack, stream, orbax or tensorstore. Default: by layout.",
+            "Format of the files. Default: the first one of the layout. The layout hf has safetensors and dcp (torch "
+            "distributed checkpoint).",
+            cli_type=str,
+            position=4,
+        ),
+    ]
+
+
+TENSOR_MAP = option(
+    "FILE", "Read the tensors through the rows of FILE (prep docs map).", position=23, record=65
+)
+
+
+class ExportMapOptions(TypedDict, total=False):
+    """The map from a model to the tensors of an export."""
+
+    map: Annotated[
+        PathLike | None,
+        replace(
+            TENSOR_MAP,
+            help="Write the tensors on the right sides of the rows of FILE (prep docs map).",
+            doc="File of rows. Their right sides are the tensors to write. Default: none.",
+        ),
+    ]
+
+
+class MapOptions(TypedDict, total=False):
+    """The map between the tensors of a checkpoint and those of a model."""
+
+    map: Annotated[PathLike | None, TENSOR_MAP]
+
+
+class StorageOptions(TypedDict, total=False):
+    """The storage of the arrays of an Orbax item."""
+
+    storage: Annotated[
+        StorageName,
+        option(
+            "FORM",
+            "Store arrays as ocdbt or zarr3 (a few data files), or files or zarr3-files (one file per chunk).",
+            '"ocdbt" (the default) or "zarr3": an OCDBT database of zarr 2 or 3. "files" or "zarr3-files": one file'
+            " per chunk, for Pathways, of zarr 2 or 3.",
+            default="ocdbt",
+            position=31,
+            record=17,
+        ),
+    ]
+
+
+STRICT = flag(
+    "Fail on differences that are otherwise only noted.",
+    "Raise for differences that are otherwise only noted, such as tensors outside of an index. Default: False.",
+    position=22,
+)
+
+
+class StrictOptions(TypedDict, total=False):
+    """Whether differences that are only noted are errors."""
+
+    strict: Annotated[bool, STRICT]
+
+
+class TowersOptions(TypedDict, total=False):
+    """The parts of a model with towers, or with multi-token prediction, in an export."""
+
+    text_only: Annotated[
+        bool,
+        flag(
+            "Leave out the towers of a multimodal model, and multi-token prediction.",
+            position=27,
+            record=63,
+        ),
+    ]
+    towers: Annotated[
+        PathLike | None,
+        option(
+            "CHECKPOINT",
+            "Read the towers or the multi-token prediction of a training step from CHECKPOINT. Default: the model that"
+            " the run started from.",
+            cli_type=str,
+            position=28,
+            record=64,
+        ),
+    ]
+
+
+class TrainingStateOptions(TypedDict, total=False):
+    """The training state in a conversion between frameworks."""
+
+    training_state: Annotated[
+        bool, flag("Convert the optimizer's moments and the step as well.", position=29, record=66)
+    ]
+
 
 DEFAULT_MEMORY = "512MiB"
 DEFAULT_SHARD_SIZE = "5GB"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-_DTYPE = OptionSpec(
-    "NAME",
-    "Cast to float32, bfloat16 or float16.",
-    "Dtype to cast to. Default: as in the source.",
-    position=16,
-    record=50,
-)
-_ALLOW_OVERFLOW = OptionSpec(
-    None,
+_DTYPE = option("NAME", "Cast to float32, bfloat16 or float16.", position=16, record=50)
+_ALLOW_OVERFLOW = flag(
     "Round values too large for the dtype of the output to infinity.",
     "Write infinity for values too large for `dtype`. Default: False, which raises.",
-    default=False,
     position=16,
-    record=NOT_RECORDED,
 )
 
 
-VERBATIM = OptionSpec(
+VERBATIM = option(
     None,
     "Keep the names of the file as they are, or refuse unknown architectures."
     " Default: keep the names of unknown ones.",
-    "True keeps the tensors under the names of the file, for conversions only. False refuses unknown"
-    " architectures. Default: keep the names of unknown ones.",
     flag="--verbatim/--no-verbatim",
     position=23,
     record=60,
@@ -63,72 +202,37 @@ class SourceOptions(TypedDict, total=False):
     """How a source is read."""
 
     revision: Annotated[
-        str | None,
-        OptionSpec(
-            "NAME",
-            "Read this branch, tag or commit of the hub.",
-            "Branch, tag or commit on the hub. Default: the main branch.",
-            position=50,
-            record=NOT_RECORDED,
-        ),
+        str | None, option("NAME", "Read this branch, tag or commit of the hub.", position=50)
     ]
-    offline: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Use only the hub's cache.",
-            "Use only the hub's cache. Default: False.",
-            default=False,
-            position=51,
-            record=NOT_RECORDED,
-        ),
-    ]
-    stream: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Read tensors from the hub without a local copy.",
-            "Read tensors from the hub without a local copy. Default: False.",
-            default=False,
-            position=52,
-            record=NOT_RECORDED,
-        ),
-    ]
+    offline: Annotated[bool, flag("Use only the hub's cache.", position=51)]
+    stream: Annotated[bool, flag("Read tensors from the hub without a local copy.", position=52)]
     config: Annotated[
         PathLike | None,
-        OptionSpec(
+        option(
             "PATH",
             "Read config.json from PATH, for a checkpoint without one.",
-            "config.json, or its folder, of a source without one.",
             position=20,
             record=41,
         ),
     ]
     step: Annotated[
         NonNegativeInt | Literal["best", "last"] | None,
-        OptionSpec(
+        option(
             "N|best|last",
             "Read this step of a run, or the one with the lowest evaluation loss."
             " Default: the last.",
             'Step of a training run. "best" has the lowest evaluation loss. Default: the last.',
             cli_type=str,
             position=25,
-            record=NOT_RECORDED,
         ),
     ]
     lock: Annotated[
         PathLike | None,
-        OptionSpec(
-            "FILE",
-            "Refuse any byte that differs from this lock file.",
-            "Lock file: any byte that differs from it is an error. Default: none.",
-            position=53,
-            record=NOT_RECORDED,
-        ),
+        option("FILE", "Refuse any byte that differs from this lock file.", position=53),
     ]
     memory: Annotated[
         int | str,
-        OptionSpec(
+        option(
             "SIZE",
             "Limit memory to SIZE.",
             "Limit of anonymous memory beyond that of opening the source, in bytes or as text such"
@@ -137,7 +241,6 @@ class SourceOptions(TypedDict, total=False):
             cli_type=str,
             environment="PREP_MEMORY",
             position=41,
-            record=NOT_RECORDED,
         ),
     ]
 
@@ -166,28 +269,8 @@ class ModuleOptions(SourceOptions, total=False):
 class RerunOptions(TypedDict, total=False):
     """What happens to an output of an earlier run."""
 
-    overwrite: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Replace an existing output of prep when done.",
-            "Replace another output of prep. Default: False.",
-            default=False,
-            position=43,
-            record=NOT_RECORDED,
-        ),
-    ]
-    restart: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Discard the work of an unfinished run.",
-            "Discard the work of an interrupted run. Default: False.",
-            default=False,
-            position=44,
-            record=NOT_RECORDED,
-        ),
-    ]
+    overwrite: Annotated[bool, flag("Replace an existing output of prep when done.", position=43)]
+    restart: Annotated[bool, flag("Discard the work of an unfinished run.", position=44)]
 
 
 class ConversionOptions(SourceOptions, RerunOptions, total=False):
@@ -195,13 +278,7 @@ class ConversionOptions(SourceOptions, RerunOptions, total=False):
 
     true_vocab: Annotated[
         PositiveInt | None,
-        OptionSpec(
-            "N",
-            "Set the unpadded size of the source's vocabulary.",
-            "Number of tokens of a vocabulary that was published with padding.",
-            position=15,
-            record=30,
-        ),
+        option("N", "Set the unpadded size of the source's vocabulary.", position=15, record=30),
     ]
 
 
@@ -211,7 +288,7 @@ class VerbatimOptions(TypedDict, total=False):
     verbatim: Annotated[bool | None, VERBATIM]
     copy: Annotated[
         str | Sequence[str],
-        OptionSpec(
+        option(
             "GLOB",
             "Copy further side files, for example '*.py' or 'FOLDER/*'. Repeatable.",
             'One or more patterns of further side files to copy, such as "*.py" or "FOLDER/*".',
@@ -227,7 +304,7 @@ class DropOptions(TypedDict, total=False):
 
     drop: Annotated[
         str | Sequence[str],
-        OptionSpec(
+        option(
             "PATTERN",
             "Ignore source tensors that match. Repeatable.",
             'One or more patterns of names to ignore, such as "*.rotary_emb.inv_freq".',
@@ -237,19 +314,11 @@ class DropOptions(TypedDict, total=False):
         ),
     ]
     untie: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Keep an LM head that differs from the embedding.",
-            "Keep a head that differs from the embedding it should equal. Default: False.",
-            default=False,
-            position=22,
-            record=42,
-        ),
+        bool, flag("Keep an LM head that differs from the embedding.", position=22, record=42)
     ]
 
 
-SEED_SPEC = OptionSpec(
+SEED_SPEC = option(
     "N",
     "Set the seed of --init normal. Default: 0.",
     'Seed of "normal", below 2**64. Default: 0.',
@@ -263,7 +332,7 @@ class NewRowOptions(TypedDict, total=False):
 
     init: Annotated[
         Literal["zeros", "mean", "normal"],
-        OptionSpec(
+        option(
             "KIND",
             "Fill new rows with zeros, mean or normal.",
             '"zeros" (the default), "mean" of the true rows, or "normal" with the config\'s'
@@ -281,22 +350,12 @@ class PadVocabOptions(ConversionOptions, DropOptions, StrictOptions, NewRowOptio
     """Options of `pad_vocab`. At most one of `multiple`, `size` and `mesh` sets the number of rows."""
 
     multiple: Annotated[
-        PositiveInt | None,
-        OptionSpec(
-            "N",
-            "Pad to a multiple of N. Default: 8.",
-            "Pad to a multiple of this number of rows. Default: 8.",
-            position=1,
-            record=1,
-        ),
+        PositiveInt | None, option("N", "Pad to a multiple of N. Default: 8.", position=1, record=1)
     ]
-    size: Annotated[
-        PositiveInt | None,
-        OptionSpec("N", "Pad to N rows.", "Pad to this number of rows.", position=1, record=2),
-    ]
+    size: Annotated[PositiveInt | None, option("N", "Pad to N rows.", position=1, record=2)]
     mesh: Annotated[
         str | None,
-        OptionSpec(
+        option(
             "DP,FSDP,MP",
             "Pad to rows that this mesh divides.",
             'Pad to a number of rows that this mesh divides, such as "1,64,4" (dp,fsdp,mp) or'
@@ -314,7 +373,7 @@ class LayoutOptions(
 
     mesh: Annotated[
         str | None,
-        OptionSpec(
+        option(
             "DP,FSDP,MP",
             "Lay out for this device mesh.",
             '"dp,fsdp,mp" sizes such as "1,64,4", or named axes such as "fsdp:64,mp:4". Chunks are'
@@ -324,7 +383,7 @@ class LayoutOptions(
     ]
     rules: Annotated[
         str | Sequence[str],
-        OptionSpec(
+        option(
             "RULE",
             "Change partition rules, as DIM=AXIS. Repeatable.",
             'One or more changes of partition rules: of dims of parameters ("embed=none",'
@@ -337,18 +396,16 @@ class LayoutOptions(
     ]
     scan: Annotated[
         bool | None,
-        OptionSpec(
+        option(
             None,
             "Stack the layers or not. Default: as the source, else stacked.",
-            "Stack all layers in one leaf. Default: as in the source, True for a Hugging Face"
-            " folder.",
             flag="--scan/--no-scan",
             record=12,
         ),
     ]
     scan_axis: Annotated[
         Literal[0, 1] | None,
-        OptionSpec(
+        option(
             "0|1",
             "Stack the layers on this axis.",
             "Axis of the stack. Default: as in the source, 0 for a Hugging Face folder.",
@@ -357,7 +414,7 @@ class LayoutOptions(
     ]
     compress: Annotated[
         str | None,
-        OptionSpec(
+        option(
             "zstd[:LEVEL]",
             "Compress chunks. Default: uncompressed.",
             '"zstd" or "zstd:LEVEL". Default: uncompressed.',
@@ -374,7 +431,7 @@ class SaveInitOptions(
 
     pad_vocab: Annotated[
         int | str,
-        OptionSpec(
+        option(
             "no|auto|N",
             "Pad to a multiple of N. auto: to fit --mesh.",
             '"no" (the default), "auto" (to the size that the mesh divides) or a multiple,'
@@ -387,10 +444,9 @@ class SaveInitOptions(
     ]
     layers: Annotated[
         PositiveInt | None,
-        OptionSpec(
+        option(
             "N",
             "Convert the first N layers only, to try a mesh or a program.",
-            "Number of layers to convert, to try a mesh or a program. Default: all.",
             position=14,
             record=62,
         ),
@@ -399,7 +455,7 @@ class SaveInitOptions(
     allow_overflow: Annotated[bool, _ALLOW_OVERFLOW]
     quantized: Annotated[
         Literal["keep", "dequantize"],
-        OptionSpec(
+        option(
             "keep|dequantize",
             "Keep quantised weights, or decode them to bfloat16 or --dtype.",
             '"keep" (the default) or "dequantize", which decodes quantised weights to bfloat16 or `dtype`.',
@@ -413,16 +469,7 @@ class SaveInitOptions(
 class ReshardOptions(LayoutOptions, total=False):
     """Options of `reshard`."""
 
-    params_only: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Drop the optimizer state.",
-            "Leave out the optimizer state of a training checkpoint. Default: False.",
-            default=False,
-            record=14,
-        ),
-    ]
+    params_only: Annotated[bool, flag("Drop the optimizer state.", record=14)]
 
 
 class ExportOptions(
@@ -438,20 +485,10 @@ class ExportOptions(
 ):
     """Options of `export`."""
 
-    keep_padding: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Keep the padding of the vocabulary.",
-            "Keep the padding rows of the vocabulary. Default: False.",
-            default=False,
-            position=1,
-            record=3,
-        ),
-    ]
+    keep_padding: Annotated[bool, flag("Keep the padding of the vocabulary.", position=1, record=3)]
     shard_size: Annotated[
         PositiveInt | str,
-        OptionSpec(
+        option(
             "SIZE",
             "Limit files to SIZE.",
             'Largest file, in bytes or as text such as "5GB" (the default).',
@@ -465,7 +502,7 @@ class ExportOptions(
     allow_overflow: Annotated[bool, replace(_ALLOW_OVERFLOW, position=5)]
     quantized: Annotated[
         Literal["keep", "dequantize"],
-        OptionSpec(
+        option(
             "keep|dequantize",
             "Copy the quantised bytes of decoded weights, or write the values.",
             '"keep" (the default) copies the quantised bytes of weights that save-init decoded from their model,'
@@ -477,7 +514,7 @@ class ExportOptions(
     ]
     quantized_source: Annotated[
         PathLike | None,
-        OptionSpec(
+        option(
             "SOURCE",
             "Copy the quantised bytes from SOURCE.",
             "Quantised model that the checkpoint was decoded from. Default: the model that the manifest names.",
@@ -486,37 +523,10 @@ class ExportOptions(
         ),
     ]
     ema: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Take the moving average of a run's parameters.",
-            "Take the moving average of a run's parameters. Default: False.",
-            default=False,
-            position=26,
-            record=45,
-        ),
+        bool, flag("Take the moving average of a run's parameters.", position=26, record=45)
     ]
-    push: Annotated[
-        str | None,
-        OptionSpec(
-            "OWNER/NAME",
-            "Upload the export to the hub.",
-            'Repository of the hub, such as "me/llama-13b", to which the export is uploaded.',
-            position=21,
-            record=NOT_RECORDED,
-        ),
-    ]
-    private: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Make a new repository of --push private.",
-            "Make a new repository of `push` private. Default: False.",
-            default=False,
-            position=21,
-            record=NOT_RECORDED,
-        ),
-    ]
+    push: Annotated[str | None, option("OWNER/NAME", "Upload the export to the hub.", position=21)]
+    private: Annotated[bool, flag("Make a new repository of --push private.", position=21)]
 
 
 class MergeOptions(SourceOptions, RerunOptions, StrictOptions, total=False):
@@ -532,14 +542,13 @@ class MergeOptions(SourceOptions, RerunOptions, StrictOptions, total=False):
     ]
     verify: Annotated[
         bool,
-        OptionSpec(
+        option(
             None,
             "Skip comparing BASE with the base that the adapter was trained with.",
             "Compare the base with the one that the adapter was trained with. Default: True.",
             default=True,
             flag="--no-verify",
             position=17,
-            record=NOT_RECORDED,
         ),
     ]
 
@@ -549,17 +558,58 @@ class ConversionArguments(TypedDict, total=False):
 
     out: Annotated[
         PathLike | None,
-        OptionSpec(
-            "FOLDER", "Write to FOLDER. Default: NAME and a suffix.", "Output folder.", position=40
+        option("FOLDER", "Write to FOLDER. Default: NAME and a suffix.", position=40),
+    ]
+    dry_run: Annotated[bool, flag("Show the plan. Write nothing.", position=42)]
+
+
+class AddTokensOptions(ConversionOptions, DropOptions, StrictOptions, total=False):
+    """Options of `add_tokens`. `tokens` is required."""
+
+    tokens: Annotated[
+        PathLike,
+        option(
+            "FILE",
+            "Add these tokens: one per line, or a JSON list in *.json.",
+            "File with the tokens: one per line, or a JSON list of strings and objects in `*.json`. Required.",
+            default=REQUIRED,
+            position=1,
+            record=1,
         ),
     ]
-    dry_run: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Show the plan. Write nothing.",
-            "Return the plan from headers only.",
-            default=False,
-            position=42,
+    init: Annotated[
+        Literal["mean", "zeros", "normal"],
+        option(
+            "KIND",
+            "Fill new rows with the mean of the token's pieces, zeros or normal.",
+            '"mean" (the default) of the rows of the pieces into which the tokenizer splits the token now,'
+            ' "zeros", or "normal" with the config\'s `initializer_range`.',
+            default="mean",
+            cli_type=str,
+            position=12,
+            record=20,
         ),
+    ]
+    seed: Annotated[NonNegativeInt | None, SEED_SPEC]
+
+
+class RemoveTokensOptions(SourceOptions, RerunOptions, DropOptions, StrictOptions, total=False):
+    """Options of `remove_tokens`."""
+
+
+class SharingOptions(TypedDict, total=False):
+    """How a command divides its work among processes."""
+
+    processes: Annotated[
+        str | None,
+        option(
+            "N/I",
+            "Write as process I (from 0) of N. Default: from the variables of SLURM or JAX.",
+            environment="PREP_PROCESSES",
+            position=45,
+        ),
+    ]
+    workers: Annotated[
+        PositiveInt,
+        option("N", "Use N processes on this host.", default=1, maximum=256, position=46),
     ]

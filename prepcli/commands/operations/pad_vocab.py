@@ -10,21 +10,19 @@ from collections.abc import Mapping
 from typing import Unpack
 
 from prepcli.algebra.axis_map import ParsedAxisMap
-from prepcli.commands.operations.conflicts import check_mutually_exclusive, reject_without
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
     open_conversion,
-    run_conversion,
 )
 from prepcli.commands.operations.opening import common_options, make_match_options, recorded_values
-from prepcli.commands.operations.operation import public
+from prepcli.commands.operations.operation import check_mutually_exclusive, public, reject_without
 from prepcli.commands.operations.options import PadVocabOptions, SaveInitOptions
 from prepcli.commands.operations.results import Conversion
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, invalid_config_error, text, usage_error
 from prepcli.core.formatting import format_bytes
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, format_command_line
 from prepcli.core.progress import Progress
 from prepcli.core.suggest import did_you_mean
@@ -82,9 +80,9 @@ def pad_vocab(
     check_seed(options["init"], options["seed"])
     opened = open_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
-        observer_of(progress),
+        progress,
     )
-    return run_conversion(opened, plan_pad_vocab(options, opened.source, opened.located))
+    return opened.run(plan_pad_vocab(options, opened.source, opened.located))
 
 
 def padded_size(options: PadVocabOptions, vocabulary: Vocabulary) -> int:
@@ -142,7 +140,14 @@ def plan_pad_vocab(
     options: PadVocabOptions, source: Source, located: LocatedCheckpoint
 ) -> PlannedConversion:
     """Plan a copy of each tensor to the file of the same name, with more rows in the vocabulary's tensors."""
-    _check_source_kind(source)
+    if not source.tensor_file_names:
+        hint = text(
+            "{} also pads, and {} writes a Hugging Face folder",
+            Command("save-init", Option("pad_vocab", "N")),
+            Command("export"),
+        )
+        what = f"{source.display_name} is an Orbax checkpoint"
+        raise usage_error(what, "pad-vocab pads Hugging Face folders", hint)
     draft = start_draft(
         source,
         source_axis_maps(source),
@@ -152,12 +157,17 @@ def plan_pad_vocab(
     )
     size = padded_size(options, draft.vocabulary)
     draft = with_rows(draft, size, make_fill(options["init"], options["seed"], source))
+    multiple = options["multiple"] or DEFAULT_MULTIPLE
+    if options["size"] is not None or options["mesh"] is not None:
+        multiple = None
+    # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
+    values = {**recorded_values(options), "multiple": multiple}
     name = f"{located.model_name.removesuffix('-padded')}-padded"
     plan = make_plan(
         draft,
         place_in_source_files(draft),
         command="pad-vocab",
-        request=_command_line(options, source),
+        request=format_command_line("pad-vocab", source.display_name, PadVocabOptions, values),
         name=name,
     )
     return PlannedConversion(
@@ -168,25 +178,11 @@ def plan_pad_vocab(
             "vocab": {
                 "true": draft.vocabulary.true_size,
                 "padded": size,
-                "multiple": _effective_multiple(options),
+                "multiple": multiple,
                 "init": options["init"],
             }
         },
         next_command=f"prep save-init {OUT_PLACEHOLDER}{_save_init_options(options, source)}",
-    )
-
-
-def _check_source_kind(source: Source) -> None:
-    """Raise UsageError unless the source is a Hugging Face folder."""
-    if source.tensor_file_names:
-        return
-    hint = text(
-        "{} also pads, and {} writes a Hugging Face folder",
-        Command("save-init", Option("pad_vocab", "N")),
-        Command("export"),
-    )
-    raise usage_error(
-        f"{source.display_name} is an Orbax checkpoint", "pad-vocab pads Hugging Face folders", hint
     )
 
 
@@ -209,20 +205,6 @@ def _save_init_options(options: PadVocabOptions, source: Source) -> str:
         and sizes.get(dim, 0) % math.prod(map(mesh.size, axes))
     ]
     return "".join([f" --mesh {mesh_text}", *(f" --rule '{rule}'" for rule in rules)])
-
-
-def _effective_multiple(options: PadVocabOptions) -> int | None:
-    """Return the multiple that determines the padded size. None if a size or a mesh determines it."""
-    if options["size"] is not None or options["mesh"] is not None:
-        return None
-    return options["multiple"] or DEFAULT_MULTIPLE
-
-
-def _command_line(options: PadVocabOptions, source: Source) -> str:
-    """Return the command line that the manifest records. It has the multiple even if it is the default."""
-    # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
-    values = {**recorded_values(options), "multiple": _effective_multiple(options)}
-    return format_command_line("pad-vocab", source.display_name, PadVocabOptions, values)
 
 
 def _vocabulary_line(draft: Draft, init: str) -> str:

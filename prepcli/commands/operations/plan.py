@@ -5,35 +5,304 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, Unpack
+from typing import Unpack
 
 from prepcli.commands.operations.inspection_options import PlanOptions
-from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.plan_target import PlanTarget, resolve_target
+from prepcli.commands.operations.operation import public, reject_without
+from prepcli.commands.operations.recipes import find_recipe, recipes_folder, similar_recipe
 from prepcli.commands.operations.results import StepPlan
 from prepcli.commands.pages.html_page import check_page_path
 from prepcli.commands.pages.plan_page import write_plan_page
 from prepcli.commands.pages.plan_rows import CompiledStep, change_text
-from prepcli.core.errors import Key, Option, text, usage_error
+from prepcli.core.errors import Key, Option, PrepError, text, usage_error
+from prepcli.core.formatting import format_duration
 from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.core.progress import Progress
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.inspection.contents import CheckpointContents, read_contents, read_mapped_contents
+from prepcli.launch.tpu_topologies import TPU_GENERATIONS, find_topology
+from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import ANY_ACCELERATOR
+from prepcli.models.memory_estimate import estimate_memory
+from prepcli.models.memory_inputs import FLOAT32
 from prepcli.models.mesh import parse_mesh, resolve_mesh
+from prepcli.models.presets import PRESETS, preset_name
+from prepcli.models.registry import family_of
+from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import Rules
+from prepcli.models.slices import num_slices
+from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.maps import TensorMap
+from prepcli.sources.aliases import ALIASES_BY_NAME
+from prepcli.sources.folders import make_access
+from prepcli.sources.locate import locate
 from prepcli.sources.mapped import read_map
+from prepcli.sources.source import read_config
 from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices
 from trainer.planning.memory_changes import MemoryChange, find_memory_change
 from trainer.planning.mesh_search import MeshSearch, search_meshes
+from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.planning.step_inputs import context_warnings
 from trainer.planning.training_plan import (
     TrainingPlan,
     plan_training,
     with_overrides,
 )
+from trainer.recipe import Recipe, complete_recipe, load_recipe
 from trainer.recipe.description import recipe_lines
+from trainer.recipe.model_table import Model
+from trainer.recipe.raw_recipe import RawRecipe
+from trainer.recipe.toml_values import TomlTable
+from trainer.run.random_start import random_config
+from trainer.run.recipe_data import check_planned_recipe
+
+RECIPE_SUFFIX = ".toml"
+NAME_SIGNS = frozenset("/@:~")  # signs of paths, hub ids, revisions and URLs
+DEFAULT_MAX_LENGTH = 2048  # tokens of a sequence in the plan of a checkpoint without a recipe
+DEFAULT_SOURCE_LENGTH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTarget:
+    """A recipe with its model and rules.
+
+    Attributes:
+        recipe: The recipe. Its mesh may have an axis of size -1.
+        model: The model, with the recipe's rotary embedding.
+        rules: Partition rules.
+        rule_texts: The same as text.
+        origin: Name of the checkpoint, the file or the published config with the model's shapes.
+        is_recipe: Whether the user has named the recipe. The recipe of a checkpoint has default settings.
+    """
+
+    recipe: Recipe
+    model: PlannedModel
+    rules: Rules
+    rule_texts: tuple[str, ...]
+    origin: str
+    is_recipe: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """The parts of a checkpoint for a plan.
+
+    The manifest is empty if prep did not write the checkpoint.
+    """
+
+    model: PlannedModel
+    origin: str
+    manifest: Manifest
+
+
+def resolve_target(
+    target: str,
+    overrides: tuple[str, ...],
+    *,
+    config: Path | None,
+    default_mesh: str,
+    offline: bool,
+    observer: Observer,
+    tensor_map: TensorMap | None = None,
+) -> PlanTarget:
+    """Return a recipe with its model and rules. A checkpoint gets a recipe with default settings.
+
+    Raises:
+        PrepError: The recipe is invalid, or the model is unknown or not supported.
+    """
+    path = _recipe_path(target)
+    is_recipe = path.suffix == RECIPE_SUFFIX
+    if is_recipe:
+        if tensor_map is not None:
+            what = text("{} has no effect for {}", Option("map"), target)
+            hint = text("remove {}, or name a checkpoint", Option("map"))
+            raise usage_error(what, "a recipe starts from a converted model", hint)
+        recipe = load_recipe(path, overrides).recipe
+        checkpoint = _read_start(recipe.model, config, offline=offline, observer=observer)
+    else:
+        if config is None:
+            _check_name(target)
+        checkpoint = _read_checkpoint(
+            target, config, offline=offline, observer=observer, tensor_map=tensor_map
+        )
+        mesh = checkpoint.manifest.mesh or default_mesh
+        recipe = complete_recipe(_default_recipe(target, checkpoint.model, mesh), overrides).recipe
+    model = checkpoint.model.of_recipe(recipe.model)
+    check_planned_recipe(recipe, model, names_data=is_recipe)
+    rule_texts = recipe.rules if recipe.rules is not None else checkpoint.manifest.rules
+    return PlanTarget(
+        recipe=recipe,
+        model=model,
+        rules=merge_rules(rule_texts, origin=Key("rules")),
+        rule_texts=tuple(rule_texts),
+        origin=checkpoint.origin,
+        is_recipe=is_recipe,
+    )
+
+
+def _recipe_path(target: str) -> Path:
+    """Return the path of a recipe file or of the shipped recipe with this name, else the path itself.
+
+    Raises:
+        UsageError: A shipped recipe and a file have this name.
+    """
+    path = find_recipe(Path(target))
+    shipped = recipes_folder() / path.name
+    is_shipped = path.suffix == RECIPE_SUFFIX and not path.exists() and shipped.is_file()
+    return shipped if is_shipped else path
+
+
+def _check_name(name: str) -> None:
+    """Raise UsageError for a misspelled name of a shipped recipe that is not a path, alias, hub id or preset."""
+    if (
+        NAME_SIGNS & {*name}
+        or os.path.exists(name)
+        or name in ALIASES_BY_NAME
+        or preset_name(name) is not None
+    ):
+        return
+    folders = [path.name for path in Path().iterdir() if path.is_dir()]
+    if similar := similar_recipe(name, [*ALIASES_BY_NAME, *folders]):
+        why = "not a folder here, not a shipped recipe, not an alias, and a hub id has the form owner/name"
+        raise usage_error(
+            f"no recipe or checkpoint called `{name}`", why, f"did you mean `{similar}`?"
+        )
+
+
+def _read_start(
+    table: Model, config: Path | None, *, offline: bool, observer: Observer
+) -> _Checkpoint:
+    """Read the start model of a recipe."""
+    if table.path is not None:
+        return _read_checkpoint(table.path, config, offline=offline, observer=observer)
+    if config is not None:
+        return _Checkpoint(model_of_config(read_config(config)), str(config), NO_MANIFEST)
+    return _Checkpoint(
+        model_of_config(random_config(table)),
+        f"{table.preset or table.config}, random start",
+        NO_MANIFEST,
+    )
+
+
+def _read_checkpoint(
+    name: str,
+    config: Path | None,
+    *,
+    offline: bool,
+    observer: Observer,
+    tensor_map: TensorMap | None = None,
+) -> _Checkpoint:
+    """Read the model from `config`, the checkpoint's headers, or the published configs if the path does not exist."""
+    access = make_access(observer, offline=offline, stream=True, allow_urls=True)
+    if tensor_map is not None:
+        contents = read_mapped_contents(locate(name, access=access), config, tensor_map)
+        return _Checkpoint(_stored_model(contents), contents.display_name, NO_MANIFEST)
+    if config is not None:
+        path = config / "config.json" if config.is_dir() else config
+        return _Checkpoint(model_of_config(read_config(path)), str(path), NO_MANIFEST)
+    # An existing folder wins over a preset of the same name, because its shapes may differ from the published config.
+    preset = None if os.path.exists(os.path.expanduser(name)) else preset_name(name)
+    if preset is not None:
+        return _Checkpoint(
+            model_of_config(PRESETS[preset]), f"the published config of {preset}", NO_MANIFEST
+        )
+    contents = read_contents(locate(name, access=access))
+    if not contents.config:
+        why = f"{contents.display_name} has no config.json"
+        hint = text("{}", Option("config", "CONFIG.json"))
+        raise PrepError("the shapes of the model are unknown", why, hint)
+    if contents.manifest.is_tree:
+        return _Checkpoint(
+            model_of_manifest(contents.manifest), contents.display_name, contents.manifest
+        )
+    return _Checkpoint(_stored_model(contents), contents.display_name, NO_MANIFEST)
+
+
+def _stored_model(contents: CheckpointContents) -> PlannedModel:
+    """Return the model of the config and the tensors of a checkpoint without a manifest."""
+    head_tensor = family_of(contents.config).tying.head_tensor
+    # Some families use a stored head although the config ties it. It then counts as a parameter of its own.
+    has_stored_head = head_tensor in {entry.name for entry in contents.entries}
+    return model_of_config(contents.config, has_stored_head=has_stored_head)
+
+
+def _default_recipe(name: str, model: PlannedModel, mesh: str) -> RawRecipe:
+    """Return a recipe with default settings for a model."""
+    arch_config = family_of(model.config).arch_config(model.config)
+    tables = {
+        "mesh": mesh,
+        "model": {
+            "path": name,
+            "dtype": "bfloat16",
+            "remat_policy": "nothing_saveable",
+            "attention_kernel": "blockwise",
+            "scan_layers": model.scan,
+        },
+        "data": _default_data(arch_config),
+        "batch": {"per_replica": 1},
+        # Recipes require a learning rate and a number of steps. The plan of one step depends on neither.
+        "optimizer": {"lr": 1e-4},
+        "train": {"steps": 1},
+    }
+    return RawRecipe(Path("plan.toml"), tables)
+
+
+def _default_data(arch_config: ArchConfig) -> TomlTable:
+    """Return the `[data]` table of the default recipe."""
+    # `max_positions` is 0 for T5, which has relative positions and no limit.
+    length = min(arch_config.max_positions or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
+    if arch_config.encoder is None:
+        return {"type": "text", "path": "data", "seq_length": length}
+    source = {"fields": "[source], target", "source_length": DEFAULT_SOURCE_LENGTH}
+    return {"type": "json", "path": "data", "seq_length": length, **source}
+
+
+# --- Compilation
+
+
+def compile_step(
+    target: PlanTarget,
+    training_plan: TrainingPlan,
+    kind: Accelerator | None,
+    *,
+    limit_s: float | None,
+    observer: Observer,
+) -> CompiledStep:
+    """Compile the training step of a plan.
+
+    Raises:
+        PrepError: libtpu is missing, no slice has the number of chips, or the step does not compile within the limit.
+    """
+    # Only a compilation needs jax.
+    from trainer.distributed.compile_process import CompileWatch
+    from trainer.training.compiled_plan import compiled_plan
+
+    mesh = training_plan.mesh
+    recipe = training_plan.recipe
+    count = num_slices(training_plan.slices)
+    topology = None
+    hardware = f"{mesh.n_devices:,} simulated CPU devices"
+    if kind is not None and kind.name in TPU_GENERATIONS:
+        # The compiler needs the topology of each slice: 64 chips of v4 in 2 slices are two times `2x4x4`.
+        topology = find_topology(kind.name, mesh.n_devices // count)
+        hardware = topology if count == 1 else f"{count} x {topology}"
+    observer.note(f"compiling for {hardware}")
+    manifest = {**target.model.manifest(mesh, target.rules), "rules": list(target.rule_texts)}
+
+    def note_phase(phase: str, elapsed_s: float) -> None:
+        observer.note(f"{phase}, {format_duration(elapsed_s)} since the start")
+
+    plan = compiled_plan(recipe, manifest, mesh, topology, watch=CompileWatch(note_phase, limit_s))
+    inputs = training_plan.inputs
+    if plan.is_upper_bound:
+        # CPUs compute in float32, and keep several layers at once.
+        inputs = replace(inputs, itemsize=FLOAT32, plans_for_cpu=True)
+    return CompiledStep(plan, estimate_memory(inputs).peak)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +366,21 @@ def plan(
     compiled = None
     if options["compile"]:
         limit_s = options["compile_timeout"]
-        compiled = _compile_step(
+        compiled = compile_step(
             planned, training_plan, devices.kind, limit_s=limit_s, observer=observer
         )
     shown_kinds = [devices.kind] if devices.kind else ACCELERATORS.values()
     kinds = tuple(training_plan.estimate_on(kind) for kind in shown_kinds)
+    change: MemoryChange | None = None
+    if devices.kind is not None and training_plan.memory.peak > devices.kind.memory_nbytes:
+        limit_nbytes = devices.kind.memory_nbytes
+        change = find_memory_change(
+            training_plan, planned.model, planned.rules, limit_nbytes=limit_nbytes
+        )
     step = StepPlan(
         training_plan,
         kinds,
-        change=_find_memory_change(training_plan, planned, devices.kind),
+        change=change,
         is_too_large=devices.kind is not None and not kinds[0].fits,
         compiled=compiled,
         settings=tuple(recipe_lines(recipe)) if planned.is_recipe else (),
@@ -133,11 +408,6 @@ def fitting_meshes(
     **options: Unpack[PlanOptions],
 ) -> FittingMeshes:
     """Search the meshes on which a training step fits into the memory of a kind of device.
-
-    Args:
-        target: A recipe or a checkpoint. See `plan`.
-        progress: Receives notes, if it is an `Observer`. Default: none.
-        **options: See `PlanOptions`. `devices` is required, and names a kind.
 
     Raises:
         UsageError: An argument or the recipe is invalid.
@@ -172,30 +442,27 @@ def fitting_meshes(
 
 def _check_compile_timeout(options: PlanOptions) -> None:
     """Raise UsageError for a time limit without a compilation."""
-    if options["compile_timeout"] is not None and not options["compile"]:
-        timeout = Option("compile_timeout")
-        needed = Option("compile", True)
-        raise usage_error(
-            text("{} has no effect without {}", timeout, needed),
-            "it limits the time of a compilation",
-            text("add {}, or remove {}", needed, timeout),
-        )
+    if not options["compile"]:
+        why = "it limits the time of a compilation"
+        timeout = options["compile_timeout"]
+        reject_without(Option("compile_timeout"), timeout, Option("compile", True), why)
 
 
 def _check_search_options(options: PlanOptions, devices: _Devices) -> None:
     """Raise UsageError for options without effect on a search."""
-    if options["compile"]:
-        _raise_search_conflict("compile", "a compilation is of one mesh", "remove one of them")
-    if options["html"] is not None:
-        _raise_search_conflict("html", "a page shows one plan", "remove one of them")
-    if options["mesh"] is not None and devices.number:
-        why = "a search tries every mesh of the devices"
-        _raise_search_conflict("mesh", why, text("remove {}", Option("mesh")))
-
-
-def _raise_search_conflict(name: str, why: str, hint: str) -> NoReturn:
-    what = text("{} has no effect with {}", Option(name), Option("search"))
-    raise usage_error(what, why, hint)
+    conflicts = (
+        ("compile", options["compile"], "a compilation is of one mesh"),
+        ("html", options["html"] is not None, "a page shows one plan"),
+        (
+            "mesh",
+            options["mesh"] is not None and devices.number,
+            "a search tries every mesh of the devices",
+        ),
+    )
+    for name, is_set, why in conflicts:
+        if is_set:
+            what = text("{} has no effect with {}", Option(name), Option("search"))
+            raise usage_error(what, why, text("remove {}", Option(name)))
 
 
 def _parse_devices(options: PlanOptions) -> _Devices:
@@ -232,20 +499,6 @@ def _resolve_plan_target(
     return planned
 
 
-def _compile_step(
-    target: PlanTarget,
-    training_plan: TrainingPlan,
-    kind: Accelerator | None,
-    *,
-    limit_s: float | None,
-    observer: Observer,
-) -> CompiledStep:
-    """Compile the step. Only then JAX is imported."""
-    from prepcli.commands.operations.plan_compile import compile_step
-
-    return compile_step(target, training_plan, kind, limit_s=limit_s, observer=observer)
-
-
 def _fill_open_mesh_axis(mesh: str, devices: _Devices) -> str:
     """Return a mesh without -1. The number of devices determines the size of that axis."""
     parsed = parse_mesh(mesh, Key("mesh"))
@@ -259,14 +512,3 @@ def _fill_open_mesh_axis(mesh: str, devices: _Devices) -> str:
         why = "its size follows from the number of devices, which is unknown"
         raise usage_error(f"mesh {parsed} has an axis of size -1", why, hint)
     return str(parsed)
-
-
-def _find_memory_change(
-    training_plan: TrainingPlan, target: PlanTarget, kind: Accelerator | None
-) -> MemoryChange | None:
-    """Return changes that make the step fit on a kind of device, or None if it fits or no kind is given."""
-    if kind is None or training_plan.memory.peak <= kind.memory_nbytes:
-        return None
-    return find_memory_change(
-        training_plan, target.model, target.rules, limit_nbytes=kind.memory_nbytes
-    )

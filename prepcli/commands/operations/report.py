@@ -56,11 +56,25 @@ def report(
     folders = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
     if not folders:
         raise usage_error("no runs to report", "", text("{}", Command("report", "runs/NAME")))
-    page = _page_path(folders, out)
+    page = folders[0] / PAGE
+    if parse_out_url(folders[0]) is not None:
+        # A run in an object store has no local folder.
+        page = Path(PAGE)
     if out is not None:
+        page = Path(out)
         # The page of a run is checked when it is written. A misspelled run is another error.
         check_page_path(page)
-    records = [_read_record(folder, observer) for folder in folders]
+    records: list[RunRecord] = []
+    for folder in folders:
+        url = parse_out_url(folder)
+        if url is None:
+            record = read_run(folder)
+        else:
+            policy = retry_policy_from_env(os.environ, observer.note)
+            record = read_bucket_run(Bucket(url, retry_policy=policy))
+        for note in record.notes:
+            observer.note(note)
+        records.append(record)
     summaries = tuple(summarize(record) for record in records)
     write_report_page(page, records, [summary_cells(summary) for summary in summaries])
     observer.note(f"wrote {page}")
@@ -70,28 +84,6 @@ def report(
         changed_keys=tuple(changed_keys(records)),
         names=tuple(run_names(records)),
     )
-
-
-def _page_path(runs: Sequence[Path], out: PathLike | None) -> Path:
-    """Return the file of the page."""
-    if out is not None:
-        return Path(out)
-    # A run in an object store has no local folder.
-    folder = runs[0] if parse_out_url(runs[0]) is None else Path()
-    return folder / PAGE
-
-
-def _read_record(path: Path, observer: Observer) -> RunRecord:
-    """Read the record of a run in a folder or an object store."""
-    url = parse_out_url(path)
-    if url is None:
-        run = read_run(path)
-    else:
-        policy = retry_policy_from_env(os.environ, observer.note)
-        run = read_bucket_run(Bucket(url, retry_policy=policy))
-    for note in run.notes:
-        observer.note(note)
-    return run
 
 
 def summarize(run: RunRecord) -> RunSummary:

@@ -8,29 +8,29 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 import numpy as np
 
-from prepcli.commands.operations.chain_link import file_digests
+from prepcli.commands.operations.chain import file_digests
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.inspection_options import RoundtripOptions
-from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
+from prepcli.commands.operations.opening import (
+    CommonOptions,
+    check_output_location,
+    check_result_path,
+    common_options,
+    open_checkpoint,
+    write_result,
+)
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import SourceOptions
-from prepcli.commands.operations.output_location import check_output_location
 from prepcli.commands.operations.pad_vocab import pad_vocab
-from prepcli.commands.operations.result_files import (
-    check_result_path,
-    has_content,
-    write_result_file,
-)
 from prepcli.commands.operations.results import Conversion, Roundtrip, RoundtripWay
 from prepcli.commands.operations.save_init import reshard, save_init
 from prepcli.commands.operations.verify import verify
@@ -136,10 +136,13 @@ def roundtrip(
     model = _Model(str(checkpoint), common, source_options, source, observer)
     ways: list[RoundtripWay] = []
     for name in names:
-        with _temporary_folder(path) as folder:
-            way = _take_way(name, model, folder)
-        observer.note(f"{way.name}: {way.status}")
-        ways.append(way)
+        try:
+            folder = TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+        except OSError as error:
+            raise io_error(path, error) from error
+        with folder:
+            ways.append(model.take_way(name, Path(folder.name)))
+        observer.note(f"{name}: {ways[-1].status}")
     if all(way.status == "not available" for way in ways):
         hint = text("take other ways with {}", Option("layout", "WAY"))
         raise PrepError(f"{source.display_name} has no way back", ways[0].reason, hint)
@@ -154,27 +157,8 @@ def roundtrip(
     content = {"format": FORMAT_VERSION, **asdict(result)}
     # Equal results have equal certificates.
     del content["path"], content["seconds"]
-    data = json.dumps(content, indent=1).encode() + b"\n"
-    overwrite = options["overwrite"]
-    hint = text("{} replaces it", Option("overwrite", True))
-    if not has_content(path, data, overwrite=overwrite, why="its content differs", hint=hint):
-        write_result_file(path, data)
+    write_result(path, json.dumps(content, indent=1).encode() + b"\n", options["overwrite"])
     return result
-
-
-def _steps_from(source: Source, name: str) -> tuple[_Step, ...]:
-    """Return the steps of a way. An init or a training step is resharded instead of converted to an init."""
-    steps = [*WAYS[name]]
-    command, options = steps[0]
-    if source.tree_manifest and command == "save-init":
-        # Its vocabulary is padded already, or its user wants none.
-        steps[0] = ("reshard", {key: value for key, value in options.items() if key != "pad_vocab"})
-    if source.quantized:
-        # An export of decoded weights may have the bytes of their quantised model. The way back is for the values.
-        for number, (command, options) in enumerate(steps):
-            if command == "export":
-                steps[number] = (command, {**options, "quantized": "dequantize"})
-    return tuple(steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,83 +171,95 @@ class _Model:
     source: Source
     observer: Observer
 
+    def take_way(self, name: str, folder: Path) -> RoundtripWay:
+        """Convert the model in a folder step by step, and compare the end with it."""
+        steps = self._steps_of(name)
+        commands: list[str] = []
+        for command, options in steps:
+            words = [Option(key, options[key]).words(TERMINAL) for key in options]
+            commands.append(" ".join([command, *words]))
+        way = RoundtripWay(name, tuple(commands), "not available")
+        current = self.checkpoint
+        written_nbytes = 0
+        for number, (command, step_options) in enumerate(steps):
+            out = folder / str(number)
+            # The options of the source are for the model alone.
+            options = dict(self.options) if number == 0 else {"memory": self.options["memory"]}
+            if command == "pad-vocab":
+                options.pop("step", None)
+            observer = SilentCommandObserver(self.observer.progress(), command)
+            convert = CONVERSIONS[command]
+            try:
+                conversion = convert(current, out, progress=observer, **options, **step_options)
+            except PrepError as error:
+                if number or _is_damaged_or_unread(error):
+                    raise
+                # Not every family has every layout, and not every mesh divides a model.
+                return replace(way, reason=f"{error.what}: {error.why}")
+            if reason := self._fault_of(out, name):
+                return replace(way, reason=reason)
+            if number:
+                # The disk needs room for two steps of a way, and not for all.
+                shutil.rmtree(current)
+            current = str(out)
+            written_nbytes = conversion.bytes_written
+        differences = self._differences_from(current)
+        records = (read_manifest(Path(current)) or NO_MANIFEST).tensors
+        lines: list[bytes] = []
+        for item in sorted(records.items()):
+            line = json.dumps(item, sort_keys=True, separators=(",", ":"))
+            lines.append(f"{line}\n".encode())
+        return replace(
+            way,
+            status="different" if differences else "equal",
+            tensors=len(records),
+            nbytes=written_nbytes,
+            digest=digest_pieces(lines),
+            reason=join_names(differences, max_names=MAX_DIFFERENCES, separator="; "),
+        )
 
-def _take_way(name: str, model: _Model, folder: Path) -> RoundtripWay:
-    """Convert a model in a folder, and compare the end with it."""
-    steps = _steps_from(model.source, name)
-    way = RoundtripWay(name, tuple(_command_line(step) for step in steps), "not available")
-    current = model.checkpoint
-    written_nbytes = 0
-    for number, (command, step_options) in enumerate(steps):
-        out = folder / str(number)
-        # The options of the source are for the model alone.
-        options = dict(model.options) if number == 0 else {"memory": model.options["memory"]}
-        if command == "pad-vocab":
-            options.pop("step", None)
-        observer = SilentCommandObserver(model.observer.progress(), command)
-        convert = CONVERSIONS[command]
-        try:
-            conversion = convert(current, out, progress=observer, **options, **step_options)
-        except PrepError as error:
-            if number or _is_damaged_or_unread(error):
-                raise
-            # Not every family has every layout, and not every mesh divides a model.
-            return replace(way, reason=f"{error.what}: {error.why}")
-        if reason := _fault_of(out, name, model.source):
-            return replace(way, reason=reason)
-        if number:
-            # The disk needs room for two steps of a way, and not for all.
-            shutil.rmtree(current)
-        current = str(out)
-        written_nbytes = conversion.bytes_written
-    differences = _differences(model, current)
-    records = (read_manifest(Path(current)) or NO_MANIFEST).tensors
-    lines = [
-        json.dumps(item, sort_keys=True, separators=(",", ":")) for item in sorted(records.items())
-    ]
-    return replace(
-        way,
-        status="different" if differences else "equal",
-        tensors=len(records),
-        nbytes=written_nbytes,
-        digest=digest_pieces(f"{line}\n".encode() for line in lines),
-        reason=join_names(differences, max_names=MAX_DIFFERENCES, separator="; "),
-    )
+    def _steps_of(self, name: str) -> list[_Step]:
+        """Return the steps of a way for this model."""
+        steps = [*WAYS[name]]
+        command, options = steps[0]
+        if self.source.tree_manifest and command == "save-init":
+            # An init or a training step is resharded. Its vocabulary is padded already, or its user wants none.
+            kept = {key: value for key, value in options.items() if key != "pad_vocab"}
+            steps[0] = ("reshard", kept)
+        if self.source.quantized:
+            # An export of decoded weights may have the bytes of their quantised model. The way back is for the values.
+            for number, (command, options) in enumerate(steps):
+                if command == "export":
+                    steps[number] = (command, {**options, "quantized": "dequantize"})
+        return steps
 
+    def _fault_of(self, out: Path, name: str) -> str:
+        """Return why a conversion has no way back, or empty."""
+        manifest = read_manifest(out) or NO_MANIFEST
+        if manifest.lost_values:
+            # Such an output is refused as a source.
+            return f"the scale of the layout changes {count_text(manifest.lost_values, 'value')}"
+        stored_name = self.source.names.stored_name
+        prefix = self.source.names.wrapper_prefix
+        names = {prefix + stored_name(tensor.name) for tensor in self.source.tensors}
+        if name == VERBATIM_WAY and not names <= manifest.tensors.keys():
+            return "the copy has the names of another library"
+        return ""
 
-def _command_line(step: _Step) -> str:
-    """Return the command with its options, e.g. `export --layout easylm`."""
-    command, options = step
-    return " ".join([command, *(Option(key, options[key]).words(TERMINAL) for key in options)])
-
-
-def _fault_of(out: Path, name: str, source: Source) -> str:
-    """Return why a conversion has no way back, or empty."""
-    manifest = read_manifest(out) or NO_MANIFEST
-    if manifest.lost_values:
-        # Such an output is refused as a source.
-        return f"the scale of the layout changes {count_text(manifest.lost_values, 'value')}"
-    prefix = source.names.wrapper_prefix
-    names = {prefix + source.names.stored_name(tensor.name) for tensor in source.tensors}
-    if name == VERBATIM_WAY and not names <= manifest.tensors.keys():
-        return "the copy has the names of another library"
-    return ""
-
-
-def _differences(model: _Model, back: str) -> list[str]:
-    """Return the differences between a model and the end of a way: tensors, settings and files."""
-    observer = SilentCommandObserver(model.observer.progress(), "verify")
-    verification = verify(model.checkpoint, back, progress=observer, strict=True, **model.options)
-    differences = [f"{each['tensor']} {each['what']}" for each in verification.differences]
-    differences += [f"{each['tensor']}: {each['why']}" for each in verification.left_out]
-    differences += [f"another {each['kind']} `{each['key']}`" for each in verification.settings]
-    common = replace(
-        model.common, checkpoint=back, revision=None, step=None, config=None, lock=None
-    )
-    _, returned = open_checkpoint(common, observer)
-    # Names and digests of the files that only one of both has.
-    files = file_digests(model.source).items() ^ file_digests(returned).items()
-    return [*differences, *(f"another {name}" for name in sorted({name for name, _ in files}))]
+    def _differences_from(self, back: str) -> list[str]:
+        """Return the differences between the model and the end of a way: tensors, settings and files."""
+        observer = SilentCommandObserver(self.observer.progress(), "verify")
+        result = verify(self.checkpoint, back, progress=observer, strict=True, **self.options)
+        differences = [f"{each['tensor']} {each['what']}" for each in result.differences]
+        differences += [f"{each['tensor']}: {each['why']}" for each in result.left_out]
+        differences += [f"another {each['kind']} `{each['key']}`" for each in result.settings]
+        common = replace(
+            self.common, checkpoint=back, revision=None, step=None, config=None, lock=None
+        )
+        _, returned = open_checkpoint(common, observer)
+        # Names and digests of the files that only one of both has.
+        files = file_digests(self.source).items() ^ file_digests(returned).items()
+        return [*differences, *(f"another {name}" for name in sorted({name for name, _ in files}))]
 
 
 def _is_damaged_or_unread(error: BaseException | None) -> bool:
@@ -273,16 +269,3 @@ def _is_damaged_or_unread(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-@contextmanager
-def _temporary_folder(path: Path) -> Iterator[Path]:
-    """Create a folder next to the certificate, and remove it at the end of the block."""
-    try:
-        folder = tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise io_error(path, error) from error
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

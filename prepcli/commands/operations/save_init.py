@@ -10,12 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.commands.operations.conflicts import reject_without
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
     open_conversion,
-    run_conversion,
 )
 from prepcli.commands.operations.opening import (
     check_allow_overflow,
@@ -23,7 +21,7 @@ from prepcli.commands.operations.opening import (
     make_match_options,
     recorded_values,
 )
-from prepcli.commands.operations.operation import public
+from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.options import ReshardOptions, SaveInitOptions
 from prepcli.commands.operations.pad_vocab import check_seed, make_fill, padded_vocab_rows
 from prepcli.commands.operations.results import Conversion
@@ -31,7 +29,7 @@ from prepcli.commands.operations.training_state import check_imported_state, imp
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.core.formatting import format_bytes
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, as_tuple, format_command_line, with_defaults
 from prepcli.core.progress import Progress
 from prepcli.execution.workers import ProcessOptions
@@ -66,12 +64,12 @@ from prepcli.targets.planner import (
     NATIVE_TREE,
     Draft,
     Placed,
+    dropped_state,
     make_plan,
     start_draft,
     with_rows,
     with_source_state,
 )
-from prepcli.targets.streams import dropped_state
 
 # A TPU host and many GPU hosts have 4 devices. The number is used to estimate the bytes read by a host.
 DEVICES_PER_HOST = 4
@@ -111,9 +109,9 @@ def save_init(
         check_allow_overflow(options["allow_overflow"], options["dtype"])
     opened = open_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
-        observer_of(progress),
+        progress,
     )
-    return run_conversion(opened, plan_orbax_item(options, opened.source, opened.located))
+    return opened.run(plan_orbax_item(options, opened.source, opened.located))
 
 
 @public
@@ -148,7 +146,7 @@ def reshard(
     """
     opened = open_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
-        observer_of(progress),
+        progress,
         _is_unresharded,
     )
     # `reshard` has none of the options of new rows and casts.
@@ -160,7 +158,7 @@ def reshard(
         params_only=options["params_only"],
         command="reshard",
     )
-    return run_conversion(opened, planned)
+    return opened.run(planned)
 
 
 def _check_padding_options(options: SaveInitOptions) -> None:
@@ -207,16 +205,26 @@ def plan_orbax_item(
         true_vocab=options["true_vocab"],
         dtype=options["dtype"],
     )
-    check_leaf_rules(layout.partitioning.rules, _leaf_dims(draft))
+    # A tied head has no leaf in the output, so a rule for it would have no effect.
+    tied_leaf = source.family.tying.head_leaf if draft.match.is_tied else None
+    dims: dict[str, LeafDims] = {}
+    for path, axis_map in draft.axis_maps.items():
+        if path != tied_leaf:
+            dims[path] = axis_map.leaf_dims
+    for tensor in source.tower_tensors:
+        dims[tower_leaf(tensor)] = tuple((f"d{axis}",) for axis in range(len(tensor.shape)))
+    check_leaf_rules(layout.partitioning.rules, dims)
     num_rows = padded_vocab_rows(options, draft, layout.partitioning)
     draft = with_rows(draft, num_rows, make_fill(options["init"], options["seed"], source))
     draft = replace(with_source_state(draft), left=left)
     placed = layout.place(draft)
+    schema = ReshardOptions if command == "reshard" else SaveInitOptions
+    values = {**recorded_values(options), "params_only": params_only}
     plan = make_plan(
         draft,
         placed,
         command=command,
-        request=_command_line(command, options, source, params_only=params_only),
+        request=format_command_line(command, source.display_name, schema, values),
         name=located.model_name,
     )
     check_index_size(plan)
@@ -226,10 +234,16 @@ def plan_orbax_item(
     next_command = f"prep reshard {OUT_PLACEHOLDER} --mesh DP,FSDP,MP"
     if command == "reshard":
         next_command = f"prep verify {OUT_PLACEHOLDER}"
+    suffix = "init"
+    mesh = layout.partitioning.mesh
+    if mesh is not None and command == "reshard":
+        suffix = folder_suffix(mesh)
+    elif layout.is_training_step and command == "save-init":
+        suffix = "step"
     meshes = {"from": source.tree_manifest.mesh, "to": plan.settings.mesh}
     return PlannedConversion(
         plan,
-        f"{located.model_name}-{_output_suffix(command, layout)}",
+        f"{located.model_name}-{suffix}",
         notes=notes,
         fields={"leaves": len(plan.leaves), "layout": NATIVE_TREE, "mesh": meshes},
         next_command=next_command,
@@ -246,16 +260,6 @@ def check_index_size(plan: Plan) -> None:
             "use a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules")
         )
         raise usage_error(what, why, hint)
-
-
-def _output_suffix(command: str, layout: OrbaxLayout) -> str:
-    """Return the end of the output's default name."""
-    mesh = layout.partitioning.mesh
-    if mesh is not None and command == "reshard":
-        return folder_suffix(mesh)
-    if layout.is_training_step and command == "save-init":
-        return "step"
-    return "init"
 
 
 def _converted_part(
@@ -293,19 +297,6 @@ def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[Dro
         kind.append(tensor)
     dropped = tuple(dropped_state(replace(source, state_tensors=tuple(others))))
     return replace(source, state_tensors=tuple(scales)), dropped
-
-
-def _leaf_dims(draft: Draft) -> dict[str, LeafDims]:
-    """Return the dims of each leaf of the output, by path."""
-    # A tied head has no leaf in the output, so a rule for it would have no effect.
-    tied_leaf = draft.source.family.tying.head_leaf if draft.match.is_tied else None
-    dims: dict[str, LeafDims] = {}
-    for path, axis_map in draft.axis_maps.items():
-        if path != tied_leaf:
-            dims[path] = axis_map.leaf_dims
-    for tensor in draft.source.tower_tensors:
-        dims[tower_leaf(tensor)] = tuple((f"d{axis}",) for axis in range(len(tensor.shape)))
-    return dims
 
 
 def resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bool) -> OrbaxLayout:
@@ -414,15 +405,3 @@ def _layout_lines(draft: Draft, layout: OrbaxLayout, placed: Placed) -> Iterator
     dropped = [part.nbytes for part in draft.left if part.rule == OPT_STATE_RULE]
     if sum(dropped):
         yield f"optimizer state ({format_bytes(sum(dropped))}) dropped"
-
-
-def _command_line(
-    command: str, options: SaveInitOptions, source: Source, *, params_only: bool
-) -> str:
-    """Return the command line for the manifest."""
-    values = recorded_values(options)
-    if command == "reshard":
-        return format_command_line(
-            command, source.display_name, ReshardOptions, {**values, "params_only": params_only}
-        )
-    return format_command_line(command, source.display_name, SaveInitOptions, values)

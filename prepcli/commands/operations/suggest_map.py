@@ -5,31 +5,474 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Unpack
 
 from prepcli.commands.operations.inspection_options import SuggestMapOptions
-from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
-from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.result_files import (
+from prepcli.commands.operations.opening import (
+    CommonOptions,
     check_result_path,
-    has_content,
-    write_result_file,
+    common_options,
+    open_checkpoint,
+    write_result,
 )
+from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import MapSuggestion
-from prepcli.core.errors import Option, PrepError, UsageError, text, usage_error
+from prepcli.core.errors import PrepError, UsageError, usage_error
 from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike
 from prepcli.core.progress import Progress
+from prepcli.engine.casts import parse_stream_digest
 from prepcli.execution.output_paths import check_local_path
-from prepcli.inspection.tensor_relations import Relations, RowWriter, TensorTree
+from prepcli.models.parameters import MAX_AXIS_SIZE
 from prepcli.models.registry import FAMILIES
-from prepcli.planning.maps import MAX_DROPS, MAX_LINES, MAX_NBYTES
-from prepcli.planning.tensors import FLOAT_DTYPES, cast_dtype
+from prepcli.models.verbatim import split_numbers
+from prepcli.planning.maps import (
+    MAX_DROPS,
+    MAX_LINES,
+    MAX_NBYTES,
+    MapRow,
+    bind_map,
+    compute_size,
+    parse_map,
+)
+from prepcli.planning.plan import Stream
+from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, cast_dtype
+from prepcli.restore.digest_checks import num_rows, row_stream, stream_digests
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.source import Source
+from prepcli.sources.mapped import map_tensors
+from prepcli.sources.source import Source, SourceTensor
+
+# A longer first dim is no stack of layers or experts.
+MAX_STACK = 1024
+# Views in memory (each has about 3 KB), and views in all. Large mixtures of experts have 10^5.
+MAX_BATCH = 4096
+MAX_VIEWS = 1 << 18
+# Shapes with one number of elements that a tensor is compared with. A model has fewer.
+MAX_SHAPES = 8
+# Names to list for a target with the values of several tensors.
+MAX_CANDIDATES = 6
+# The names and dims of two tensors fit into a line of a map.
+MAX_NAME_CHARS = 700
+MAX_DIMS_CHARS = 250
+# Names with other characters have no place in a row.
+INVALID_CHARS = frozenset("{}:#<>|()")
+
+Shape = tuple[int, ...]
+# Dtype, shape and digest of values.
+ValueKey = tuple[str, Shape, str]
+# Numbers at one place in the names of several tensors.
+Column = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """A tensor with the values of another one, or of an index of its first dim.
+
+    Attributes:
+        container: Name of the other tensor.
+        member_shape: Shape of the tensor.
+        dims: Dims of the tensor and of the container, without the first dim of a stack, as text.
+        count: Extent of the first dim of a stack, else 0.
+        member: Name of the tensor. Empty until the values are compared.
+        index: Its index in the stack.
+        is_target_stacked: Whether the container is in the target. Otherwise the tensor is.
+    """
+
+    container: str
+    member_shape: Shape
+    dims: tuple[str, str]
+    count: int
+    member: str = ""
+    index: int = 0
+    is_target_stacked: bool = False
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the target and of the source."""
+        if self.is_target_stacked:
+            return self.container, self.member
+        return self.member, self.container
+
+
+class TensorTree:
+    """The tensors of a checkpoint that a row can name, and the values of those without a relation."""
+
+    def __init__(
+        self, source: Source, memory_nbytes: int, observer: Observer, cast_to: str = ""
+    ) -> None:
+        """Read all tensors once, within the memory limit. With `cast_to`, float values are compared in this dtype."""
+        self.source = source
+        self.cast_to = cast_to
+        self._memory_nbytes = memory_nbytes
+        self._observer = observer
+        self.tensors: dict[str, SourceTensor] = {}
+        self.keys: dict[str, ValueKey] = {}
+        for tensor in source.tensors:
+            name = source.names.stored_name(tensor.name)
+            is_named = not INVALID_CHARS & {*name} and not any(map(str.isspace, name))
+            if is_named and 0 < len(name) <= MAX_NAME_CHARS:
+                self.tensors[name] = tensor
+        compared: dict[str, SourceTensor] = {}
+        for name, tensor in self.tensors.items():
+            # The bytes of smaller elements are not those of values. All empty tensors have the same bytes.
+            if ITEM_BITS[tensor.dtype] >= 8 and tensor.nbytes > 0:
+                compared[name] = tensor
+        digests = self.digests(compared.values(), is_checked=True)
+        for (name, tensor), digest in zip(compared.items(), digests):
+            self.keys[name] = (cast_dtype(tensor.dtype, cast_to), tensor.shape, digest)
+
+    def digests(self, tensors: Iterable[SourceTensor], *, is_checked: bool = False) -> list[str]:
+        """Return the digest of the values of each tensor, read within the memory limit."""
+        streams: list[Stream] = []
+        for tensor in tensors:
+            stream = row_stream(tensor, (0, num_rows(tensor)))
+            dtype = cast_dtype(tensor.dtype, self.cast_to)
+            streams.append(stream if dtype == tensor.dtype else replace(stream, cast_to=dtype))
+        texts = stream_digests(
+            self.source,
+            streams,
+            self._memory_nbytes,
+            progress=self._observer.progress(),
+            task=f"compare {self.source.display_name}",
+            is_checked=is_checked,
+        )
+        return [parse_stream_digest(text).written for text in texts]
+
+
+@dataclass(slots=True)
+class Relations:
+    """The relations of the tensors of two trees.
+
+    Attributes:
+        first: The tree to map.
+        target: The tree of the targets.
+        items: The relations. A related tensor has all its values in them.
+        ambiguous: Target with values that occur several times -> at most MAX_CANDIDATES tensors with its values.
+        candidates: All tensors with the values of such targets.
+    """
+
+    first: TensorTree
+    target: TensorTree
+    items: list[Relation] = field(default_factory=list)
+    ambiguous: dict[str, list[str]] = field(default_factory=dict)
+    candidates: set[str] = field(default_factory=set)
+    _num_views: int = 0
+
+    def find(self) -> None:
+        """Relate each tensor to the only one with its values, or to the one that has its name too."""
+        for name, (dtype, shape, digest) in self.first.keys.items():
+            if self.target.keys.get(name) == (dtype, shape, digest):
+                key = (dtype, shape, f"{digest} {name}")
+                self.first.keys[name] = self.target.keys[name] = key
+        for is_stacked in (False, True):
+            for is_transposed in (False, True):
+                kinds = {"is_stacked": is_stacked, "is_transposed": is_transposed}
+                self._relate(self.first, self.target, **kinds)
+                if is_stacked:
+                    self._relate(self.target, self.first, **kinds)
+
+    def _relate(
+        self, containers: TensorTree, members: TensorTree, *, is_stacked: bool, is_transposed: bool
+    ) -> None:
+        """Relate containers of one tree to members of the other one."""
+        is_target_stacked = containers is self.target
+        names: dict[ValueKey, list[str]] = defaultdict(list)
+        for name, key in members.keys.items():
+            # A row can only copy a tensor in several parts.
+            if not is_target_stacked or len(members.tensors[name].placement) == 1:
+                names[key].append(name)
+        complete: list[tuple[Relation, list[ValueKey]]] = []
+        claims: Counter[object] = Counter()
+        attempts = _attempts(
+            containers, members, is_stacked=is_stacked, is_transposed=is_transposed
+        )
+        is_read = is_stacked or is_transposed
+        for attempt, keys in self._compare(containers, attempts, is_read=is_read):
+            if all(key in names for key in keys):
+                complete.append((attempt, keys))
+                claims.update([attempt.container, *keys])
+        ambiguous: dict[ValueKey, list[str]] = defaultdict(list)
+        for attempt, keys in complete:
+            container = attempt.container
+            containers.keys.pop(container, None)
+            if claims[container] > 1 or any(claims[key] + len(names[key]) > 2 for key in keys):
+                for key in keys:
+                    ambiguous[key].append(container)
+                continue
+            for index, key in enumerate(keys):
+                (member,) = names[key]
+                del members.keys[member]
+                relation = replace(attempt, member=member, index=index)
+                self.items.append(replace(relation, is_target_stacked=is_target_stacked))
+        for key, equal in ambiguous.items():
+            for name in names[key]:
+                members.keys.pop(name, None)
+            sources, targets = equal, names[key]
+            if is_target_stacked:
+                sources, targets = targets, sources
+            self.candidates.update(sources)
+            for target in targets:
+                listed = [*self.ambiguous.get(target, ()), *sources[:MAX_CANDIDATES]]
+                self.ambiguous[target] = list(dict.fromkeys(listed))[:MAX_CANDIDATES]
+
+    def _compare(
+        self, tree: TensorTree, attempts: Iterable[Relation], *, is_read: bool
+    ) -> Iterator[tuple[Relation, list[ValueKey]]]:
+        """Yield each attempt with the values of its container in the shape of the members."""
+        batch: list[tuple[Relation, list[SourceTensor]]] = []
+        num_read = self._num_views
+        for attempt in attempts:
+            self._num_views += max(1, attempt.count)
+            if self._num_views > MAX_VIEWS:
+                break
+            try:
+                views = map_tensors(
+                    _view_rows(attempt.dims, attempt.count),
+                    {"s": tree.tensors[attempt.container]},
+                    None,
+                )
+            except PrepError:
+                # It is stored in several parts.
+                continue
+            if not is_read:
+                dtype, _, digest = tree.keys[attempt.container]
+                yield attempt, [(dtype, attempt.member_shape, digest)]
+                continue
+            batch.append((attempt, sorted(views, key=lambda view: int(view.name))))
+            if self._num_views - num_read >= MAX_BATCH:
+                yield from _read_batch(tree, batch)
+                batch = []
+                num_read = self._num_views
+        yield from _read_batch(tree, batch)
+
+
+def _read_batch(
+    tree: TensorTree, batch: Sequence[tuple[Relation, Sequence[SourceTensor]]]
+) -> Iterator[tuple[Relation, list[ValueKey]]]:
+    digests = iter(tree.digests(view for _, views in batch for view in views))
+    for attempt, views in batch:
+        dtype = tree.keys[attempt.container][0]
+        yield attempt, [(dtype, attempt.member_shape, next(digests)) for _ in views]
+
+
+@lru_cache(maxsize=256)
+def _view_rows(dims: tuple[str, str], count: int) -> Sequence[MapRow]:
+    """Return the row of a map from a container `s` to its members `0`, `1`, ..."""
+    row = f"0: {dims[0]} <- s: {dims[1]}"
+    if count:
+        row = f"{{n}}: {dims[0]} <- s: n {dims[1]}"
+    rows, _ = bind_map(parse_map("view", row), {**dim_sizes(dims[1]), "n": count}, {})
+    return rows
+
+
+def dim_sizes(dims: str) -> dict[str, int]:
+    """Return the size of each atom in the text of dims, e.g. `d32 (d8 d4)` -> 32, 8 and 4."""
+    return {atom: int(size) for atom, size in re.findall(r"(d(\d+)(?:_\d+)?)", dims)}
+
+
+def _attempts(
+    containers: TensorTree,
+    members: TensorTree,
+    *,
+    is_stacked: bool,
+    is_transposed: bool,
+) -> Iterator[Relation]:
+    """Yield the containers of which the other tree has enough members of a fitting shape."""
+    shapes: dict[tuple[str, int], Counter[Shape]] = defaultdict(Counter)
+    for dtype, shape, _ in members.keys.values():
+        shapes[dtype, math.prod(shape)][shape] += 1
+    for name, (dtype, shape, _) in containers.keys.items():
+        count = 0
+        block = shape
+        if is_stacked:
+            if not shape or shape[0] > MAX_STACK:
+                continue
+            count = shape[0]
+            block = shape[1:]
+        fitting = shapes.get((dtype, math.prod(block)), Counter())
+        for member_shape, num_members in islice(fitting.items(), MAX_SHAPES):
+            dims = row_dims(member_shape, block, is_transposed=is_transposed)
+            if dims is not None and num_members >= count:
+                yield Relation(name, member_shape, dims, count)
+
+
+@lru_cache(maxsize=1 << 16)
+def row_dims(member: Shape, container: Shape, *, is_transposed: bool) -> tuple[str, str] | None:
+    """Return the dims of two tensors with equal or transposed values. None if they have no common axes.
+
+    A dim of one of them may be divided in the other one. The last two dims of the shorter shape are transposed.
+
+    >>> row_dims((32, 6), (6, 8, 4), is_transposed=True)
+    ('(d8 d4) d6', 'd6 d8 d4')
+    """
+    short, long = sorted((member, container), key=len)
+    if max(long, default=1) > MAX_AXIS_SIZE:
+        return None
+    if not is_transposed:
+        merged = _merged_dims(long, short)
+    elif len(short) < 2 or 1 in short[-2:]:
+        # The values have the same order as the transposed ones.
+        return None
+    else:
+        merged = _merged_dims(long, (*short[:-2], short[-1], short[-2]))
+        if merged is not None:
+            merged[-2:] = merged[:-3:-1]
+    if merged is None:
+        return None
+    atoms: list[str] = []
+    for axis, extent in enumerate(long):
+        repetition = long[:axis].count(extent)
+        atoms.append(f"d{extent}_{repetition + 1}" if repetition else f"d{extent}")
+    texts: list[str] = []
+    for dims in (merged, [[axis] for axis in range(len(long))]):
+        words: list[str] = []
+        for axes in dims:
+            names = [atoms[axis] for axis in axes if long[axis] > 1]
+            words.append(f"({' '.join(names)})" if len(names) > 1 else "".join(names) or "1")
+        texts.append(" ".join(words))
+    if max(map(len, texts)) > MAX_DIMS_CHARS:
+        return None
+    if len(member) > len(container):
+        texts.reverse()
+    return texts[0], texts[1]
+
+
+def _merged_dims(extents: Shape, merged: Shape) -> list[list[int]] | None:
+    """Return the dims that form each merged dim, e.g. (8, 4, 6) and (32, 6) -> [[0, 1], [2]]."""
+    groups: list[list[int]] = []
+    axis = 0
+    for extent in merged:
+        start = axis
+        while axis < len(extents) and math.prod(extents[start:axis]) < extent:
+            axis += 1
+        if math.prod(extents[start:axis]) != extent:
+            return None
+        groups.append([*range(start, axis)])
+    return groups if math.prod(extents[axis:]) == 1 else None
+
+
+@dataclass(slots=True)
+class RowWriter:
+    """The rows of a map.
+
+    Attributes:
+        sizes: Size of each atom, or the numbers of an index list, as text.
+    """
+
+    sizes: dict[str, str] = field(default_factory=dict)
+    _index_lists: dict[str, str] = field(default_factory=dict)
+
+    def rows(self, relations: Sequence[Relation]) -> Iterator[str]:
+        """Yield a row for the tensors whose names differ in their numbers only, or a row for each of them."""
+        groups: dict[object, list[Relation]] = defaultdict(list)
+        for relation in relations:
+            patterns = (split_numbers(relation.member)[0], split_numbers(relation.container)[0])
+            groups[patterns, replace(relation, member="", container="", index=0)].append(relation)
+        for group in groups.values():
+            row = self._row(group)
+            if row is not None:
+                yield row
+            else:
+                yield from filter(None, (self._row([relation]) for relation in group))
+
+    def _row(self, group: Sequence[Relation]) -> str | None:
+        """Return the row of relations. None if the row would relate other tensors."""
+        first = group[0]
+        members = [relation.member for relation in group]
+        containers = [relation.container for relation in group]
+        indices = tuple(relation.index for relation in group)
+        sizes = {atom: str(size) for atom, size in dim_sizes(first.dims[1]).items()}
+        atoms = self._number_atoms([*_columns(members), *_columns(containers)], sizes)
+        index = ""
+        if first.count == 1:
+            index = "1"
+        elif len({*indices}) > 1:
+            index = next((atoms[column] for column in atoms if _ranks(column) == indices), "")
+            index = index.partition("@")[0]
+        elif first.count:
+            index = f"f{first.count}={first.index}"
+            sizes[f"f{first.count}"] = str(first.count)
+        sides: list[str] = []
+        for names, dims in ((members, first.dims[0]), (containers, f"{index} {first.dims[1]}")):
+            sides.append(f"{_numbered_name(names, atoms)}: {dims.strip()}".strip())
+        if first.is_target_stacked:
+            sides.reverse()
+        text = " <- ".join(sides)
+        if len(group) > 1 and not _relates(text, sizes, index, group):
+            return None
+        self.sizes |= sizes
+        return text
+
+    def _number_atoms(self, columns: Iterable[Column], sizes: dict[str, str]) -> dict[Column, str]:
+        """Return the atom of each column of different numbers, with its index list if they are not 0, 1, 2, ..."""
+        atoms: dict[Column, str] = {}
+        for column in dict.fromkeys(columns):
+            numbers = sorted({*column})
+            if len(numbers) == 1:
+                continue
+            atom = f"n{len(numbers)}"
+            repetition = sum(name.partition("_")[0] == atom for name in sizes)
+            if repetition:
+                atom += f"_{repetition + 1}"
+            sizes[atom] = str(len(numbers))
+            atoms[column] = atom
+            if numbers != [*range(len(numbers))]:
+                text = ",".join(map(str, numbers))
+                name = self._index_lists.setdefault(text, f"numbers{len(self._index_lists) + 1}")
+                sizes[name] = text
+                atoms[column] = f"{atom}@{name}"
+        return atoms
+
+
+def _columns(names: Sequence[str]) -> Iterator[Column]:
+    return zip(*(split_numbers(name)[1] for name in names))
+
+
+def _ranks(column: Column) -> tuple[int, ...]:
+    """Return the position of each number among the different ones, e.g. (4, 7, 4) -> (0, 1, 0)."""
+    ranks = {number: rank for rank, number in enumerate(sorted({*column}))}
+    return tuple(ranks[number] for number in column)
+
+
+def _numbered_name(names: Sequence[str], atoms: Mapping[Column, str]) -> str:
+    """Return the name of the tensors in a row, with an atom for each number that differs."""
+    if len(names) == 1:
+        return names[0]
+    pieces, _ = split_numbers(names[0])
+    text = pieces[0]
+    for column, piece in zip(_columns(names), pieces[1:]):
+        text += f"{{{atoms[column]}}}" if column in atoms else str(column[0])
+        text += piece
+    return text
+
+
+def _relates(text: str, sizes: Mapping[str, str], index: str, group: Sequence[Relation]) -> bool:
+    """Return whether a row relates the tensors of a group, and no other ones."""
+    lines = [f"size {atom} = {size}" for atom, size in sizes.items()]
+    try:
+        parsed = parse_map("suggestion", "\n".join([*lines, text]))
+        values = {atom: compute_size(size, {}) for atom, size in sizes.items()}
+    except (PrepError, ValueError):
+        # An atom has two places on one side, or a line is too long.
+        return False
+    rows, _ = bind_map(parsed, values, {})
+    if not rows or rows[0].num_pairs != len(group):
+        return False
+    related: set[tuple[tuple[str, str], int]] = set()
+    for target, source, atoms in rows[0].pairs():
+        related.add(((target, source), atoms.get(index, group[0].index)))
+    # An atom with fewer indices than the stack would give it another shape.
+    has_all_indices = len({relation.index for relation in group}) in (1, max(1, group[0].count))
+    return has_all_indices and related == {(relation.names, relation.index) for relation in group}
+
 
 MAP_SUFFIX = ".map"
 # Comments of one kind in the file. A map has as many `drop` lines at most.
@@ -80,10 +523,11 @@ def suggest_map(
     _, target_source = _open(target_common, observer)
     path = Path(out) if out is not None else Path(f"{Path(located.model_name).name}{MAP_SUFFIX}")
     check_result_path(path)
-    relations = Relations(
-        TensorTree(source, common.memory_nbytes, observer, cast_to=_float_dtype(target_source)),
-        TensorTree(target_source, common.memory_nbytes, observer),
-    )
+    # If all float tensors have one dtype, the values are compared in it.
+    dtypes = {tensor.dtype for tensor in target_source.tensors if tensor.dtype in FLOAT_DTYPES}
+    cast_to = dtypes.pop() if len(dtypes) == 1 else ""
+    first = TensorTree(source, common.memory_nbytes, observer, cast_to=cast_to)
+    relations = Relations(first, TensorTree(target_source, common.memory_nbytes, observer))
     relations.find()
     if not relations.items and not relations.ambiguous:
         what = f"no tensor of {source.display_name} has the values of {target_source.display_name}"
@@ -91,7 +535,18 @@ def suggest_map(
             what, "tensors are compared by their values", "name two copies of one model"
         )
     writer = RowWriter()
-    suggestion = _suggestion(path, writer.rows(relations.items), relations)
+    targets = {relation.names[0] for relation in relations.items}
+    sources = {relation.names[1] for relation in relations.items}
+    is_cast = any(cast_dtype(each.dtype, cast_to) != each.dtype for each in first.tensors.values())
+    suggestion = MapSuggestion(
+        path=path,
+        rows=tuple(sorted(writer.rows(relations.items))),
+        targets=len(targets),
+        ambiguous={name: tuple(names) for name, names in sorted(relations.ambiguous.items())},
+        unmatched=tuple(sorted(relations.target.tensors.keys() - targets)),
+        unused=tuple(sorted(first.tensors.keys() - sources)),
+        cast_to=cast_to if is_cast else "",
+    )
     data = _map_text(suggestion, writer.sizes, relations).encode()
     if len(suggestion.rows) > MAX_ROWS or len(data) > MAX_NBYTES:
         raise PrepError(
@@ -99,10 +554,7 @@ def suggest_map(
             f"at most {MAX_ROWS:,} rows and {MAX_NBYTES >> 20} MiB are supported",
             "number the tensors of all layers alike in both checkpoints, e.g. `layers.7.w`",
         )
-    hint = text("{} replaces it", Option("overwrite", True))
-    why = "its content differs"
-    if not has_content(path, data, overwrite=options["overwrite"], why=why, hint=hint):
-        write_result_file(path, data)
+    write_result(path, data, options["overwrite"])
     return suggestion
 
 
@@ -115,42 +567,6 @@ def _open(common: CommonOptions, observer: Observer) -> tuple[LocatedCheckpoint,
         return open_checkpoint(replace(common, verbatim=None), observer)
 
 
-def _float_dtype(source: Source) -> str:
-    """Return the dtype of all float tensors, or "" if there are several."""
-    dtypes = {tensor.dtype for tensor in source.tensors if tensor.dtype in FLOAT_DTYPES}
-    return dtypes.pop() if len(dtypes) == 1 else ""
-
-
-def _suggestion(path: Path, rows: Iterable[str], relations: Relations) -> MapSuggestion:
-    """Return the result, with the tensors of both checkpoints without a row."""
-    first = relations.first
-    targets = {relation.names[0] for relation in relations.items}
-    sources = {relation.names[1] for relation in relations.items}
-    dtypes = {tensor.dtype for tensor in first.tensors.values()}
-    is_cast = any(cast_dtype(dtype, first.cast_to) != dtype for dtype in dtypes)
-    return MapSuggestion(
-        path=path,
-        rows=tuple(sorted(rows)),
-        targets=len(targets),
-        ambiguous={name: tuple(names) for name, names in sorted(relations.ambiguous.items())},
-        unmatched=tuple(sorted(relations.target.tensors.keys() - targets)),
-        unused=tuple(sorted(first.tensors.keys() - sources)),
-        cast_to=first.cast_to if is_cast else "",
-    )
-
-
-def _target_family(source: Source, target: Source) -> str:
-    """Return the family of a target with the names of Hugging Face, or "".
-
-    A map with a family needs the config of the mapped checkpoint.
-    """
-    name = target.config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES or not source.config:
-        return ""
-    has_names_of_family = bool(target.tensor_file_names) or not target.family.is_verbatim
-    return name if has_names_of_family else ""
-
-
 def _map_text(suggestion: MapSuggestion, sizes: Mapping[str, str], relations: Relations) -> str:
     """Return the content of the map: sizes, rows, and a comment for each tensor without a row."""
     source = relations.first.source
@@ -158,8 +574,10 @@ def _map_text(suggestion: MapSuggestion, sizes: Mapping[str, str], relations: Re
     lines = [f"# From {source.display_name} to {target.display_name}."]
     if suggestion.cast_to:
         lines.append(f"# Values are equal after a cast: --dtype {suggestion.cast_to}.")
-    family = _target_family(source, target)
-    if family:
+    family = target.config.get("model_type")
+    has_names_of_family = bool(target.tensor_file_names) or not target.family.is_verbatim
+    # A map with a family needs the config of the mapped checkpoint.
+    if isinstance(family, str) and family in FAMILIES and source.config and has_names_of_family:
         lines.append(f"family {family}")
     lines += [f"size {atom} = {sizes[atom]}" for atom in sorted(sizes)]
     lines += ["", *suggestion.rows]

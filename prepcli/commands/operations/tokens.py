@@ -8,7 +8,7 @@ The checkpoint is a Hugging Face folder, or an Orbax checkpoint with its trainin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack, cast, get_args
@@ -17,24 +17,25 @@ from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
     open_conversion,
-    run_conversion,
 )
 from prepcli.commands.operations.opening import (
-    CommonOptions,
     common_options,
     make_match_options,
     recorded_values,
 )
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.options import SaveInitOptions
+from prepcli.commands.operations.options import (
+    AddTokensOptions,
+    RemoveTokensOptions,
+    SaveInitOptions,
+)
 from prepcli.commands.operations.pad_vocab import check_seed, make_fill, mesh_rows
 from prepcli.commands.operations.results import Conversion
 from prepcli.commands.operations.save_init import check_index_size, resolve_layout
-from prepcli.commands.operations.token_options import AddTokensOptions, RemoveTokensOptions
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.lists import join_names
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer
 from prepcli.core.option_spec import REQUIRED, PathLike, format_command_line, with_defaults
 from prepcli.core.progress import Progress
 from prepcli.execution.workers import ProcessOptions
@@ -66,13 +67,13 @@ from prepcli.sources.vocabulary_tensors import VocabularyTensors, find_vocabular
 from prepcli.targets.orbax_item import OrbaxLayout
 from prepcli.targets.planner import (
     Draft,
+    VocabResize,
     draft_of,
     make_plan,
     resize_vocabulary,
     with_source_state,
 )
 from prepcli.targets.safetensors_folder import place_in_source_files
-from prepcli.targets.streams import VocabResize
 from prepcli.targets.token_files import (
     SourceTokenizer,
     VocabularyTokenizer,
@@ -128,24 +129,22 @@ def add_tokens(
     if options["tokens"] is REQUIRED:
         hint = text("{}", Option("tokens", "FILE"))
         raise usage_error(text("{} is missing", Option("tokens")), "it lists the new tokens", hint)
-    _check_readable_again(Path(options["tokens"]), process_options)
-    tokens = read_token_list(Path(options["tokens"]))
-    common = common_options(
-        checkpoint, out, options, dry_run=dry_run, process_options=process_options
-    )
-    opened = open_conversion(_folder_options(common), observer_of(progress), allow_adapters=True)
-    planned = plan_add_tokens(options, tokens, opened.source, opened.located)
-    return run_conversion(opened, planned)
-
-
-def _check_readable_again(path: Path, process_options: ProcessOptions | None) -> None:
-    """Raise UsageError for a pipe if the workers of the command have to read it, too."""
+    path = Path(options["tokens"])
     if process_options is not None and process_options.num_workers > 1 and path.is_fifo():
         raise usage_error(
             text("{} cannot be a pipe", Option("tokens", str(path))),
             text("{} start the same command, and a pipe is read once", Option("workers")),
             "write the tokens to a file",
         )
+    tokens = read_token_list(path)
+    # A quantised model keeps its codes and scales.
+    stored = {**options, "quantized": "stored", "verbatim": None}
+    common = common_options(
+        checkpoint, out, stored, dry_run=dry_run, process_options=process_options
+    )
+    opened = open_conversion(common, progress, allow_adapters=True)
+    planned = plan_add_tokens(options, tokens, opened.source, opened.located)
+    return opened.run(planned)
 
 
 def plan_add_tokens(
@@ -162,11 +161,18 @@ def plan_add_tokens(
     vocabulary = present.vocabulary
     _check_sizes(source, opened.tokenizer, vocabulary)
     _check_new(source, opened.tokenizer, tokens)
-    _check_layer_embeddings(source, present.layer_names)
+    if present.layer_names:
+        what = f"{source.display_name} has embeddings per layer, which is not supported"
+        why = f"new tokens would have no rows in {join_names(sorted(present.layer_names))}"
+        raise usage_error(what, why, "use a model without `hidden_size_per_layer_input`")
     num_tokens = vocabulary.true_size + len(tokens)
     check_padded_size(num_tokens, Option("tokens", str(options["tokens"])))
     contents, addition = _change_files(options["init"], source, opened, vocabulary, tokens)
-    added = _added_record(addition)
+    added: AddedTokensRecord = {
+        "init": addition.init,
+        "count": len(addition.tokens),
+        "tokens": [{"id": token.id, "content": token.content} for token in addition.tokens],
+    }
     num_rows = _padded_rows(source, present, max(num_tokens, vocabulary.stored_size))
     name = f"{located.model_name}-added"
     resize = VocabResize(
@@ -188,13 +194,20 @@ def plan_add_tokens(
         ),
         name=name,
     )
+    count, ids = _count_with_ids(vocabulary.true_size, len(tokens))
+    values = "the mean of their pieces" if options["init"] == "mean" else options["init"]
+    notes = [f"{count} added: {ids}, rows of {values}"]
+    padding = vocabulary.stored_size - vocabulary.true_size
+    if padding:
+        rows = count_text(padding, "row")
+        notes.append(f"padding of {rows} is replaced: by tokens, then by zeros")
     next_command = f"prep pad-vocab {OUT_PLACEHOLDER}"
     if source.tree_manifest:
         next_command = f"prep verify {OUT_PLACEHOLDER}"
     return PlannedConversion(
         plan,
         name,
-        notes=_notes(options["init"], vocabulary, added),
+        notes=notes,
         fields={"added_tokens": added},
         next_command=next_command,
     )
@@ -228,15 +241,6 @@ def _change_files(
     return contents, addition
 
 
-def _added_record(addition: Addition) -> AddedTokensRecord:
-    """Return the entry of the manifest about new tokens."""
-    return {
-        "init": addition.init,
-        "count": len(addition.tokens),
-        "tokens": [{"id": token.id, "content": token.content} for token in addition.tokens],
-    }
-
-
 def _check_sizes(source: Source, tokenizer: VocabularyTokenizer, vocabulary: Vocabulary) -> None:
     """Raise UsageError unless the tokenizer has as many ids as the true vocabulary.
 
@@ -254,20 +258,16 @@ def _check_sizes(source: Source, tokenizer: VocabularyTokenizer, vocabulary: Voc
     raise usage_error(what, why, hint)
 
 
-def _check_layer_embeddings(source: Source, names: Collection[str]) -> None:
-    """Raise UsageError for embeddings per layer: new tokens would have no row in them."""
-    if names:
-        what = f"{source.display_name} has embeddings per layer, which is not supported"
-        why = f"new tokens would have no rows in {join_names(sorted(names))}"
-        raise usage_error(what, why, "use a model without `hidden_size_per_layer_input`")
-
-
 def _check_new(
     source: Source, tokenizer: VocabularyTokenizer, tokens: Sequence[AddedToken]
 ) -> None:
     """Raise UsageError for tokens in the vocabulary, and for overlaps with its added tokens."""
     contents = [token["content"] for token in tokens]
-    searched = _searched_texts(tokenizer, tokens)
+    # A lowercasing tokenizer searches `Tool` as `tool`, so that the new token would hide an old token `tool`.
+    searched: list[str] = []
+    for token in tokens:
+        content = token["content"]
+        searched.append(tokenizer.normalize(content) if token["normalized"] else content)
     texts = dict.fromkeys([*contents, *searched])
     known = [content for content in texts if tokenizer.token_id(content) is not None]
     if known:
@@ -284,16 +284,6 @@ def _check_new(
         what = f"tokens overlap with each other or with added tokens of {source.display_name}"
         hint = "choose texts that do not contain each other"
         raise usage_error(what, join_names(overlaps), hint)
-
-
-def _searched_texts(tokenizer: VocabularyTokenizer, tokens: Sequence[AddedToken]) -> list[str]:
-    """Return the text of each token, normalized for a token with `normalized`."""
-    # A lowercasing tokenizer searches `Tool` as `tool`, so that the new token would hide an old token `tool`.
-    texts: list[str] = []
-    for token in tokens:
-        content = token["content"]
-        texts.append(tokenizer.normalize(content) if token["normalized"] else content)
-    return texts
 
 
 def _check_tokenizer(
@@ -332,19 +322,6 @@ def _make_added_fill(
     return Fill("pieces", pieces=tuple(pieces))
 
 
-def _notes(init: str, vocabulary: Vocabulary, added: AddedTokensRecord) -> tuple[str, ...]:
-    first = vocabulary.true_size
-    tokens, ids = _count_with_ids(first, added["count"])
-    values = "the mean of their pieces" if init == "mean" else init
-    notes = [f"{tokens} added: {ids}, rows of {values}"]
-    padding = vocabulary.stored_size - vocabulary.true_size
-    if padding:
-        notes.append(
-            f"padding of {count_text(padding, 'row')} is replaced: by tokens, then by zeros"
-        )
-    return tuple(notes)
-
-
 @public
 def remove_tokens(
     checkpoint: PathLike,
@@ -380,11 +357,13 @@ def remove_tokens(
         PrepError: The tokenizer was changed since, or the conversion failed. An interrupted one resumes when called
             again.
     """
+    # A quantised model keeps its codes and scales.
+    stored = {**options, "quantized": "stored", "verbatim": None}
     common = common_options(
-        checkpoint, out, options, dry_run=dry_run, process_options=process_options
+        checkpoint, out, stored, dry_run=dry_run, process_options=process_options
     )
-    opened = open_conversion(_folder_options(common), observer_of(progress), allow_adapters=True)
-    return run_conversion(opened, plan_remove_tokens(options, opened.source, opened.located))
+    opened = open_conversion(common, progress, allow_adapters=True)
+    return opened.run(plan_remove_tokens(options, opened.source, opened.located))
 
 
 def plan_remove_tokens(
@@ -399,7 +378,13 @@ def plan_remove_tokens(
         raise usage_error(what, f"it has no {RECORD_FILE}", hint)
     addition = additions[-1]
     present = find_vocabulary(source, make_match_options(options))
-    _check_is_last(source, present.vocabulary.true_size, addition)
+    if present.vocabulary.true_size != addition.new_vocab_size:
+        what = (
+            f"the vocabulary of {source.display_name} has {present.vocabulary.true_size:,} tokens"
+        )
+        why = f"{RECORD_FILE} records {addition.new_vocab_size:,}: it was changed since"
+        hint = text("undo the change, or pass the output of {}", Command("add-tokens"))
+        raise PrepError(what, why, hint)
     num_rows = _padded_rows(source, present, addition.padded_vocab_size)
     old_vocabulary = Vocabulary(addition.true_vocab_size, num_rows)
     contents: dict[str, bytes | None] = {**files_without_tokens(source, addition)}
@@ -421,47 +406,25 @@ def plan_remove_tokens(
         ),
         name=name,
     )
-    removed = [{"id": token.id, "content": token.content} for token in addition.tokens]
-    return PlannedConversion(
-        plan,
-        name,
-        notes=_removal_notes(addition),
-        fields={"removed_tokens": {"count": len(removed), "tokens": removed}},
-        next_command=f"prep verify {OUT_PLACEHOLDER}",
-    )
-
-
-def _check_is_last(source: Source, true_size: int, addition: Addition) -> None:
-    """Raise PrepError unless the true vocabulary ends with the added tokens."""
-    if true_size == addition.new_vocab_size:
-        return
-    what = f"the vocabulary of {source.display_name} has {true_size:,} tokens"
-    why = f"{RECORD_FILE} records {addition.new_vocab_size:,}: it was changed since"
-    hint = text("undo the change, or pass the output of {}", Command("add-tokens"))
-    raise PrepError(what, why, hint)
-
-
-def _removal_notes(addition: Addition) -> tuple[str, ...]:
-    first = addition.true_vocab_size
-    tokens, ids = _count_with_ids(first, len(addition.tokens))
+    tokens, ids = _count_with_ids(addition.true_vocab_size, len(addition.tokens))
     notes = [
         f"{tokens} removed: {ids}",
         "their rows are dropped, also where training changed them",
     ]
-    padding = addition.padded_vocab_size - first
+    padding = addition.padded_vocab_size - addition.true_vocab_size
     if padding:
-        notes.append(
-            f"padding of {count_text(padding, 'row')} is zeros, as padding of prep is by default"
-        )
-    return tuple(notes)
+        rows = count_text(padding, "row")
+        notes.append(f"padding of {rows} is zeros, as padding of prep is by default")
+    removed = [{"id": token.id, "content": token.content} for token in addition.tokens]
+    return PlannedConversion(
+        plan,
+        name,
+        notes=notes,
+        fields={"removed_tokens": {"count": len(removed), "tokens": removed}},
+    )
 
 
 # --- Both commands
-
-
-def _folder_options(common: CommonOptions) -> CommonOptions:
-    """Return options to open a checkpoint with. A quantised model keeps its codes and scales."""
-    return replace(common, quantized="stored", verbatim=None)
 
 
 def _count_with_ids(first: int, count: int) -> tuple[str, str]:
@@ -533,9 +496,22 @@ def _plan_change(
     if layout is None:
         placed = place_in_source_files(draft)
     else:
-        _check_state(source)
+        moments: list[str] = []
+        partial: list[str] = []
+        for tensor in source.state_tensors:
+            slot, tensor_name = split_name(tensor.name)
+            if is_leaf_path(tensor_name):
+                partial.append(tensor.name)
+            elif tensor_name in draft.resize.tensors and slot != AVERAGE_SLOT:
+                moments.append(tensor.name)
+        if partial:
+            what = f"the optimizer state of {source.display_name} is not supported"
+            names = join_names(partial, max_names=3)
+            why = f"it has factored moments, or moments of some parameters only: {names}"
+            params_only = Command("reshard", source.display_name, Option("params_only", True))
+            raise usage_error(what, why, text("{} leaves it out", params_only))
         # New rows of moments are zeros: no step has changed them.
-        resize = replace(draft.resize, zero_tensors=frozenset(_moments(draft)))
+        resize = replace(draft.resize, zero_tensors=frozenset(moments))
         draft = with_source_state(replace(draft, resize=resize))
         placed = layout.place(draft)
     plan = make_plan(draft, placed, command=command, request=request, name=name)
@@ -561,22 +537,3 @@ def _item_layout(source: Source) -> OrbaxLayout | None:
     if manifest.storage in get_args(StorageName):
         options["storage"] = cast(StorageName, manifest.storage)
     return resolve_layout(options, source, params_only=False)
-
-
-def _moments(draft: Draft) -> Iterator[str]:
-    """Yield the tensors of the training state with one row per token, except for averages of parameters."""
-    for tensor in draft.source.state_tensors:
-        slot, name = split_name(tensor.name)
-        if name in draft.resize.tensors and slot != AVERAGE_SLOT:
-            yield tensor.name
-
-
-def _check_state(source: Source) -> None:
-    """Raise UsageError for an optimizer state without a tensor of the full shape for each parameter."""
-    partial = [t.name for t in source.state_tensors if is_leaf_path(split_name(t.name)[1])]
-    if partial:
-        what = f"the optimizer state of {source.display_name} is not supported"
-        names = join_names(partial, max_names=3)
-        why = f"it has factored moments, or moments of some parameters only: {names}"
-        command = Command("reshard", source.display_name, Option("params_only", True))
-        raise usage_error(what, why, text("{} leaves it out", command))

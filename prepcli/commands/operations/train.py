@@ -15,7 +15,7 @@ from prepcli.commands.console.notebook import run_observer_of
 from prepcli.commands.operations.compute_options import TrainOptions
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.recipe_files import find_training_recipe
+from prepcli.commands.operations.recipes import find_training_recipe
 from prepcli.commands.operations.results import TrainingRun
 from prepcli.core.observer import Observer, SilentCommandObserver
 from prepcli.core.option_spec import PathLike, as_tuple

@@ -41,7 +41,7 @@ from prepcli.sources.model_family import models_title, towers_title
 from prepcli.sources.source import Source
 from prepcli.targets.planner import Draft, with_state
 from prepcli.targets.torch_folder import prepare_torch_adam
-from prepcli.targets.trainer_item import with_item_state
+from prepcli.targets.trees import with_item_state
 
 OPTION = Option("training_state", True)
 REMOVE_HINT = text("remove {}", OPTION)

@@ -12,14 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.algebra.boxes import Range
 from prepcli.commands.operations.accept import accept_files
-from prepcli.commands.operations.checksum_file import check_checksum_file
-from prepcli.commands.operations.comparable_sources import (
-    check_contents,
-    comparable_sources,
-    note_unrecorded_drops,
-)
 from prepcli.commands.operations.compared_settings import setting_differences
 from prepcli.commands.operations.inspection_options import VerifyOptions
 from prepcli.commands.operations.opening import (
@@ -36,14 +29,18 @@ from prepcli.commands.operations.verification_results import (
     TensorDistance,
     Verification,
 )
-from prepcli.commands.operations.verified_model import (
+from prepcli.commands.operations.verify_sources import (
     VerifiedModel,
+    check_checksum_file,
+    check_contents,
     collect_model,
-    unpadded_rows,
-    unpadded_shape,
+    comparable_sources,
+    first_options,
+    is_output,
+    mapped_options,
+    note_unrecorded_drops,
     unused_tensors,
 )
-from prepcli.commands.operations.verify_map import first_options, is_output, mapped_options
 from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.observer import Observer, observer_of
@@ -52,12 +49,13 @@ from prepcli.core.progress import NullProgress, Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.digest import digest_of_zeros
-from prepcli.engine.stream_values import Difference, Distance, compare_streams, measure_distance
+from prepcli.engine.stream_values import compare_streams, measure_distance
 from prepcli.formats.manifest import NO_MANIFEST, again_hint, unwritten_manifest
 from prepcli.planning.libraries import LayoutScale
 from prepcli.planning.plan import Stream
 from prepcli.restore.digest_checks import (
     check_after_reading,
+    row_stream,
     stored_scale,
     stream_digests,
     tensor_digests,
@@ -66,19 +64,10 @@ from prepcli.restore.digest_checks import (
 from prepcli.sources.dropped_tensors import with_recorded_text_part, without_recorded_drops
 from prepcli.sources.locate import check_stream
 from prepcli.sources.references import KeptScales, default_checkpoint
-from prepcli.sources.source import Source, SourceTensor, TensorLabel
+from prepcli.sources.source import Source
 
 HEADER_CHECKS = ("headers", "file sizes")  # checks of `quick` for one checkpoint
 SHAPE_CHECKS = ("names", "shapes", "dtypes")  # checks of `quick` for two checkpoints
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Tensor, or rows of a tensor, with a failed check."""
-
-    label: TensorLabel
-    text: str  # predicate for the message, such as `is not in MODEL`
-    difference: Difference | None = None  # first differing value
 
 
 @public
@@ -119,11 +108,17 @@ def verify(
         tolerance=options["tolerance"],
     )
     _check_pair_options(request)
-    accept = [str(path) for path in options["accept"]]
-    if not accept:
+    if not options["accept"]:
         result = _verify_checkpoint(request, observer)
-    else:
-        result = _verify_and_accept(request, accept, observer)
+        return replace(result, seconds=time.monotonic() - started_s)
+    files = [str(path) for path in options["accept"]]
+    accepted = accept_files(request.common.checkpoint or f"./{default_checkpoint(Path())}", files)
+    # The output is checked against the new records before they are written: a kill or a difference leaves the old ones.
+    with unwritten_manifest(accepted.folder, accepted.data):
+        result = _verify_checkpoint(request, observer)
+    if result:
+        accepted.write(observer)
+        result = replace(result, accepted=tuple(accepted.changes))
     return replace(result, seconds=time.monotonic() - started_s)
 
 
@@ -140,34 +135,21 @@ class _Request:
 
 def _check_pair_options(request: _Request) -> None:
     """Raise UsageError for options of pairs without a second checkpoint, or for `--tolerance` with `--quick`."""
-    option = Option("tolerance")
-    if request.strict and request.against is None:
-        strict = Option("strict", True)
-        what = text("{} requires a second checkpoint", strict)
-        why = "it compares the settings of two checkpoints"
-        raise usage_error(what, why, text("remove {}, or name the second checkpoint", strict))
-    if request.tolerance is None:
-        return
-    if request.against is None:
-        why = "a checkpoint and its digests are equal or not"
-        what = text("{} requires a second checkpoint", option)
-        raise usage_error(what, why, text("remove {}, or name the second checkpoint", option))
-    if request.quick:
-        what = text("{} and {} exclude each other", option, Option("quick", True))
+    pair_options = (
+        (Option("strict", True), request.strict, "it compares the settings of two checkpoints"),
+        (
+            Option("tolerance"),
+            request.tolerance is not None,
+            "a checkpoint and its digests are equal or not",
+        ),
+    )
+    for option, is_set, why in pair_options:
+        if is_set and request.against is None:
+            what = text("{} requires a second checkpoint", option)
+            raise usage_error(what, why, text("remove {}, or name the second checkpoint", option))
+    if request.tolerance is not None and request.quick:
+        what = text("{} and {} exclude each other", Option("tolerance"), Option("quick", True))
         raise usage_error(what, "a quick check reads no values", "remove one of them")
-
-
-def _verify_and_accept(request: _Request, files: Sequence[str], observer: Observer) -> Verification:
-    """Verify an output with the present bytes of some files, and record their digests if nothing differs."""
-    checkpoint = request.common.checkpoint or f"./{default_checkpoint(Path())}"
-    accepted = accept_files(checkpoint, files)
-    # The output is checked against the new records before they are written: a kill or a difference leaves the old ones.
-    with unwritten_manifest(accepted.folder, accepted.data):
-        result = _verify_checkpoint(request, observer)
-    if not result:
-        return result
-    accepted.write(observer)
-    return replace(result, accepted=tuple(accepted.changes))
 
 
 def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
@@ -192,7 +174,21 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
         check_config_option(request.common, source)
         check_stream(request.common.stream, located)
         return _verify_digests(collect_model(source), request, observer)
-    mapped = mapped_options(_against_options(request), source.manifest)
+    common = request.common
+    # The step, the revision and the lock belong to the first checkpoint.
+    against_options = CommonOptions(
+        checkpoint=request.against,
+        out=None,
+        memory_nbytes=common.memory_nbytes,
+        offline=common.offline,
+        stream=common.stream,
+        config=common.config,
+        quantized=common.quantized,
+        tensor_map=None if is_output(request.against) else common.tensor_map,
+        # One checkpoint with the names of its file is enough: the other one is then compared by them.
+        verbatim=None if common.verbatim else common.verbatim,
+    )
+    mapped = mapped_options(against_options, source.manifest)
     against_located, against_source = open_checkpoint(
         mapped, observer, allow_adapters=True, kept_scales=kept_scales, notes_names=False
     )
@@ -221,29 +217,13 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     return replace(result, is_equal=is_equal, settings=settings, left_out=left_out)
 
 
-def _against_options(request: _Request) -> CommonOptions:
-    """Return the options of the second checkpoint. The step and the revision belong to the first one."""
-    common = request.common
-    return CommonOptions(
-        checkpoint=request.against,
-        out=None,
-        memory_nbytes=common.memory_nbytes,
-        offline=common.offline,
-        stream=common.stream,
-        config=common.config,
-        quantized=common.quantized,
-        tensor_map=None if is_output(request.against) else common.tensor_map,
-        # One checkpoint with the names of its file is enough: the other one is then compared by them.
-        verbatim=None if common.verbatim else common.verbatim,
-    )
-
-
 def _verify_digests(model: VerifiedModel, request: _Request, observer: Observer) -> Verification:
     """Compare with the digests of the manifest."""
     source = model.source
     tensors = [t for t in source.all_tensors if t.digests]
     if request.quick:
-        return _quick_verification(model, HEADER_CHECKS)
+        result = _make_verification(model, ())
+        return replace(result, values=None, checked=HEADER_CHECKS)
     if not tensors:
         name = source.display_name
         why = "it has no prep-manifest.json with digests"
@@ -259,28 +239,27 @@ def _verify_digests(model: VerifiedModel, request: _Request, observer: Observer)
         task="verify",
         is_checked=False,
     )
-    findings: list[Finding] = []
-    for (tensor, rows, expected), actual in zip(pieces, digests):
+    findings: list[TensorDifference] = []
+    for (tensor, (first, stop), expected), actual in zip(pieces, digests):
         if expected != actual:
-            predicate = f"rows {rows[0]}:{rows[1]} do not match their recorded digest"
-            findings.append(Finding(model.labels[tensor.name], predicate))
+            what = f"rows {first}:{stop} do not match their recorded digest"
+            findings.append(model.difference(tensor.name, what))
     for tensor in model.tensors.values():
         if not tensor.digests:
-            findings.append(Finding(model.labels[tensor.name], "has no digest in the manifest"))
+            findings.append(model.difference(tensor.name, "has no digest in the manifest"))
     return replace(_make_verification(model, findings), remedy=again_hint(source.manifest))
 
 
 def _tie_findings(
     model: VerifiedModel, memory_nbytes: int, observer: Observer
-) -> Iterator[Finding]:
+) -> Iterator[TensorDifference]:
     """Yield tied heads with other values than the embedding, and other such duplicates."""
     tensors = {t.name: t for t in model.source.tensors}
     for check in model.match.checks:
         pair = [tensors[check.name], tensors[check.duplicate_of]]
-        pieces = [(tensor, (0, tensor.shape[0])) for tensor in pair]
         head, embedding = tensor_digests(
             model.source,
-            pieces,
+            [(tensor, (0, tensor.shape[0])) for tensor in pair],
             memory_nbytes,
             progress=observer.progress(),
             task="verify tied",
@@ -288,71 +267,73 @@ def _tie_findings(
         )
         if head != embedding:
             original = model.labels[check.duplicate_of].tensor
-            yield Finding(model.labels[check.name], f"is tied but not equal to {original}")
+            yield model.difference(check.name, f"is tied but not equal to {original}")
 
 
 def _verify_pair(
     a: VerifiedModel, b: VerifiedModel, request: _Request, observer: Observer
 ) -> Verification:
-    """Compare two checkpoints of one family.
-
-    Their formats and layouts may differ. Padding is not compared.
-    """
+    """Compare two checkpoints of one family. Their formats and layouts may differ. Padding is not compared."""
     if a.source.family.name != b.source.family.name:
         why = f"{a.source.family.name} and {b.source.family.name}"
-        names = f"{a.source.display_name} and {b.source.display_name}"
-        hint = "name two checkpoints of one family"
-        raise PrepError(f"{names} are of different families", why, hint)
-    findings = list(_shape_findings(a, b, has_tolerance=request.tolerance is not None))
-    if request.quick and not findings:
-        return _quick_verification(a, SHAPE_CHECKS, against=b)
+        what = f"{a.source.display_name} and {b.source.display_name} are of different families"
+        raise PrepError(what, why, "name two checkpoints of one family")
+    tolerance = request.tolerance
+    findings = list(_shape_findings(a, b, has_tolerance=tolerance is not None))
+    if request.quick:
+        result = _make_verification(a, findings, against=b)
+        return result if findings else replace(result, values=None, checked=SHAPE_CHECKS)
     memory_nbytes = request.common.memory_nbytes
     # Tensors of different shapes or dtypes have no values to compare.
-    mismatched = {finding.label for finding in findings}
-    names = [n for n in a.tensors if n in b.tensors and a.labels[n] not in mismatched]
-    if request.tolerance is not None:
+    mismatched = {(finding["leaf"], finding["tensor"]) for finding in findings}
+    names: list[str] = []
+    for name in a.tensors:
+        label = a.labels[name]
+        if name in b.tensors and (label.leaf, label.tensor) not in mismatched:
+            names.append(name)
+    if tolerance is not None:
         reads = [_ReadStreams(model.source, [], []) for model in (a, b)]
-        distances = list(_tensor_distances(a, b, names, reads, observer.progress()))
-        for label, distance in distances:
-            if not distance.max_abs <= request.tolerance:
-                why = f"differs by up to {distance.max_abs:.3g}, the tolerance is {request.tolerance:g}"
-                findings.append(Finding(label, why))
+        distances = tuple(_tensor_distances(a, b, names, reads, observer.progress()))
+        for name, distance in zip(names, distances):
+            if not distance.max_abs <= tolerance:
+                what = f"differs by up to {distance.max_abs:.3g}, the tolerance is {tolerance:g}"
+                findings.append(a.difference(name, what))
         if not findings:
             for read in reads:
                 read.check(memory_nbytes, observer.progress())
-        fields = tuple(_distance_fields(label, distance) for label, distance in distances)
-        return replace(_make_verification(a, findings, against=b), distances=fields)
-    if not request.quick:
-        findings += _tie_findings(a, memory_nbytes, observer)
-        findings += _tie_findings(b, memory_nbytes, observer)
-        findings += _value_findings(a, b, names, memory_nbytes=memory_nbytes, observer=observer)
-        num_different = len({finding.label for finding in findings if finding.difference})
-        observer.note(f"same  {count_text(len(names) - num_different, 'tensor')}")
-        for line in _padding_lines(a, b, names, memory_nbytes=memory_nbytes):
-            observer.note(line)
+        return replace(_make_verification(a, findings, against=b), distances=distances)
+    findings += _tie_findings(a, memory_nbytes, observer)
+    findings += _tie_findings(b, memory_nbytes, observer)
+    findings += _value_findings(a, b, names, memory_nbytes=memory_nbytes, observer=observer)
+    num_different = sum("count" in finding for finding in findings)
+    observer.note(f"same  {count_text(len(names) - num_different, 'tensor')}")
+    for name in names:
+        for model in (a, b):
+            _note_padding(model, name, memory_nbytes, observer)
     return _make_verification(a, findings, against=b)
 
 
 def _shape_findings(
     a: VerifiedModel, b: VerifiedModel, *, has_tolerance: bool
-) -> Iterator[Finding]:
+) -> Iterator[TensorDifference]:
     """Yield tensors missing in one checkpoint, and tensors of another dtype, shape or true vocabulary.
 
     With a tolerance the dtypes may differ.
     """
     for name in sorted({*a.tensors, *b.tensors}):
-        label = a.labels[name] if name in a.labels else b.labels[name]
         a_tensor = a.tensors.get(name)
         b_tensor = b.tensors.get(name)
-        if a_tensor is None or b_tensor is None:
-            lacking = a.source.display_name if a_tensor is None else b.source.display_name
-            yield Finding(label, f"is not in {lacking}")
+        if a_tensor is None:
+            yield b.difference(name, f"is not in {a.source.display_name}")
+        elif b_tensor is None:
+            yield a.difference(name, f"is not in {b.source.display_name}")
         elif a_tensor.dtype != b_tensor.dtype and not has_tolerance:
-            yield Finding(label, f"is {a_tensor.dtype} and {b_tensor.dtype}")
+            yield a.difference(name, f"is {a_tensor.dtype} and {b_tensor.dtype}")
         elif name in a.vocab_tensors and a.true_vocab != b.true_vocab:
-            yield Finding(label, f"has {a.true_vocab} and {b.true_vocab} true rows")
-        elif unpadded_shape(a, a_tensor) != unpadded_shape(b, b_tensor):
-            yield Finding(label, f"has shapes {list(a_tensor.shape)} and {list(b_tensor.shape)}")
+            yield a.difference(name, f"has {a.true_vocab} and {b.true_vocab} true rows")
+        elif a.unpadded_shape(a_tensor) != b.unpadded_shape(b_tensor):
+            shapes = f"{list(a_tensor.shape)} and {list(b_tensor.shape)}"
+            yield a.difference(name, f"has shapes {shapes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +356,7 @@ def _value_findings(
     *,
     memory_nbytes: int,
     observer: Observer,
-) -> Iterator[Finding]:
+) -> Iterator[TensorDifference]:
     """Yield tensors with different values.
 
     Digests find them in one pass over each checkpoint, in the order of its files. Only different tensors are read a
@@ -386,15 +367,13 @@ def _value_findings(
     """
     digests_by_name: list[dict[str, str]] = []
     reads: list[_ReadStreams] = []
-    has_difference = False
     for model, other in ((a, b), (b, a)):
         compared = [tensor for tensor in model.source.all_tensors if tensor.name in {*names}]
         streams: list[Stream] = []
         for tensor in compared:
             scale = _missing_scale(model, other, tensor.name)
-            streams.append(
-                written_stream(tensor, unpadded_rows(model, tensor), tensor.dtype, scale)
-            )
+            rows = model.unpadded_rows(tensor)
+            streams.append(written_stream(tensor, rows, tensor.dtype, scale))
         digests = stream_digests(
             model.source,
             streams,
@@ -406,18 +385,26 @@ def _value_findings(
         parsed = [parse_stream_digest(digest) for digest in digests]
         reads.append(_ReadStreams(model.source, streams, [each.read for each in parsed]))
         digests_by_name.append({t.name: each.written for t, each in zip(compared, parsed)})
-    for name in names:
-        if digests_by_name[0][name] == digests_by_name[1][name]:
-            continue
-        has_difference = True
+    different = [name for name in names if digests_by_name[0][name] != digests_by_name[1][name]]
+    for name in different:
         scale = _missing_scale(a, b, name) or _missing_scale(b, a, name)
-        if scale is None:
-            yield _value_finding(a, b, name)
-        else:
+        if scale is not None:
             # The values are not side by side: one model has the values of the layout.
-            predicate = f"has other values: the layout {scale.description}"
-            yield Finding(a.labels[name], predicate)
-    if not has_difference:
+            yield a.difference(name, f"has other values: the layout {scale.description}")
+            continue
+        stream = a.stream(name)
+        first = compare_streams(
+            a.source.byte_sources, stream, blobs_b=b.source.byte_sources, stream_b=b.stream(name)
+        )
+        place = f"{list(first.index)}: {first.value_a} -> {first.value_b}"
+        what = f"{first.count:,} of {math.prod(stream.shape):,} values; first at {place}"
+        finding = a.difference(name, what)
+        finding["index"] = list(first.index)
+        finding["a"] = first.value_a
+        finding["b"] = first.value_b
+        finding["count"] = first.count
+        yield finding
+    if not different:
         for read in reads:
             read.check(memory_nbytes, observer.progress())
 
@@ -425,23 +412,7 @@ def _value_findings(
 def _missing_scale(model: VerifiedModel, other: VerifiedModel, name: str) -> LayoutScale | None:
     """Return the scale of a tensor if only the other checkpoint stores it scaled, else None."""
     scale = stored_scale(other.source, name)
-    if scale == stored_scale(model.source, name):
-        return None
-    return scale
-
-
-def _value_finding(a: VerifiedModel, b: VerifiedModel, name: str) -> Finding:
-    streams = [
-        _row_stream(model.tensors[name], unpadded_rows(model, model.tensors[name]))
-        for model in (a, b)
-    ]
-    difference = compare_streams(
-        a.source.byte_sources, streams[0], blobs_b=b.source.byte_sources, stream_b=streams[1]
-    )
-    num_values = math.prod(streams[0].shape)
-    first = f"{list(difference.index)}: {difference.value_a} -> {difference.value_b}"
-    predicate = f"{difference.count:,} of {num_values:,} values; first at {first}"
-    return Finding(a.labels[name], predicate, difference)
+    return None if scale == stored_scale(model.source, name) else scale
 
 
 def _tensor_distances(
@@ -450,7 +421,7 @@ def _tensor_distances(
     names: Sequence[str],
     reads: Sequence[_ReadStreams],
     progress: Progress,
-) -> Iterator[tuple[TensorLabel, Distance]]:
+) -> Iterator[TensorDistance]:
     """Yield the distance between the true rows of each tensor, and add their streams to `reads`.
 
     Both checkpoints are read side by side.
@@ -462,39 +433,27 @@ def _tensor_distances(
             open_blobs(b.source.byte_sources) as files_b,
         ):
             for name in names:
-                stream_a = _row_stream(a.tensors[name], unpadded_rows(a, a.tensors[name]))
-                stream_b = _row_stream(b.tensors[name], unpadded_rows(b, b.tensors[name]))
-                distance = measure_distance(files_a, stream_a, reader_b=files_b, stream_b=stream_b)
-                for read, stream, digest in zip(reads, (stream_a, stream_b), distance.digests):
+                streams = (a.stream(name), b.stream(name))
+                distance = measure_distance(
+                    files_a, streams[0], reader_b=files_b, stream_b=streams[1]
+                )
+                for read, stream, digest in zip(reads, streams, distance.digests):
                     read.streams.append(stream)
                     read.digests.append(digest)
                 progress.advance(a.tensors[name].nbytes)
-                yield a.labels[name], distance
+                label = a.labels[name]
+                yield TensorDistance(
+                    label.leaf, label.tensor, distance.max_abs, distance.mean_abs, distance.cosine
+                )
     finally:
         progress.end()
 
 
-def _distance_fields(label: TensorLabel, distance: Distance) -> TensorDistance:
-    """Return the entry of a tensor in `Verification.distances`."""
-    return TensorDistance(
-        label.leaf, label.tensor, distance.max_abs, distance.mean_abs, distance.cosine
-    )
-
-
-def _padding_lines(
-    a: VerifiedModel, b: VerifiedModel, names: Sequence[str], *, memory_nbytes: int
-) -> Iterator[str]:
-    """Describe the padding of the vocabulary in either checkpoint."""
-    for name in names:
-        for model in (a, b):
-            tensor = model.tensors[name]
-            if name in model.vocab_tensors and tensor.shape[0] > model.true_vocab:
-                is_zero = _padding_is_zeros(model, tensor, memory_nbytes)
-                rows = f"rows {model.true_vocab}:{tensor.shape[0]} of {model.source.display_name} are padding"
-                yield f"same  {model.labels[name]} [0:{model.true_vocab}]; {rows}{' (zeros)' if is_zero else ''}"
-
-
-def _padding_is_zeros(model: VerifiedModel, tensor: SourceTensor, memory_nbytes: int) -> bool:
+def _note_padding(model: VerifiedModel, name: str, memory_nbytes: int, observer: Observer) -> None:
+    """Note the padding rows of a tensor of the vocabulary, and whether they are zeros."""
+    tensor = model.tensors[name]
+    if name not in model.vocab_tensors or tensor.shape[0] <= model.true_vocab:
+        return
     rows = (model.true_vocab, tensor.shape[0])
     (digest,) = tensor_digests(
         model.source,
@@ -504,63 +463,35 @@ def _padding_is_zeros(model: VerifiedModel, tensor: SourceTensor, memory_nbytes:
         task="padding",
         is_checked=False,
     )
-    return digest == digest_of_zeros(_row_stream(tensor, rows).nbytes)
-
-
-def _padding_rows(*models: VerifiedModel) -> int:
-    """Return the number of padding rows of the vocabulary's tensors."""
-    return sum(
-        model.tensors[name].shape[0] - model.true_vocab
-        for model in models
-        for name in model.vocab_tensors & model.tensors.keys()
-    )
-
-
-def _row_stream(tensor: SourceTensor, rows: Range) -> Stream:
-    return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
+    zeros = " (zeros)" if digest == digest_of_zeros(row_stream(tensor, rows).nbytes) else ""
+    padding = f"rows {rows[0]}:{rows[1]} of {model.source.display_name} are padding{zeros}"
+    observer.note(f"same  {model.labels[name]} [0:{model.true_vocab}]; {padding}")
 
 
 def _make_verification(
-    model: VerifiedModel, findings: Sequence[Finding], *, against: VerifiedModel | None = None
+    model: VerifiedModel,
+    findings: Sequence[TensorDifference],
+    *,
+    against: VerifiedModel | None = None,
 ) -> Verification:
     """Return the result of a comparison of values. Without `against` it covers padding."""
-    padding_rows = 0 if against is None else _padding_rows(model, against)
+    padding_rows = 0
+    for one in (model, against) if against is not None else ():
+        for name in one.vocab_tensors & one.tensors.keys():
+            padding_rows += one.tensors[name].shape[0] - one.true_vocab
     num_values = 0
     for tensor in model.tensors.values():
-        shape = tensor.shape if padding_rows == 0 else unpadded_shape(model, tensor)
+        shape = tensor.shape if padding_rows == 0 else model.unpadded_shape(tensor)
         num_values += math.prod(shape)
     is_equal = not findings
     return Verification(
         is_equal=is_equal,
         tensors=len(model.tensors) if is_equal else None,
         values=num_values if is_equal else None,
-        differences=tuple(_finding_fields(finding) for finding in findings),
+        differences=tuple(findings),
         seconds=0.0,
         ignored_padding_rows=padding_rows,
         checkpoint=model.source.display_name,
         against=against.source.display_name if against is not None else None,
         total_tensors=len(model.tensors),
     )
-
-
-def _quick_verification(
-    model: VerifiedModel, checked: tuple[str, ...], *, against: VerifiedModel | None = None
-) -> Verification:
-    """Return the result of a successful check without reading values."""
-    return replace(_make_verification(model, (), against=against), values=None, checked=checked)
-
-
-def _finding_fields(finding: Finding) -> TensorDifference:
-    """Return the entry of a finding in `Verification.differences`."""
-    fields: TensorDifference = {
-        "leaf": finding.label.leaf,
-        "tensor": finding.label.tensor,
-        "what": finding.text,
-    }
-    difference = finding.difference
-    if difference is not None:
-        fields["index"] = list(difference.index)
-        fields["a"] = difference.value_a
-        fields["b"] = difference.value_b
-        fields["count"] = difference.count
-    return fields

@@ -7,30 +7,28 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Unpack
 
 import numpy as np
+import numpy.typing as npt
 
 from prepcli.commands.console.jax_logs import silence_jax
-from prepcli.commands.operations.conflicts import reject_without
-from prepcli.commands.operations.file_arrays import temporary_folder
+from prepcli.commands.operations.compute_options import MAX_ID_DIGITS, split_token_ids
+from prepcli.commands.operations.computing import open_params
+from prepcli.commands.operations.generate import read_prompts
 from prepcli.commands.operations.inspection_options import (
-    ChainCommandOptions,
-    LogitsCommandOptions,
     LogitsOptions,
-    VerifyOptions,
 )
-from prepcli.commands.operations.logit_distance import logit_distance, relative_differences
 from prepcli.commands.operations.model_outputs import (
     PromptOutput,
     prep_outputs,
+    temporary_folder,
     transformers_folder,
     transformers_outputs,
 )
-from prepcli.commands.operations.open_params import open_params
 from prepcli.commands.operations.opening import (
     CommonOptions,
     check_config_option,
@@ -39,9 +37,6 @@ from prepcli.commands.operations.opening import (
     source_line,
 )
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.options import SourceOptions
-from prepcli.commands.operations.prompts import read_prompts
-from prepcli.commands.operations.token_ids import MAX_ID_DIGITS, split_token_ids
 from prepcli.commands.operations.verification_results import LogitComparison, PromptComparison
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
@@ -50,6 +45,106 @@ from prepcli.core.option_spec import PathLike
 from prepcli.core.progress import Progress
 from prepcli.stores.paths import AnyPath
 from trainer.run.params import OpenedModel
+
+# Rows of logits in float64 at the same time: with 256,000 tokens 64 rows take 131 MB.
+BLOCK_ROWS = 64
+NUM_TOP = 5
+# Divisor of hidden states that are all zero.
+SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+
+Float64Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitDistance:
+    """Distance between the logits of two models.
+
+    Attributes:
+        kl_mean: Mean over the tokens of KL(a || b) = sum p_a (log p_a - log p_b), in nats.
+        kl_max: Largest KL divergence of a token.
+        top1_agreement: Fraction of the tokens with the same largest logit.
+        top5_overlap: Mean fraction of the five largest logits in common.
+        max_abs: Largest |a - b|. Infinite if a logit is not finite.
+    """
+
+    kl_mean: float
+    kl_max: float
+    top1_agreement: float
+    top5_overlap: float
+    max_abs: float
+
+
+def logit_distance(a: np.ndarray, b: np.ndarray) -> LogitDistance:
+    """Return the distance between two arrays of logits [T, V]."""
+    num_tokens = len(a)
+    divergences = np.zeros(num_tokens)
+    num_same = 0
+    overlap = 0.0
+    max_abs = 0.0
+    for start in range(0, num_tokens, BLOCK_ROWS):
+        rows = slice(start, start + BLOCK_ROWS)
+        a_rows = a[rows].astype(np.float64)
+        b_rows = b[rows].astype(np.float64)
+        if not (np.isfinite(a_rows).all() and np.isfinite(b_rows).all()):
+            return LogitDistance(np.inf, np.inf, 0.0, 0.0, np.inf)
+        divergences[rows] = _kl_divergence(a_rows, b_rows)
+        num_same += int((a_rows.argmax(1) == b_rows.argmax(1)).sum())
+        overlap += float(_top_overlap(a_rows, b_rows).sum())
+        max_abs = max(max_abs, float(np.abs(a_rows - b_rows).max()))
+    return LogitDistance(
+        kl_mean=float(divergences.mean()),
+        kl_max=float(divergences.max()),
+        top1_agreement=num_same / num_tokens,
+        top5_overlap=overlap / num_tokens,
+        max_abs=max_abs,
+    )
+
+
+def _kl_divergence(a: Float64Array, b: Float64Array) -> Float64Array:
+    """Return KL(a || b) of each row of logits. Rounding may make it slightly negative, which counts as 0."""
+    log_a = _log_softmax(a)
+    log_b = _log_softmax(b)
+    divergence: Float64Array = (np.exp(log_a) * (log_a - log_b)).sum(1)
+    return np.maximum(divergence, 0.0)
+
+
+def _log_softmax(logits: Float64Array) -> Float64Array:
+    shifted = logits - logits.max(1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+
+
+def _top_overlap(a: Float64Array, b: Float64Array) -> Float64Array:
+    """Return the fraction of the largest logits that two models have in common, for each row."""
+    count = min(NUM_TOP, a.shape[1])
+    top_a = np.argpartition(-a, count - 1, axis=1)[:, :count]
+    top_b = np.argpartition(-b, count - 1, axis=1)[:, :count]
+    is_common = (top_a[:, :, None] == top_b[:, None, :]).any(2)
+    return is_common.mean(1)
+
+
+def relative_differences(a: Sequence[np.ndarray], b: Iterable[np.ndarray]) -> tuple[float, ...]:
+    """Return max |a - b| / max |a| for each pair of hidden states [T, D]. Infinite if a value is not finite."""
+    differences: list[float] = []
+    for a_states, b_states in zip(a, b, strict=True):
+        differences.append(_relative_difference(a_states, b_states))
+    return tuple(differences)
+
+
+def _relative_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Return max |a - b| / max |a|, or infinity if a value is not finite."""
+    difference = 0.0
+    largest = 0.0
+    for start in range(0, len(a), BLOCK_ROWS):
+        a_rows = a[start : start + BLOCK_ROWS].astype(np.float64)
+        distance = float(np.abs(a_rows - b[start : start + BLOCK_ROWS]).max())
+        if not np.isfinite(distance):
+            return np.inf
+        difference = max(difference, distance)
+        largest = max(largest, float(np.abs(a_rows).max()))
+    if difference == 0:
+        return 0.0
+    return difference / max(largest, SMALLEST_NORMAL)
+
 
 DEFAULT_TOLERANCE = 1e-3
 # Rounding in float32 differs by less, and rounding to bfloat16 by more: 2^-9 is 0.002.
@@ -109,13 +204,15 @@ def verify_logits(
         tolerance = DEFAULT_TOLERANCE
     library = options["library"]
     common = common_options(checkpoint, None, options)
+    other = common
+    if against is not None:
+        # The revision, the step and the lock belong to the first checkpoint.
+        other = replace(common, checkpoint=str(against), revision=None, step=None, lock=None)
     comparisons: list[PromptComparison] = []
     with (
         catch_out_of_memory(OUT_OF_MEMORY_HINT),
         _open_model(common, options["mesh"], observer) as first,
-        _open_model(
-            _second_checkpoint_options(common, against), options["mesh"], observer
-        ) as second,
+        _open_model(other, options["mesh"], observer) as second,
     ):
         _check_pair(first, second)
         reference = None
@@ -178,13 +275,6 @@ def _open_model(common: CommonOptions, mesh: str | None, observer: Observer) -> 
         if opened.model.arch_config.encoder is not None:
             decoder_start_id = decoder_start_token_id(source.config, opened.model.true_vocab_size)
         yield _Model(source.display_name, located.files.path, opened, decoder_start_id)
-
-
-def _second_checkpoint_options(common: CommonOptions, against: PathLike | None) -> CommonOptions:
-    """Return the options of the second checkpoint. The revision, the step and the lock belong to the first one."""
-    if against is None:
-        return common
-    return replace(common, checkpoint=str(against), revision=None, step=None, lock=None)
 
 
 def _check_pair(first: _Model, second: _Model) -> None:
@@ -314,12 +404,7 @@ def _compare(prompt_name: str, first: PromptOutput, second: PromptOutput) -> Pro
 
 
 def _parting_place(layers: Sequence[float], num_encoder_states: int) -> str | None:
-    """Return the first place with a relative difference above `LAYER_TOLERANCE`. None if there is none.
-
-    Args:
-        layers: Differences after the embedding and after each layer, first of the encoder.
-        num_encoder_states: Number of differences of the encoder.
-    """
+    """Return the first place with a relative difference above `LAYER_TOLERANCE`. None if there is none."""
     encoder = _parting_layer(layers[:num_encoder_states])
     if encoder is not None:
         return f"encoder {encoder}"
@@ -336,38 +421,3 @@ def _parting_layer(layers: Sequence[float]) -> str | None:
                 return FINAL_NORM
             return f"layer {number - 1}"
     return None
-
-
-def check_logits_command(
-    options: VerifyOptions, logits_options: LogitsCommandOptions, chain_options: ChainCommandOptions
-) -> None:
-    """Raise UsageError for options of `prep verify` excluded by `--logits`, or without effect outside of it."""
-    logits = Option("logits", True)
-    if not logits_options["logits"]:
-        why = "only the comparison of logits computes a model"
-        reject_without(Option("prompt_ids"), logits_options["prompt_ids"], logits, why)
-        library = logits_options["library"] if logits_options["library"] != "prep" else None
-        reject_without(Option("library", library), library, logits, why)
-        reject_without(Option("mesh"), logits_options["mesh"], logits, why)
-        return
-    if chain_options["chain"]:
-        what = text("{} and {} exclude each other", logits, Option("chain", True))
-        raise usage_error(what, "a chain compares digests", "remove one of them")
-    for name in ("quick", "accept", "verbatim", "strict"):
-        if options[name] not in (None, False, (), []):
-            what = text("{} and {} exclude each other", logits, Option(name))
-            raise usage_error(what, "logits are computed from all values", "remove one of them")
-
-
-def logits_options_of(
-    options: VerifyOptions, logits_options: LogitsCommandOptions
-) -> LogitsOptions:
-    """Return the options of `verify_logits` among the options of `prep verify`."""
-    selected = {name: options[name] for name in SourceOptions.__annotations__ if name in options}
-    return LogitsOptions(
-        **selected,
-        tolerance=options["tolerance"],
-        prompt_ids=logits_options["prompt_ids"],
-        library=logits_options["library"],
-        mesh=logits_options["mesh"],
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,10 @@ from prepcli.commands.operations.inspect import (
     ShapeAndDtype,
     ShapeComparison,
     SourceSummary,
+    compare_shapes,
+    select_tensors,
     shape_text,
+    shard_leaves,
 )
 from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
@@ -23,10 +25,11 @@ from prepcli.core.observer import LEAVES
 from prepcli.core.tables import Cell, format_table, wrap_line
 from prepcli.formats.orbax import item_metadata_file
 from prepcli.inspection.contents import AdapterSummary, CheckpointContents, num_chunks
-from prepcli.inspection.logical_leaves import missing_parameter, nbytes_below
+from prepcli.inspection.logical_leaves import logical_leaves, missing_parameter, nbytes_below
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding
 from prepcli.inspection.tensor_stats import TensorStats, stats_cells
+from prepcli.models.mesh import parse_mesh
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.partition import device_boxes, num_replicas, shard_shape
 from prepcli.models.verbatim import CANNOT_TRAIN
@@ -36,8 +39,14 @@ from prepcli.sources.references import CONFIG
 from prepcli.sources.source import SourceTensor
 
 if TYPE_CHECKING:
-    # Only `--html` needs the modules of pages.
-    from prepcli.commands.operations.inspect_page import WrittenPage
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from prepcli.commands.operations.inspection_options import InspectOptions, ViewOptions
+    from prepcli.commands.pages.inspection_page import (
+        ShardedModel,
+    )
+
 
 # Rows of a table. A malicious header may list millions of tensors.
 MAX_ROWS = 2000
@@ -58,13 +67,7 @@ FORMAT_TITLES = {
 
 
 def tensors_report(selected: SelectedTensors, ui: Ui, *, tree: bool = False) -> Report:
-    """Return the table of tensors, or their tree or statistics.
-
-    Args:
-        selected: Result of the operation.
-        ui: Its verbosity and width determine the rows and columns of the text.
-        tree: Show a tree with equal layers merged.
-    """
+    """Return the table of tensors, or their tree or statistics."""
     checkpoint = selected.checkpoint
     contents = checkpoint.contents
     entries = selected.entries
@@ -114,12 +117,7 @@ def shards_report(sharded: LeafShards) -> Report:
 
 
 def shape_comparison_report(comparison: ShapeComparison, ui: Ui) -> Report:
-    """Return the report of a comparison of shapes. It has an error if there are differences.
-
-    Args:
-        comparison: Result of the operation.
-        ui: Its verbosity determines the number of lines.
-    """
+    """Return the report of a comparison of shapes. It has an error if there are differences."""
     a_name = comparison.checkpoint.contents.display_name
     b_name = comparison.against.contents.display_name
     differences = comparison.differences
@@ -142,20 +140,85 @@ def shape_comparison_report(comparison: ShapeComparison, ui: Ui) -> Report:
     return Report(text, fields, error=PrepError(f"{a_name} and {b_name} differ in {counts}"))
 
 
-def page_report(written: WrittenPage, ui: Ui) -> Report:
-    """Return the report of a page. It has an error if the page shows differences to another checkpoint.
+def page_report(
+    checkpoint: str,
+    path: Path,
+    ui: Ui,
+    options: InspectOptions,
+    *,
+    pattern: str | None,
+    view: ViewOptions,
+) -> Report:
+    """Write the page of a checkpoint. Only `stats` reads data. The report has an error if the page shows differences.
 
-    Args:
-        written: Result of the operation.
-        ui: Its verbosity determines the number of lines about differences.
+    Raises:
+        UsageError: The mesh does not divide a leaf.
+        PrepError: No name matches, the checkpoint cannot be read, or the page cannot be written.
     """
-    selected = written.selected
-    output = {"output": str(written.path)}
-    if written.comparison is not None:
-        report = shape_comparison_report(written.comparison, ui)
-        return replace(report, fields={**report.fields, **output})
-    fields: dict[str, object] = {"source": selected.checkpoint.summary, **output}
-    return Report(count_line(selected.checkpoint.contents, selected.entries), fields)
+    from prepcli.commands.pages.html_page import check_page_path
+    from prepcli.commands.pages.inspection_page import (
+        InspectionPage,
+        ShardedModel,
+        write_inspection_page,
+    )
+
+    check_page_path(path)
+    selected = select_tensors(
+        checkpoint,
+        ui,
+        options,
+        pattern=pattern,
+        sort=view["sort"],
+        stats=view["stats"],
+        dequantize=view["quantized"] == "dequantize",
+    )
+    contents = selected.checkpoint.contents
+    summary = selected.checkpoint.summary
+    report = Report(count_line(contents, selected.entries), {"source": summary})
+    differences: list[tuple[str, str, str]] = []
+    if view["diff"] is not None:
+        comparison = compare_shapes(checkpoint, view["diff"], ui, options, pattern=pattern)
+        report = shape_comparison_report(comparison, ui)
+        for name, first, second in comparison.differences:
+            differences.append((name, shape_text(first), shape_text(second)))
+    sharded: ShardedModel | None = None
+    mesh_text = view["mesh"] or contents.manifest.mesh
+    if mesh_text is not None:
+        mesh = parse_mesh(mesh_text)
+        leaves = list(logical_leaves(contents).values())
+        specs = shard_leaves(contents, leaves, mesh)
+        sharded = ShardedModel(mesh, list(zip(leaves, specs)))
+    page = InspectionPage(
+        name=contents.display_name,
+        facts=list(_summary_rows(summary)),
+        entries=selected.entries,
+        statistics=selected.statistics,
+        sharded=sharded,
+        against=view["diff"],
+        differences=differences,
+    )
+    write_inspection_page(path, page)
+    ui.note(f"wrote {path}")
+    return replace(report, fields={**report.fields, "output": str(path)})
+
+
+def _summary_rows(summary: SourceSummary) -> Iterator[tuple[str, str]]:
+    """Yield label and text of each row of the summary."""
+    yield "family", summary["family"] or "unknown"
+    if summary["parameters"] is not None:
+        yield "parameters", f"{summary['parameters']:,}"
+    yield "format", summary["format"]
+    yield "files", f"{summary['files']:,}"
+    yield "bytes", format_bytes(summary["bytes"])
+    yield "tensors", f"{summary['tensors']:,}"
+    if summary["vocab"] is not None:
+        yield "vocabulary", f"{summary['vocab']['true']:,} of {summary['vocab']['padded']:,} rows"
+    if summary["layout"] is not None:
+        yield "layout", summary["layout"]
+    if summary["step"] is not None:
+        yield "step", f"{summary['step']:,}"
+    if summary["revision"] is not None:
+        yield "revision", summary["revision"]
 
 
 def _tree_view(

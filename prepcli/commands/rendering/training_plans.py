@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from prepcli.commands.console.ui import Report, Ui
-from prepcli.commands.operations.plan import FittingMeshes
-from prepcli.commands.operations.results import StepPlan
 from prepcli.commands.pages.plan_rows import (
     CAVEAT,
+    COLLECTIVE_HEADER,
     KIND_HEADER,
     CompiledStep,
     change_text,
+    collective_rows,
+    compiled_memory_rows,
+    compiled_note,
+    compiled_title,
     device_kind_rows,
     flops_table,
     speed_cells,
@@ -20,14 +22,68 @@ from prepcli.commands.pages.plan_rows import (
     traffic_header,
     traffic_rows,
 )
-from prepcli.commands.rendering.compiled_step import compiled_fields, compiled_lines
 from prepcli.core.counts import count_text
 from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import LEAVES
 from prepcli.core.tables import format_table, wrap_line
-from trainer.planning.memory_changes import MemoryChange
-from trainer.planning.mesh_search import MeshOption, MeshSearch
-from trainer.planning.training_plan import KindEstimate, TrainingPlan, memory_fields, memory_table
+from trainer.planning.training_plan import memory_fields, memory_table
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Iterator, Sequence
+
+    from prepcli.commands.operations.plan import FittingMeshes
+    from prepcli.commands.operations.results import StepPlan
+    from trainer.planning.memory_changes import MemoryChange
+    from trainer.planning.mesh_search import MeshOption, MeshSearch
+    from trainer.planning.training_plan import KindEstimate, TrainingPlan
+
+
+def compiled_lines(step: CompiledStep, *, columns: int | None) -> Iterator[str]:
+    """Yield the sections of the text: memory, collectives, and a line about the compilation."""
+    yield format_table(
+        compiled_memory_rows(step),
+        (f"memory of one device, {compiled_title(step)}", ""),
+        right_aligned=[""],
+        width=columns,
+    )
+    yield ""
+    if step.plan.collectives:
+        yield format_table(
+            collective_rows(step),
+            COLLECTIVE_HEADER,
+            right_aligned=COLLECTIVE_HEADER[1:],
+            width=columns,
+        )
+        yield ""
+    yield wrap_line(compiled_note(step), columns)
+
+
+def compiled_fields(step: CompiledStep | None) -> dict[str, object] | None:
+    """Return the compiled step as fields of the JSON object, or None if the step was not compiled."""
+    if step is None:
+        return None
+    plan = step.plan
+    return {
+        "target": plan.target,
+        "is_upper_bound": plan.is_upper_bound,
+        "kernel": plan.kernel,
+        "jax": plan.jax_version,
+        "libtpu": plan.libtpu_version,
+        "temporary": plan.temp_nbytes,
+        "arguments": plan.argument_nbytes,
+        "outputs": plan.output_nbytes - plan.alias_nbytes,
+        "peak": plan.peak_nbytes,
+        "estimated": step.estimated_nbytes,
+        "ratio": step.ratio,
+        "collectives": [
+            {"kind": collective.kind, "operations": collective.count, "bytes": collective.nbytes}
+            for collective in plan.collectives
+        ],
+        "compile_s": plan.compile_s,
+        "host_memory": plan.host_nbytes,
+    }
+
 
 # Meshes that a search lists without -v, so that the best one stays on the screen.
 MAX_MESHES = 10
@@ -38,12 +94,7 @@ OPTIONAL_COLUMNS = ("MFU causal", "MFU full", "bound by", "memory", "tokens/s")
 
 
 def step_plan_report(step: StepPlan, columns: int | None) -> Report:
-    """Return the report of a plan of one mesh.
-
-    Args:
-        step: Result of the operation.
-        columns: Width of the terminal. None means unlimited.
-    """
+    """Return the report of a plan of one mesh."""
     advice = change_text(step.change) if step.is_too_large else ""
     lines = plan_lines(
         step.training_plan,
@@ -64,12 +115,7 @@ def step_plan_report(step: StepPlan, columns: int | None) -> Report:
 
 
 def meshes_report(meshes: FittingMeshes, ui: Ui) -> Report:
-    """Return the report of a search.
-
-    Args:
-        meshes: Result of the operation.
-        ui: Its verbosity and width determine the rows and columns of the table.
-    """
+    """Return the report of a search."""
     search = meshes.search
     entries: list[dict[str, object]] = []
     for option in search.options:
@@ -104,16 +150,7 @@ def plan_lines(
     compiled: CompiledStep | None,
     columns: int | None,
 ) -> Iterator[str]:
-    """Yield the sections of the text: shapes, settings, memory, operations, communication, devices, the compiled step.
-
-    Args:
-        plan: The plan.
-        kinds: The step on each kind of accelerator to show.
-        settings: Sentences about the other settings of the recipe.
-        advice: Line about fitting into memory, or empty.
-        compiled: The compiled step, or None if it was not compiled.
-        columns: Width of the terminal. None means unlimited.
-    """
+    """Yield the sections of the text, from shapes, settings and memory to the compiled step."""
     for line in (*title_lines(plan), *settings):
         yield wrap_line(line, columns)
     yield ""
@@ -142,13 +179,7 @@ def plan_lines(
 
 
 def search_text(search: MeshSearch, *, columns: int | None, show_all: bool) -> str:
-    """Return the table of a search, and lines about the other meshes and the best one.
-
-    Args:
-        search: The result of the search.
-        columns: Width of the terminal. None means unlimited.
-        show_all: Whether to list all meshes that fit, and not only the best MAX_MESHES.
-    """
+    """Return the table of a search, and lines about the other meshes and the best one."""
     table: list[str] = []
     options = search.options if show_all else search.options[:MAX_MESHES]
     if options:

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from prepcli.commands.operations.export import export
-from prepcli.commands.operations.load_params import load_params
 from prepcli.commands.operations.model_outputs import missing_reference_packages
 from prepcli.commands.operations.pad_vocab import pad_vocab
+from prepcli.commands.operations.params import load_params
 from prepcli.commands.operations.results import Conversion
 from prepcli.commands.operations.save_init import save_init
 from prepcli.commands.operations.verify import verify

@@ -10,13 +10,13 @@ import pytest
 from prepcli.models.families.gpt_neo import FAMILY
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.targets.planner import output_rows
 from prepcli.targets.safetensors_folder import (
     header_entries,
     index_files,
     lay_out_weight_files,
     resized_shape_and_nbytes,
 )
-from prepcli.targets.streams import output_rows
 from tests.helpers.plans import flat
 
 

@@ -15,7 +15,7 @@ from prepcli.models.families.gpt_neo import FAMILY
 from prepcli.planning.plan import Fill, Stream
 from prepcli.planning.tensor_match import TensorNames, Vocabulary
 from prepcli.sources.source import Source, SourceTensor
-from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, dropped_padding
+from prepcli.targets.planner import TensorTarget, VocabResize, build_streams, dropped_padding
 from tests.helpers.plans import flat
 
 MEAN = Fill("mean")

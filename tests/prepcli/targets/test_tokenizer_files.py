@@ -12,8 +12,7 @@ from prepcli.core.errors import OK, STOPPED
 from prepcli.formats.run_steps import step_folder
 from prepcli.planning.plan import SmallFile
 from prepcli.sources.side_files import find_side_files
-from prepcli.targets.hf_folder import copied_files
-from prepcli.targets.tokenizer_files import tokenizer_folder, with_tokenizer
+from prepcli.targets.hf_folder import copied_files, tokenizer_folder, with_tokenizer
 from tests.helpers.shared_steps import share_steps
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.training_folder import WORDS, make_training_folder, write_tokenizer

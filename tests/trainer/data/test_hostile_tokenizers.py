@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations.prompts import read_prompts
+from prepcli.commands.operations.generate import read_prompts
 from prepcli.core.errors import FAILED, PrepError
 from prepcli.formats.tokenizer_files import MAX_GROWTH, normalizer_growth
 from tests.helpers.corpus import make_tokenizer

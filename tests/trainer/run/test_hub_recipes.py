@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations.recipe_files import recipe_paths
+from prepcli.commands.operations.recipes import recipe_paths
 from prepcli.core.errors import OK
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.fork_server import PREP, run_python

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations.recipe_files import recipes_folder
+from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.errors import OK
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint

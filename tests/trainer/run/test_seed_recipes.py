@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations.recipe_files import recipes_folder
+from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.errors import OK
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.slow_cases import slow_except

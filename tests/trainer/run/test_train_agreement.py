@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prepcli.commands.console.ui import open_ui
-from prepcli.commands.operations.recipe_files import recipes_folder
+from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.process_group import SingleProcess
 from trainer.distributed import agreement, start
 from trainer.recipe import load_recipe

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.commands.operations.recipe_files import recipes_folder
+from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.errors import PrepError
 from trainer.recipe import load_recipe
 from trainer.run.storage import changed_keys, write_run_file

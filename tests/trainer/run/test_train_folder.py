@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.console.ui import open_ui
-from prepcli.commands.operations.recipe_files import shipped_recipe
+from prepcli.commands.operations.recipes import shipped_recipe
 from prepcli.core.errors import FAILED, STOPPED, PrepError
 from prepcli.core.process_group import SingleProcess
 from prepcli.execution import folder_storage

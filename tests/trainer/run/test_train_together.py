@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from prepcli.commands.console.ui import open_ui
-from prepcli.commands.operations.compute_together import AGAIN_HINT
+from prepcli.commands.operations.computing import AGAIN_HINT
 from prepcli.core.errors import FAILED, INTERRUPTED, OK, STOPPED, USAGE
 from prepcli.core.process_group import SingleProcess
 from prepcli.formats.run_steps import saved_steps

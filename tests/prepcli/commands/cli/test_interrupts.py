@@ -73,7 +73,7 @@ def test_ctrl_c_in_a_destructor_ends_the_command(tmp_path: Path):
     """Python drops the exception there, and prints a traceback unless prep raises it again."""
     script = f"""
 import os, signal, time
-import prepcli.commands.operations.models as module
+import prepcli.commands.operations.about as module
 
 class Signals:
     def __del__(self):
@@ -125,7 +125,7 @@ def test_ctrl_c_in_a_long_call_is_answered_and_quits(tmp_path: Path):
 # The exit of the interpreter waits for the second signal, as it may wait for the threads of libraries.
 PREP_WITH_LONG_EXIT = """
 import atexit, os, runpy, sys, time
-import prepcli.commands.operations.models as module
+import prepcli.commands.operations.about as module
 
 def wait(*arguments, **options):
     atexit.register(wait_for_second_signal)

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from prepcli.commands.cli.option_groups import OutputOptions, expand_option_groups
-from prepcli.commands.cli.options import CheckpointArgument, ProgressOption
+from prepcli.commands.cli.option_groups import (
+    CheckpointArgument,
+    OutputOptions,
+    ProgressOption,
+    expand_option_groups,
+)
 from prepcli.commands.cli.root import COMMANDS, LAUNCH_COMMANDS
 
 

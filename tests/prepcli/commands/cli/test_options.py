@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.commands.cli.options import (
+from prepcli.commands.cli.option_groups import (
     complete_checkpoint,
     complete_devices,
     complete_family,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from prepcli.commands.cli.main import main
+from prepcli.commands.cli.option_groups import FREE_TEXT_OPTIONS
 from prepcli.commands.cli.root import command_group
-from prepcli.commands.cli.strict import FREE_TEXT_OPTIONS
 from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.tiny_checkpoints import make_checkpoint
 

@@ -30,7 +30,7 @@ from prepcli.commands.demo.steps import (
     logged_losses,
 )
 from prepcli.commands.demo.tiny_model import VOCABULARY
-from prepcli.commands.rendering.demo import demo_report
+from prepcli.commands.rendering.environment import demo_report
 from prepcli.core.errors import FAILED, OK, USAGE, PrepError
 from prepcli.core.pacing import PacedNotes
 from tests import CACHE, FLAGS

@@ -26,7 +26,11 @@ NOT_EXPORTED = (
     "Minimum",
     "OptionSpec",
     "SharingOptions",
+    "SourceTreeOptions",
+    "StorageOptions",
+    "TokenizeArguments",
     "TrainArguments",
+    "TreeOptions",
 )
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.cli.options import complete_page
+from prepcli.commands.cli.option_groups import complete_page
 from prepcli.commands.cli.root import COMMANDS, GUIDES, LAUNCH_COMMANDS, MAP_COMMANDS, command_name
-from prepcli.commands.operations.docs import docs_folder, page_names
+from prepcli.commands.operations.about import docs_folder, page_names
 from prepcli.core.errors import OK, USAGE
 
 PAGES = sorted(docs_folder().rglob("*.md"))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from prepcli.commands.console.ui import Report
-from prepcli.commands.operations.env import read_environment
-from prepcli.commands.rendering.env import environment_report
+from prepcli.commands.operations.about import read_environment
+from prepcli.commands.rendering.environment import environment_report
 from tests.helpers.fork_server import PREP, run_python
 
 
@@ -100,7 +100,7 @@ def test_env_shows_processes(
 
 def test_env_does_not_import_jax_by_default() -> None:
     script = (
-        "import sys; from prepcli.commands.operations.env import read_environment;"
+        "import sys; from prepcli.commands.operations.about import read_environment;"
         " environment = read_environment('512MiB', list_devices=False);"
         "print(environment.devices, 'jax' in sys.modules, 'torch' in sys.modules)"
     )

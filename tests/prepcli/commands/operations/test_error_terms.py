@@ -11,7 +11,7 @@ import pytest
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.commands.operations import opening
-from prepcli.commands.operations.conflicts import check_mutually_exclusive
+from prepcli.commands.operations.operation import check_mutually_exclusive
 from prepcli.core.errors import PYTHON, TERMINAL, Command, Key, Option, PrepError, text
 from prepcli.core.observer import Observer
 from prepcli.formats.run_steps import no_step_error

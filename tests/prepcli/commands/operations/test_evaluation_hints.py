@@ -8,7 +8,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations.evaluation_keys import option_of_key
+from prepcli.commands.operations.compute_options import option_of_key
 from prepcli.core.errors import USAGE, Key, Style, text
 from tests.helpers.run_cli import error_lines, run_json
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations.compute_options import EvaluateOptions
-from prepcli.commands.operations.evaluation_keys import EFFECTIVE_KEYS, KEYS_TEXT
-from prepcli.commands.operations.evaluation_recipe import data_sources, evaluation_recipe
+from prepcli.commands.operations.compute_options import EFFECTIVE_KEYS, KEYS_TEXT, EvaluateOptions
+from prepcli.commands.operations.evaluate import data_sources, evaluation_recipe
 from prepcli.core.errors import UsageError
 from prepcli.core.option_spec import option_specs
 from trainer.recipe import Recipe

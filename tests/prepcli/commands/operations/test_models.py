@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prepcli.commands.operations.models import list_aliases
-from prepcli.commands.rendering.models import aliases_report
+from prepcli.commands.operations.about import list_aliases
+from prepcli.commands.rendering.checkpoints import aliases_report
 from prepcli.core.errors import USAGE, PrepError
 from prepcli.models.registry import FAMILIES
 from prepcli.sources.aliases import ALIASES

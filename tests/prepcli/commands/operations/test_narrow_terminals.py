@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations.recipe_files import recipes_folder
+from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.errors import OK, USAGE
 from prepcli.sources.aliases import ALIASES
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli import root
-from prepcli.commands.cli.operation_parameters import Omit, typer_parameters
+from prepcli.commands.cli.option_groups import Omit, typer_parameters
 from prepcli.commands.cli.root import COMMANDS, command_name
 from prepcli.commands.operations.options import (
+    AddTokensOptions,
     ExportOptions,
     MergeOptions,
     PadVocabOptions,
+    RemoveTokensOptions,
     ReshardOptions,
     SaveInitOptions,
 )
-from prepcli.commands.operations.token_options import AddTokensOptions, RemoveTokensOptions
 from prepcli.core.option_spec import (
     OptionSpec,
     format_command_line,
@@ -120,7 +121,7 @@ def test_commands_define_no_options_of_their_own():
     folder = Path(inspect.getfile(root)).parent
     modules = [path.name for path in folder.glob("*.py") if "typer.Option(" in path.read_text()]
     # The options of all commands, those made from TypedDicts, and `prep --version`.
-    assert sorted(modules) == ["operation_parameters.py", "options.py", "root.py"]
+    assert sorted(modules) == ["option_groups.py", "root.py"]
 
 
 def test_required_option_has_no_default():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations.recipe_files import recipes_folder
+from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.errors import FAILED, OK, USAGE
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_plans import RECIPE, TINY

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations import plan_compile
 from prepcli.core.errors import FAILED, INTERRUPTED, OK, USAGE
 from prepcli.models.mesh import Mesh
 from tests.helpers.tiny_checkpoints import LLAMA
 from trainer.distributed.compile_process import CompileWatch
 from trainer.planning.compiled_plan import Collective, CompiledPlan
 from trainer.recipe import Recipe
+from trainer.training import compiled_plan as compiled
 
 MIB = 1 << 20
 WORDS = ("plan", "nowhere", "--config", "config.json")
@@ -72,7 +72,7 @@ def requests(
             libtpu_version="0.0.50.1" if topology else "",
         )
 
-    monkeypatch.setattr(plan_compile, "compiled_plan", fake_plan)
+    monkeypatch.setattr(compiled, "compiled_plan", fake_plan)
     return recorded
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations.recipe_files import (
+from prepcli.commands.operations.recipes import (
     find_recipe,
     find_training_recipe,
     recipes_folder,

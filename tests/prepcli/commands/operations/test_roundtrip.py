@@ -147,7 +147,7 @@ def test_runs_with_one_certificate_do_not_share_their_work(
 def test_unwritable_folder_of_the_certificate_is_named(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def fail(**options: Any) -> str:
+    def fail(*words: Any, **options: Any) -> str:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(tempfile, "mkdtemp", fail)

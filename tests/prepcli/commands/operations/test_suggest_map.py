@@ -16,8 +16,7 @@ from safetensors.numpy import save_file
 
 import prepcli as prep
 from prepcli.commands.operations import suggest_map
-from prepcli.commands.operations.docs import docs_folder
-from prepcli.inspection import tensor_relations
+from prepcli.commands.operations.about import docs_folder
 from tests.helpers.foreign_names import (
     CONFIG,
     FAMILY_MAP,
@@ -402,9 +401,9 @@ def test_hostile_names_and_shapes_are_listed_or_mapped():
 
 
 def test_hostile_numbers_of_slices_and_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tensor_relations, "MAX_STACK", 8)
-    monkeypatch.setattr(tensor_relations, "MAX_VIEWS", 40)
-    monkeypatch.setattr(tensor_relations, "MAX_BATCH", 5)
+    monkeypatch.setattr(suggest_map, "MAX_STACK", 8)
+    monkeypatch.setattr(suggest_map, "MAX_VIEWS", 40)
+    monkeypatch.setattr(suggest_map, "MAX_BATCH", 5)
     random = np.random.default_rng(0)
     long, *short = (random.standard_normal((n, 4)).astype(np.float32) for n in (9, 6, 7, 8, 5))
     source = {"long": long} | {f"short.{index}": values for index, values in enumerate(short)}
@@ -416,7 +415,7 @@ def test_hostile_numbers_of_slices_and_shapes_are_bounded(monkeypatch: pytest.Mo
     suggestion = prep.suggest_map("source", "target")
     # Of the stacks, the first four have 26 slices. The long one is no stack.
     assert suggestion.unused == ("long",)
-    monkeypatch.setattr(tensor_relations, "MAX_VIEWS", 20)
+    monkeypatch.setattr(suggest_map, "MAX_VIEWS", 20)
     suggestion = prep.suggest_map("source", "target", overwrite=True)
     assert len(suggestion.unused) > 1
     assert suggestion.rows

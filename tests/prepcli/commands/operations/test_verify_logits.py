@@ -16,7 +16,7 @@ from scipy.special import log_softmax
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.commands.operations import model_outputs
-from prepcli.commands.operations.logit_distance import (
+from prepcli.commands.operations.verify_logits import (
     BLOCK_ROWS,
     logit_distance,
     relative_differences,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prepcli.commands.operations.results import Evaluation, EvaluationScores
-from prepcli.commands.rendering.evaluation import evaluation_report
+from prepcli.commands.rendering.runs import evaluation_report
 
 
 def scores(loss: float | None, metrics: dict[str, float | None] | None = None) -> EvaluationScores:

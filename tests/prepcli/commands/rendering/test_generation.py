@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prepcli.commands.operations.results import Generation
-from prepcli.commands.rendering.generation import generation_report
+from prepcli.commands.rendering.runs import generation_report
 
 
 def generation(texts: tuple[str | None, ...]) -> Generation:

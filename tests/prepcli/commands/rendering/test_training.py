@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.commands.operations.results import TrainingRun
-from prepcli.commands.rendering.training import training_report
+from prepcli.commands.rendering.runs import training_report
 from prepcli.core.errors import STOPPED, PrepError
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from prepcli.commands.console.ui import Ui
 from prepcli.commands.operations.verification_results import Verification
-from prepcli.commands.rendering.verification import verification_report
+from prepcli.commands.rendering.checkpoints import verification_report
 from prepcli.core.observer import LEAVES, NORMAL
 
 EQUAL = Verification(

@@ -1,26 +1,133 @@
-"""Select the tensors of two checkpoints for a comparison."""
+"""The two checkpoints of `prep verify`: their tensors, their names for messages, and the parts that both have."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from prepcli.commands.operations.verification_results import LeftOutTensor
-from prepcli.core.errors import Command, PrepError, text
+from prepcli.algebra.boxes import Range
+from prepcli.commands.operations.opening import CommonOptions
+from prepcli.commands.operations.verification_results import LeftOutTensor, TensorDifference
+from prepcli.core.errors import Command, DamagedError, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import Observer
-from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.checksums import read_checksum_bytes
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    NO_MANIFEST,
+    again_hint,
+    find_manifest_folder,
+    read_manifest,
+)
 from prepcli.models.prediction import UNRECORDED_RULE
 from prepcli.models.text_part import TIED_FIELD
-from prepcli.planning.plan import DroppedTensor
+from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.plan import DroppedTensor, Stream
+from prepcli.planning.tensor_match import (
+    DEFAULT_MATCH_OPTIONS,
+    TensorMatch,
+)
 from prepcli.planning.tensors import split_name
+from prepcli.restore.digest_checks import num_rows, row_stream
 from prepcli.sources.dequantized import decode_alike
+from prepcli.sources.dropped_tensors import without_recorded_drops
 from prepcli.sources.model_family import TEXT_ONLY_RULE, as_verbatim, towers_title, without_towers
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
-from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.source import (
+    Source,
+    SourceTensor,
+    TensorLabel,
+    label_tensors,
+    match_source_tensors,
+    stored_axis_maps,
+)
 from prepcli.sources.stored_forms import in_one_form, with_family
+from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.targets.planner import with_tied_head
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedModel:
+    """Source with the tensors to verify."""
+
+    source: Source
+    match: TensorMatch
+    tensors: dict[str, SourceTensor]  # the tensors of the model and of its training state, by name
+    labels: dict[str, TensorLabel]  # names in messages
+    vocab_tensors: frozenset[str]  # names of the tensors with a vocabulary axis
+    true_vocab: int  # rows without padding
+
+    def difference(self, name: str, what: str) -> TensorDifference:
+        """Return a difference of a tensor, e.g. `is not in MODEL`."""
+        label = self.labels[name]
+        return {"leaf": label.leaf, "tensor": label.tensor, "what": what}
+
+    def unpadded_rows(self, tensor: SourceTensor) -> Range:
+        """Return the rows of a tensor without padding."""
+        return (0, self.true_vocab) if tensor.name in self.vocab_tensors else (0, num_rows(tensor))
+
+    def unpadded_shape(self, tensor: SourceTensor) -> tuple[int, ...]:
+        """Return the shape of a tensor without padding rows."""
+        if tensor.name not in self.vocab_tensors:
+            return tensor.shape
+        return (self.true_vocab, *tensor.shape[1:])
+
+    def stream(self, name: str) -> Stream:
+        """Return the stream of the rows of a tensor without padding."""
+        tensor = self.tensors[name]
+        return row_stream(tensor, self.unpadded_rows(tensor))
+
+
+def collect_model(source: Source, other: Source | None = None) -> VerifiedModel:
+    """Return the tensors to verify. Ignored tensors, such as buffers, are omitted."""
+    if source.family is ADAPTER_FAMILY:
+        return _collect_adapter(source)
+    if other is not None:
+        source = without_recorded_drops(source, other.manifest or NO_MANIFEST)
+    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+    matched = [t for t in source.tensors if t.name in match.uses]
+    tensors = {t.name: t for t in (*matched, *source.tower_tensors, *source.state_tensors)}
+    vocabulary = source.vocabulary()
+    return VerifiedModel(
+        source,
+        match=match,
+        tensors=tensors,
+        labels=label_tensors(source, match.uses),
+        vocab_tensors=vocabulary_names(source, match, vocabulary),
+        true_vocab=vocabulary.true_size,
+    )
+
+
+def unused_tensors(model: VerifiedModel, other: VerifiedModel) -> Iterator[LeftOutTensor]:
+    """Yield the tensors outside of the model, such as buffers, that the other checkpoint does not have."""
+    other_names = {tensor.name for tensor in other.source.tensors}
+    duplicates = {check.name for check in model.match.checks}
+    source = model.source
+    for tensor in model.match.dropped:
+        if tensor.name not in other_names | duplicates:
+            # Tensors that the source itself drops have their names in the file.
+            name = tensor.name
+            if tensor not in source.dropped:
+                name = source.names.display_name(name)
+            yield {"tensor": name, "checkpoint": source.display_name, "why": tensor.rule}
+
+
+def _collect_adapter(source: Source) -> VerifiedModel:
+    """Return the tensors of an adapter. Their leaves and vocabulary are unknown without the base model."""
+    tensors = {tensor.name: tensor for tensor in source.tensors}
+    return VerifiedModel(
+        source,
+        match=TensorMatch(uses={}, dropped=(), checks=(), is_tied=False),
+        tensors=tensors,
+        labels={name: TensorLabel("", name) for name in tensors},
+        vocab_tensors=frozenset(),
+        true_vocab=0,
+    )
+
+
+# --- Tensors that both checkpoints have
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +241,7 @@ def _left_out_towers(source: Source, other: Source, observer: Observer) -> list[
 
 
 def note_unrecorded_drops(source: Source, other: Source, observer: Observer) -> None:
-    """Print a note if an earlier version of prep left multi-token prediction out of the other checkpoint.
-
-    Args:
-        source: A checkpoint without the tensors that the other one dropped.
-        other: An output of it.
-        observer: Receives the note.
-    """
+    """Print a note if an earlier version of prep left multi-token prediction out of the other checkpoint."""
     tensors = [tensor for tensor in source.dropped if tensor.rule == UNRECORDED_RULE]
     why = (
         f"{other.display_name} is of an earlier version of prep, which left it out without a record"
@@ -208,3 +309,60 @@ def _note_ignored(
         nbytes = sum(tensor.nbytes for tensor in tensors)
         size = format_bytes(nbytes)
         observer.note(f"{kind} of {source.display_name} ({size}) ignored: {why}")
+
+
+# --- Maps
+
+
+def is_output(checkpoint: str | None) -> bool:
+    """Return whether prep wrote a local checkpoint."""
+    if checkpoint is None or "://" in checkpoint:
+        return False
+    path = Path(checkpoint).expanduser()
+    return path.exists() and (find_manifest_folder(path) / MANIFEST_FILE).exists()
+
+
+def first_options(common: CommonOptions, against: str | None) -> CommonOptions:
+    """Return the options of the first checkpoint of a comparison.
+
+    A map is for the second checkpoint, or for the first one if prep wrote the second one.
+
+    Raises:
+        UsageError: There is a map, and no second checkpoint.
+    """
+    if common.tensor_map is None:
+        return common
+    if against is not None and is_output(against):
+        return mapped_options(
+            common, read_manifest(find_manifest_folder(Path(against).expanduser()))
+        )
+    if against is None:
+        option = Option("map")
+        what = text("{} requires a second checkpoint", option)
+        why = "the digests of an output are those of the mapped tensors"
+        raise usage_error(what, why, text("remove {}, or name the second checkpoint", option))
+    return replace(common, tensor_map=None)
+
+
+def mapped_options(common: CommonOptions, output: Manifest | None) -> CommonOptions:
+    """Return the options of a checkpoint with a map: its weights are decoded if those of the output were."""
+    if common.tensor_map is not None and output is not None and output.quantization:
+        return replace(common, quantized="decode")
+    return common
+
+
+# --- Checksums
+
+
+def check_checksum_file(source: Source) -> None:
+    """Compare `prep-checksums.bin` with its digest in the manifest. A checkpoint may have no such file.
+
+    Raises:
+        DamagedError: The file differs from the digest.
+        PrepError: The file cannot be read, or has an unsupported format.
+    """
+    try:
+        read_checksum_bytes(source.root, source.manifest or NO_MANIFEST)
+    except DamagedError as error:
+        # Its hint is for commands with an option to read without checks.
+        raise error.with_texts(hint=again_hint(source.manifest)) from error.__cause__

@@ -1,24 +1,235 @@
-"""Models as modules of Flax, and their parameters as the trees of Flax classes. These functions import jax."""
+"""Parameters of a checkpoint in memory: load them, save them, use them with Flax. The functions import jax."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Unpack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from prepcli.commands.operations.open_params import open_parameters
+from prepcli.commands.operations.computing import open_parameters, open_params
 from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import ModuleOptions, SourceOptions
-from prepcli.core.errors import Option, PrepError, text, usage_error
+from prepcli.core.errors import Option, OutputExistsError, PrepError, text, usage_error
 from prepcli.core.json_types import HFConfig
 from prepcli.core.observer import Observer, SilentObserver, observer_of
 from prepcli.core.option_spec import PathLike
+from prepcli.core.process_group import SingleProcess
 from prepcli.core.progress import Progress
-from prepcli.models.param_tree import Tree
+from prepcli.engine.budget import make_budget
+from prepcli.engine.checkpoint_store import LeafSpec
+from prepcli.execution.run_storage import StepSave
+from prepcli.execution.step_writer import MEMORY_NBYTES, FolderStep, write_step
+from prepcli.models.param_tree import Tree, param_leaves
 from prepcli.models.parameters import Family
 from prepcli.models.registry import family_of
+from prepcli.models.verbatim import CANNOT_TRAIN
+from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.plan import Plan, SmallFile
+from prepcli.planning.tensors import PARAMS
+from prepcli.restore.digest_checks import check_without_checksums
+from prepcli.restore.weights_reader import WeightsReader
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import HF_FOLDER, Source
+from prepcli.targets.hf_folder import copied_small_files, settings_files
+from prepcli.targets.training_step import plan_training_step
 from trainer.run.random_params import init_random_params, model_of_config
+from trainer.run.start import start_manifest, stored_towers
+from trainer.run.verbatim_params import load_verbatim_params
+
+LoadDtype = Literal["float32", "bfloat16", "keep"]
+
+
+@public
+def load_params(
+    checkpoint: PathLike,
+    mesh: str | None = None,
+    *,
+    dtype: LoadDtype = "float32",
+    verify: bool = True,
+    ema: bool = False,
+    verbatim: bool | None = None,
+    progress: Progress | Observer | None = None,
+    **options: Unpack[SourceOptions],
+) -> Tree:
+    """Read the parameters of a checkpoint onto a device mesh.
+
+    Each device gets only the byte ranges of its own shards. The source may have any format that prep reads.
+    Sources that are not in prep's default layout are converted while they are read: layers stacked on the first axis,
+    the vocabulary padded to the size that the mesh divides. No file is written.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        mesh: `dp,fsdp,mp` sizes, or named axes such as `fsdp:64,mp:4`. None: the first device.
+        dtype: Dtype of the arrays, "float32" or "bfloat16". "keep": the stored dtype of each parameter.
+        verify: Compare every byte with the checkpoint's checksums or digests.
+        ema: Take the moving average of a run's parameters.
+        verbatim: Read the tensors under the names of the file. Default: if no family has the model_type. False raises
+            then.
+        progress: Receives the bytes downloaded or checked. Default: none. See `Progress`.
+        **options: See `SourceOptions`.
+
+    Returns:
+        Nested dict of arrays, sharded by the family's partition rules. Weights are `[out, in]`. The query weight of the
+        stacked layers is `[layers, heads, head_dim, embed]`. Of a checkpoint without a family, a dict of arrays by path
+        in the file, with `*` for stacked numbers. Its 64-bit tensors are NumPy arrays.
+
+    Raises:
+        UsageError: An argument is invalid, or the mesh does not fit the devices or does not divide a parameter.
+        DamagedError: Files of the checkpoint are damaged.
+        PrepError: The checkpoint cannot be read, or lacks a parameter.
+    """
+    observer = observer_of(progress)
+    common = common_options(checkpoint, None, {**options, "ema": ema, "verbatim": verbatim})
+    located, source = open_checkpoint(common, observer)
+    if source.family.is_verbatim:
+        observer.warn(f"{source.display_name}: {CANNOT_TRAIN}")
+        return load_verbatim_params(
+            source,
+            located.files.path,
+            mesh,
+            dtype=None if dtype == "keep" else dtype,
+            verify=verify,
+            on_unchecked=lambda: check_without_checksums(source, source.tensors, observer),
+        )
+    with open_params(located, source, mesh, verify=verify, observer=observer) as opened:
+        if dtype == "keep":
+            return opened.load(opened.stored_dtype)
+        return opened.load(lambda path: dtype)
+
+
+# --- Save parameters
+
+
+COMMAND = "save-params"
+
+
+@public
+def save_params(
+    params: Mapping[str, Any], out: PathLike, *, like: PathLike, **options: Unpack[SourceOptions]
+) -> Path:
+    """Write parameters as an Orbax checkpoint, which `export`, `train` and all other functions read.
+
+    The values are written as they are. One process must hold the arrays.
+
+    Args:
+        params: The tree of `load_params`, with layers stacked on the first axis: of arrays of JAX or NumPy.
+        out: Output folder.
+        like: A checkpoint of the same model. Its config and its tokenizer are copied. Its weights are not.
+        **options: See `SourceOptions`. They apply to `like`.
+
+    Returns:
+        The output folder.
+
+    Raises:
+        UsageError: An argument is invalid, or an array is on devices of other processes.
+        OutputExistsError: `out` exists.
+        PrepError: The parameters do not fit the model of `like`, or the output cannot be written.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from trainer.training.checkpoint import host_leaves
+
+    arrays = jax.tree.map(jnp.asarray, {**params})
+    if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(arrays)):
+        raise usage_error(
+            "parameters cannot be saved",
+            "an array is on devices of several processes",
+            "gather the arrays in one process, or train with a recipe, which saves shards",
+        )
+    folder = Path(out)
+    # `lexists` is true for a broken link too, which `exists` would miss.
+    if os.path.lexists(folder):
+        raise OutputExistsError(
+            f"{folder} already exists",
+            "parameters do not replace it",
+            text("choose another {}", Option("out")),
+        )
+    located, source = open_checkpoint(common_options(like, folder, options), SilentObserver())
+    leaves = host_leaves({"params": arrays})
+    shapes = {name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
+    plan = _plan_item(shapes, source, located, like=str(like))
+    save = StepSave(0, plan, leaves, SingleProcess())
+    write_step(save, FolderStep(save, folder))
+    return folder
+
+
+def _plan_item(
+    shapes: Mapping[str, LeafSpec], source: Source, located: LocatedCheckpoint, *, like: str
+) -> Plan:
+    """Plan an Orbax checkpoint of parameters: a training step without optimizer state."""
+    tokens = shapes.get(f"{PARAMS}.embed.tokens")
+    if tokens is None:
+        raise _mismatch_error(source, "the tree has no embed.tokens")
+    # The tree decides about the padding, e.g. [50264, 2048] for 50257 tokens. A 0-d array counts as one row here, and
+    # `_check_leaves` reports its shape.
+    manifest = _manifest_fields(source, located.model_name, vocab_rows=(*tokens.shape, 1)[0])
+    _check_leaves(shapes, source, manifest)
+    if source.wrapper is not None:
+        # The output has only the parameters.
+        stored = stored_towers(source, like, located.files.commit)
+        manifest |= Manifest(towers={**(manifest.towers or {}), **stored})
+    request = f"prep.save_params(like={source.display_name!r})"
+    plan = plan_training_step(
+        shapes, manifest, request=request, slab_nbytes=make_budget(MEMORY_NBYTES).slab_nbytes
+    )
+    return replace(
+        plan,
+        command=COMMAND,
+        item="",
+        settings=plan.settings | Manifest(kind="init"),
+        small_files=_small_files(source, plan.settings.config),
+    )
+
+
+def _manifest_fields(source: Source, name: str, *, vocab_rows: int) -> Manifest:
+    """Return the manifest of the model with `vocab_rows` rows of the vocabulary, for chunks of bounded size."""
+    with WeightsReader(source, vocab_rows, verify=False) as reader:
+        rules = [*source.tree_manifest.rules]
+        return start_manifest(source, reader, name) | Manifest(mesh=None, rules=rules)
+
+
+def _check_leaves(shapes: Mapping[str, LeafSpec], source: Source, manifest: Manifest) -> None:
+    """Raise PrepError unless the leaves have the paths and shapes of the model's parameters."""
+    expected = {
+        f"{PARAMS}.{path}": leaf.shape
+        for path, leaf in param_leaves(source.family, manifest.config, manifest.tied).items()
+    }
+    for name in sorted(expected.keys() | shapes.keys()):
+        path = name.removeprefix(f"{PARAMS}.")
+        if name not in shapes:
+            raise _mismatch_error(source, f"the tree has no {path}")
+        if name not in expected:
+            raise _mismatch_error(source, f"the model has no {path}")
+        if shapes[name].shape != expected[name]:
+            raise _mismatch_error(
+                source, f"{path} has shape {shapes[name].shape}, not {expected[name]}"
+            )
+
+
+def _mismatch_error(source: Source, why: str) -> PrepError:
+    return PrepError(
+        f"the parameters do not match {source.display_name}",
+        why,
+        text("{} with a checkpoint of the same model", Option("like")),
+    )
+
+
+def _small_files(source: Source, config: HFConfig) -> tuple[SmallFile, ...]:
+    prefix = f"{HF_FOLDER}/"
+    extra_files = copied_small_files(source, prefix)
+    return settings_files(config, extra_files=extra_files, path_prefix=prefix)
+
+
+# --- Modules and trees of Flax
+
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext

@@ -1,4 +1,4 @@
-"""Read versions, devices, processes, memory, and settings with the variable or file of each."""
+"""What prep ships and finds: aliases of checkpoints, pages of the documentation, and the environment."""
 
 from __future__ import annotations
 
@@ -8,9 +8,104 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prepcli.core.errors import PrepError, UsageError
+from prepcli.core.errors import Command, PrepError, UsageError, text, usage_error
 from prepcli.core.process_address import ProcessSettings, process_address, single_process_reason
+from prepcli.core.suggest import did_you_mean, did_you_mean_start
 from prepcli.engine.machine import cgroup_memory_limit, package_versions, system_memory
+from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, Alias
+
+
+def list_aliases(family: str | None = None) -> list[Alias]:
+    """Return the aliases of one family, or of all families.
+
+    Raises:
+        UsageError: No alias has this family.
+    """
+    if family is not None and family not in ALIAS_FAMILIES:
+        why = f"known: {', '.join(ALIAS_FAMILIES)}"
+        hint = did_you_mean(family, ALIAS_FAMILIES)
+        raise usage_error(f"no aliases of family `{family}`", why, hint)
+    return [alias for alias in ALIASES if family in (None, alias.family)]
+
+
+# --- Pages of the documentation
+
+
+PACKAGE = Path(__file__).parents[2]
+SUFFIX = ".md"
+
+
+@dataclass(frozen=True, slots=True)
+class DocsPage:
+    """A page of the documentation.
+
+    Attributes:
+        path: Its file. The name of the page is that of the file, without `.md`.
+        section: Its folder. Empty for a page outside of sections.
+        title: Its heading.
+    """
+
+    path: Path
+    section: str
+    title: str
+
+
+def list_pages() -> list[DocsPage]:
+    """Return the pages: those outside of sections first, then section by section."""
+    return [
+        DocsPage(path, _page_section(path), _page_title(path)) for path in _page_paths().values()
+    ]
+
+
+def page_names() -> list[str]:
+    """Return the names of the pages, in the order of the list."""
+    return [*_page_paths()]
+
+
+def docs_folder() -> Path:
+    """Return the folder of the pages: inside an installed wheel, or in a checkout."""
+    installed = PACKAGE / "_docs"
+    return installed if installed.is_dir() else PACKAGE.parent / "docs"
+
+
+def find_page(name: str) -> Path:
+    """Return the path of a page by its name, such as `train`, `how-to/train` or `docs/how-to/train.md`.
+
+    Raises:
+        UsageError: No page has this name.
+    """
+    pages = _page_paths()
+    *folders, stem = name.removesuffix(SUFFIX).split("/")
+    path = pages.get(stem)
+    section = "/".join(folders).removeprefix("docs").strip("/")
+    if path is None or section not in ("", _page_section(path)):
+        # The name of a page of another section needs no other suggestions.
+        candidates = [stem] if path else pages
+        hint = did_you_mean_start(stem, candidates) or text("{} lists the pages", Command("docs"))
+        raise usage_error(f"unknown page `{name}`", f"there are {len(pages)} pages", hint)
+    return path
+
+
+def _page_paths() -> dict[str, Path]:
+    """Return the pages by the names of their files: pages outside of sections first, then section by section."""
+    folder = docs_folder()
+    paths = sorted(folder.rglob(f"*{SUFFIX}"), key=lambda path: (path.parent != folder, path))
+    return {path.stem: path for path in paths}
+
+
+def _page_section(path: Path) -> str:
+    """Return the folder of a page. It is empty for a page outside of sections."""
+    return "" if path.parent == docs_folder() else path.parent.name
+
+
+def _page_title(path: Path) -> str:
+    """Return the heading of a page."""
+    with path.open(encoding="utf-8") as file:
+        return file.readline().removeprefix("# ").strip()
+
+
+# --- The environment
+
 
 # Variables of each setting, in order of precedence. The token may also be in a file.
 SETTING_VARIABLES = {
@@ -53,12 +148,7 @@ class Environment:
 
 
 def read_environment(default_memory: str, *, list_devices: bool) -> Environment:
-    """Return versions, processes, memory, settings and, on request, devices.
-
-    Args:
-        default_memory: Default of the memory limit.
-        list_devices: Whether to list devices. This imports jax, which reserves the devices for the process.
-    """
+    """Return versions, processes, memory, settings and, on request, devices."""
     return Environment(
         system={"python": platform.python_version(), "platform": platform.platform()},
         versions=package_versions(),

@@ -1,0 +1,160 @@
+"""The environment, pages of the documentation, demos and launched jobs as text and JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from prepcli.commands.console.ui import Report, Ui
+from prepcli.core.errors import PrepError
+from prepcli.core.formatting import format_bytes
+from prepcli.core.tables import format_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from prepcli.commands.demo.run import DemoRun, StepReport
+    from prepcli.commands.operations.about import DocsPage, Environment
+    from prepcli.commands.operations.launch import LaunchedScript, LocalJob
+
+
+def environment_report(environment: Environment, columns: int | None) -> Report:
+    """Return a table for each topic."""
+    versions = dict(environment.system)
+    for name, version in environment.versions.items():
+        versions[name] = version or "not installed"
+    devices = environment.devices
+    if devices is None:
+        devices = {"not listed": "`prep env --devices` imports jax"}
+    processes: dict[str, str] = {}
+    for name, value in environment.processes.items():
+        processes[name] = "-" if value is None else str(value)
+    memory: dict[str, str] = {}
+    for name, size in environment.memory.items():
+        memory[name] = "none" if size is None else format_bytes(size)
+    settings = [(setting.name, setting.value, setting.source) for setting in environment.settings]
+    tables = [
+        _two_column_table("versions", versions, columns),
+        _two_column_table("devices", devices, columns),
+        _two_column_table("processes", processes, columns),
+        _two_column_table("memory", memory, columns),
+        format_table(settings, ["settings", "", "set by"], width=columns, wrapped=[""]),
+    ]
+    return Report("\n\n".join(tables), _environment_fields(environment))
+
+
+def _environment_fields(environment: Environment) -> dict[str, object]:
+    """Return the fields of the JSON object."""
+    return {
+        **environment.system,
+        "versions": environment.versions,
+        "devices": environment.devices,
+        "processes": environment.processes,
+        "memory": {name.replace(" ", "_"): size for name, size in environment.memory.items()},
+        "settings": [asdict(setting) for setting in environment.settings],
+    }
+
+
+def _two_column_table(title: str, rows: Mapping[str, str], columns: int | None) -> str:
+    return format_table(list(rows.items()), [title, ""], width=columns, wrapped=[""])
+
+
+# --- Pages of the documentation
+
+
+def page_report(path: Path, ui: Ui, *, path_only: bool) -> Report:
+    """Return the text of a page."""
+    text = path.read_text("utf-8")
+    fields = {"name": path.stem, "path": str(path), "text": text}
+    if path_only:
+        return Report(str(path), fields)
+    ui.note(str(path))
+    return Report(text.rstrip("\n"), fields)
+
+
+def pages_report(
+    pages: Sequence[DocsPage], folder: Path, columns: int | None, *, path_only: bool
+) -> Report:
+    """Return the table of the pages."""
+    rows: list[tuple[str, str, str]] = []
+    entries: list[dict[str, str]] = []
+    for page in pages:
+        name = page.path.stem
+        rows.append((name, page.section, page.title))
+        entries.append({"name": name, "path": str(page.path), "title": page.title})
+    fields = {"path": str(folder), "pages": entries}
+    if path_only:
+        return Report(str(folder), fields)
+    header = ("page", "section", "title")
+    return Report(format_table(rows, header, width=columns, wrapped=("title",)), fields)
+
+
+# --- Demos
+
+
+def demo_report(run: DemoRun, columns: int | None) -> Report:
+    """Return the table of the steps. The report has an error if a step failed."""
+    header = ("step", "seconds", "bytes", "memory", "result")
+    text = format_table(
+        [_table_row(step) for step in run.steps],
+        header,
+        right_aligned=("seconds", "bytes", "memory"),
+        width=columns,
+        wrapped=["result"],
+    )
+    fields: dict[str, object] = {
+        "output": str(run.out),
+        "steps": [asdict(step) for step in run.steps],
+    }
+    failed = run.failed_step
+    if failed is not None:
+        what = f"the demo failed at step {len(run.steps)}: {failed.step}"
+        return Report(text, fields, error=PrepError(what, failed.result, failed.hint))
+    from prepcli.commands.demo.run import REPORT
+
+    page = run.out / REPORT
+    fields["report"] = str(page)
+    closing = f"all {run.num_planned} steps passed; report with pictures: {page}"
+    return Report(f"{text}\n{closing}", fields, "run the same commands with your own model")
+
+
+def _table_row(report: StepReport) -> tuple[str, ...]:
+    memory = format_bytes(report.peak) if report.peak else "-"
+    return (
+        report.step,
+        f"{report.seconds:.1f}",
+        format_bytes(report.bytes),
+        memory,
+        report.result_text,
+    )
+
+
+# --- Launched jobs
+
+
+def script_report(launched: LaunchedScript) -> Report:
+    """Return the report of a script: the reply to its submission, its file, or its text."""
+    fields = {
+        "target": launched.target,
+        "script": launched.script,
+        "output": launched.out and str(launched.out),
+    }
+    if launched.reply is not None:
+        return Report(launched.reply, fields)
+    if launched.out is not None:
+        from prepcli.commands.operations.launch import submit_line
+
+        next_command = submit_line(launched.target, launched.out)
+        return Report(str(launched.out), fields, next_command)
+    return Report(launched.script.rstrip("\n"), fields, is_script=True)
+
+
+def local_report(job: LocalJob) -> Report:
+    """Return the report of a job on this machine."""
+    fields = {
+        "target": "local",
+        "processes": job.processes,
+        "devices": job.devices,
+    }
+    return Report(job.result.rstrip("\n"), fields)
