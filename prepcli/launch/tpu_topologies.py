@@ -163,6 +163,12 @@ _GENERATIONS = (
     ),
 )
 TPU_GENERATIONS = {generation.name: generation for generation in _GENERATIONS}
+# Software of a TPU VM by the generation in the name of its accelerator type.
+RUNTIME_VERSIONS = {
+    generation.type_prefix: generation.runtime_version
+    for generation in _GENERATIONS
+    if generation.type_prefix
+}
 
 
 def num_chips(shape: str) -> int:

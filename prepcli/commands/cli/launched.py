@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from prepcli.commands.cli.strict import StrictCommand
 from prepcli.core.errors import Command, text, usage_error
 from prepcli.core.suggest import did_you_mean
-from prepcli.launch.command import TRAIN, LaunchedCommand
+from prepcli.launch.job import TRAIN, LaunchedCommand
 
 SEPARATOR = "--"
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from prepcli.commands.console.ui import Report
-from prepcli.commands.operations.launch import LaunchedScript, LocalJob
-from prepcli.commands.operations.launch_submission import submit_line
+from prepcli.commands.operations.launch import LaunchedScript, LocalJob, submit_line
 
 
 def script_report(launched: LaunchedScript) -> Report:

@@ -13,7 +13,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.commands.cli.root import COMMANDS, command_name
-from prepcli.commands.operations.launch_submission import submit_line, submit_script
+from prepcli.commands.operations.launch import submit_line, submit_script
 from prepcli.core.errors import FAILED, OK, USAGE
 from tests.helpers.run_cli import run_failing
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
