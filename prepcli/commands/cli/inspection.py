@@ -252,10 +252,9 @@ def demo(*, options: DemoOptions, output_options: OutputOptions) -> int:
       prep demo --out /tmp/demo --json
     """
     from prepcli.commands.demo.run import run_demo
-    from prepcli.commands.rendering.demo import demo_report
 
     ui = output_options.open_console("demo")
-    return ui.finish(demo_report(run_demo(Path(options["out"]), ui), ui.columns))
+    return ui.finish(run_demo(Path(options["out"]), ui, columns=ui.columns))
 
 
 @expand_option_groups
