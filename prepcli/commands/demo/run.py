@@ -364,7 +364,7 @@ def _kill(
 ) -> StepOutcome:
     """Kill the command of a step, and return what is left. Try again if the command ended before.
 
-    `should_kill` is called with the process id and whether this is the last try. `describe` returns None if the output is complete.
+    `should_kill` gets the process id and whether this is the last try. `describe` returns None for a complete output.
     """
     for tries in range(1, MAX_KILL_TRIES + 1):
         _remove_output(folder / output)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
-from prepcli.commands.console.jax_logs import silence_jax
+from prepcli.commands.console.stdio import silence_jax
 from prepcli.commands.operations.chat_result import ChatResult
 from prepcli.commands.operations.compute_options import GenerateOptions
 from prepcli.commands.operations.conflicts import reject_without

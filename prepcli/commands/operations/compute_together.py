@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from prepcli.commands.console.jax_logs import silence_jax
 from prepcli.commands.console.notebook import run_observer_of
+from prepcli.commands.console.stdio import silence_jax
 from prepcli.core.job_errors import label_errors
 from prepcli.core.observer import Observer
 from prepcli.core.process_address import ProcessSettings, process_address

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from prepcli.commands.console.jax_logs import silence_jax
+from prepcli.commands.console.stdio import silence_jax
 from prepcli.commands.operations.compute_options import EvaluateOptions
 from prepcli.commands.operations.compute_together import compute_together, process_index
 from prepcli.commands.operations.evaluation_keys import option_of_key

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
-from prepcli.commands.console.jax_logs import silence_jax
+from prepcli.commands.console.stdio import silence_jax
 from prepcli.commands.operations.compute_options import GenerateOptions
 from prepcli.commands.operations.compute_together import compute_together, process_index
 from prepcli.commands.operations.conflicts import reject_without

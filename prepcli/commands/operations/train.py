@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Unpack
 
-from prepcli.commands.console.jax_logs import silence_jax
 from prepcli.commands.console.notebook import run_observer_of
+from prepcli.commands.console.stdio import silence_jax
 from prepcli.commands.operations.compute_options import TrainOptions
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.operation import public

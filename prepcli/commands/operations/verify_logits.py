@@ -14,7 +14,7 @@ from typing import NamedTuple, Unpack
 
 import numpy as np
 
-from prepcli.commands.console.jax_logs import silence_jax
+from prepcli.commands.console.stdio import silence_jax
 from prepcli.commands.operations.conflicts import reject_without
 from prepcli.commands.operations.file_arrays import temporary_folder
 from prepcli.commands.operations.inspection_options import (
