@@ -21,7 +21,7 @@ from prepcli.commands.operations.result_files import (
 )
 from prepcli.commands.operations.results import LockedModel
 from prepcli.commands.pages.html_page import check_page_path
-from prepcli.commands.pages.lock_page import write_lock_page
+from prepcli.commands.pages.inspection_page import write_lock_page
 from prepcli.core.errors import RERUN_HINT, Option, text
 from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike

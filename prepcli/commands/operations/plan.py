@@ -15,8 +15,7 @@ from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.plan_target import PlanTarget, resolve_target
 from prepcli.commands.operations.results import StepPlan
 from prepcli.commands.pages.html_page import check_page_path
-from prepcli.commands.pages.plan_page import write_plan_page
-from prepcli.commands.pages.plan_rows import CompiledStep, change_text
+from prepcli.commands.pages.plan_page import CompiledStep, change_text, write_plan_page
 from prepcli.core.errors import Key, Option, text, usage_error
 from prepcli.core.observer import Observer, observer_of
 from prepcli.core.option_spec import PathLike, as_tuple

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from prepcli.commands.operations.plan_target import PlanTarget
-from prepcli.commands.pages.plan_rows import CompiledStep
+from prepcli.commands.pages.plan_page import CompiledStep
 from prepcli.core.formatting import format_duration
 from prepcli.core.observer import Observer
 from prepcli.launch.tpu_topologies import TPU_GENERATIONS, find_topology

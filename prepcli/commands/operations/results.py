@@ -13,7 +13,7 @@ from prepcli.planning.plan import Plan
 
 if TYPE_CHECKING:
     # Every operation imports this module, and only plans and reports need these.
-    from prepcli.commands.pages.plan_rows import CompiledStep
+    from prepcli.commands.pages.plan_page import CompiledStep
     from prepcli.commands.pages.report_page import RunSummary
     from trainer.data.data_samples import SampleCounts, TokenSample
     from trainer.planning.memory_changes import MemoryChange

@@ -1,7 +1,8 @@
-"""A checkpoint as a self-contained HTML page: its tree, bytes per device, shards, statistics and differences."""
+"""A checkpoint as a self-contained HTML page: its tree, bytes per device, shards, statistics, differences and lock."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from prepcli.commands.pages.charts import Bar, shard_map_svg, stacked_bar
 from prepcli.commands.pages.html_page import html_table, write_html_page
 from prepcli.core.counts import count_text
 from prepcli.core.formatting import format_bytes
+from prepcli.formats.lock_file import Lock, encode_lock
 from prepcli.inspection.logical_leaves import LogicalLeaf
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_rows
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map
@@ -266,3 +268,44 @@ def _tree_section(entries: Sequence[SourceTensor]) -> Iterator[str]:
 def _omitted_line(num_rows: int) -> Iterator[str]:
     if num_rows > MAX_ROWS:
         yield f"<p>and {num_rows - MAX_ROWS:,} more</p>"
+
+
+def write_lock_page(path: Path, lock: Lock) -> None:
+    """Write the page of a lock file.
+
+    Raises:
+        PrepError: The file cannot be written, or the path is something other than a page of prep.
+    """
+    write_html_page(path, f"prep lock {lock.source}", _lock_body(lock))
+
+
+def _lock_body(lock: Lock) -> Iterator[str]:
+    file_nbytes = sum(file.bytes for file in lock.files.values())
+    yield f"<h1>{escape(lock.source)}</h1>"
+    facts = [
+        ("revision", lock.revision or "-"),
+        ("files", f"{len(lock.files):,}"),
+        ("bytes", f"{file_nbytes:,}"),
+        ("tensors", f"{len(lock.tensors):,}"),
+        # The page shows which lock file it describes, as `sha256sum` prints it.
+        ("SHA-256 of the lock file", hashlib.sha256(encode_lock(lock)).hexdigest()),
+    ]
+    yield from html_table(["lock", ""], facts)
+    yield "<h2>Files</h2>"
+    rows: list[list[str]] = []
+    for name, file in lock.files.items():
+        rows.append([name, f"{file.bytes:,}", file.digest or "-"])
+    yield from html_table(["file", "bytes", "SHA-256"], rows)
+    yield "<h2>Tensors by dtype</h2>"
+    yield from html_table(["dtype", "tensors", "bytes"], _lock_dtype_rows(lock))
+    yield "<p>The lock file has the XXH3-128 of each tensor.</p>"
+
+
+def _lock_dtype_rows(lock: Lock) -> Iterator[list[str]]:
+    """Yield dtype, number of tensors and bytes, the dtype with the most bytes first."""
+    sizes: dict[str, list[int]] = {}
+    for tensor in lock.tensors.values():
+        nbytes = math.ceil(array_bits(tensor.dtype, tensor.shape) / 8)
+        sizes.setdefault(tensor.dtype, []).append(nbytes)
+    for dtype in sorted(sizes, key=lambda name: -sum(sizes[name])):
+        yield [dtype, f"{len(sizes[dtype]):,}", f"{sum(sizes[dtype]):,}"]

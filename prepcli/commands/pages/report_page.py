@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from prepcli.commands.pages.charts import SMALL, Curve, color_of, line_chart
-from prepcli.commands.pages.html_page import write_html_page
+from prepcli.commands.pages.html_page import Markup, html_table, write_html_page
 from prepcli.core.counts import count_text
 from prepcli.core.formatting import format_bytes
 from trainer.run.run_record import RunRecord, SavedSample
@@ -131,7 +131,7 @@ def _page_body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]
         heading = ", ".join(names)
     yield f"<h1>{escape(heading)}</h1>"
     rows = [[label, *map(_cell_text, row.values())] for label, row in zip(labels, summaries)]
-    yield from _table_lines(["run", *summaries[0]], rows)
+    yield from _table(["run", *summaries[0]], rows)
     yield "<h2>Curves</h2>"
     yield from _chart_sections(runs, names)
     yield from _samples_section(runs, labels)
@@ -153,7 +153,7 @@ def _chart_sections(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator
             continue
         # A chart of one dot shows less than its number.
         if all(len(curve.points) == 1 for curve in curves):
-            single_values += _single_values(escape(heading), curves)
+            single_values += _single_values(heading, curves)
             continue
         svg = line_chart(
             curves,
@@ -167,7 +167,7 @@ def _chart_sections(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator
         yield f"<section><h3>{escape(heading)}</h3>{svg}</section>"
     yield "</div>"
     if single_values:
-        yield from _table_lines(["logged once", "run", "step", "value"], single_values)
+        yield from _table(["logged once", "run", "step", "value"], single_values)
 
 
 def _single_values(heading: str, curves: Sequence[Curve]) -> Iterator[list[str]]:
@@ -240,9 +240,9 @@ def _sample_table(samples: Sequence[Sequence[SavedSample]], labels: Sequence[str
     rows = []
     for label, run_samples in zip(labels, samples):
         for sample in run_samples:
-            text = f'<span class="sample">{escape(sample.text)}</span>'
+            text = Markup(f'<span class="sample">{escape(sample.text)}</span>')
             rows.append([label, f"{sample.step:,}", text])
-    yield from _table_lines(["run", "step", "text"], rows)
+    yield from _table(["run", "step", "text"], rows)
 
 
 def _recipe_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
@@ -255,13 +255,13 @@ def _recipe_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterato
         changed = changed_keys(runs)
         if changed:
             yield f"<p>{count_text(len(changed), 'key differs', 'keys differ')}.</p>"
-            yield from _table_lines(header, _recipe_rows(runs, changed))
+            yield from _table(header, _recipe_rows(runs, changed))
         else:
             yield "<p>No key differs.</p>"
     keys = _all_keys(run.recipe for run in runs)
     highlighted = {keys.index(key) for key in changed}
     yield f"<details><summary>All {count_text(len(keys), 'key')}</summary>"
-    yield from _table_lines(header, _recipe_rows(runs, keys), highlighted=highlighted)
+    yield from _table(header, _recipe_rows(runs, keys), highlighted=highlighted)
     yield "</details>"
 
 
@@ -310,10 +310,10 @@ def _value_table(
     highlighted = set()
     for number, key in enumerate(keys):
         cells = [_cell_text(table.get(key)) for table in tables]
-        rows.append([escape(key.replace("_", " ")), *cells])
+        rows.append([key.replace("_", " "), *cells])
         if len({*cells}) > 1:
             highlighted.add(number)
-    yield from _table_lines(header, rows, highlighted=highlighted)
+    yield from _table(header, rows, highlighted=highlighted)
 
 
 def _checkpoints_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
@@ -324,7 +324,7 @@ def _checkpoints_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> It
         ]
     yield "<h2>Checkpoints</h2>"
     if rows:
-        yield from _table_lines(["run", "step", "size"], rows)
+        yield from _table(["run", "step", "size"], rows)
     else:
         yield "<p>No step is saved.</p>"
 
@@ -337,43 +337,23 @@ def _all_keys(mappings: Iterable[Mapping[str, object]]) -> list[str]:
     return list(keys)
 
 
-def _table_lines(
-    header: Sequence[str], rows: Iterable[Sequence[str]], *, highlighted: Collection[int] = ()
+def _table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], highlighted: Collection[int] = ()
 ) -> Iterator[str]:
-    """Yield a table of HTML cells that scrolls on narrow screens.
-
-    Args:
-        header: Names of the columns.
-        rows: The cells.
-        highlighted: Numbers of the rows to highlight.
-    """
-    yield f'<div class="scroll"><table><tr>{_row_cells("th", header)}</tr>'
-    for number, row in enumerate(rows):
-        attribute = ""
-        if number in highlighted:
-            attribute = ' class="changed"'
-        yield f"<tr{attribute}>{_row_cells('td', row)}</tr>"
-    yield "</table></div>"
-
-
-def _row_cells(tag: str, cells: Sequence[str]) -> str:
-    return "".join(f"<{tag}>{cell}</{tag}>" for cell in cells)
+    return html_table(header, rows, has_numbers=False, highlighted=highlighted)
 
 
 def _run_label(number: int, name: str) -> str:
     """Return the HTML of a run's name, preceded by a square in the colour of the run."""
-    return f'<span class="chip" style="background:{color_of(number)}"></span>{escape(name)}'
+    chip = f'<span class="chip" style="background:{color_of(number)}"></span>'
+    return Markup(f"{chip}{escape(name)}")
 
 
 def _code_element(text: str) -> str:
-    if not text:
-        return ""
-    return f"<code>{escape(text)}</code>"
+    return Markup(f"<code>{escape(text)}</code>") if text else ""
 
 
 def _cell_text(value: object) -> str:
     if value is None:
         return ""
-    if isinstance(value, int):
-        return f"{value:,}"
-    return escape(str(value))
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepcli.commands.pages.plan_rows import (
+from prepcli.commands.pages.plan_page import (
     COLLECTIVE_HEADER,
     CompiledStep,
     collective_rows,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from prepcli.commands.console.ui import Report, Ui
 from prepcli.commands.operations.plan import FittingMeshes
 from prepcli.commands.operations.results import StepPlan
-from prepcli.commands.pages.plan_rows import (
+from prepcli.commands.pages.plan_page import (
     CAVEAT,
     KIND_HEADER,
     CompiledStep,
