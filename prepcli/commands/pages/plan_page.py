@@ -14,6 +14,7 @@ from prepcli.core.counts import count_text
 from prepcli.core.errors import text
 from prepcli.core.formatting import format_bytes, format_duration
 from prepcli.models.slices import num_slices
+from trainer.planning.accelerators import Accelerator
 from trainer.planning.compiled_plan import CompiledPlan
 from trainer.planning.memory_changes import MemoryChange
 from trainer.planning.step_flops import StepFlops
@@ -240,9 +241,10 @@ def _page_body(
     advice: str,
 ) -> Iterator[str]:
     """Yield the HTML elements of the page: memory, devices, operations and communication."""
-    limit = None
-    if len(kinds) == 1:
-        limit = kinds[0]
+    limit = kinds[0].kind if len(kinds) == 1 else None
+    limit_bar = None
+    if limit is not None:
+        limit_bar = Bar(limit.name, limit.memory_nbytes, format_bytes(limit.memory_nbytes))
     parts = _memory_parts(plan)
     yield f"<h1>Plan of {escape(name)}</h1>"
     for line in lines:
@@ -250,7 +252,7 @@ def _page_body(
     if advice:
         yield f"<p>{escape(advice)}</p>"
     yield "<h2>Memory of one device</h2>"
-    yield stacked_bar(parts, "memory of one device by part", limit=_limit_bar(limit))
+    yield stacked_bar(parts, "memory of one device by part", limit=limit_bar)
     memory_rows = [(part.name, part.text) for part in parts]
     memory_rows.append(("peak", format_bytes(plan.memory.peak)))
     yield from html_table(["part", "bytes"], memory_rows)
@@ -295,13 +297,7 @@ def _memory_parts(plan: TrainingPlan) -> list[Bar]:
     return [Bar(name, nbytes, format_bytes(nbytes)) for name, nbytes in parts.items()]
 
 
-def _limit_bar(limit: KindEstimate | None) -> Bar | None:
-    if limit is None:
-        return None
-    return Bar(limit.kind.name, limit.kind.memory_nbytes, format_bytes(limit.kind.memory_nbytes))
-
-
-def _context_chart(plan: TrainingPlan, limit: KindEstimate | None, replan: Replan) -> str:
+def _context_chart(plan: TrainingPlan, limit: Accelerator | None, replan: Replan) -> str:
     """Draw the peak by context length, and the memory of the device."""
     seq_length = plan.inputs.seq_length
     # A set, because short plans give equal lengths: for 256 tokens the factors 0.125, 0.25 and 0.5 all give 128.
@@ -312,9 +308,9 @@ def _context_chart(plan: TrainingPlan, limit: KindEstimate | None, replan: Repla
         peaks.append((length / 1000, peak / GIB))
     curves = [Curve(name="peak", points=peaks, width=2.0)]
     if limit is not None:
-        memory = limit.kind.memory_nbytes / GIB
+        memory = limit.memory_nbytes / GIB
         line = [(0.0, memory), (lengths[-1] / 1000, memory)]
-        name = f"memory of {limit.kind.name}"
+        name = f"memory of {limit.name}"
         curves.append(Curve(name=name, points=line, color=1, width=2.0))
     return line_chart(
         curves,

@@ -114,13 +114,9 @@ def _number_text(value: float | None, form: str) -> str:
 
 def changed_keys(runs: Sequence[RunRecord]) -> list[str]:
     """Return the recipe keys with different values. An absent key differs from every value."""
-    changed = []
-    for key in _all_keys(run.recipe for run in runs):
-        # Recipes have their values as text here, so they are hashable, and an absent key gives None.
-        values = {run.recipe.get(key) for run in runs}
-        if len(values) > 1:
-            changed.append(key)
-    return changed
+    keys = _all_keys(run.recipe for run in runs)
+    # Recipes have their values as text here, so they are hashable, and an absent key gives None.
+    return [key for key in keys if len({run.recipe.get(key) for run in runs}) > 1]
 
 
 def _page_body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]) -> Iterator[str]:
@@ -137,7 +133,15 @@ def _page_body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]
     yield from _samples_section(runs, labels)
     yield from _recipe_section(runs, labels)
     yield from _environment_section(runs, labels)
-    yield from _checkpoints_section(runs, labels)
+    yield "<h2>Checkpoints</h2>"
+    saved_rows: list[list[str]] = []
+    for label, run in zip(labels, runs):
+        for saved in run.checkpoints:
+            saved_rows.append([label, f"{saved.step:,}", format_bytes(saved.nbytes)])
+    if saved_rows:
+        yield from _table(["run", "step", "size"], saved_rows)
+    else:
+        yield "<p>No step is saved.</p>"
 
 
 def _chart_sections(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
@@ -148,12 +152,19 @@ def _chart_sections(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator
     single_values: list[list[str]] = []
     yield '<div class="charts">'
     for metric, heading in {**CURVES, **_other_headings(runs)}.items():
-        curves = _metric_curves(metric, runs, names)
-        if not curves:
-            continue
+        scale = SCALES.get(metric, 1)
+        curves: list[Curve] = []
+        for number, run in enumerate(runs):
+            points = [(step, value * scale) for step, value in run.metrics.points(metric)]
+            if points:
+                # A run keeps its colour in the charts of metrics that other runs did not log.
+                curves.append(Curve(name=names[number], points=points, color=number))
         # A chart of one dot shows less than its number.
         if all(len(curve.points) == 1 for curve in curves):
-            single_values += _single_values(heading, curves)
+            for curve in curves:
+                ((step, value),) = curve.points
+                label = _run_label(curve.color, curve.name)
+                single_values.append([heading, label, f"{step:,.0f}", f"{value:.6g}"])
             continue
         svg = line_chart(
             curves,
@@ -170,31 +181,11 @@ def _chart_sections(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator
         yield from _table(["logged once", "run", "step", "value"], single_values)
 
 
-def _single_values(heading: str, curves: Sequence[Curve]) -> Iterator[list[str]]:
-    """Yield a table row with the only value of each run."""
-    for curve in curves:
-        ((step, value),) = curve.points
-        yield [heading, _run_label(curve.color, curve.name), f"{step:,.0f}", f"{value:.6g}"]
-
-
-def _metric_curves(metric: str, runs: Sequence[RunRecord], names: Sequence[str]) -> list[Curve]:
-    """Return the curve of a metric of each run that logged it."""
-    scale = SCALES.get(metric, 1)
-    curves = []
-    for number, run in enumerate(runs):
-        points = [(step, value * scale) for step, value in run.metrics.points(metric)]
-        if points:
-            # A run keeps its colour in the charts of metrics that other runs did not log.
-            curves.append(Curve(name=names[number], points=points, color=number))
-    return curves
-
-
 def _other_headings(runs: Sequence[RunRecord]) -> dict[str, str]:
     """Return the headings of metrics outside CURVES, e.g. a user's `metric_fn` or a data source."""
-    metrics = _all_keys(run.metrics.curves for run in runs)
     evaluations: dict[str, str] = {}
     sources: dict[str, str] = {}
-    for metric in metrics:
+    for metric in _all_keys(run.metrics.curves for run in runs):
         if metric in CURVES or metric in COUNTS:
             continue
         if metric.startswith(EVAL_PREFIX):
@@ -214,7 +205,9 @@ def _samples_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterat
     if prompts:
         yield "<h2>Samples</h2>"
     for prompt in prompts:
-        samples = [_prompt_samples(run, prompt) for run in runs]
+        samples: list[list[SavedSample]] = []
+        for run in runs:
+            samples.append([sample for sample in run.samples if sample.prompt == prompt])
         last_samples = [run_samples[-1:] for run_samples in samples]
         yield f'<h3 class="sample">{escape(prompt)}</h3>'
         yield from _sample_table(last_samples, labels)
@@ -229,10 +222,6 @@ def _samples_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterat
         yield f"<details><summary>{quantity} texts</summary>"
         yield from _sample_table(samples, labels)
         yield "</details>"
-
-
-def _prompt_samples(run: RunRecord, prompt: str) -> list[SavedSample]:
-    return [sample for sample in run.samples if sample.prompt == prompt]
 
 
 def _sample_table(samples: Sequence[Sequence[SavedSample]], labels: Sequence[str]) -> Iterator[str]:
@@ -275,23 +264,18 @@ def _recipe_rows(runs: Sequence[RunRecord], keys: Iterable[str]) -> list[list[st
 
 def _environment_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
     """Yield the data, the machine and the versions of each run."""
-    data = []
-    machines = []
-    versions = []
+    data = [run.table("data") for run in runs]
+    for number, table in enumerate(data):
+        if "digest" in table:
+            data[number] = {**table, "digest": str(table["digest"])[:DIGEST_DIGITS]}
+    machines: list[dict[str, object]] = []
     for run in runs:
-        data_table = dict(run.table("data"))
-        if "digest" in data_table:
-            data_table["digest"] = str(data_table["digest"])[:DIGEST_DIGITS]
-        data.append(data_table)
-        machine = dict(run.environment)
-        # They have separate tables.
-        machine.pop("data", None)
-        machine.pop("versions", None)
-        machines.append(machine)
-        versions.append(run.table("versions"))
+        # The data and the versions have separate tables.
+        facts = run.environment.items()
+        machines.append({key: value for key, value in facts if key not in ("data", "versions")})
     yield from _value_table("Data", data, labels)
     yield from _value_table("Environment", machines, labels)
-    yield from _value_table("Versions", versions, labels)
+    yield from _value_table("Versions", [run.table("versions") for run in runs], labels)
 
 
 def _value_table(
@@ -303,30 +287,15 @@ def _value_table(
     if not keys:
         yield "<p>Not recorded.</p>"
         return
-    header = ["", ""]
-    if len(tables) > 1:
-        header = ["", *labels]
-    rows = []
-    highlighted = set()
+    header = ["", *labels] if len(tables) > 1 else ["", ""]
+    rows: list[list[str]] = []
+    highlighted: set[int] = set()
     for number, key in enumerate(keys):
         cells = [_cell_text(table.get(key)) for table in tables]
         rows.append([key.replace("_", " "), *cells])
         if len({*cells}) > 1:
             highlighted.add(number)
     yield from _table(header, rows, highlighted=highlighted)
-
-
-def _checkpoints_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
-    rows = []
-    for label, run in zip(labels, runs):
-        rows += [
-            [label, f"{saved.step:,}", format_bytes(saved.nbytes)] for saved in run.checkpoints
-        ]
-    yield "<h2>Checkpoints</h2>"
-    if rows:
-        yield from _table(["run", "step", "size"], rows)
-    else:
-        yield "<p>No step is saved.</p>"
 
 
 def _all_keys(mappings: Iterable[Mapping[str, object]]) -> list[str]:
