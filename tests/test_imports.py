@@ -52,20 +52,15 @@ PURE_PACKAGES = ("prepcli.algebra", "prepcli.models", "prepcli.planning")
 # Libraries that turn values into text, without I/O.
 PURE_LIBRARIES = {"yaml"}
 PURE_MODULES = {
-    "prepcli.core.formatting",
-    "prepcli.core.lists",
-    "prepcli.core.errors",
-    "prepcli.formats.meta_llama_config",
-    "prepcli.inspection.shard_map",
-    "prepcli.core.option_spec",
     *(
         f"prepcli.core.{name}"
         for name in (
-            *("coordinator_address", "counts", "decimal_text", "json_schema"),
-            *("json_types", "json_values"),
-            *("launchers", "process_address", "suggest"),
+            *("errors", "formatting", "json_values", "launchers", "option_spec"),
+            "process_address",
         )
     ),
+    "prepcli.formats.meta_llama_config",
+    "prepcli.inspection.shard_map",
     *(
         f"prepcli.launch.{name}"
         for name in (

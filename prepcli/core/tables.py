@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from prepcli.core.escaping import printable, printable_line
+from prepcli.core.formatting import printable, printable_line
 
 Cell = str | int
 

@@ -1,4 +1,4 @@
-"""Turn any exception into the PrepError for the user: a fault of the machine, too little memory, or a bug in prep."""
+"""Errors of processes: any exception as the PrepError for the user, and the process that raised it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import tempfile
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from prepcli.core.errors import FAILED, Option, PrepError, text
@@ -135,3 +136,23 @@ def _bug_error(error: BaseException) -> PrepError:
     except OSError:  # no folder is writable
         return PrepError(BUG, line, "please report what `PREP_TRACEBACK=1` shows", FAILED)
     return PrepError(BUG, line, f"please report it with {file.name}", FAILED)
+
+
+@contextmanager
+def label_errors(process: int | None) -> Iterator[None]:
+    """Record the index of this process in each error raised inside the `with` block. `process_of` returns the index.
+
+    Args:
+        process: Index of this process, or None outside of a job of several processes.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # The index is an attribute of the error. A wrapping exception would hide its type from outer handlers.
+        vars(error)["process"] = process
+        raise
+
+
+def process_of(error: BaseException) -> int | None:
+    """Return the index of the process in which an error was raised, or None outside of a job of several processes."""
+    return getattr(error, "process", None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from prepcli.core.counts import count_text
+from prepcli.core.formatting import count_text
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.layout_scales import LayoutScale
 from prepcli.planning.plan import Stream

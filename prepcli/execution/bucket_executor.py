@@ -12,10 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import RERUN_HINT, STOPPED, Option, PrepError, text, usage_error
-from prepcli.core.formatting import format_duration
-from prepcli.core.progress import NullProgress
+from prepcli.core.formatting import count_text, format_duration
+from prepcli.core.observer import NullProgress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.engine.files import RunReader

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.engine.checksum_recorder import ChecksumArray
 from prepcli.engine.digest import CHECKSUM_DTYPE
 from prepcli.execution.run_notes import decode_record, encode_record

@@ -16,8 +16,8 @@ import numpy as np
 from prepcli.algebra.boxes import Box, intersect, slices, volume
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import RESUME_HINT, DamagedError
-from prepcli.core.json_types import JsonObject
-from prepcli.core.progress import NullProgress
+from prepcli.core.json_values import JsonObject
+from prepcli.core.observer import NullProgress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf, HostShard

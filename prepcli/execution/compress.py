@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import RESUME_HINT, PrepError
-from prepcli.core.progress import Progress
+from prepcli.core.formatting import count_text
+from prepcli.core.observer import Progress
 from prepcli.engine.background_sync import SYNC_INTERVAL_S
 from prepcli.engine.journal import seal_line, unseal_line
 from prepcli.engine.no_follow import open_no_follow, read_no_follow

@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from prepcli.core import version
 from prepcli.core.errors import Option, OutputExistsError, PrepError, text
 from prepcli.core.formatting import format_bytes
-from prepcli.core.version import version
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import anonymous_nbytes, make_budget
 from prepcli.engine.digest import digest, digest_pieces

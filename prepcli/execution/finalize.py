@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.core.progress import NullProgress, Progress
+from prepcli.core.observer import NullProgress, Progress
 from prepcli.engine.casts import parse_stream_digest, report_casts
 from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import check_no_symlinks, open_no_follow, write_no_follow

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from prepcli.core.progress import Progress
+from prepcli.core.observer import Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import parse_stream_digest

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.core.json_types import JsonObject
-from prepcli.core.json_values import load_json
+from prepcli.core.json_values import JsonObject, load_json
 from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import read_no_follow
 from prepcli.stores.writing import write_file

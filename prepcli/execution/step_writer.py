@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, text
+from prepcli.core.observer import NullProgress
 from prepcli.core.process_group import ProcessGroup
-from prepcli.core.progress import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.engine.host_leaves import HostLeafReader

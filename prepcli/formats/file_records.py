@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import xxhash
 
 from prepcli.algebra.boxes import Range
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.formatting import count_text
 from prepcli.formats.manifest import MANIFEST_FILE, accept_hint, read_manifest
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE, METADATA_FILE, ZARR2, ZARR3

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from prepcli.algebra.boxes import Range
-from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import JsonObject, JsonValue
 
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n"

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
-from prepcli.core.json_schema import find_type_fault
-from prepcli.core.json_values import load_json, quote_name
+from prepcli.core.json_values import find_type_fault, load_json, quote_name
 from prepcli.engine.digest import digest
 from prepcli.formats.orbax import MODEL_ITEMS, find_item
 from prepcli.planning.layout_scales import is_scale_record

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.formatting import join_names
 from prepcli.core.json_values import parse_json, quote_name
-from prepcli.core.lists import join_names
 from prepcli.stores.paths import AnyPath, StorePath
 from prepcli.stores.reading import (
     CutShortError,

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from prepcli.core.errors import Option, UsageError, text, usage_error
-from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import load_json
-from prepcli.core.lists import join_names
+from prepcli.core.formatting import join_names
+from prepcli.core.json_values import JsonObject, JsonValue, load_json
 from prepcli.stores.paths import AnyPath
 from prepcli.stores.reading import read_file_or_pipe, unreadable_error
 

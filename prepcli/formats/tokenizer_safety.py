@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import JsonObject, JsonValue
 from prepcli.formats.charsmap import charsmap_growth
 
 # Module of the exception that a panic of Rust code raises. It is no `Exception`.

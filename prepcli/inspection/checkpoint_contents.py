@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from prepcli.algebra.chunks import FilePosition
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.models.parameters import VERBATIM, Family
 from prepcli.models.registry import FAMILIES
 from prepcli.models.text_part import TextPart

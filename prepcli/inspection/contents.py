@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prepcli.algebra.chunks import FilePosition, StoredRange
 from prepcli.core.errors import Command, PrepError, text
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.formats import msgpack
 from prepcli.formats.codecs import CODECS
 from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest

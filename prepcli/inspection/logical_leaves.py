@@ -11,8 +11,7 @@ from fnmatch import fnmatchcase
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
-from prepcli.core.lists import join_names
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean, join_names
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.inspection.checkpoint_contents import CheckpointContents
 from prepcli.models.manifest_family import manifest_family

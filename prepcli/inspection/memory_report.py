@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from prepcli.core.counts import count_text
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.tables import format_table
 from prepcli.models.chunk_sizes import chunk_length
 from prepcli.models.memory_estimate import MemoryEstimate

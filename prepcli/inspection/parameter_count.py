@@ -7,7 +7,7 @@ import re
 
 from prepcli.algebra.axis_map import ParsedAxisMap, bind_row
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.inspection.checkpoint_contents import CheckpointContents, name_path
 from prepcli.models.parameters import Family, StoredShapes, parameter_rows
 from prepcli.models.prediction import prediction_names

@@ -6,9 +6,9 @@ import re
 import shlex
 
 from prepcli.core.errors import Option, PrepError, text, usage_error
-from prepcli.core.json_types import JsonObject
+from prepcli.core.formatting import did_you_mean
+from prepcli.core.json_values import JsonObject
 from prepcli.core.process_address import DEFAULT_PORT
-from prepcli.core.suggest import did_you_mean
 from prepcli.launch.hardware import Hardware, Training, number_of_chips, plain_hardware
 from prepcli.launch.job import (
     NOT_RUN,

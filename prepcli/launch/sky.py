@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 
 from prepcli.core.errors import STOPPED, Option, text, usage_error
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.core.process_address import DEFAULT_PORT
 from prepcli.launch.hardware import GKE, Hardware, Training, plain_hardware, tpu_vm_hardware
 from prepcli.launch.job import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
 from prepcli.launch.job import (
     NOT_RUN,
     RESTARTABLE,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import yaml
 
 from prepcli.core.errors import usage_error
-from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import JsonObject, JsonValue
 
 # Keys that no YAML parser takes for another type. YAML 1.1 takes `y` and `n` for booleans.
 PLAIN_KEY = re.compile("[A-Za-z][-A-Za-z0-9_./]+")

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from prepcli.algebra.axis_map import row_error
 from prepcli.algebra.row_text import ParsedTensor, parse_tensor
 from prepcli.core.errors import Command, PrepError, text
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.models.parameters import MAX_AXIS_SIZE
 
 MAX_NBYTES = 4 << 20

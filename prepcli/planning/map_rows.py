@@ -21,7 +21,7 @@ from prepcli.algebra.axis_map import (
 from prepcli.algebra.row_coverage import RowCoverage
 from prepcli.algebra.row_text import ParsedTensor
 from prepcli.core.errors import PrepError
-from prepcli.core.lists import join_names
+from prepcli.core.formatting import join_names
 from prepcli.planning.map_file import MapLine, ParsedMapRow, TensorMap
 from prepcli.planning.tensor_match import TensorInfo
 

@@ -16,7 +16,7 @@ from prepcli.algebra.boxes import Box, Range, full_box
 from prepcli.algebra.chunks import StridedChunks
 from prepcli.algebra.grids import ChunkGrid
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.core.counts import count_text
+from prepcli.core.formatting import count_text
 from prepcli.planning.arrays import Locations, location_copies
 from prepcli.planning.item_storage import Compression, ItemStorage, recorded_storage
 from prepcli.planning.layout_scales import LayoutScale

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prepcli.core.errors import Option, PrepError, text, usage_error
-from prepcli.core.json_types import HFConfig, JsonObject
+from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.models.parameters import read_size
 from prepcli.planning.manifest_fields import MAX_ROWS
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.core.json_types import HFConfig, JsonObject
-from prepcli.core.json_values import parse_json, quote_name
+from prepcli.core.json_values import HFConfig, JsonObject, parse_json, quote_name
 from prepcli.planning.arrays import Array
 from prepcli.quantized import gptq
 from prepcli.quantized.awq import AwqDecoder

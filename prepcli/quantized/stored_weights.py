@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.formatting import count_text
 from prepcli.core.json_values import quote_name
 from prepcli.planning.arrays import Array
 from prepcli.planning.tensors import FLOAT_DTYPES

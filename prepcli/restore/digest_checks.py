@@ -10,7 +10,7 @@ import xxhash
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
-from prepcli.core.progress import NullProgress, Progress
+from prepcli.core.observer import NullProgress, Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import parse_stream_digest

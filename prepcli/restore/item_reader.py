@@ -14,8 +14,8 @@ import numpy as np
 from prepcli.algebra.boxes import Box, full_box, intersection, slices, strides, volume
 from prepcli.algebra.chunks import StoredRange
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, DamagedError, PrepError, text
+from prepcli.core.formatting import count_text
 from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.chunk_cache import ChunkCache

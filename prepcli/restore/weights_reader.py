@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.boxes import Box, volume
 from prepcli.algebra.strided_copies import leaf_box_parts
-from prepcli.core.counts import count_text
 from prepcli.core.errors import RERUN_HINT, PrepError
-from prepcli.core.progress import NullProgress
+from prepcli.core.formatting import count_text
+from prepcli.core.observer import NullProgress
 from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import CachedBlob, open_blobs
 from prepcli.engine.compare import compare_streams

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.torch_dcp import DcpFolder
 from prepcli.models.parameters import Family

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from prepcli.algebra.chunks import StoredRange, StoredValue
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.formatting import count_text
 from prepcli.core.json_values import quote_name
 from prepcli.engine.chunk_cache import ChunkCache, ChunkReader
 from prepcli.formats.codecs import (

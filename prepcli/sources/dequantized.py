@@ -18,7 +18,7 @@ import numpy as np
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import Option, PrepError, text, usage_error
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.engine.blobs import FilesAndBlobs, open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import Files

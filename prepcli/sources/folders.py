@@ -9,8 +9,7 @@ from pathlib import PurePath
 from typing import Literal, Protocol
 
 from prepcli.core.errors import Option, PrepError, text, usage_error
-from prepcli.core.observer import Observer
-from prepcli.core.progress import NullProgress, Progress
+from prepcli.core.observer import NullProgress, Observer, Progress
 from prepcli.formats.orbax import ITEM_MARKERS, find_item, item_metadata_file
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.planning.item_storage import METADATA_FILE

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from prepcli.core.errors import Command, Option, PrepError, Text, text
-from prepcli.core.lists import join_names
+from prepcli.core.formatting import join_names
 from prepcli.formats import flax_folder, msgpack, safetensors, torch_files
 from prepcli.formats.flax_folder import select_flax_files
 from prepcli.formats.gguf import part_names

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from prepcli.core.errors import Command, PrepError, text
+from prepcli.core.formatting import join_names
 from prepcli.core.json_values import quote_name
-from prepcli.core.lists import join_names
-from prepcli.core.progress import Progress
+from prepcli.core.observer import Progress
 from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.sources.references import HubRepo, parse_reference

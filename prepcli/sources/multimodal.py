@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.models.prediction import prediction_names, without_prediction
 from prepcli.models.registry import FAMILIES
 from prepcli.models.text_part import TextPart, read_text_part, text_section, uses_mrope

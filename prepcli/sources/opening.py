@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, Text, text, usage_error
+from prepcli.core.formatting import did_you_mean, join_names
 from prepcli.core.json_values import quote_name
-from prepcli.core.lists import join_names
-from prepcli.core.suggest import did_you_mean
 from prepcli.formats.again_hint import again_hints
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder

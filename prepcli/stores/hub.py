@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.formatting import format_bytes
-from prepcli.core.progress import Progress
+from prepcli.core.observer import Progress
 from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.hub_client import CHECK_ENDPOINT, MALFORMED_ANSWER, install_retrying_client
 from prepcli.stores.hub_errors import translate_errors

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 
-from prepcli.core.json_types import HFConfig, JsonObject
+from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.formats.file_records import recorded_xxh3
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.text_part import with_text_config

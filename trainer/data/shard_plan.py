@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 import xxhash
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
+from prepcli.core.formatting import count_text
 from prepcli.core.json_values import load_json
 from prepcli.stores.reading import read_regular_file
 from prepcli.stores.writing import write_file

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.sources.folders import Access
 from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.hub import HubListing, cached_snapshot, list_repository, prepare_hub

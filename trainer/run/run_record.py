@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, PrepError, text
-from prepcli.core.json_types import JsonObject
-from prepcli.core.json_values import load_json
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import JsonObject, load_json
 from prepcli.formats.run_steps import ENVIRONMENT_FILE, RECIPE_FILE, saved_steps, step_folder
 from prepcli.inspection.run_metrics import EvenSample, RunMetrics, is_number
 from prepcli.stores.reading import read_regular_file

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from prepcli.commands.cli.strict import StrictCommand
 from prepcli.core.errors import Command, text, usage_error
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
 from prepcli.launch.job import TRAIN, LaunchedCommand
 
 SEPARATOR = "--"

@@ -63,9 +63,9 @@ from prepcli.commands.cli.report import report
 from prepcli.commands.cli.strict import OneProcessCommand, StrictCommand
 from prepcli.commands.cli.tokenize import tokenize
 from prepcli.commands.cli.train import generate, train
+from prepcli.core import version
 from prepcli.core.errors import USAGE
-from prepcli.core.job_errors import label_errors, process_of
-from prepcli.core.version import version
+from prepcli.core.unexpected import label_errors, process_of
 from prepcli.execution.signals import Interrupted, notes_of
 
 # In the order of `--help`.

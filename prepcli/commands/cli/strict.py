@@ -8,8 +8,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from prepcli.core.bounded_text import shorten
 from prepcli.core.errors import UsageError, usage_error
+from prepcli.core.formatting import shorten
 from prepcli.planning.shares import launcher_share
 
 # Limit of numbers in options: sizes in bytes computed from them must fit the integers of every library.

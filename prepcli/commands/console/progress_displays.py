@@ -13,15 +13,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from prepcli.core.escaping import printable_line
 from prepcli.core.formatting import (
     format_bytes_of,
     format_clock,
     format_duration,
     format_rate,
     format_time_left,
+    printable_line,
 )
-from prepcli.core.progress import (
+from prepcli.core.observer import (
     LINE_INTERVAL_S,
     REDRAW_INTERVAL_S,
     Clock,

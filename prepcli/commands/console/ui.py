@@ -20,14 +20,18 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 from prepcli.commands.console.progress_displays import Mode, can_redraw, make_progress
 from prepcli.commands.console.stdio import LossyStream, write_and_flush, write_exact_and_flush
-from prepcli.core.bounded_text import bounded_error, bounded_lines
+from prepcli.core import version
 from prepcli.core.errors import INTERRUPTED, OK, STOPPED, PrepError
-from prepcli.core.escaping import MARK_END, MARK_START, printable, printable_line
-from prepcli.core.job_errors import process_of
-from prepcli.core.observer import NORMAL, QUIET, SLABS, Line
-from prepcli.core.progress import NullProgress, Progress
-from prepcli.core.unexpected import as_prep_error
-from prepcli.core.version import version
+from prepcli.core.formatting import (
+    MARK_END,
+    MARK_START,
+    bounded_error,
+    bounded_lines,
+    printable,
+    printable_line,
+)
+from prepcli.core.observer import NORMAL, QUIET, SLABS, Line, NullProgress, Progress
+from prepcli.core.unexpected import as_prep_error, process_of
 
 if TYPE_CHECKING:
     from rich.text import Text

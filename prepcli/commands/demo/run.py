@@ -36,8 +36,7 @@ from prepcli.commands.pages.charts import Bar, Curve, bar_chart, line_chart, sha
 from prepcli.commands.pages.html_page import write_html_page
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes, format_duration
-from prepcli.core.observer import Observer
-from prepcli.core.pacing import PacedNotes, ticking
+from prepcli.core.observer import Observer, PacedNotes, ticking
 from prepcli.core.tables import format_table
 from prepcli.execution.output_urls import check_local_path
 from prepcli.formats.manifest import read_manifest

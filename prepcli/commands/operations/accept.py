@@ -9,8 +9,8 @@ from typing import Any
 
 from prepcli.commands.operations.verification_results import AcceptedChange, OldAndNew
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.core.json_types import HFConfig
-from prepcli.core.lists import join_names
+from prepcli.core.formatting import join_names
+from prepcli.core.json_values import HFConfig
 from prepcli.core.observer import Observer
 from prepcli.formats.file_records import is_settings_file, record_file
 from prepcli.formats.manifest import (

@@ -9,10 +9,9 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from prepcli.core.errors import usage_error
-from prepcli.core.observer import Observer
+from prepcli.core.formatting import did_you_mean
+from prepcli.core.observer import Observer, Progress
 from prepcli.core.option_spec import Minimum
-from prepcli.core.progress import Progress
-from prepcli.core.suggest import did_you_mean
 
 PROGRESS_TYPE = "Progress, an object with the methods begin, advance, note and end"
 

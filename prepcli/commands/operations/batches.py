@@ -13,9 +13,8 @@ from prepcli.commands.console.notebook import run_observer_of
 from prepcli.commands.operations.data_options import DataOptions
 from prepcli.commands.operations.operation import public, rendered_for_python
 from prepcli.commands.operations.recipe_files import find_training_recipe
-from prepcli.core.observer import Observer
+from prepcli.core.observer import Observer, Progress
 from prepcli.core.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
-from prepcli.core.progress import Progress
 from prepcli.execution.output_urls import check_local_path
 from trainer.data.batches import BatchDigest, Batches, check_share
 from trainer.recipe import Recipe, load_recipe

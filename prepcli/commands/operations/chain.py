@@ -43,10 +43,9 @@ from prepcli.core.errors import (
     text,
     usage_error,
 )
-from prepcli.core.lists import join_names
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.formatting import join_names
+from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.core.progress import Progress
 from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.manifest_fields import Manifest

@@ -10,9 +10,9 @@ from pathlib import Path
 from prepcli.commands.operations.compared_settings import CONFIG as CONFIG_KIND
 from prepcli.commands.operations.compared_settings import setting_differences
 from prepcli.commands.operations.tokens import recorded_additions
-from prepcli.core.counts import count_text
+from prepcli.core.formatting import count_text
+from prepcli.core.observer import Progress
 from prepcli.core.option_spec import recorded_words
-from prepcli.core.progress import Progress
 from prepcli.engine.digest import digest_of_zeros, digest_pieces
 from prepcli.formats.added_tokens import RECORD_FILE
 from prepcli.formats.file_records import is_settings_file, record_file

@@ -25,7 +25,6 @@ from prepcli.commands.operations.generation_model import (
 )
 from prepcli.commands.operations.opening import common_options
 from prepcli.commands.operations.prompts import MAX_PROMPTS_NBYTES
-from prepcli.core.counts import count_text
 from prepcli.core.errors import (
     TERMINAL,
     Option,
@@ -34,7 +33,8 @@ from prepcli.core.errors import (
     text,
     usage_error,
 )
-from prepcli.core.json_types import JsonObject
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import JsonObject
 from prepcli.core.observer import RunObserver
 from prepcli.core.option_spec import PathLike, with_defaults
 from prepcli.core.process_address import ProcessSettings, process_address

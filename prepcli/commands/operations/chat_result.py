@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from prepcli.commands.console.notebook import run_observer_of
 from prepcli.commands.console.stdio import silence_jax
-from prepcli.core.job_errors import label_errors
-from prepcli.core.observer import Observer
+from prepcli.core.observer import Observer, Progress
 from prepcli.core.process_address import ProcessSettings, process_address
-from prepcli.core.progress import Progress
+from prepcli.core.unexpected import label_errors
 from trainer.recipe.run_tables import Cluster
 from trainer.run.processes import run_together
 

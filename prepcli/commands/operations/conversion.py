@@ -19,10 +19,8 @@ from prepcli.commands.operations.opening import (
 )
 from prepcli.commands.operations.output_location import check_output_location, check_output_url
 from prepcli.commands.operations.results import Conversion
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, join_texts, text
-from prepcli.core.formatting import format_bytes
-from prepcli.core.lists import join_names
+from prepcli.core.formatting import count_text, format_bytes, join_names
 from prepcli.core.observer import LEAVES, Observer, RecordingObserver
 from prepcli.engine.casts import format_cast, report_casts
 from prepcli.engine.pipeline import ConversionResult

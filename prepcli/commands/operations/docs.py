@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prepcli.core.errors import Command, text, usage_error
-from prepcli.core.suggest import did_you_mean_start
+from prepcli.core.formatting import did_you_mean_start
 
 PACKAGE = Path(__file__).parents[2]
 SUFFIX = ".md"

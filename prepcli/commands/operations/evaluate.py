@@ -33,13 +33,10 @@ from prepcli.commands.operations.opening import (
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Evaluation, EvaluationScores
 from prepcli.commands.operations.target_metrics import check_target_metrics, target_metrics
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Option, PrepError, Style, text
-from prepcli.core.formatting import format_duration
-from prepcli.core.observer import CommandObserver, Observer
+from prepcli.core.formatting import count_text, format_duration
+from prepcli.core.observer import CommandObserver, Observer, PacedNotes, Progress, ticking
 from prepcli.core.option_spec import PathLike
-from prepcli.core.pacing import PacedNotes, ticking
-from prepcli.core.progress import Progress
 from prepcli.sources.folders import make_access
 from prepcli.sources.source import Source
 from trainer.recipe import Recipe

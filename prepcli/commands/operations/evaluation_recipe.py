@@ -11,8 +11,8 @@ from pathlib import Path
 from prepcli.commands.operations.compute_options import EvaluateOptions
 from prepcli.commands.operations.evaluation_keys import EFFECTIVE_KEYS
 from prepcli.core.errors import Key, Option, text, usage_error
+from prepcli.core.formatting import suggest
 from prepcli.core.option_spec import as_tuple
-from prepcli.core.suggest import suggest
 from trainer.recipe import Recipe
 from trainer.recipe.loading import complete_recipe
 from trainer.recipe.raw_recipe import RawRecipe

@@ -11,10 +11,9 @@ from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import ModuleOptions, SourceOptions
 from prepcli.core.errors import Option, PrepError, text, usage_error
-from prepcli.core.json_types import HFConfig
-from prepcli.core.observer import Observer, SilentObserver, observer_of
+from prepcli.core.json_values import HFConfig
+from prepcli.core.observer import Observer, Progress, SilentObserver, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.core.progress import Progress
 from prepcli.models.param_tree import Tree
 from prepcli.models.parameters import Family
 from prepcli.models.registry import family_of

@@ -31,13 +31,11 @@ from prepcli.commands.operations.prompts import STDIN, read_prompts
 from prepcli.commands.operations.results import Generation, NewTokens
 from prepcli.commands.operations.token_ids import format_token_ids
 from prepcli.commands.operations.token_stream import TokenStream
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.core.formatting import format_duration
-from prepcli.core.json_types import JsonValue
-from prepcli.core.observer import Observer, StreamObserver
+from prepcli.core.formatting import count_text, format_duration
+from prepcli.core.json_values import JsonValue
+from prepcli.core.observer import Observer, Progress, StreamObserver
 from prepcli.core.option_spec import PathLike, as_tuple
-from prepcli.core.progress import Progress
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup

@@ -27,8 +27,7 @@ from prepcli.commands.operations.opening import (
     source_line,
 )
 from prepcli.core.errors import DamagedError, Option, PrepError, text, usage_error
-from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import load_json
+from prepcli.core.json_values import JsonObject, JsonValue, load_json
 from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.sources.generation_config import GenerationDefaults

@@ -7,9 +7,8 @@ import html
 from pathlib import Path
 from typing import Any, cast
 
-from prepcli.core.bounded_text import shorten
 from prepcli.core.errors import PrepError
-from prepcli.core.formatting import format_bytes, format_duration
+from prepcli.core.formatting import format_bytes, format_duration, shorten
 
 # Characters of a value in a table
 MAX_VALUE_WIDTH = 200

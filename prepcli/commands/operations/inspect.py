@@ -14,9 +14,9 @@ from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Inspection, TensorSummary
 from prepcli.commands.operations.tensor_statistics import check_values, compute_statistics
 from prepcli.core.errors import Command, Option, PrepError, join_texts, text, usage_error
+from prepcli.core.formatting import suggest
 from prepcli.core.observer import Observer, SilentObserver
 from prepcli.core.option_spec import PathLike
-from prepcli.core.suggest import suggest
 from prepcli.engine.collector import collector_paused
 from prepcli.inspection.checkpoint_contents import AdapterSummary, CheckpointContents
 from prepcli.inspection.contents import read_contents, read_gguf_contents, read_mapped_contents

@@ -8,9 +8,8 @@ from prepcli.commands.operations.open_params import open_params
 from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import SourceOptions
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.core.progress import Progress
 from prepcli.models.param_tree import Tree
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.restore.earlier_checkpoints import check_without_checksums

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prepcli.core.errors import usage_error
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
 from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, Alias
 
 

@@ -17,9 +17,8 @@ from prepcli.commands.operations.results import StepPlan
 from prepcli.commands.pages.html_page import check_page_path
 from prepcli.commands.pages.plan_page import CompiledStep, change_text, write_plan_page
 from prepcli.core.errors import Key, Option, text, usage_error
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike, as_tuple
-from prepcli.core.progress import Progress
 from prepcli.models.attention_kernels import ANY_ACCELERATOR
 from prepcli.models.mesh import parse_mesh, resolve_mesh
 from prepcli.sources.mapped import read_map

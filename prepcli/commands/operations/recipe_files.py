@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from prepcli.core.errors import Command, Option, text, usage_error
-from prepcli.core.lists import join_names
-from prepcli.core.suggest import did_you_mean, suggest
+from prepcli.core.formatting import did_you_mean, join_names, suggest
 
 PACKAGE = Path(__file__).parents[2]
 SUFFIX = ".toml"

@@ -18,7 +18,7 @@ from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import SourceOptions
 from prepcli.core.errors import Option, OutputExistsError, PrepError, text, usage_error
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.core.observer import SilentObserver
 from prepcli.core.option_spec import PathLike
 from prepcli.engine.budget import make_budget

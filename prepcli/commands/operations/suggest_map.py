@@ -20,9 +20,8 @@ from prepcli.commands.operations.result_files import (
 )
 from prepcli.commands.operations.results import MapSuggestion
 from prepcli.core.errors import Option, PrepError, UsageError, text, usage_error
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.core.progress import Progress
 from prepcli.execution.output_urls import check_local_path
 from prepcli.inspection.tensor_relations import Relations, RowWriter, TensorTree
 from prepcli.models.registry import FAMILIES

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from prepcli.commands.operations.compute_options import EvaluateOptions
 from prepcli.commands.operations.evaluation_model import LoadedModel
 from prepcli.commands.operations.model_files import source_generation_defaults, tokenizer_path
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.formatting import count_text
 from prepcli.core.observer import Observer
 from prepcli.core.option_spec import as_tuple
 from prepcli.sources.source import Source

@@ -17,9 +17,8 @@ from prepcli.commands.operations.export import export
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.recipe_files import find_training_recipe
 from prepcli.commands.operations.results import TrainingRun
-from prepcli.core.observer import Observer, SilentCommandObserver
+from prepcli.core.observer import Observer, Progress, SilentCommandObserver
 from prepcli.core.option_spec import PathLike, as_tuple
-from prepcli.core.progress import Progress
 from trainer.recipe import load_recipe
 from trainer.run.run import TrainRequest, TrainResult
 from trainer.run.train import train_run

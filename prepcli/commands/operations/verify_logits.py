@@ -45,9 +45,8 @@ from prepcli.commands.operations.token_ids import MAX_ID_DIGITS, split_token_ids
 from prepcli.commands.operations.verification_results import LogitComparison, PromptComparison
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.core.progress import Progress
 from prepcli.stores.paths import AnyPath
 from trainer.run.params import OpenedModel
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prepcli.commands.pages.charts import CHART_STYLE
 from prepcli.core.errors import PrepError
-from prepcli.core.escaping import printable
+from prepcli.core.formatting import printable
 from prepcli.execution.output_urls import check_local_path
 from prepcli.stores.reading import check_parent_folder, io_error, open_regular_file
 from prepcli.stores.writing import check_replaceable, write_file

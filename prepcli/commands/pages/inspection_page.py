@@ -13,8 +13,7 @@ from pathlib import Path
 
 from prepcli.commands.pages.charts import Bar, shard_map_svg, stacked_bar
 from prepcli.commands.pages.html_page import html_table, write_html_page
-from prepcli.core.counts import count_text
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import count_text, format_bytes
 from prepcli.formats.lock_file import Lock, encode_lock
 from prepcli.inspection.logical_leaves import LogicalLeaf
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_rows

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from prepcli.commands.pages.charts import Bar, Curve, line_chart, stacked_bar
 from prepcli.commands.pages.html_page import html_table, write_html_page
-from prepcli.core.counts import count_text
 from prepcli.core.errors import text
-from prepcli.core.formatting import format_bytes, format_duration
+from prepcli.core.formatting import count_text, format_bytes, format_duration
 from prepcli.models.slices import num_slices
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.compiled_plan import CompiledPlan

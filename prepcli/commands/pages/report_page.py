@@ -9,8 +9,7 @@ from typing import TypedDict
 
 from prepcli.commands.pages.charts import SMALL, Curve, color_of, line_chart
 from prepcli.commands.pages.html_page import Markup, html_table, write_html_page
-from prepcli.core.counts import count_text
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import count_text, format_bytes
 from trainer.run.run_record import RunRecord, SavedSample
 from trainer.training.metrics import EVAL_PREFIX
 

@@ -6,9 +6,8 @@ from dataclasses import asdict
 
 from prepcli.commands.console.ui import Report
 from prepcli.commands.operations.results import Chain, ChainLink
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Option, PrepError, text
-from prepcli.core.lists import join_names
+from prepcli.core.formatting import count_text, join_names
 from prepcli.core.tables import format_table
 
 HEADER = ("link", "equal digests", "status")

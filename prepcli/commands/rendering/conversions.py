@@ -5,8 +5,7 @@ from __future__ import annotations
 from prepcli.commands.console.ui import Report
 from prepcli.commands.operations.conversion import dropped_text
 from prepcli.commands.operations.results import Conversion
-from prepcli.core.counts import count_text
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.observer import LEAVES
 from prepcli.planning.plan import Plan
 

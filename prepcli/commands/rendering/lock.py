@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from prepcli.commands.console.ui import Report
 from prepcli.commands.operations.results import LockedModel
-from prepcli.core.counts import count_text
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import count_text, format_bytes
 
 
 def lock_report(locked: LockedModel) -> Report:

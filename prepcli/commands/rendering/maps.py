@@ -6,9 +6,8 @@ from dataclasses import asdict
 
 from prepcli.commands.console.ui import Report
 from prepcli.commands.operations.results import MapSuggestion
-from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
-from prepcli.core.lists import join_names
+from prepcli.core.formatting import count_text, join_names
 
 MAX_LISTED = 8
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from prepcli.commands.console.ui import Report
 from prepcli.commands.operations.results import Tokenization, TokenizedData
-from prepcli.core.counts import count_text
+from prepcli.core.formatting import count_text
 from trainer.data.sample_text import counts_table, sample_lines, sample_title
 
 

@@ -21,8 +21,7 @@ from prepcli.commands.pages.plan_page import (
     traffic_rows,
 )
 from prepcli.commands.rendering.compiled_step import compiled_fields, compiled_lines
-from prepcli.core.counts import count_text
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.observer import LEAVES
 from prepcli.core.tables import format_table, wrap_line
 from prepcli.inspection.memory_report import memory_fields, memory_table

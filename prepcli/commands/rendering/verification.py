@@ -12,10 +12,8 @@ from prepcli.commands.operations.verification_results import (
     TensorDifference,
     Verification,
 )
-from prepcli.core.bounded_text import shorten
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.core.lists import MAX_NAMES
+from prepcli.core.formatting import MAX_NAMES, count_text, shorten
 from prepcli.core.observer import LEAVES
 from prepcli.core.tables import format_table
 from prepcli.sources.tensor_labels import TensorLabel

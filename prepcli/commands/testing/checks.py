@@ -50,9 +50,9 @@ from prepcli.commands.testing.tiny_model import (
     with_padded_vocab,
     with_small_embeddings,
 )
-from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import HFConfig
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import HFConfig
 from prepcli.models.architecture import OUTPUT_SCALE, XIELU_CONSTANTS
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.moe_config import CORRECTION

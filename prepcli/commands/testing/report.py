@@ -14,7 +14,7 @@ from prepcli.commands.operations.model_outputs import missing_reference_packages
 from prepcli.commands.testing.checks import CHECKS, NUM_HEADS, Check, check_family
 from prepcli.commands.testing.tiny_config import scale_down
 from prepcli.core.errors import PrepError, usage_error
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
 from prepcli.core.tables import format_table
 from prepcli.models.registry import family_of
 from prepcli.sources.source import CONFIG, read_config

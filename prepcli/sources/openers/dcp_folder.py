@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
 from prepcli.engine.digest import digest_pieces
 from prepcli.formats.file_records import bytes_between
 from prepcli.formats.manifest import NO_MANIFEST

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from prepcli.core.errors import DamagedError, PrepError
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.formats.file_records import check_header
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest
 from prepcli.formats.safetensors import (

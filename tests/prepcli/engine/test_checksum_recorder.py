@@ -15,7 +15,7 @@ from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.chunks import StridedChunks
 from prepcli.algebra.grids import ChunkGrid
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.engine import checksum_recorder
 from prepcli.engine.checksum_recorder import ChecksumRecorder, compute_unknown, load_checksums
 from prepcli.engine.digest import checksum

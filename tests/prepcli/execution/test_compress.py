@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.execution import compress
 from prepcli.execution.compress import compress_chunks
 from prepcli.formats.orbax_chunks import WrittenChunk

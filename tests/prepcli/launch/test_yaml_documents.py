@@ -6,7 +6,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.launch.yaml_documents import yaml_text
 from tests.helpers.scripts import texts
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import FAILED, USAGE, PrepError
-from prepcli.core.json_types import JsonValue
+from prepcli.core.json_values import JsonValue
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
 
 

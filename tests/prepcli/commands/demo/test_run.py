@@ -34,7 +34,7 @@ from prepcli.commands.demo.run import (
 )
 from prepcli.commands.demo.tiny_model import STEPS, VOCABULARY
 from prepcli.core.errors import FAILED, OK, USAGE, PrepError
-from prepcli.core.pacing import PacedNotes
+from prepcli.core.observer import PacedNotes
 from prepcli.formats.manifest import MANIFEST_FILE, STATE_ITEM
 from prepcli.planning.item_storage import METADATA_FILE
 from tests import CACHE, FLAGS
