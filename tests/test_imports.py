@@ -109,14 +109,8 @@ COMPUTES = {
     "prepcli.commands.operations.env",
     "prepcli.commands.operations.plan_compile",
     "prepcli.commands.testing",
-    *(
-        f"prepcli.commands.testing.{name}"
-        for name in (
-            "checks",
-            "report",
-            "tiny_model",
-        )
-    ),
+    "prepcli.commands.testing.checks",
+    "prepcli.commands.testing.tiny_model",
 }
 
 # The imports of a module are read when a test needs them, not when tests are collected.

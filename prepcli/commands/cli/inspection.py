@@ -234,7 +234,7 @@ def check_family(
       prep check-family persimmon.json
       prep check-family ./llama-13b --check logits --check gradients
     """
-    from prepcli.commands.testing.report import family_report
+    from prepcli.commands.testing.checks import family_report
 
     ui = output_options.open_console("check-family")
     return ui.finish(family_report(config, options["check"], ui))
