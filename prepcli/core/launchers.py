@@ -57,11 +57,7 @@ class LaunchedProcess:
 def detect_launcher(
     environ: Mapping[str, str], launchers: Collection[str] = LAUNCHERS
 ) -> LaunchedProcess | None:
-    """Return the process described by a launcher's environment variables, or None if there is only one process.
-
-    Args:
-        environ: Environment variables.
-        launchers: Launchers to consider.
+    """Return the process described by the variables of one of `launchers`, or None if there is only one process.
 
     Raises:
         UsageError: A launcher's variables are incomplete or contradict each other.
@@ -85,12 +81,7 @@ def pod_process(environ: Mapping[str, str], count: int) -> LaunchedProcess | Non
 
 
 def job_name(launcher: str, environ: Mapping[str, str]) -> str:
-    """Return the name of a launcher's job, which is the same in all of its processes, or "" if no variable has it.
-
-    Args:
-        launcher: Name of the launcher that describes this process.
-        environ: Environment variables.
-    """
+    """Return the name of a launcher's job, which is the same in all of its processes, or "" if no variable has it."""
     if launcher == SLURM and environ.get("SLURM_JOB_ID"):
         return f"SLURM job {environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
     if launcher == OPEN_MPI:

@@ -195,8 +195,8 @@ class SilentCommandObserver(SilentObserver):
 
 
 @dataclass(frozen=True, slots=True)
-class OneProcessObserver:
-    """RunObserver of one process, made from an Observer. It has no live view."""
+class _Forwarding:
+    """An Observer that passes everything on."""
 
     inner: Observer
 
@@ -212,6 +212,11 @@ class OneProcessObserver:
         """Return the Progress of the inner observer."""
         return self.inner.progress()
 
+
+@dataclass(frozen=True, slots=True)
+class OneProcessObserver(_Forwarding):
+    """RunObserver of one process, made from an Observer. It has no live view."""
+
     def for_process(self, process: int | None, *, all_print: bool = False) -> OneProcessObserver:
         """Return this observer: every process of a job has its own observer."""
         return self
@@ -226,24 +231,15 @@ class OneProcessObserver:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordingObserver:
+class RecordingObserver(_Forwarding):
     """An Observer that passes everything on and keeps the warnings, for the result of the operation."""
 
-    inner: Observer
     warnings: list[str] = field(default_factory=list)
-
-    def note(self, text: str, level: int = NORMAL) -> None:
-        """Pass a line on."""
-        self.inner.note(text, level)
 
     def warn(self, text: str) -> None:
         """Keep a warning and pass it on."""
         self.warnings.append(text)
         self.inner.warn(text)
-
-    def progress(self) -> Progress:
-        """Return the Progress of the inner observer."""
-        return self.inner.progress()
 
 
 def observer_of(progress: Progress | Observer | None) -> Observer:

@@ -264,12 +264,8 @@ def coordinator_address(
 ) -> tuple[str, str]:
     """Return `HOST:PORT` of process 0, and the variable that names the host.
 
-    JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT override the variables of the launcher.
-
-    Args:
-        launcher: Name of the launcher.
-        environ: Environment variables.
-        default_port: Port of a JAX_COORDINATOR_ADDRESS without one.
+    JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT override the variables of the launcher. The default port is the one
+    of a JAX_COORDINATOR_ADDRESS without a port.
 
     Raises:
         UsageError: No variable names the host.

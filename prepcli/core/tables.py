@@ -101,15 +101,10 @@ def format_table(
 def layout_table(
     columns: Sequence[Column], *, width: int | None, optional: Sequence[str] = ()
 ) -> str:
-    """Lay out columns, two spaces apart.
+    """Lay out columns, two spaces apart, and return the lines of the table.
 
-    Args:
-        columns: The columns. The first one identifies a row.
-        width: Characters of a line, or None for as many as the table needs.
-        optional: Names of the columns to omit if needed, the least important first.
-
-    Returns:
-        Lines of the table, the header first.
+    The first column identifies a row. `optional` has the names of the columns to omit if the width is too small, the
+    least important first. Without a width no column is omitted.
     """
     if width is None or _min_width(columns) <= width:
         return "\n".join(_flatten_blocks(_row_lines(columns, width)))

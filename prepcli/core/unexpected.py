@@ -142,8 +142,7 @@ def _bug_error(error: BaseException) -> PrepError:
 def label_errors(process: int | None) -> Iterator[None]:
     """Record the index of this process in each error raised inside the `with` block. `process_of` returns the index.
 
-    Args:
-        process: Index of this process, or None outside of a job of several processes.
+    The index is None outside of a job of several processes.
     """
     try:
         yield

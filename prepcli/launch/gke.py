@@ -233,12 +233,7 @@ def _is_tpu(options: GkeOptions) -> bool:
 def gke_hardware(
     options: GkeOptions, command: LaunchedCommand, training: Training | None
 ) -> Hardware:
-    """Return the hardware of a JobSet.
-
-    Args:
-        options: Options of the JobSet.
-        command: The command.
-        training: The training, for the number of slices and the hints. None if the command computes on no mesh.
+    """Return the hardware of a JobSet. A command without a mesh has no training.
 
     Raises:
         UsageError: An option is missing, and the pods would get no devices, or the options contradict each other.

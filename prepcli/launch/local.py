@@ -71,15 +71,7 @@ def _bound_port(port: int) -> int:
 def process_environment(
     environ: Mapping[str, str], *, index: int, count: int, port: int, devices: int
 ) -> dict[str, str]:
-    """Return the environment of one process of a local job.
-
-    Args:
-        environ: Environment variables. Variables with REMOVED_PREFIXES are not inherited.
-        index: Index of the process, from 0.
-        count: Number of processes.
-        port: Port of process 0.
-        devices: CPU devices of each process.
-    """
+    """Return the environment of process `index` of a local job. It does not inherit REMOVED_PREFIXES from `environ`."""
     inherited = {
         name: value for name, value in environ.items() if not name.startswith(REMOVED_PREFIXES)
     }
@@ -97,16 +89,7 @@ def start_processes(
     env: Mapping[str, str],
     cwd: Path | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """Start `prep WORDS` in several processes. Process 0 is the first.
-
-    Args:
-        words: Words of the command line.
-        count: Number of processes.
-        devices: CPU devices of each process.
-        environ: Environment to inherit from.
-        env: Variables to add to it.
-        cwd: Working folder.
-    """
+    """Start `prep WORDS` in several processes with `env` added to `environ`. Process 0 is the first."""
     port = free_port()
     return [
         subprocess.Popen(

@@ -194,12 +194,7 @@ def sky_accelerator(options: SkyOptions) -> SkyAccelerator | None:
 def sky_hardware(
     options: SkyOptions, command: LaunchedCommand, training: Training | None
 ) -> Hardware:
-    """Return the nodes and devices of a job.
-
-    Args:
-        options: Options of the job.
-        command: The command.
-        training: Requirements of the command, for the hints. None if it computes on no mesh.
+    """Return the nodes and devices of a job. A command without a mesh has no training.
 
     Raises:
         UsageError: The accelerator is invalid, or SkyPilot cannot start this number of slices.

@@ -61,13 +61,8 @@ def open_closed_streams() -> None:
 def library_output_hidden(to_stderr: bool) -> Iterator[TextIO]:
     """Keep text that libraries write to descriptor 1 out of stdout, which carries only the result.
 
-    The network library of jax for CPUs prints there. Do not write to `sys.stdout` meanwhile.
-
-    Args:
-        to_stderr: Write the text to stderr instead of dropping it.
-
-    Yields:
-        A stream that writes to stdout.
+    The network library of jax for CPUs prints there. The text goes to stderr, or is dropped. The `with` block gets a
+    stream that writes to stdout, and must not write to `sys.stdout`.
     """
     sys.stdout.flush()
     with os.fdopen(

@@ -132,11 +132,7 @@ every = {SAVE_EVERY}
 def write_tiny_model(folder: Path) -> int:
     """Write the model to a new folder: weights in three files, settings, and a word-level tokenizer.
 
-    Args:
-        folder: The folder, which does not exist yet.
-
-    Returns:
-        Bytes of the weights. Each call writes the same files.
+    Return the bytes of the weights. Each call writes the same files.
     """
     sizes = FAMILY.sizes(CONFIG)
     tensors: dict[str, np.ndarray] = {}

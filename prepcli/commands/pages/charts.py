@@ -384,13 +384,7 @@ def stacked_bar(parts: Sequence[Bar], title: str, *, limit: Bar | None = None) -
 
 
 def shard_map_svg(shape: Sequence[int], boxes: Sequence[Box], title: str) -> str:
-    """Draw a matrix cut into shards, each with its devices.
-
-    Args:
-        shape: Rows and columns of the matrix.
-        boxes: Box of each device. The tooltip of a shard shows its rows and columns.
-        title: Accessible title.
-    """
+    """Draw a matrix [rows, columns] cut into shards, from the box of each device."""
     width, height = SMALL
     devices_of: dict[Box, list[str]] = {}
     for device, box in enumerate(boxes):

@@ -65,12 +65,7 @@ class RunSummary(TypedDict):
 def write_report_page(
     path: Path, runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]
 ) -> None:
-    """Write the page of one or several runs.
-
-    Args:
-        path: The HTML file.
-        runs: The runs.
-        summaries: Text of each column of the table at the top, one mapping per run.
+    """Write the page of one or several runs. `summaries` has the cells of the table at the top, by column name.
 
     Raises:
         PrepError: The file cannot be written.
@@ -88,11 +83,7 @@ def run_names(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def summary_cells(summary: RunSummary) -> dict[str, str]:
-    """Return the main numbers of a run as table cells, by column name.
-
-    Args:
-        summary: The numbers. A missing one is None, and its cell is `-`.
-    """
+    """Return the main numbers of a run as table cells, by column name. The cell of a missing number is `-`."""
     steps = f"{summary['step']:,}"
     if summary["steps"]:
         steps += f" / {summary['steps']:,}"
