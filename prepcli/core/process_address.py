@@ -93,23 +93,31 @@ def process_address(settings: ProcessSettings, environ: Mapping[str, str]) -> Pr
     """
     if settings.num_processes == 1 and not settings.process_id:
         return ProcessAddress(0, 1, "", reason="cluster.n_processes=1")
-    process = _numbered_process(settings, _launched_process(settings, environ))
+    count = settings.num_processes
+    launched = None
+    if count is None or settings.process_id is None:
+        launched = detect_launcher(environ) or (pod_process(environ, count) if count else None)
+    process = _numbered_process(settings, launched)
     if process is None:
         return None
-    sources = [
-        *_key_texts(settings),
-        *(f"{name}={environ.get(name, '')}" for name in process.variables),
-    ]
-    if settings.host0_address:
-        _check_host(settings.host0_address)
-        coordinator = join_host_port(settings.host0_address, settings.host0_port)
+    host = settings.host0_address
+    keys = {"host0_address": host, "n_processes": count, "process_id": settings.process_id}
+    sources = [f"cluster.{key}={value}" for key, value in keys.items() if value is not None]
+    variables = [*process.variables]
+    if host:
+        name, _, port = host.partition(":")
+        if port.isdecimal() and name:
+            what = f"`cluster.host0_address={host}` is invalid"
+            hint = f"`cluster.host0_address={name}` and `cluster.host0_port={port}`"
+            raise usage_error(what, "the port has a key of its own", hint)
+        coordinator = join_host_port(host, settings.host0_port)
     else:
         coordinator, variable = coordinator_address(
             process.launcher, environ, default_port=settings.host0_port
         )
-        sources += (
-            [f"{variable}={environ.get(variable, '')}"] if variable not in process.variables else []
-        )
+        if variable not in variables:
+            variables.append(variable)
+    sources += [f"{variable}={environ.get(variable, '')}" for variable in variables]
     return ProcessAddress(
         process.index,
         process.count,
@@ -129,16 +137,6 @@ def single_process_reason(environ: Mapping[str, str]) -> str:
     if variables:
         return f"no launcher of several processes ({variables})"
     return "no variable of a launcher is set"
-
-
-def _launched_process(
-    settings: ProcessSettings, environ: Mapping[str, str]
-) -> LaunchedProcess | None:
-    """Return the process of a launcher, if the settings do not replace it."""
-    count = settings.num_processes
-    if count is not None and settings.process_id is not None:
-        return None
-    return detect_launcher(environ) or (pod_process(environ, count) if count else None)
 
 
 def _numbered_process(
@@ -191,26 +189,6 @@ def _missing_key_error(present: str, missing: str) -> Exception:
     )
 
 
-def _check_host(host: str) -> None:
-    """Raise UsageError if a host's address contains a port."""
-    name, _, port = host.partition(":")
-    if port.isdecimal() and name:
-        hint = f"`cluster.host0_address={name}` and `cluster.host0_port={port}`"
-        raise usage_error(
-            f"`cluster.host0_address={host}` is invalid", "the port has a key of its own", hint
-        )
-
-
-def _key_texts(settings: ProcessSettings) -> list[str]:
-    """Return the keys that are set, with their values."""
-    values = {
-        "host0_address": settings.host0_address,
-        "n_processes": settings.num_processes,
-        "process_id": settings.process_id,
-    }
-    return [f"cluster.{key}={value}" for key, value in values.items() if value is not None]
-
-
 def _local_device_ids(
     process: LaunchedProcess, num_devices: int | None, environ: Mapping[str, str]
 ) -> tuple[int, ...] | None:
@@ -220,7 +198,8 @@ def _local_device_ids(
     divide its devices evenly, unless the launcher already shows each process its own. If no number
     of devices is known, each process has one, as in jax.
     """
-    num_visible = _num_visible_devices(environ)
+    visible = next((environ[name] for name in VISIBLE_DEVICES if environ.get(name)), None)
+    num_visible = None if visible is None else len(visible.split(","))
     # E.g. 8 visible devices and 2 processes on the host: process 1 has the devices 4 to 7. If a
     # process sees 1 of 8 devices of its host, the launcher has divided them already.
     num_processes = process.local_count or 1
@@ -236,14 +215,6 @@ def _local_device_ids(
     is_alone = num_processes == 1 or is_divided or num_visible == num_devices
     first = 0 if is_alone else process.local_index * num_devices
     return tuple(range(first, first + num_devices))
-
-
-def _num_visible_devices(environ: Mapping[str, str]) -> int | None:
-    """Return the number of accelerators that a variable makes visible, or None without one."""
-    lists = [environ[name] for name in VISIBLE_DEVICES if environ.get(name)]
-    if lists:
-        return len(lists[0].split(","))
-    return None
 
 
 def _num_host_devices(environ: Mapping[str, str]) -> int:

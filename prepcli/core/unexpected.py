@@ -84,21 +84,15 @@ def _system_error(error: OSError) -> PrepError:
     what = "the system refused to read or write"
     if error.filename is not None:
         what = f"cannot use {error.filename}"
-    return PrepError(what, error.strerror or str(error), _system_hint(error))
-
-
-def _system_hint(error: OSError) -> str:
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if is_full and isinstance(error.filename, str) and _is_temporary(Path(error.filename)):
-        return TEMPORARY_FOLDER_HINT
-    return _HINTS.get(error.errno or 0, "")
-
-
-def _is_temporary(path: Path) -> bool:
-    try:
-        return Path(tempfile.gettempdir()) in path.parents
-    except FileNotFoundError:  # the disk of every temporary folder is full
-        return True
+    hint = _HINTS.get(error.errno or 0, "")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and isinstance(error.filename, str):
+        try:
+            is_temporary = Path(tempfile.gettempdir()) in Path(error.filename).parents
+        except FileNotFoundError:  # the disk of every temporary folder is full
+            is_temporary = True
+        if is_temporary:
+            hint = TEMPORARY_FOLDER_HINT
+    return PrepError(what, error.strerror or str(error), hint)
 
 
 def _is_memory_error(error: BaseException) -> bool:
@@ -119,9 +113,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(cause))
         yield cause
         # The order of a traceback: `raise ... from`, or else the error that was being handled.
-        context = cause.__context__
-        if cause.__suppress_context__:
-            context = None
+        context = None if cause.__suppress_context__ else cause.__context__
         cause = cause.__cause__ or context
 
 
