@@ -139,8 +139,12 @@ class ProcessWatcher:
             PrepError: A process failed or was stopped. The first cause determines the exit code.
         """
         readers: list[threading.Thread] = []
-        for index in range(len(self.processes)):
-            readers.extend(self._start_readers(index))
+        for index, process in enumerate(self.processes):
+            # One thread per pipe: a process that fills an unread pipe, 64 KiB on Linux, would wait forever.
+            pipes = ((self._read_lines, process.stderr), (self._read_result, process.stdout))
+            for read, pipe in pipes:
+                readers.append(threading.Thread(target=read, args=(index, pipe), daemon=True))
+                readers[-1].start()
         try:
             while (
                 len(self._returncodes) < len(self.processes)
@@ -160,18 +164,6 @@ class ProcessWatcher:
         if failed:
             raise self._failure_error(min(failed, key=self._rank))
         return self._results[0]
-
-    def _start_readers(self, index: int) -> list[threading.Thread]:
-        process = self.processes[index]
-        # One thread per pipe: a process that fills an unread pipe, 64 KiB on Linux, would wait forever.
-        targets = [(self._read_lines, process.stderr), (self._read_result, process.stdout)]
-        threads = [
-            threading.Thread(target=target, args=(index, stream), daemon=True)
-            for target, stream in targets
-        ]
-        for thread in threads:
-            thread.start()
-        return threads
 
     def _read_lines(self, index: int, stream: TextIO) -> None:
         for line in stream:
@@ -258,11 +250,9 @@ class ProcessWatcher:
         if self._is_lost(index):
             return PrepError(end, "the others cannot continue without it", RESUME_HINT, code)
         if code in (STOPPED, INTERRUPTED):
-            what = (
-                f"stopped by {self._forwarded}"
-                if self._forwarded
-                else f"process {index} was stopped"
-            )
+            what = f"process {index} was stopped"
+            if self._forwarded:
+                what = f"stopped by {self._forwarded}"
             return PrepError(what, end, RESUME_HINT, code)
         if index in self._has_lines:
             return PrepError(end, "", f"the lines that begin with [{index}] show its error", code)
