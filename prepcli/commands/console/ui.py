@@ -205,9 +205,7 @@ class Ui:
     def note(self, text: str, level: int = NORMAL) -> None:
         """Print a line on stderr if the verbosity is at least `level`."""
         if self.level >= level and (self.all_print or not self.process):
-            label = ""
-            if self.all_print:
-                label = self._label
+            label = self._label if self.all_print else ""
             self._print_stderr(f"{label}{printable(text)}")
 
     def warn(self, text: str) -> None:
@@ -220,9 +218,7 @@ class Ui:
     @property
     def _label(self) -> str:
         """The process that prints a line."""
-        if self.process is None:
-            return ""
-        return f"process {self.process}: "
+        return "" if self.process is None else f"process {self.process}: "
 
     @property
     def columns(self) -> int | None:
@@ -322,9 +318,7 @@ class Ui:
         error = report.error or (unwritten and stdout_error(unwritten))
         if error is not None and not (self.process and error.code in (STOPPED, INTERRUPTED)):
             self._print_stderr(self._error_text(error))
-        if error is None:
-            return OK
-        return error.code
+        return OK if error is None else error.code
 
     def show_final_error(self, error: PrepError) -> int:
         """Print the error that ends this process at once, and return the exit code.
@@ -373,10 +367,7 @@ class Ui:
 
 def open_ui(command: str, as_json: bool, quiet: bool, verbose: int, progress: Mode = "auto") -> Ui:
     """Return the Ui for the shared options. `-q` takes precedence over `-v`."""
-    level = min(verbose, SLABS)
-    if quiet:
-        level = QUIET
-    return Ui(command, as_json, level, progress)
+    return Ui(command, as_json, QUIET if quiet else min(verbose, SLABS), progress)
 
 
 def stdout_error(error: OSError) -> PrepError:
