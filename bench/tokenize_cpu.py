@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.meter import measure
 from bench.tokenize import CORPUS, STORES, TOKENIZER, VOCAB, cpu_seconds, write_corpus
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.core.tables import format_table
 from trainer.data.codecs import FastCodec
 from trainer.data.example_settings import ExampleSettings

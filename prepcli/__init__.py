@@ -123,8 +123,7 @@ if TYPE_CHECKING:
     from prepcli.commands.testing.checks import CheckResult, check_family
     from prepcli.commands.testing.tiny_config import scale_down
     from prepcli.core.errors import DamagedError, OutputExistsError, PrepError, UsageError
-    from prepcli.core.observer import Observer
-    from prepcli.core.progress import Progress
+    from prepcli.core.observer import Observer, Progress
     from prepcli.planning.plan import Plan
 
     __version__: str
@@ -321,8 +320,7 @@ _MODULES = {
         "TensorDistance",
         "Verification",
     ),
-    "prepcli.core.observer": ("Observer",),
-    "prepcli.core.progress": ("Progress",),
+    "prepcli.core.observer": ("Observer", "Progress"),
     "prepcli.commands.operations.chain": ("verify_chain",),
     "prepcli.commands.operations.evaluate": ("evaluate",),
     "prepcli.commands.operations.export": ("export",),
@@ -369,7 +367,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__version__":
-        from prepcli.core.version import version
+        from prepcli.core import version
 
         return version()
     from importlib import import_module

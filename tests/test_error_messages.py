@@ -28,7 +28,7 @@ ERRORS = {"PrepError", "UsageError", "DamagedError", "OutputExistsError", "usage
 # result, and two checkpoints differ.
 WITHOUT_HINT = {
     "prepcli/commands/cli/main.py",
-    "prepcli/commands/demo/steps.py",
+    "prepcli/commands/demo/run.py",
     "prepcli/commands/rendering/inspection.py",
 }
 

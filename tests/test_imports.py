@@ -52,32 +52,25 @@ PURE_PACKAGES = ("prepcli.algebra", "prepcli.models", "prepcli.planning")
 # Libraries that turn values into text, without I/O.
 PURE_LIBRARIES = {"yaml"}
 PURE_MODULES = {
-    "prepcli.core.formatting",
-    "prepcli.core.lists",
-    "prepcli.core.errors",
-    "prepcli.formats.meta_llama_config",
-    "prepcli.inspection.shard_map",
-    "prepcli.core.option_spec",
     *(
         f"prepcli.core.{name}"
         for name in (
-            *("coordinator_address", "counts", "decimal_text", "json_schema"),
-            *("json_types", "json_values"),
-            *("launchers", "process_address", "suggest"),
+            *("errors", "formatting", "json_values", "launchers", "option_spec"),
+            "process_address",
         )
     ),
+    "prepcli.formats.meta_llama_config",
+    "prepcli.inspection.shard_map",
     *(
         f"prepcli.launch.{name}"
         for name in (
             "job",
             "options",
-            "shell",
             "ray",
             "sky",
-            "sky_machines",
             "slurm",
             "tpu",
-            "command",
+            "yaml_documents",
             "gke",
             "hardware",
             "tpu_topologies",
@@ -107,14 +100,8 @@ COMPUTES = {
     "trainer.run.recipe_data",
     "prepcli.commands.operations.about",
     "prepcli.commands.testing",
-    *(
-        f"prepcli.commands.testing.{name}"
-        for name in (
-            "checks",
-            "report",
-            "tiny_model",
-        )
-    ),
+    "prepcli.commands.testing.checks",
+    "prepcli.commands.testing.tiny_model",
 }
 
 # The imports of a module are read when a test needs them, not when tests are collected.

@@ -1,1 +1,8 @@
-"""Errors, texts, JSON values, progress and processes: what all other packages share. No files of a checkpoint."""
+"""Errors, JSON values, texts, and the protocols of progress and of processes."""
+
+from importlib import metadata
+
+
+def version() -> str:
+    """Return the installed version of prep, which results, manifests and reports name."""
+    return metadata.version("prepcli")

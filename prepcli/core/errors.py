@@ -19,6 +19,7 @@ import shlex
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import PurePath
 from typing import Literal, Protocol, Self, SupportsIndex
 
@@ -65,11 +66,13 @@ FUNCTION_NAMES = {
 }
 
 
-class NoValue:
-    """Type of `NO_VALUE`: a reference names an option or a key without a value."""
+class NoValue(Enum):
+    """Value of a reference to an option or a key without a value. It stays the same object in a pickled error."""
+
+    NO_VALUE = "no value"
 
 
-NO_VALUE = NoValue()
+NO_VALUE = NoValue.NO_VALUE
 
 
 class Reference(Protocol):

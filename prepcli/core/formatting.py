@@ -1,10 +1,13 @@
-"""Parsing of sizes as users write them, and formatting of sizes, rates and durations."""
+"""Texts of messages: sizes and durations, lists of names, suggestions, and bounds for untrusted values."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from fractions import Fraction
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from unicodedata import category
 
 from prepcli.core.errors import Option, PrepError, text, usage_error
 
@@ -33,6 +36,9 @@ def parse_bytes(size: str, option: str) -> int:
     Raises:
         UsageError: The text has another form, is a fraction of bytes, or is above MAX_NBYTES.
     """
+    # Few commands parse a size, and the import takes 3 ms.
+    from fractions import Fraction
+
     match = _SIZE.fullmatch(size.strip())
     if match is None:
         raise _invalid_size_error(size, option)
@@ -173,3 +179,191 @@ def _three_digits(value: float) -> str:
     if value < 99.95:
         return f"{value:.1f}"
     return f"{value:.0f}"
+
+
+MAX_NAMES = 20
+# Eight lines of a terminal with 80 columns. With what failed and a hint, a message has about ten lines.
+MAX_CHARS = 640
+
+
+def join_names(
+    names: Iterable[str],
+    total: int | None = None,
+    *,
+    max_names: int = MAX_NAMES,
+    max_chars: int = MAX_CHARS,
+    separator: str = ", ",
+) -> str:
+    """Join the first names and count the remaining ones.
+
+    Args:
+        names: Names. At most `max_names` of them are read if `total` is set.
+        total: Number of names, if `names` has no length or is incomplete.
+        max_names: Number of names to show.
+        max_chars: Number of characters of the shown names. The first name is always shown.
+        separator: Separator of the names.
+
+    Returns:
+        For example `a, b and 3 more`.
+    """
+    if total is None:
+        if not isinstance(names, list | tuple):
+            names = [*names]
+        total = len(names)
+    shown: list[str] = []
+    num_chars = 0
+    for name in itertools.islice(names, max_names):
+        num_chars += len(name) + len(separator)
+        if shown and num_chars > max_chars:
+            break
+        shown.append(name)
+    text = separator.join(shown)
+    if total > len(shown):
+        return f"{text} and {total - len(shown):,} more"
+    return text
+
+
+def count_text(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, in the plural unless it is 1.
+
+    >>> count_text(1, "invalid line"), count_text(1024, "entry", "entries")
+    ('1 invalid line', '1,024 entries')
+    """
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {plural or noun + 's'}"
+
+
+# 19 digits hold every signed 64-bit integer.
+_NUMBER = re.compile("[0-9]{1,19}")
+
+
+def parse_decimal(text: str) -> int | None:
+    """Return the number of a text of at most 19 digits, or None for any other text.
+
+    `int` refuses more than 4,300 digits, and `str.isdecimal` accepts them and digits of other
+    scripts.
+    """
+    if _NUMBER.fullmatch(text):
+        return int(text)
+    return None
+
+
+# Similarity from 0 to 1 that a suggestion needs.
+CUTOFF = 0.6
+
+
+def suggest(text: str, candidates: Collection[str]) -> str | None:
+    """Return the most similar candidate to a text, or None if no candidate is similar."""
+    return next(iter(get_close_matches(text, candidates, n=1, cutoff=CUTOFF)), None)
+
+
+def did_you_mean_start(text: str, candidates: Collection[str]) -> str:
+    """Return a hint with the candidates that start with a text in any case, else as `did_you_mean` does."""
+    longer = [f"`{name}`" for name in candidates if name.lower().startswith(text.lower())]
+    if not text or not longer:
+        return did_you_mean(text, candidates)
+    return f"did you mean {' or '.join(longer)}?"
+
+
+def did_you_mean(text: str, candidates: Collection[str]) -> str:
+    """Return a hint with the most similar candidate, or an empty text if no candidate is similar."""
+    # The time of difflib grows with the square of the length.
+    suggestion = suggest(text[:60], candidates)
+    if suggestion:
+        return f"did you mean `{suggestion}`?"
+    return ""
+
+
+# Newline, tab, and the zero-width joiners of letters.
+UNESCAPED = "\n\t\u200c\u200d"
+
+# Marks around a part of a text. `escape_marks` escapes them in the text itself.
+MARK_START = "⟦"
+MARK_END = "⟧"
+
+_UNUSUAL = re.compile(r"[^ -~\n\t]")  # only these characters are inspected one by one
+
+
+def printable(text: str) -> str:
+    """Return a text of one or more lines with control characters escaped.
+
+    Spaces and joiners of other scripts are kept.
+    """
+    return _UNUSUAL.sub(lambda match: _escape_char(match[0]), text)
+
+
+def printable_line(text: str) -> str:
+    """Return a text as one line, with line breaks and tabs escaped, too."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def marked(text: str) -> str:
+    """Return a text with marks around it."""
+    return f"{MARK_START}{text}{MARK_END}"
+
+
+def escape_marks(text: str) -> str:
+    """Return a text with its brackets escaped that look like marks."""
+    for mark in (MARK_START, MARK_END):
+        text = text.replace(mark, ascii(mark)[1:-1])
+    return text
+
+
+def _escape_char(char: str) -> str:
+    # `isprintable` is false for all spaces but U+0020. Those of category Zs, e.g. the no-break space,
+    # only move the text, and no control character is among them.
+    if char.isprintable() or char in UNESCAPED or category(char) == "Zs":
+        return char
+    return ascii(char)[1:-1]
+
+
+# Longer than most paths. A longer word is a value from an option or a file.
+MAX_WORD_CHARS = 240
+SHORT_WORD_CHARS = 100
+MAX_WHAT_CHARS = 400
+# The list of the keys of a recipe's table is shorter.
+MAX_LINE_CHARS = 800
+# The rows of a terminal of the usual size.
+MAX_LINES = 24
+# A hint may be a command to copy, with the paths of the user.
+MAX_HINT_CHARS = 2000
+
+_LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS + 1},}}")
+
+
+def bounded_error(error: PrepError) -> PrepError:
+    """Return an error with a short message, for values of any length.
+
+    The middle of long words and lines is replaced by an ellipsis. A hint keeps its words, because it may be a command
+    to copy.
+    """
+    return error.with_texts(
+        what=shorten(bounded_line(error.what), MAX_WHAT_CHARS),
+        why=bounded_lines(error.why),
+        hint=shorten(error.hint, MAX_HINT_CHARS),
+    )
+
+
+def bounded_lines(text: str) -> str:
+    """Return a text with at most MAX_LINES lines and the number of omitted ones."""
+    lines = text.split("\n")
+    shown = [bounded_line(line) for line in lines[:MAX_LINES]]
+    if len(lines) > MAX_LINES:
+        shown.append(f"and {count_text(len(lines) - MAX_LINES, 'more line')}")
+    return "\n".join(shown)
+
+
+def bounded_line(text: str) -> str:
+    """Return a line with the middle of its long words replaced by an ellipsis, and then its own middle."""
+    words_shortened = _LONG_WORD.sub(lambda match: shorten(match[0], SHORT_WORD_CHARS), text)
+    return shorten(words_shortened, MAX_LINE_CHARS)
+
+
+def shorten(text: str, width: int) -> str:
+    """Shorten a text to `width` with an ellipsis in its middle. The ends identify a name."""
+    if len(text) <= width:
+        return text
+    # Width 9 is 4 + 1 + 4 characters: `abcdefghijkl` becomes `abcd…ijkl`.
+    tail = (width - 1) // 2
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"

@@ -1,13 +1,35 @@
-"""Parse untrusted JSON with limits on nesting and numbers."""
+"""JSON values: their types, parsers with limits for untrusted texts, and objects with declared keys."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+import types
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    NotRequired,
+    Self,
+    TypeAlias,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
-from prepcli.core.json_types import JsonObject, JsonValue
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+JsonObject: TypeAlias = dict[str, JsonValue]
+# The content of a config.json.
+HFConfig: TypeAlias = Mapping[str, JsonValue]
+
 
 # Nested objects and lists. Python's recursion limit of 1,000 frames stops recursive code at about
 # 900.
@@ -153,3 +175,186 @@ def _reject_constant(text: str) -> NoReturn:
 _STRICT_DECODER = json.JSONDecoder(
     object_pairs_hook=_unique_object, parse_int=_parse_count, parse_constant=_reject_constant
 )
+
+
+# Returns the place and the kind of the first fault, e.g. ".w.shape is 'x'", or empty for a value of the type.
+_Check = Callable[[Any], str]
+# Characters of a value in a message.
+MAX_VALUE_CHARS = 60
+
+_LENIENT = "a value of another type is no fault"
+_OMITTABLE = "null is a fault"
+T = TypeVar("T")
+# Type of a key that never makes a file invalid: the attribute of a malformed value is the default of the class.
+Lenient = Annotated[T, _LENIENT]
+# Type of a key that may be missing, and then has the attribute None. A file with the value null is invalid.
+Omittable = Annotated[T | None, _OMITTABLE]
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class JsonRecord(Mapping[str, Any]):
+    """JSON object with an attribute for each key that its class declares.
+
+    The object keeps the order of its keys, and keys that the class does not declare. A missing key is not in the
+    object, and its attribute is the default of the class. Only a checked object has attributes of the declared types:
+    see `find_type_fault`.
+
+    Example:
+        >>> class Layout(JsonRecord):
+        ...     scan: bool = True
+        ...     mesh: str | None = None
+        >>> layout = Layout(mesh="1,2,1") | {"later": 3}
+        >>> layout.scan, layout.mesh, layout
+        (True, '1,2,1', {'mesh': '1,2,1', 'later': 3})
+    """
+
+    def __init__(self, /, **fields: Any) -> None:
+        self._fields = fields
+
+    def __init_subclass__(cls) -> None:
+        for key in cls.__annotations__:
+            setattr(cls, key, _attribute(key, default=getattr(cls, key)))
+
+    def __getitem__(self, key: str) -> Any:
+        return self._fields[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __or__(self, other: Mapping[str, Any]) -> Self:
+        """Return both objects in one. As in a dict, a key of both keeps its place and has the value of `other`."""
+        return type(self)(**{**self._fields, **other})
+
+    def __repr__(self) -> str:
+        return repr(self._fields)
+
+
+def _attribute(key: str, default: object) -> property:
+    def read(record: JsonRecord) -> object:
+        if key not in record:
+            return default
+        value = record[key]
+        check = _lenient_checks(type(record)).get(key)
+        return default if check and check(value) else value
+
+    return property(read)
+
+
+@functools.cache
+def _lenient_checks(schema: type) -> Mapping[str, _Check]:
+    """Return the checks of the values of lenient keys."""
+    checks: dict[str, _Check] = {}
+    for key, hint in _type_hints(schema).items():
+        if _has_mark(hint, _LENIENT):
+            checks[key] = _make_check(get_args(hint)[0])
+    return checks
+
+
+def find_type_fault(value: object, annotation: object) -> str:
+    """Return where and how a JSON value differs from a type, or empty if it has the type.
+
+    Supported are the types of JSON, `object` for any value, unions, `Literal`, and `list`, `Sequence`, `tuple`, `dict`,
+    `Mapping`, `TypedDict` and `JsonRecord` of supported types. An object may have more keys than its class declares.
+
+    Args:
+        value: The value.
+        annotation: The type.
+
+    Example:
+        >>> find_type_fault({"w": {"shape": [2, "3"]}}, dict[str, dict[str, list[int]]])
+        "`w`.`shape`.1 is '3'"
+    """
+    return _make_check(annotation)(value).removeprefix(".")
+
+
+@functools.cache
+def _make_check(annotation: Any) -> _Check:
+    """Return the check of a type. It is made once: a manifest has thousands of records of one type."""
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
+    if annotation in (object, Any) or _has_mark(annotation, _LENIENT):
+        return lambda value: ""
+    if _has_mark(annotation, _OMITTABLE):
+        kind, _none = get_args(arguments[0])
+        return _make_check(kind)
+    is_record = isinstance(annotation, type) and issubclass(annotation, JsonRecord)
+    if is_record or is_typeddict(annotation):
+        return _schema_check(annotation)
+    if origin in (Union, types.UnionType):
+        checks = [*map(_make_check, arguments)]
+        return lambda value: "" if "" in [check(value) for check in checks] else _fault(value)
+    if origin is Literal:
+        return lambda value: "" if value in arguments else _fault(value)
+    if origin in (dict, Mapping):
+        return _object_check({}, _make_check(arguments[1]))
+    if origin in (list, Sequence):
+        return _list_check([_make_check(arguments[0])], is_tuple=False)
+    if origin is tuple:
+        return _list_check([*map(_make_check, arguments)], is_tuple=True)
+    # JSON has one type of numbers, and `bool` is no number here.
+    accepted = (int, float) if annotation is float else (annotation or types.NoneType,)
+    return lambda value: "" if type(value) in accepted else _fault(value)
+
+
+def _schema_check(schema: Any) -> _Check:
+    checks: dict[str, _Check] = {}
+    required: list[str] = []
+    is_total = is_typeddict(schema) and schema.__total__
+    for key, hint in _type_hints(schema).items():
+        # `__required_keys__` is wrong for annotations that are texts (`from __future__ import annotations`).
+        is_optional = get_origin(hint) is NotRequired
+        if is_total and not is_optional:
+            required.append(key)
+        checks[key] = _make_check(get_args(hint)[0] if is_optional else hint)
+    return _object_check(checks, required=required)
+
+
+def _object_check(
+    checks: Mapping[str, _Check], other: _Check | None = None, required: Sequence[str] = ()
+) -> _Check:
+    """Return the check of an object: `checks` by key, and `other` for the remaining keys."""
+
+    def check(value: JsonValue) -> str:
+        if not isinstance(value, dict):
+            return _fault(value)
+        for key in required:
+            if key not in value:
+                return f".{quote_name(key)} is missing"
+        for key, item in value.items():
+            check_item = checks.get(key, other)
+            if check_item and (fault := check_item(item)):
+                return f".{quote_name(key)}{fault}"
+        return ""
+
+    return check
+
+
+def _list_check(checks: Sequence[_Check], *, is_tuple: bool) -> _Check:
+    """Return the check of a list: with one check for all items, or of a tuple with a check for each item."""
+
+    def check(value: JsonValue) -> str:
+        if not isinstance(value, list) or (is_tuple and len(value) != len(checks)):
+            return _fault(value)
+        for number, (item, check_item) in enumerate(zip(value, itertools.cycle(checks))):
+            if fault := check_item(item):
+                return f".{number}{fault}"
+        return ""
+
+    return check
+
+
+@functools.cache
+def _type_hints(schema: type) -> Mapping[str, Any]:
+    # The type of any JSON value is defined by itself, which Python 3.11 cannot evaluate.
+    return get_type_hints(schema, localns={"JsonValue": object}, include_extras=True)
+
+
+def _has_mark(annotation: object, mark: str) -> bool:
+    return mark in getattr(annotation, "__metadata__", ())
+
+
+def _fault(value: JsonValue) -> str:
+    return f" is {value!r:.{MAX_VALUE_CHARS}}"

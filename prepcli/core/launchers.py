@@ -57,11 +57,7 @@ class LaunchedProcess:
 def detect_launcher(
     environ: Mapping[str, str], launchers: Collection[str] = LAUNCHERS
 ) -> LaunchedProcess | None:
-    """Return the process described by a launcher's environment variables, or None if there is only one process.
-
-    Args:
-        environ: Environment variables.
-        launchers: Launchers to consider.
+    """Return the process described by the variables of one of `launchers`, or None if there is only one process.
 
     Raises:
         UsageError: A launcher's variables are incomplete or contradict each other.
@@ -85,12 +81,7 @@ def pod_process(environ: Mapping[str, str], count: int) -> LaunchedProcess | Non
 
 
 def job_name(launcher: str, environ: Mapping[str, str]) -> str:
-    """Return the name of a launcher's job, which is the same in all of its processes, or "" if no variable has it.
-
-    Args:
-        launcher: Name of the launcher that describes this process.
-        environ: Environment variables.
-    """
+    """Return the name of a launcher's job, which is the same in all of its processes, or "" if no variable has it."""
     if launcher == SLURM and environ.get("SLURM_JOB_ID"):
         return f"SLURM job {environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
     if launcher == OPEN_MPI:
@@ -134,12 +125,8 @@ def _jax_process(environ: Mapping[str, str]) -> LaunchedProcess | None:
     """Return the process of JAX_NUM_PROCESSES. Its index may be the index of a pod in an indexed job."""
     variables = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     count = read_number(environ, variables[0])
-    if (
-        count is not None
-        and count > 1
-        and not environ.get(variables[1])
-        and environ.get(COMPLETION_INDEX)
-    ):
+    is_pod = bool(environ.get(COMPLETION_INDEX)) and not environ.get(variables[1])
+    if count is not None and count > 1 and is_pod:
         return pod_process(environ, count)
     numbers = _count_and_index(environ, *variables)
     return numbers and LaunchedProcess(JAX_VARIABLES, *numbers, variables=variables)
@@ -173,16 +160,14 @@ def _slurm_process(environ: Mapping[str, str]) -> LaunchedProcess | None:
         return None
     host_index = read_number(environ, "SLURM_NODEID")
     tasks_per_node = _repeated_numbers(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    host_count = read_number(environ, "SLURM_STEP_NUM_NODES") or len(tasks_per_node) or None
+    tasks_here = tasks_per_node[host_index or 0 :]
     return LaunchedProcess(
         SLURM,
         *numbers,
         variables=variables,
-        local_count=tasks_per_node[host_index or 0]
-        if (host_index or 0) < len(tasks_per_node)
-        else None,
+        local_count=tasks_here[0] if tasks_here else None,
         local_index=read_number(environ, "SLURM_LOCALID") or 0,
-        host_count=host_count,
+        host_count=read_number(environ, "SLURM_STEP_NUM_NODES") or len(tasks_per_node) or None,
         host_index=host_index,
     )
 
@@ -197,24 +182,24 @@ def _tpu_process(environ: Mapping[str, str]) -> LaunchedProcess | None:
     count = hosts_per_slice * slice_count
     if count == 1:
         return None
-    index_variables = ("TPU_WORKER_ID", *(("MEGASCALE_SLICE_ID",) if slice_count > 1 else ()))
-    numbers = [read_number(environ, name) for name in index_variables]
-    variables = (
-        hosts_variable,
-        *(("MEGASCALE_NUM_SLICES",) if slice_count > 1 else ()),
-        *index_variables,
-    )
-    if None in numbers:
-        raise _incomplete_error(hosts_variable, index_variables[numbers.index(None)])
-    worker, slice_index = (*(number or 0 for number in numbers), 0)[:2]
-    index = _checked_index(
-        slice_index * hosts_per_slice + worker, count, " and ".join(index_variables)
-    )
+    variables = [hosts_variable]
+    index_variables = ["TPU_WORKER_ID"]
+    if slice_count > 1:
+        variables.append("MEGASCALE_NUM_SLICES")
+        index_variables.append("MEGASCALE_SLICE_ID")
+    index = 0
+    # E.g. host 2 of slice 1 of 4 hosts: 2 * 1 + 1 * 4 = 6.
+    for name, num_hosts in zip(index_variables, (1, hosts_per_slice)):
+        number = read_number(environ, name)
+        if number is None:
+            raise _incomplete_error(hosts_variable, name)
+        index += number * num_hosts
+    index = _checked_index(index, count, " and ".join(index_variables))
     return LaunchedProcess(
         TPU_POD,
         count,
         index,
-        variables=variables,
+        variables=(*variables, *index_variables),
         local_count=1,
         host_count=count,
         host_index=index,

@@ -1,14 +1,65 @@
-"""The receiver of an operation's notes, warnings and progress."""
+"""The receivers of an operation's notes, warnings and progress in bytes, and signs of life from long tasks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from prepcli.core.errors import PrepError
-from prepcli.core.progress import NullProgress, Progress
+from prepcli.core.formatting import format_duration, format_time_left
+
+Clock = Callable[[], float]
+
+# A log of one day has 8,640 lines.
+LINE_INTERVAL_S = 10.0
+# Ten times per second looks continuous, also over a slow connection.
+REDRAW_INTERVAL_S = 0.1
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """Receiver of a long task's progress in bytes.
+
+    An object with the four methods is a Progress. It need not inherit from this class. A function may run several
+    tasks, one after the other: each calls `begin`, then `advance` and `note` any number of times, then `end`.
+    """
+
+    def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
+        """Begin a task. `done_bytes` of its total are durable from an earlier run."""
+        ...
+
+    def advance(self, written_bytes: int) -> None:
+        """Count bytes that were written."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show the current step behind the numbers. Replaces the last note."""
+        ...
+
+    def end(self) -> None:
+        """End the task: it is complete, or interrupted if bytes are missing."""
+        ...
+
+
+class NullProgress:
+    """A Progress without a display, the default."""
+
+    def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
+        """Ignore the call."""
+
+    def advance(self, written_bytes: int) -> None:
+        """Ignore the call."""
+
+    def note(self, text: str) -> None:
+        """Ignore the call."""
+
+    def end(self) -> None:
+        """Ignore the call."""
+
 
 # Verbosity: -q, default, -v (one line per leaf), -vv (one line per slab).
 QUIET = -1
@@ -144,8 +195,8 @@ class SilentCommandObserver(SilentObserver):
 
 
 @dataclass(frozen=True, slots=True)
-class OneProcessObserver:
-    """RunObserver of one process, made from an Observer. It has no live view."""
+class _Forwarding:
+    """An Observer that passes everything on."""
 
     inner: Observer
 
@@ -161,6 +212,11 @@ class OneProcessObserver:
         """Return the Progress of the inner observer."""
         return self.inner.progress()
 
+
+@dataclass(frozen=True, slots=True)
+class OneProcessObserver(_Forwarding):
+    """RunObserver of one process, made from an Observer. It has no live view."""
+
     def for_process(self, process: int | None, *, all_print: bool = False) -> OneProcessObserver:
         """Return this observer: every process of a job has its own observer."""
         return self
@@ -175,24 +231,15 @@ class OneProcessObserver:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordingObserver:
+class RecordingObserver(_Forwarding):
     """An Observer that passes everything on and keeps the warnings, for the result of the operation."""
 
-    inner: Observer
     warnings: list[str] = field(default_factory=list)
-
-    def note(self, text: str, level: int = NORMAL) -> None:
-        """Pass a line on."""
-        self.inner.note(text, level)
 
     def warn(self, text: str) -> None:
         """Keep a warning and pass it on."""
         self.warnings.append(text)
         self.inner.warn(text)
-
-    def progress(self) -> Progress:
-        """Return the Progress of the inner observer."""
-        return self.inner.progress()
 
 
 def observer_of(progress: Progress | Observer | None) -> Observer:
@@ -202,3 +249,81 @@ def observer_of(progress: Progress | Observer | None) -> Observer:
     if isinstance(progress, Observer):
         return progress
     return SilentObserver(progress or NullProgress())
+
+
+# The clock of a display changes each second.
+TICK_S = 1.0
+
+
+@contextmanager
+def ticking(tick: Callable[[], None], every_s: float = TICK_S) -> Iterator[None]:
+    """Call a function in a thread at equal intervals, also while the main thread compiles, until the block ends."""
+    has_ended = threading.Event()
+
+    def run() -> None:
+        # A closed terminal is an error of the main thread, which prints the messages.
+        with suppress(OSError):
+            while not has_ended.wait(every_s):
+                tick()
+
+    thread = threading.Thread(target=run, name="prep-ticks", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        # The last tick comes before later lines, unless the terminal is stopped.
+        thread.join(TICK_S)
+
+
+class PacedNotes:
+    """Notes of a task for a log: one per event, and one about its progress if the last note is old."""
+
+    def __init__(
+        self, observer: Observer, every_s: float = LINE_INTERVAL_S, clock: Clock = time.monotonic
+    ) -> None:
+        """Create the notes. At most `every_s` seconds are between two of them, if something ticks."""
+        self._observer = observer
+        # At the next tick, a line could be too late.
+        self._due_s = every_s - TICK_S
+        self._clock = clock
+        self._noted_at_s = self._started_s = clock()
+        self._task = ""
+        # Finished and all parts of the task, such as batches. None if it has no parts.
+        self._parts: tuple[int, int] | None = None
+
+    def note(self, text: str) -> None:
+        """Show a line about an event."""
+        self._noted_at_s = self._clock()
+        self._observer.note(text)
+
+    def note_if_due(self, describe: Callable[[], str]) -> None:
+        """Show a line about progress if the last line is old enough."""
+        if self._clock() - self._noted_at_s >= self._due_s:
+            self.note(describe())
+
+    def begin(self, task: str) -> None:
+        """Set the task that later lines name."""
+        self._task = task
+        self._parts = None
+        self._started_s = self._clock()
+
+    def on_progress(self, done: int, total: int) -> None:
+        """Set the finished and all parts of the task, and show them if the last line is old enough."""
+        self._parts = (done, total)
+        self.tick()
+
+    def tick(self) -> None:
+        """Show the task, and its progress or duration, if the last line is old enough."""
+        self.note_if_due(self._task_text)
+
+    def _task_text(self) -> str:
+        """Return for example `compiling, 20 s` or `evaluating text: 12/40, 31 s left`."""
+        elapsed_s = self._clock() - self._started_s
+        if self._parts is None:
+            return f"{self._task}, {format_duration(elapsed_s)}"
+        done, total = self._parts
+        text = f"{self._task}: {done}/{total}"
+        if done:
+            text += f", {format_time_left(elapsed_s * (total - done) / done)}"
+        return text

@@ -39,7 +39,7 @@ class OptionSpec:
     Attributes:
         metavar: Value in the help of the command line. None for a flag.
         help: Text in the help of the command line.
-        doc: Text in the reference of the Python functions.
+        doc: Text in the reference of the Python functions. Empty for an option of the command line only.
         default: Value of an omitted option, or REQUIRED.
         flag: Option of the command line, if it is not `--` and the name of the field.
         cli_type: Type on the command line, if it does not follow from the annotation.
@@ -52,7 +52,7 @@ class OptionSpec:
 
     metavar: str | None
     help: str
-    doc: str
+    doc: str = ""
     default: Any = None
     flag: str = ""
     cli_type: Any = None

@@ -10,8 +10,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from prepcli.core.escaping import printable, printable_line
+from prepcli.core.formatting import printable, printable_line
 
 Cell = str | int
 
@@ -101,23 +102,18 @@ def format_table(
 def layout_table(
     columns: Sequence[Column], *, width: int | None, optional: Sequence[str] = ()
 ) -> str:
-    """Lay out columns, two spaces apart.
+    """Lay out columns, two spaces apart, and return the lines of the table.
 
-    Args:
-        columns: The columns. The first one identifies a row.
-        width: Characters of a line, or None for as many as the table needs.
-        optional: Names of the columns to omit if needed, the least important first.
-
-    Returns:
-        Lines of the table, the header first.
+    The first column identifies a row. `optional` has the names of the columns to omit if the width is too small, the
+    least important first. Without a width no column is omitted.
     """
     if width is None or _min_width(columns) <= width:
-        return "\n".join(_flatten_blocks(_row_lines(columns, width)))
+        return "\n".join(chain(*_row_lines(columns, width)))
     constant = [column for column in columns[1:] if column.is_constant and not column.is_wrapped]
     varying = [column for column in columns if column not in constant]
     shown = _drop_optional_columns(varying, optional, width)
     if _min_width(shown) <= width:
-        lines = _flatten_blocks(_row_lines(shown, width))
+        lines = [*chain(*_row_lines(shown, width))]
     else:
         below = _drop_optional_columns(varying[1:], optional, width - STACKED_INDENT)
         shown = [varying[0], *below]
@@ -167,24 +163,13 @@ def _join_cells(columns: Sequence[Column], row: Sequence[str], widths: Sequence[
     blocks: list[list[str]] = []
     for column, cell, width in zip(columns, row, widths, strict=True):
         # `wrap` would join the spaces within a cell, so that a cell that fits is left as it is.
-        lines = [cell]
-        if len(cell) > width:
-            lines = textwrap.wrap(cell, width)
-        align = str.ljust
-        if column.is_right_aligned:
-            align = str.rjust
+        lines = textwrap.wrap(cell, width) if len(cell) > width else [cell]
+        align = str.rjust if column.is_right_aligned else str.ljust
         blocks.append([align(line, width) for line in lines])
     height = max(map(len, blocks), default=1)
     for block, width in zip(blocks, widths, strict=True):
         block += [" " * width] * (height - len(block))
     return [(" " * COLUMN_GAP).join(cells).rstrip() for cells in zip(*blocks, strict=True)] or [""]
-
-
-def _flatten_blocks(blocks: Sequence[Sequence[str]]) -> list[str]:
-    lines: list[str] = []
-    for block in blocks:
-        lines += block
-    return lines
 
 
 def _stack_blocks(first: Column, blocks: Sequence[Sequence[str]]) -> list[str]:

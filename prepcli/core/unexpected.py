@@ -1,4 +1,4 @@
-"""Turn any exception into the PrepError for the user: a fault of the machine, too little memory, or a bug in prep."""
+"""Errors of processes: any exception as the PrepError for the user, and the process that raised it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import tempfile
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from prepcli.core.errors import FAILED, Option, PrepError, text
@@ -83,21 +84,15 @@ def _system_error(error: OSError) -> PrepError:
     what = "the system refused to read or write"
     if error.filename is not None:
         what = f"cannot use {error.filename}"
-    return PrepError(what, error.strerror or str(error), _system_hint(error))
-
-
-def _system_hint(error: OSError) -> str:
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if is_full and isinstance(error.filename, str) and _is_temporary(Path(error.filename)):
-        return TEMPORARY_FOLDER_HINT
-    return _HINTS.get(error.errno or 0, "")
-
-
-def _is_temporary(path: Path) -> bool:
-    try:
-        return Path(tempfile.gettempdir()) in path.parents
-    except FileNotFoundError:  # the disk of every temporary folder is full
-        return True
+    hint = _HINTS.get(error.errno or 0, "")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and isinstance(error.filename, str):
+        try:
+            is_temporary = Path(tempfile.gettempdir()) in Path(error.filename).parents
+        except FileNotFoundError:  # the disk of every temporary folder is full
+            is_temporary = True
+        if is_temporary:
+            hint = TEMPORARY_FOLDER_HINT
+    return PrepError(what, error.strerror or str(error), hint)
 
 
 def _is_memory_error(error: BaseException) -> bool:
@@ -118,9 +113,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(cause))
         yield cause
         # The order of a traceback: `raise ... from`, or else the error that was being handled.
-        context = cause.__context__
-        if cause.__suppress_context__:
-            context = None
+        context = None if cause.__suppress_context__ else cause.__context__
         cause = cause.__cause__ or context
 
 
@@ -135,3 +128,22 @@ def _bug_error(error: BaseException) -> PrepError:
     except OSError:  # no folder is writable
         return PrepError(BUG, line, "please report what `PREP_TRACEBACK=1` shows", FAILED)
     return PrepError(BUG, line, f"please report it with {file.name}", FAILED)
+
+
+@contextmanager
+def label_errors(process: int | None) -> Iterator[None]:
+    """Record the index of this process in each error raised inside the `with` block. `process_of` returns the index.
+
+    The index is None outside of a job of several processes.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # The index is an attribute of the error. A wrapping exception would hide its type from outer handlers.
+        vars(error)["process"] = process
+        raise
+
+
+def process_of(error: BaseException) -> int | None:
+    """Return the index of the process in which an error was raised, or None outside of a job of several processes."""
+    return getattr(error, "process", None)

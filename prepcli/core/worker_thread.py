@@ -66,9 +66,7 @@ def wait_for_threads(
 ) -> None:
     """Wait until all submitted calls of threads have ended, one thread after another, even if signals interrupt it.
 
-    Args:
-        threads: The threads.
-        on_interruption: Called with each exception that interrupts the wait.
+    `on_interruption` is called with each exception that interrupts the wait.
     """
     for thread in threads:
         while True:
@@ -84,13 +82,8 @@ def run_in_threads(
 ) -> list[BaseException]:
     """Run a call in each of several threads, and wait for all of them.
 
-    Args:
-        call: The call.
-        num_threads: Number of threads.
-        on_interruption: Called if an exception of a signal interrupts the wait, to end the calls early.
-
-    Returns:
-        The exceptions of signals, and then the exceptions of the calls.
+    Return the exceptions of signals, and then the exceptions of the calls. `on_interruption` is called if a signal
+    interrupts the wait, to end the calls early.
     """
     interruptions: list[BaseException] = []
 

@@ -25,8 +25,8 @@ import numpy as np
 import xxhash
 
 from prepcli.algebra.boxes import Range, split_merged_range
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.core.formatting import count_text
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values

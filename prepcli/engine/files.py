@@ -17,7 +17,6 @@ from typing import Protocol
 import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.core.counts import count_text
 from prepcli.core.errors import (
     GET_AGAIN_HINT,
     RERUN_HINT,
@@ -26,6 +25,7 @@ from prepcli.core.errors import (
     PrepError,
     text,
 )
+from prepcli.core.formatting import count_text
 from prepcli.engine.io_policy import WriteMode, WritePolicy, allocate
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.engine.sync_files import sync_many

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.core.progress import Progress
+from prepcli.core.observer import Progress
 from prepcli.core.worker_thread import WorkerThread, wait_for_threads
 from prepcli.engine.background_sync import BackgroundSync, StreamPrefix, SyncPoint, UnitPart
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes

@@ -15,7 +15,7 @@ import numpy as np
 from prepcli.algebra.boxes import Box, intersect, slices, volume
 from prepcli.algebra.grids import ChunkIndex
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf, HostShard

@@ -28,8 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.core.errors import RERUN_HINT, DamagedError, Option, PrepError, text
-from prepcli.core.json_types import JsonObject
-from prepcli.core.json_values import load_json
+from prepcli.core.json_values import JsonObject, load_json
 from prepcli.engine.digest import digest
 from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.execution.run_store import (

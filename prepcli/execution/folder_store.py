@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import check_not_symlink, open_no_follow, read_no_follow
 from prepcli.engine.sync_files import sync_paths

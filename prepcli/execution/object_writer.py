@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.engine.background_sync import SyncPoint
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget

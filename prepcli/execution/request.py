@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prepcli.core.version import version
+from prepcli.core import version
 from prepcli.engine.digest import digest, digest_pieces
 from prepcli.execution.workers import WorkerPool
 from prepcli.planning.plan import Plan, encode_text, iter_text

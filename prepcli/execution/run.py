@@ -16,9 +16,8 @@ from collections.abc import Set as AbstractSet
 from contextlib import closing
 from dataclasses import replace
 
-from prepcli.core.counts import count_text
-from prepcli.core.formatting import format_bytes
-from prepcli.core.json_types import JsonObject
+from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.json_values import JsonObject
 from prepcli.engine.budget import Budget, anonymous_nbytes
 from prepcli.engine.digest import digest
 from prepcli.engine.pipeline import ConversionResult, PipelineUnit

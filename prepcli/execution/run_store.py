@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 
 RUN_FILE = "run.json"
 SOURCE_FILE = "source.json"

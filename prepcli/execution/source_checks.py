@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
-from prepcli.core.json_types import JsonValue
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import JsonValue
 from prepcli.engine.blobs import DerivedArrays
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
 from prepcli.formats.manifest import again_hint

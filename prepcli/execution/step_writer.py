@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.host_leaves import HostLeafReader, write_shards

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prepcli.core.json_types import JsonObject
-from prepcli.core.json_values import load_json
+from prepcli.core.json_values import JsonObject, load_json
 from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.checksum_recorder import ChecksumArray
 from prepcli.engine.digest import CHECKSUM_DTYPE, digest

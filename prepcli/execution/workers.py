@@ -23,8 +23,8 @@ from prepcli.core.errors import (
     text,
     usage_error,
 )
-from prepcli.core.json_types import JsonObject
-from prepcli.core.progress import Progress
+from prepcli.core.json_values import JsonObject
+from prepcli.core.observer import Progress
 from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES, anonymous_nbytes
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.signals import PARENT_VARIABLE, Stopped, block_signals

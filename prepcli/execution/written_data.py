@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from prepcli.core.errors import RESUME_HINT, PrepError
-from prepcli.core.progress import Progress
+from prepcli.core.observer import Progress
 from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget

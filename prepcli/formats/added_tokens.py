@@ -27,9 +27,8 @@ from pydantic import (
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, UsageError, text, usage_error
-from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import load_json
-from prepcli.core.lists import join_names
+from prepcli.core.formatting import join_names
+from prepcli.core.json_values import JsonObject, JsonValue, load_json
 from prepcli.planning.manifest_fields import MAX_ROWS
 from prepcli.stores.files import read_file_or_pipe, unreadable_error
 from prepcli.stores.paths import AnyPath

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.engine.digest import CHECKSUM_DTYPE, checksum, digest
 from prepcli.engine.no_follow import write_no_follow
 from prepcli.planning.arrays import BLOCK_NBYTES, Array, LeafBlocks, assign_block_numbers

@@ -19,10 +19,9 @@ from contextvars import ContextVar
 import xxhash
 
 from prepcli.algebra.boxes import Range
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
-from prepcli.core.json_schema import find_type_fault
-from prepcli.core.json_values import load_json, quote_name
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import find_type_fault, load_json, quote_name
 from prepcli.engine.digest import digest
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.orbax import MODEL_ITEMS, find_item

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 
 KNOWN_KEYS = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps",

@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.formatting import count_text, join_names
 from prepcli.core.json_values import parse_json, quote_name
-from prepcli.core.lists import join_names
 from prepcli.planning.arrays import Array
 from prepcli.stores.files import (
     CutShortError,

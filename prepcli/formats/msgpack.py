@@ -18,8 +18,8 @@ from typing import BinaryIO, Literal
 import xxhash
 
 from prepcli.algebra.grids import run_parts
-from prepcli.core.counts import count_text
 from prepcli.core.errors import DamagedError, PrepError
+from prepcli.core.formatting import count_text
 from prepcli.core.json_values import quote_name
 from prepcli.formats.model_files import (
     FileHeader,

@@ -14,7 +14,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from prepcli.core.counts import count_text
+from prepcli.core.formatting import count_text
 from prepcli.formats.codecs import StoredBytesReader, Zstd
 
 # CRC-32C, at the end of the frame

@@ -24,8 +24,7 @@ from typing import Any
 
 from prepcli.algebra.grids import ChunkTable
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
-from prepcli.core.json_types import JsonObject
-from prepcli.core.json_values import parse_json, quote_name
+from prepcli.core.json_values import JsonObject, parse_json, quote_name
 from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import write_no_follow
 from prepcli.formats.ocdbt import (

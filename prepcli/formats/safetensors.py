@@ -16,10 +16,9 @@ from typing import TypeAlias, TypeGuard
 
 import xxhash
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text
-from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import parse_json, quote_name
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import JsonObject, JsonValue, parse_json, quote_name
 from prepcli.formats.model_files import (
     FileHeader,
     ModelFiles,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import JsonObject, JsonValue
 from prepcli.stores.paths import AnyPath
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from typing import BinaryIO, Literal
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.formatting import join_names
 from prepcli.core.json_values import quote_name
-from prepcli.core.lists import join_names
 from prepcli.formats.model_files import (
     FileHeader,
     ModelFiles,

@@ -17,8 +17,7 @@ import google_crc32c
 import numpy as np
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import parse_json, quote_name
+from prepcli.core.json_values import JsonObject, JsonValue, parse_json, quote_name
 from prepcli.formats.codecs import CODECS, COMPRESSORS, CRC32C_NBYTES, Crc32c, codec_of
 from prepcli.planning.item_storage import ZARR2, ZARR3, ChunkKeys, Compression, ZarrVersion
 from prepcli.planning.tensors import ITEM_BITS

@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from prepcli.algebra.grids import FilePosition, StoredRange
 from prepcli.core.errors import Command, PrepError, text
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.engine.blobs import DerivedArrays
 from prepcli.formats.codecs import CODECS
 from prepcli.formats.manifest import NO_MANIFEST

@@ -13,9 +13,8 @@ from fnmatch import fnmatchcase
 
 from prepcli.algebra.axis_map import ParsedAxisMap, bind_row
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
-from prepcli.core.json_types import HFConfig
-from prepcli.core.lists import join_names
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean, join_names
+from prepcli.core.json_values import HFConfig
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.inspection.contents import CheckpointContents, name_path
 from prepcli.models.manifest_family import manifest_family

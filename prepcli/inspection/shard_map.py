@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prepcli.algebra.boxes import Box
-from prepcli.core.counts import count_text
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import count_text, format_bytes
 from prepcli.models.mesh import Mesh
 from prepcli.models.partition import Spec, device_boxes, num_replicas, shard_shape
 from prepcli.planning.tensors import array_bits

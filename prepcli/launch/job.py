@@ -1,21 +1,98 @@
-"""A job of `prep launch`: a command, and the environment of its processes. The functions do no I/O."""
+"""A job of `prep launch`: its command, the environment of its processes, and lines of its scripts. No I/O."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-from prepcli.core.errors import Option, text, usage_error
-from prepcli.launch.command import LaunchedCommand, check_no_null, check_text
+from prepcli.core.errors import STOPPED, Option, Text, text, usage_error
 
+TRAIN = "train"
+TOKENIZE = "tokenize"
+# Commands that compute on one mesh of all devices of a job. Their processes connect to process 0.
+MESH_COMMANDS = (TRAIN, "eval", "generate")
 # Restarts of a job that exits with 75 each time.
 MAX_RESTARTS = 100
 DEFAULT_GRACE_S = 120
+# Seconds until the processes of a recipe without `cluster.heartbeat_timeout` notice a lost one.
+HEARTBEAT_TIMEOUT_S = 60.0
+# Pattern of the exit codes after which the same command resumes. 75: stopped by a signal, or because another
+# process was lost. 131 to 159: killed by a signal. 130 is absent: it means Ctrl-C (SIGINT).
+RESTARTABLE = "75 | 13[1-9] | 14? | 15?"
+# The same codes, for engines with lists.
+RESTARTABLE_CODES = (STOPPED, *range(131, 160))
+# Sentence in the head of scripts for clouds.
+NOT_RUN = "The authors of prep have not run this file on a real cloud."
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # RFC 1035, short enough for the suffixes of pods.
 _LABEL = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedCommand:
+    """A command of `prep` with its words.
+
+    Attributes:
+        name: Name of the command, e.g. `save-init`.
+        recipe: Recipe of the command, as the processes see it. Empty if it has none.
+        arguments: Words after the name, or after the recipe.
+        has_shares: Whether `--processes` divides the work of the command.
+        writes_output: Whether the command writes a checkpoint or a run to `out`.
+        overrides: Values of `--set`.
+        mesh: Value of `--mesh`, or None.
+        out: Value of `--out`, or None.
+    """
+
+    name: str
+    recipe: str = ""
+    arguments: tuple[str, ...] = ()
+    has_shares: bool = False
+    writes_output: bool = False
+    overrides: tuple[str, ...] = ()
+    mesh: str | None = None
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raise UsageError if a shell script cannot contain the words."""
+        check_text("RECIPE", self.recipe)
+        for word in self.arguments:
+            _check_no_null("a word after `--`", word)
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether the processes of the command compute together on one mesh."""
+        return self.name in MESH_COMMANDS
+
+    @property
+    def writes_buckets(self) -> bool:
+        """Whether `--out` may be a URL."""
+        return self.name != TOKENIZE
+
+    @property
+    def recipe_name(self) -> str:
+        """File name of the recipe, or an empty text."""
+        return PurePosixPath(self.recipe).name
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Words of the command line after `prep`."""
+        recipe = (self.recipe,) if self.recipe else ()
+        return (self.name, *recipe, *self.arguments)
+
+    @property
+    def title(self) -> str:
+        """The command and its first word, for a comment, e.g. `prep save-init llama-13b`."""
+        return " ".join(["prep", *self.words[:2]])
+
+    def line(self, recipe: str) -> str:
+        """Return the shell command with another path of the recipe, which the caller has quoted."""
+        words = [shlex.join(["prep", self.name]), *([recipe] if self.recipe else [])]
+        return " ".join([*words, *map(shlex.quote, self.arguments)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +105,9 @@ class LaunchJob:
         setup: Shell lines before the command.
         env: Environment variables.
         max_restarts: Maximal number of restarts after exit code 75 or a kill.
+        recipe_text: Text of the recipe, for scripts with a copy of it.
+        num_slices: Number of TPU slices. Each has an equal part of the nodes.
+        heartbeat_timeout_s: Seconds until the processes notice a lost one.
     """
 
     command: LaunchedCommand
@@ -35,15 +115,24 @@ class LaunchJob:
     setup: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     max_restarts: int = MAX_RESTARTS
+    recipe_text: str = ""
+    num_slices: int = 1
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
 
     def __post_init__(self) -> None:
         """Raise UsageError if a shell script cannot contain the texts."""
-        check_text(text("{}", Option("job_name")), self.name)
-        for line in self.setup:
-            check_text(text("{}", Option("setup")), line)
+        check_texts(job_name=self.name, setup=self.setup)
         for name, value in self.env:
-            check_variable(name)
-            check_no_null(text("{}", Option("env", name)), value)
+            if not _VARIABLE.fullmatch(name):
+                why = "a name has letters, digits and underscores"
+                hint = text("{}", Option("env", "KEY=VALUE"))
+                raise usage_error(f"`{name}` is an invalid name of a variable", why, hint)
+            _check_no_null(text("{}", Option("env", name)), value)
+
+    @property
+    def environment_lines(self) -> list[str]:
+        """The lines for the variables and the setup."""
+        return [*(f"export {name}={shlex.quote(value)}" for name, value in self.env), *self.setup]
 
 
 def parse_env(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -57,14 +146,6 @@ def parse_env(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
             raise usage_error(what, "a variable is KEY=VALUE", hint)
         variables.append((name, value))
     return tuple(variables)
-
-
-def check_variable(name: str) -> None:
-    """Raise UsageError for an invalid name of an environment variable."""
-    if not _VARIABLE.fullmatch(name):
-        why = "a name has letters, digits and underscores"
-        hint = text("{}", Option("env", "KEY=VALUE"))
-        raise usage_error(f"`{name}` is an invalid name of a variable", why, hint)
 
 
 def check_label(name: str) -> None:
@@ -81,3 +162,47 @@ def as_label(name: str) -> str:
     label = hyphenated if hyphenated[:1].isalpha() else f"prep-{hyphenated}"
     # The cut may fall on a hyphen, with which no label ends.
     return label[:40].rstrip("-")
+
+
+def check_texts(**options: str | Sequence[str] | None) -> None:
+    """Raise UsageError for an option whose value has a line break or a null character."""
+    for name, value in options.items():
+        for line in [value] if isinstance(value, str) else value or ():
+            check_text(text("{}", Option(name)), line)
+
+
+def check_text(name: Text | str, value: str) -> None:
+    """Raise UsageError for a text with a line break or a null character. `name` is its option or argument."""
+    _check_no_null(name, value)
+    # `splitlines` drops a last line break: "a\n" is one line for it.
+    if len(value.splitlines()) > 1 or value.endswith(("\n", "\r")):
+        what = text("{} has more than one line", name)
+        raise usage_error(what, repr(value), text("pass one line per {}", name))
+
+
+def _check_no_null(name: Text | str, value: str) -> None:
+    if "\0" in value:
+        raise usage_error(text("{} has a null character", name), repr(value), "remove it")
+
+
+def comment(text: str) -> str:
+    """Return a text as one comment line. Bytes of paths without UTF-8 are escaped, because YAML is UTF-8."""
+    valid = text.encode("utf-8", "backslashreplace").decode()
+    return f"# {' '.join(valid.split())}"
+
+
+class _Template(string.Template):
+    """Template with `@name` for a value, because scripts have their own `$name`."""
+
+    delimiter = "@"
+
+
+def fill_template(template: str, **values: object) -> str:
+    """Return a script with values in place of `@name`. A list of lines fills the line of its name, or removes it."""
+    texts: dict[str, str] = {}
+    for name, value in values.items():
+        texts[name] = str(value)
+        if isinstance(value, list):
+            texts[name] = "".join(f"{line}\n" for line in value)
+            template = template.replace(f"@{name}\n", f"@{{{name}}}")
+    return _Template(template).substitute(texts)

@@ -71,15 +71,7 @@ def _bound_port(port: int) -> int:
 def process_environment(
     environ: Mapping[str, str], *, index: int, count: int, port: int, devices: int
 ) -> dict[str, str]:
-    """Return the environment of one process of a local job.
-
-    Args:
-        environ: Environment variables. Variables with REMOVED_PREFIXES are not inherited.
-        index: Index of the process, from 0.
-        count: Number of processes.
-        port: Port of process 0.
-        devices: CPU devices of each process.
-    """
+    """Return the environment of process `index` of a local job. It does not inherit REMOVED_PREFIXES from `environ`."""
     inherited = {
         name: value for name, value in environ.items() if not name.startswith(REMOVED_PREFIXES)
     }
@@ -97,16 +89,7 @@ def start_processes(
     env: Mapping[str, str],
     cwd: Path | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """Start `prep WORDS` in several processes. Process 0 is the first.
-
-    Args:
-        words: Words of the command line.
-        count: Number of processes.
-        devices: CPU devices of each process.
-        environ: Environment to inherit from.
-        env: Variables to add to it.
-        cwd: Working folder.
-    """
+    """Start `prep WORDS` in several processes with `env` added to `environ`. Process 0 is the first."""
     port = free_port()
     return [
         subprocess.Popen(
@@ -156,8 +139,12 @@ class ProcessWatcher:
             PrepError: A process failed or was stopped. The first cause determines the exit code.
         """
         readers: list[threading.Thread] = []
-        for index in range(len(self.processes)):
-            readers.extend(self._start_readers(index))
+        for index, process in enumerate(self.processes):
+            # One thread per pipe: a process that fills an unread pipe, 64 KiB on Linux, would wait forever.
+            pipes = ((self._read_lines, process.stderr), (self._read_result, process.stdout))
+            for read, pipe in pipes:
+                readers.append(threading.Thread(target=read, args=(index, pipe), daemon=True))
+                readers[-1].start()
         try:
             while (
                 len(self._returncodes) < len(self.processes)
@@ -177,18 +164,6 @@ class ProcessWatcher:
         if failed:
             raise self._failure_error(min(failed, key=self._rank))
         return self._results[0]
-
-    def _start_readers(self, index: int) -> list[threading.Thread]:
-        process = self.processes[index]
-        # One thread per pipe: a process that fills an unread pipe, 64 KiB on Linux, would wait forever.
-        targets = [(self._read_lines, process.stderr), (self._read_result, process.stdout)]
-        threads = [
-            threading.Thread(target=target, args=(index, stream), daemon=True)
-            for target, stream in targets
-        ]
-        for thread in threads:
-            thread.start()
-        return threads
 
     def _read_lines(self, index: int, stream: TextIO) -> None:
         for line in stream:
@@ -275,11 +250,9 @@ class ProcessWatcher:
         if self._is_lost(index):
             return PrepError(end, "the others cannot continue without it", RESUME_HINT, code)
         if code in (STOPPED, INTERRUPTED):
-            what = (
-                f"stopped by {self._forwarded}"
-                if self._forwarded
-                else f"process {index} was stopped"
-            )
+            what = f"process {index} was stopped"
+            if self._forwarded:
+                what = f"stopped by {self._forwarded}"
             return PrepError(what, end, RESUME_HINT, code)
         if index in self._has_lines:
             return PrepError(end, "", f"the lines that begin with [{index}] show its error", code)

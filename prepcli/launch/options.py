@@ -8,13 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, TypedDict
 
-from prepcli.core.option_spec import (
-    REQUIRED,
-    NonNegativeInt,
-    OptionSpec,
-    PathLike,
-    PositiveInt,
-)
+from prepcli.core.option_spec import REQUIRED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
 from prepcli.launch.job import DEFAULT_GRACE_S, MAX_RESTARTS
 
 # Position in the help of options of several targets: after the options of one target.
@@ -29,7 +23,6 @@ class JobOptions(TypedDict):
         OptionSpec(
             "KEY=VALUE",
             "Set an environment variable. Repeatable.",
-            "Environment variables as `KEY=VALUE` texts.",
             default=(),
             position=_SCRIPT + 1,
         ),
@@ -41,31 +34,13 @@ class SubmitOptions(JobOptions):
 
     job_name: Annotated[
         str | None,
-        OptionSpec(
-            "NAME",
-            "Name the job. Default: by the recipe or command.",
-            "Name of the job. Default: the name of the recipe or of the command.",
-            position=_SCRIPT,
-        ),
+        OptionSpec("NAME", "Name the job. Default: by the recipe or command.", position=_SCRIPT),
     ]
     out: Annotated[
-        PathLike | None,
-        OptionSpec(
-            "FILE",
-            "Write to FILE. Default: stdout.",
-            "File for the script. Default: stdout.",
-            position=_SCRIPT + 2,
-        ),
+        PathLike | None, OptionSpec("FILE", "Write to FILE. Default: stdout.", position=_SCRIPT + 2)
     ]
     submit: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Submit the job.",
-            "Submit the script. Default: False.",
-            default=False,
-            position=_SCRIPT + 2,
-        ),
+        bool, OptionSpec(None, "Submit the job.", default=False, position=_SCRIPT + 2)
     ]
 
 
@@ -75,11 +50,7 @@ class ScriptOptions(SubmitOptions):
     setup: Annotated[
         Sequence[str],
         OptionSpec(
-            "LINE",
-            "Run LINE before the command. Repeatable.",
-            "Shell lines before the command.",
-            default=(),
-            position=_SCRIPT + 2,
+            "LINE", "Run LINE before the command. Repeatable.", default=(), position=_SCRIPT + 2
         ),
     ]
 
@@ -92,7 +63,6 @@ class RestartOptions(TypedDict):
         OptionSpec(
             "N",
             "Restart at most N times after a stop or a kill.",
-            "Maximal number of restarts after exit code 75 or a kill.",
             default=MAX_RESTARTS,
             position=_SCRIPT + 2,
         ),
@@ -103,37 +73,16 @@ class NodeOptions(TypedDict):
     """The nodes of a job with one process each."""
 
     nodes: Annotated[
-        PositiveInt,
-        OptionSpec(
-            "N",
-            "Use N nodes, with a process each.",
-            "Number of nodes, each with one process.",
-            default=1,
-            position=2,
-        ),
+        PositiveInt, OptionSpec("N", "Use N nodes, with a process each.", default=1, position=2)
     ]
     devices_per_node: Annotated[
-        PositiveInt | None,
-        OptionSpec(
-            "N",
-            "Use N devices of each node.",
-            "Devices of each node. Default: as the cluster gives them.",
-            position=2,
-        ),
+        PositiveInt | None, OptionSpec("N", "Use N devices of each node.", position=2)
     ]
     cpus: Annotated[
         PositiveInt | None,
-        OptionSpec("N", "Use N CPU cores of each node.", "CPU cores of each node.", position=4),
+        OptionSpec("N", "Use N CPU cores of each node.", position=4),
     ]
-    mem: Annotated[
-        str | None,
-        OptionSpec(
-            "SIZE",
-            "Use SIZE memory of each node.",
-            'Memory of each node, such as "1000G".',
-            position=4,
-        ),
-    ]
+    mem: Annotated[str | None, OptionSpec("SIZE", "Use SIZE memory of each node.", position=4)]
 
 
 class GraceOptions(TypedDict):
@@ -144,7 +93,6 @@ class GraceOptions(TypedDict):
         OptionSpec(
             "SECONDS",
             "Stop and save SECONDS before the job is killed.",
-            "Seconds before the end of the job at which the command stops and saves.",
             default=DEFAULT_GRACE_S,
             position=6,
         ),
@@ -155,113 +103,41 @@ class SlurmOptions(NodeOptions, GraceOptions, ScriptOptions, RestartOptions):
     """Options of a SLURM job. None means the default of the cluster."""
 
     array: Annotated[
-        PositiveInt | None,
-        OptionSpec(
-            "N",
-            "Run N array tasks, with a share each.",
-            "Number of tasks of a job array. Each writes its share of a conversion.",
-            position=3,
-        ),
+        PositiveInt | None, OptionSpec("N", "Run N array tasks, with a share each.", position=3)
     ]
     time: Annotated[
-        str | None,
-        OptionSpec(
-            "LIMIT",
-            "Set the time limit, such as 24:00:00.",
-            'Time limit, such as "24:00:00".',
-            position=5,
-        ),
+        str | None, OptionSpec("LIMIT", "Set the time limit, such as 24:00:00.", position=5)
     ]
-    partition: Annotated[
-        str | None, OptionSpec("NAME", "Use this partition.", "Partition.", position=5)
-    ]
-    account: Annotated[
-        str | None, OptionSpec("NAME", "Charge this account.", "Account.", position=5)
-    ]
+    partition: Annotated[str | None, OptionSpec("NAME", "Use this partition.", position=5)]
+    account: Annotated[str | None, OptionSpec("NAME", "Charge this account.", position=5)]
     module: Annotated[
-        Sequence[str],
-        OptionSpec(
-            "NAME",
-            "Load a module. Repeatable.",
-            "Environment modules to load.",
-            default=(),
-            position=5,
-        ),
+        Sequence[str], OptionSpec("NAME", "Load a module. Repeatable.", default=(), position=5)
     ]
     sbatch: Annotated[
         Sequence[str],
-        OptionSpec(
-            "OPTION",
-            "Add an sbatch option. Repeatable.",
-            'Further options of `sbatch`, such as "--qos=long".',
-            default=(),
-            position=5,
-        ),
+        OptionSpec("OPTION", "Add an sbatch option. Repeatable.", default=(), position=5),
     ]
-    log: Annotated[
-        str | None,
-        OptionSpec(
-            "FILE",
-            "Log to FILE. Default: NAME-%j.log.",
-            "Log file, with the number of the job as `%j`. Of an array: `%A_%a`.",
-            position=5,
-        ),
-    ]
+    log: Annotated[str | None, OptionSpec("FILE", "Log to FILE. Default: NAME-%j.log.", position=5)]
 
 
 class TpuOptions(ScriptOptions, RestartOptions):
     """Options of a Cloud TPU. `accelerator` and `zone` are required."""
 
     accelerator: Annotated[
-        str,
-        OptionSpec(
-            "TYPE",
-            "Create a TPU, such as v5p-256.",
-            'Type and size, such as "v5p-256".',
-            default=REQUIRED,
-        ),
+        str, OptionSpec("TYPE", "Create a TPU, such as v5p-256.", default=REQUIRED)
     ]
-    zone: Annotated[
-        str, OptionSpec("ZONE", "Create it in ZONE.", "Zone of the TPU.", default=REQUIRED)
-    ]
+    zone: Annotated[str, OptionSpec("ZONE", "Create it in ZONE.", default=REQUIRED)]
     project: Annotated[
         str | None,
-        OptionSpec("NAME", "Use this project.", "Project. Default: the one of `gcloud config`."),
+        OptionSpec("NAME", "Use this project."),
     ]
     runtime_version: Annotated[
-        str | None,
-        OptionSpec(
-            "NAME",
-            "Use this TPU software. Default: by TYPE.",
-            "Software of the TPU VM. Default: by the type.",
-        ),
+        str | None, OptionSpec("NAME", "Use this TPU software. Default: by TYPE.")
     ]
-    spot: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Use a TPU that may be preempted.",
-            "Create a spot TPU, which may be preempted. Default: False.",
-            default=False,
-        ),
-    ]
-    detach: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Start the command and return.",
-            "End the script when the command has started on the hosts. Default: False.",
-            default=False,
-        ),
-    ]
+    spot: Annotated[bool, OptionSpec(None, "Use a TPU that may be preempted.", default=False)]
+    detach: Annotated[bool, OptionSpec(None, "Start the command and return.", default=False)]
     gcloud: Annotated[
-        Sequence[str],
-        OptionSpec(
-            "FLAG",
-            "Add a flag of gcloud. Repeatable.",
-            'Further flags for the creation of the TPU, such as "--network=lab".',
-            default=(),
-        ),
+        Sequence[str], OptionSpec("FLAG", "Add a flag of gcloud. Repeatable.", default=())
     ]
 
 
@@ -269,61 +145,18 @@ class GkeOptions(NodeOptions, GraceOptions, ScriptOptions, RestartOptions):
     """Options of a JobSet. `image` is required."""
 
     image: Annotated[
-        str,
-        OptionSpec(
-            "IMAGE",
-            "Run this container with prep.",
-            "Container image with prep.",
-            default=REQUIRED,
-            position=1,
-        ),
+        str, OptionSpec("IMAGE", "Run this container with prep.", default=REQUIRED, position=1)
     ]
     accelerator: Annotated[
-        str | None,
-        OptionSpec(
-            "LABEL",
-            "Use nodes with this GPU or TPU label.",
-            'Label of the nodes: a GPU such as "nvidia-h100-80gb", or a TPU such as'
-            ' "tpu-v5p-slice".',
-            position=3,
-        ),
+        str | None, OptionSpec("LABEL", "Use nodes with this GPU or TPU label.", position=3)
     ]
-    topology: Annotated[
-        str | None,
-        OptionSpec(
-            "4x4x8",
-            "Use this TPU topology.",
-            'Topology of a TPU slice, such as "4x4x8".',
-            position=3,
-        ),
-    ]
+    topology: Annotated[str | None, OptionSpec("4x4x8", "Use this TPU topology.", position=3)]
     claim: Annotated[
-        str | None,
-        OptionSpec(
-            "NAME",
-            "Work in this persistent volume claim.",
-            "Persistent volume claim, mounted as the working folder.",
-            position=5,
-        ),
+        str | None, OptionSpec("NAME", "Work in this persistent volume claim.", position=5)
     ]
-    queue: Annotated[
-        str | None,
-        OptionSpec(
-            "NAME",
-            "Wait in this Kueue queue.",
-            "Local queue of Kueue for the JobSet.",
-            position=5,
-        ),
-    ]
+    queue: Annotated[str | None, OptionSpec("NAME", "Wait in this Kueue queue.", position=5)]
     spot: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Use nodes that may be preempted.",
-            "Use spot nodes, which may be preempted. Default: False.",
-            default=False,
-            position=5,
-        ),
+        bool, OptionSpec(None, "Use nodes that may be preempted.", default=False, position=5)
     ]
 
 
@@ -331,50 +164,15 @@ class SkyOptions(NodeOptions, ScriptOptions):
     """Options of a managed job of SkyPilot."""
 
     accelerator: Annotated[
-        str | None,
-        OptionSpec(
-            "TYPE",
-            "Use this accelerator, such as H100.",
-            'Accelerator of each node as SkyPilot names it, such as "H100" or "tpu-v5p-8".',
-            position=3,
-        ),
+        str | None, OptionSpec("TYPE", "Use this accelerator, such as H100.", position=3)
     ]
     infra: Annotated[
-        str | None,
-        OptionSpec(
-            "NAME",
-            "Run on this cloud, such as gcp/us-east5.",
-            'Cloud, region and zone, such as "gcp/us-east5". Default: the cheapest.',
-            position=3,
-        ),
+        str | None, OptionSpec("NAME", "Run on this cloud, such as gcp/us-east5.", position=3)
     ]
-    image: Annotated[
-        str | None,
-        OptionSpec(
-            "IMAGE",
-            "Run this container with prep.",
-            "Container image with prep. Default: the machine image, with the setup lines.",
-            position=5,
-        ),
-    ]
-    bucket: Annotated[
-        str | None,
-        OptionSpec(
-            "URL",
-            "Mount this bucket at /bucket.",
-            "Bucket with models and data, mounted at /bucket.",
-            position=5,
-        ),
-    ]
+    image: Annotated[str | None, OptionSpec("IMAGE", "Run this container with prep.", position=5)]
+    bucket: Annotated[str | None, OptionSpec("URL", "Mount this bucket at /bucket.", position=5)]
     spot: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Use machines that may be preempted.",
-            "Use spot machines, which may be preempted. Default: False.",
-            default=False,
-            position=5,
-        ),
+        bool, OptionSpec(None, "Use machines that may be preempted.", default=False, position=5)
     ]
 
 
@@ -382,59 +180,25 @@ class RayOptions(SubmitOptions, RestartOptions):
     """Options of a job on a Ray cluster."""
 
     workers: Annotated[
-        PositiveInt,
-        OptionSpec(
-            "N",
-            "Start N workers, one per node.",
-            "Number of workers, each on a node of its own if possible.",
-            default=1,
-            position=1,
-        ),
+        PositiveInt, OptionSpec("N", "Start N workers, one per node.", default=1, position=1)
     ]
     gpus: Annotated[
         PositiveInt | None,
-        OptionSpec("N", "Use N GPUs in each worker.", "GPUs of each worker.", position=2),
+        OptionSpec("N", "Use N GPUs in each worker.", position=2),
     ]
     tpus: Annotated[
         PositiveInt | None,
-        OptionSpec("N", "Use N TPU chips in each worker.", "TPU chips of each worker.", position=2),
+        OptionSpec("N", "Use N TPU chips in each worker.", position=2),
     ]
     cpus: Annotated[
-        PositiveInt,
-        OptionSpec(
-            "N",
-            "Use N CPU cores in each worker.",
-            "CPU cores of each worker.",
-            default=1,
-            position=2,
-        ),
+        PositiveInt, OptionSpec("N", "Use N CPU cores in each worker.", default=1, position=2)
     ]
     accelerator: Annotated[
-        str | None,
-        OptionSpec(
-            "TYPE",
-            "Use this accelerator, such as TPU-V6E.",
-            'Accelerator as Ray names it, such as "H100" or "TPU-V6E". TPUs need it.',
-            position=3,
-        ),
+        str | None, OptionSpec("TYPE", "Use this accelerator, such as TPU-V6E.", position=3)
     ]
-    topology: Annotated[
-        str | None,
-        OptionSpec(
-            "4x4",
-            "Use this TPU topology.",
-            'Topology of a TPU slice, such as "4x4". TPUs need it.',
-            position=3,
-        ),
-    ]
+    topology: Annotated[str | None, OptionSpec("4x4", "Use this TPU topology.", position=3)]
     folder: Annotated[
-        str | None,
-        OptionSpec(
-            "FOLDER",
-            "Work in FOLDER, which all nodes see.",
-            "Working folder of the workers, on a shared file system.",
-            position=5,
-        ),
+        str | None, OptionSpec("FOLDER", "Work in FOLDER, which all nodes see.", position=5)
     ]
 
 
@@ -443,17 +207,8 @@ class LocalOptions(JobOptions):
 
     processes: Annotated[
         PositiveInt,
-        OptionSpec(
-            "N", "Start N processes.", "Number of processes.", default=2, maximum=64, position=1
-        ),
+        OptionSpec("N", "Start N processes.", default=2, maximum=64, position=1),
     ]
     devices: Annotated[
-        PositiveInt,
-        OptionSpec(
-            "M",
-            "Use M CPU devices in each.",
-            "CPU devices of each process.",
-            default=1,
-            position=1,
-        ),
+        PositiveInt, OptionSpec("M", "Use M CPU devices in each.", default=1, position=1)
     ]

@@ -26,11 +26,7 @@ class RestartError(Exception):
 
 
 def check_ray_version(version: str) -> None:
-    """End the driver with one message if Ray is too old.
-
-    Args:
-        version: `ray.__version__`.
-    """
+    """End the driver with one message if Ray, of version `ray.__version__`, is too old."""
     numbers = tuple(int(number) for number in version.split(".")[:2])
     if numbers < MIN_VERSION:
         minimum = ".".join(map(str, MIN_VERSION))
@@ -83,12 +79,7 @@ class RayCommand:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def run_together(self, index: int, count: int, address: str) -> int:
-        """Run a process of a connected job, and return its exit code.
-
-        Args:
-            index: Index of the process, from 0.
-            count: Number of processes.
-            address: Address of process 0.
+        """Run process `index` of `count` of a job, connected to the address of process 0, and return its exit code.
 
         Raises:
             RestartError: The process was stopped or killed.
@@ -101,11 +92,7 @@ class RayCommand:
         return self._run([], place)
 
     def run_share(self, index: int, count: int) -> int:
-        """Run a process with a share of the output, and return its exit code.
-
-        Args:
-            index: Index of the share, from 0.
-            count: Number of shares. With 1 the process does the whole work.
+        """Write share `index` of `count` of the output, and return the exit code. With one share it is the whole work.
 
         Raises:
             RestartError: The process was stopped or killed.

@@ -1,18 +1,14 @@
-"""The batch script of a command under SLURM: one process per node, or one array task per share.
-
-The functions do no I/O.
-"""
+"""The batch script of a command under SLURM: one process per node, or one array task per share. No I/O."""
 
 from __future__ import annotations
 
 import math
 import re
+import shlex
 
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.launch.command import check_text
-from prepcli.launch.job import LaunchJob
+from prepcli.launch.job import RESTARTABLE, LaunchJob, check_texts, comment, fill_template
 from prepcli.launch.options import SlurmOptions
-from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment_lines, script
 
 # Minimum time for the remaining tasks to end after the first one.
 MIN_WAIT_S = 300
@@ -22,166 +18,135 @@ HEARTBEAT_MARGIN_S = 240
 _TIME_LIMIT = re.compile(r"([0-9]{1,6}-)?[0-9]{1,6}(:[0-9]{1,6}){0,2}")
 # Texts of sbatch for a job without a limit.
 _NO_LIMIT = ("UNLIMITED", "INFINITE", "-1")
-_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+_PLAIN = r"A-Za-z0-9_@%+=:,./-"
+_SCRIPT = """\
+#!/bin/bash
+@title
+@directives
+
+set -e
+@environment
+
+code=0
+@srun || code=$?
+
+# 75: stopped before the time limit, or a process was lost. 131 to 159: a signal killed a process.
+case $code in
+    @restartable)
+        if [ "${SLURM_RESTART_COUNT:-0}" -lt @max_restarts ]; then
+            scontrol requeue @job_id
+        fi ;;
+esac
+exit "$code"
+"""
 
 
-def slurm_script(
-    job: LaunchJob, options: SlurmOptions, *, heartbeat_timeout_s: float = 60.0
-) -> str:
+def slurm_script(job: LaunchJob, options: SlurmOptions) -> str:
     """Return the batch script of a job.
 
     `--signal` without `B:` signals the tasks of `srun`, not the batch shell: every process saves and exits with 75, and
     the script requeues the job.
-
-    Args:
-        job: The job.
-        options: Options of the job.
-        heartbeat_timeout_s: Seconds until the processes notice a lost one.
     """
     _check_options(job, options)
-    srun = f"{_srun_command(options, heartbeat_timeout_s)} {_task_command(job, options)}"
-    return script(
-        [
-            "#!/bin/bash",
-            comment(f"Runs `{job.command.title}` {_processes(options)}. Submit with `sbatch`."),
-            *(f"#SBATCH {directive}" for directive in _sbatch_directives(job, options)),
-            "",
-            "set -e",
-            *(command_line(["module", "load", module]) for module in options["module"]),
-            *environment_lines(job),
-            "",
-            # `set -e` would end the script at a failed srun, before the requeue.
-            "code=0",
-            f"{srun} || code=$?",
-            "",
-            "# 75: stopped before the time limit, or a process was lost. 131 to 159: a signal killed a process.",
-            "case $code in",
-            f"    {RESTARTABLE})",
-            f'        if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ]; then',
-            f"            scontrol requeue {_job_id(options)}",
-            "        fi ;;",
-            "esac",
-            'exit "$code"',
-        ]
+    name, *words = job.command.words
+    command = shlex.join(["prep", name, *words])
+    processes = "with one process per node"
+    job_id = '"$SLURM_JOB_ID"'
+    if options["array"] is not None:
+        share = f'--processes {options["array"]}/"$SLURM_ARRAY_TASK_ID"'
+        command = f"prep {name} {share} {shlex.join(words)}"
+        processes = "with one array task per share"
+        # One task of an array has the number of the whole array as its SLURM_JOB_ID, and with it all tasks would be
+        # requeued.
+        job_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+    # `srun` ignores the `--cpus-per-task` of the job since SLURM 22.05.
+    cpus = f" --cpus-per-task={options['cpus']}" if options["cpus"] else ""
+    # The end of the first task must not kill the remaining ones while they save. With the default heartbeat of 60 s:
+    # max(300, 60 + 240) = 300 s.
+    wait_s = max(MIN_WAIT_S, math.ceil(job.heartbeat_timeout_s + HEARTBEAT_MARGIN_S))
+    modules = [shlex.join(["module", "load", module]) for module in options["module"]]
+    return fill_template(
+        _SCRIPT,
+        title=comment(f"Runs `{job.command.title}` {processes}. Submit with `sbatch`."),
+        directives=[f"#SBATCH {directive}" for directive in _sbatch_directives(job, options)],
+        environment=[*modules, *job.environment_lines],
+        srun=f"srun --label --kill-on-bad-exit=0 --wait={wait_s}{cpus} {command}",
+        restartable=RESTARTABLE,
+        max_restarts=job.max_restarts,
+        job_id=job_id,
     )
 
 
-def _processes(options: SlurmOptions) -> str:
-    return "with one array task per share" if options["array"] else "with one process per node"
-
-
-def _task_command(job: LaunchJob, options: SlurmOptions) -> str:
-    """Return the command of a task. An array task writes the share of its index."""
-    name, *words = job.command.words
-    if options["array"] is None:
-        return command_line(["prep", name, *words])
-    share = f'--processes {options["array"]}/"$SLURM_ARRAY_TASK_ID"'
-    return f"prep {name} {share} {command_line(words)}"
-
-
-def _job_id(options: SlurmOptions) -> str:
-    """Return the number of the job to requeue.
-
-    One task of an array has the number of the whole array as its SLURM_JOB_ID, and with it all tasks would be requeued.
-    """
-    if options["array"] is None:
-        return '"$SLURM_JOB_ID"'
-    return '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
-
-
 def _sbatch_directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
-    """Return the options of sbatch."""
+    array = options["array"]
     devices = options["devices_per_node"]
+    # `%` and `/` of the job's name would be a pattern of sbatch and a folder.
+    log_name = job.name.replace("%", "%%").replace("/", "-")
     values = {
         "job-name": job.name,
-        "nodes": str(options["nodes"]),
-        "ntasks-per-node": "1",
-        "array": f"0-{options['array'] - 1}" if options["array"] else None,
-        "gres": f"gpu:{devices}" if devices else None,
-        "cpus-per-task": str(options["cpus"]) if options["cpus"] else None,
+        "nodes": options["nodes"],
+        "ntasks-per-node": 1,
+        "array": array and f"0-{array - 1}",
+        "gres": devices and f"gpu:{devices}",
+        "cpus-per-task": options["cpus"],
         "mem": options["mem"],
         "time": options["time"],
         "partition": options["partition"],
         "account": options["account"],
-        "output": options["log"] or _log_file(job, options),
+        "output": options["log"] or f"{log_name}-{'%A_%a' if array else '%j'}.log",
         # A requeued job continues its log.
         "open-mode": "append",
         "signal": f"USR1@{options['grace']}",
     }
     given = [
-        f"--{name}={_quote_value(value)}" for name, value in values.items() if value is not None
+        f"--{name}={_quote_value(str(value))}"
+        for name, value in values.items()
+        if value is not None
     ]
     return [*given, "--requeue", *options["sbatch"]]
 
 
-def _log_file(job: LaunchJob, options: SlurmOptions) -> str:
-    """Return the log file of a job, e.g. `llama-13b-%j.log`."""
-    # `%` and `/` of the job's name would be a pattern of sbatch and a folder.
-    name = job.name.replace("%", "%%").replace("/", "-")
-    return f"{name}-%A_%a.log" if options["array"] else f"{name}-%j.log"
-
-
-def _srun_command(options: SlurmOptions, heartbeat_timeout_s: float) -> str:
-    """Return `srun` with options.
-
-    `srun` ignores the `--cpus-per-task` of the job since SLURM 22.05. The end of the first task must not kill the
-    remaining ones while they save.
-    """
-    cpus = f" --cpus-per-task={options['cpus']}" if options["cpus"] else ""
-    # With the default heartbeat of 60 s: max(300, 60 + 240) = 300 s.
-    wait_s = max(MIN_WAIT_S, math.ceil(heartbeat_timeout_s + HEARTBEAT_MARGIN_S))
-    return f"srun --label --kill-on-bad-exit=0 --wait={wait_s}{cpus}"
-
-
 def _quote_value(value: str) -> str:
     r"""Return a value as `sbatch` reads it from a directive: quotes keep spaces, and `\` escapes also inside them."""
-    if _PLAIN.fullmatch(value):
+    if re.fullmatch(f"[{_PLAIN}]+", value):
         return value
-    return (
-        '"'
-        + "".join(
-            char if char in " \t" or _PLAIN.fullmatch(char) else f"\\{char}" for char in value
-        )
-        + '"'
-    )
+    escaped = re.sub(rf"[^ \t{_PLAIN}]", lambda match: "\\" + match[0], value)
+    return f'"{escaped}"'
 
 
 def _check_options(job: LaunchJob, options: SlurmOptions) -> None:
-    if options["array"] is not None:
-        _check_array(job, options["array"], options["nodes"])
-    values = {
-        "mem": options["mem"],
-        "time": options["time"],
-        "partition": options["partition"],
-        "account": options["account"],
-        "log": options["log"],
-    }
-    for name, value in values.items():
-        if value is not None:
-            check_text(text("{}", Option(name)), value)
-    _check_time(options)
-    for module in options["module"]:
-        check_text(text("{}", Option("module")), module)
-    for directive in options["sbatch"]:
-        check_text(text("{}", Option("sbatch")), directive)
+    tasks = options["array"]
+    if tasks is not None:
+        array = Option("array", tasks)
+        if not job.command.has_shares:
+            name = f"`prep {job.command.name}`"
+            why = f"{name} has no shares: its processes work together, or there is one"
+            what = text("{} is for conversions only", array)
+            raise usage_error(what, why, text("{} instead", Option("nodes", tasks)))
+        nodes = Option("nodes", options["nodes"])
+        if options["nodes"] > 1:
+            hint = text("remove {}, or {}", nodes, array)
+            what = text("{} excludes {}", array, nodes)
+            raise usage_error(what, "each task of an array has one process", hint)
+    names = ("mem", "time", "partition", "account", "log", "module", "sbatch")
+    check_texts(**{name: options[name] for name in names})
+    if options["time"] is not None:
+        _check_time(options["time"], options["grace"])
 
 
-def _check_time(options: SlurmOptions) -> None:
+def _check_time(limit: str, grace_s: int) -> None:
     """Raise UsageError for an invalid time limit, or if the command would stop at the start of each restart."""
-    limit = options["time"]
-    if limit is None:
-        return
     limit_s = time_limit_s(limit)
     if limit_s is None and limit.upper() not in _NO_LIMIT:
         what = text("{} is invalid", Option("time", limit))
         why = "sbatch takes minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS"
         raise usage_error(what, why, text("{}", Option("time", "24:00:00")))
     # SLURM has no limit with 0.
-    if limit_s and options["grace"] >= limit_s:
-        grace = Option("grace", options["grace"])
+    if limit_s and grace_s >= limit_s:
         why = "the command would stop at its start, after each restart"
         hint = text("{}, or a longer {}", Option("grace", max(limit_s // 2, 1)), Option("time"))
-        raise usage_error(text("{} excludes {}", Option("time", limit), grace), why, hint)
+        what = text("{} excludes {}", Option("time", limit), Option("grace", grace_s))
+        raise usage_error(what, why, hint)
 
 
 def time_limit_s(limit: str) -> int | None:
@@ -201,18 +166,3 @@ def time_limit_s(limit: str) -> int | None:
         total_s += int(number) * unit_s
         unit_s //= 60
     return total_s
-
-
-def _check_array(job: LaunchJob, tasks: int, nodes: int) -> None:
-    """Raise UsageError if the tasks of an array cannot divide the work of the command."""
-    array = Option("array", tasks)
-    if not job.command.has_shares:
-        why = (
-            f"`prep {job.command.name}` has no shares: its processes work together, or there is one"
-        )
-        what = text("{} is for conversions only", array)
-        raise usage_error(what, why, text("{} instead", Option("nodes", tasks)))
-    if nodes > 1:
-        why = "each task of an array has one process"
-        hint = text("remove {}, or {}", Option("nodes", nodes), array)
-        raise usage_error(text("{} excludes {}", array, Option("nodes", nodes)), why, hint)

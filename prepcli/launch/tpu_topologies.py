@@ -19,18 +19,12 @@ from prepcli.core.errors import PrepError, usage_error
 
 _RECTANGLES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _BOXES = (
-    "2x2x1",
-    "2x2x2",
-    "2x2x4",
-    "2x4x4",
-    "4x4x4",
-    "4x4x8",
-    "4x8x8",
-    "8x8x8",
-    "8x8x16",
-    "8x16x16",
-    "16x16x16",
+    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16"),
+    *("8x16x16", "16x16x16"),
 )
+_V2_SLICES = ("2x2", "4x4", "8x8", "8x16", "16x16")
+_V3_SLICES = ("2x2", "4x4", "4x8", "8x8", "8x16", "16x16", "16x32", "32x32")
+_UBUNTU = "tpu-ubuntu2204-base"
 # Larger boxes consist of cubes of 4 x 4 x 4 chips.
 _CUBE_SIDE = 4
 # Chips of each machine of a slice with several hosts.
@@ -106,22 +100,10 @@ class TpuGeneration:
 
 _GENERATIONS = (
     TpuGeneration(
-        "v2",
-        "TPU v2",
-        ("2x2", "4x4", "8x8", "8x16", "16x16"),
-        devices_per_chip=2,
-        type_prefix="v2",
-        type_units=2,
-        runtime_version="tpu-ubuntu2204-base",
+        "v2", "TPU v2", _V2_SLICES, 2, type_prefix="v2", type_units=2, runtime_version=_UBUNTU
     ),
     TpuGeneration(
-        "v3",
-        "TPU v3",
-        ("2x2", "4x4", "4x8", "8x8", "8x16", "16x16", "16x32", "32x32"),
-        devices_per_chip=2,
-        type_prefix="v3",
-        type_units=2,
-        runtime_version="tpu-ubuntu2204-base",
+        "v3", "TPU v3", _V3_SLICES, 2, type_prefix="v3", type_units=2, runtime_version=_UBUNTU
     ),
     TpuGeneration(
         "v4",
@@ -130,7 +112,7 @@ _GENERATIONS = (
         gke_label="tpu-v4-podslice",
         type_prefix="v4",
         type_units=2,
-        runtime_version="tpu-ubuntu2204-base",
+        runtime_version=_UBUNTU,
     ),
     TpuGeneration(
         "v5e",
@@ -163,6 +145,12 @@ _GENERATIONS = (
     ),
 )
 TPU_GENERATIONS = {generation.name: generation for generation in _GENERATIONS}
+# Software of a TPU VM by the generation in the name of its accelerator type.
+RUNTIME_VERSIONS = {
+    generation.type_prefix: generation.runtime_version
+    for generation in _GENERATIONS
+    if generation.type_prefix
+}
 
 
 def num_chips(shape: str) -> int:
@@ -171,11 +159,7 @@ def num_chips(shape: str) -> int:
 
 
 def find_topology(kind: str, num_devices: int) -> str:
-    """Return the topology with a number of devices, such as `v5p:4x8x8` for 256.
-
-    Args:
-        kind: A TPU generation.
-        num_devices: Number of devices.
+    """Return the topology of a generation with a number of devices, e.g. `v5p:4x8x8` for 256 of `v5p`.
 
     Raises:
         UsageError: No slice has this number of devices.

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from prepcli.algebra.axis_map import ATTENTION_LAYERS, DENSE_LAYERS, MIXER_LAYERS, SPARSE_LAYERS
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
-from prepcli.core.json_types import HFConfig, JsonValue
+from prepcli.core.json_values import HFConfig, JsonValue
 from prepcli.models.layer_groups import LayerSchedule, group_indices, layer_schedule
 from prepcli.models.mixer_config import Mixer
 from prepcli.models.moe_config import SOFTMAX_ROUTER, ClampedSwiglu, Router

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from prepcli.core.errors import invalid_config_error, usage_error
-from prepcli.core.json_types import HFConfig
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
+from prepcli.core.json_values import HFConfig
 
 DROPOUT_KEY = "model.dropout"
 FCM_KEY = "model.fcm_ratio"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from prepcli.core.json_types import HFConfig, JsonValue
+from prepcli.core.json_values import HFConfig, JsonValue
 
 
 class AliasedConfig(Mapping[str, JsonValue]):

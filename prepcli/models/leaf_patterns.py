@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from prepcli.core.errors import Command, text, usage_error
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
 from prepcli.models.rules import LEAF_PREFIX, path_without_layers
 
 # Keys of the recipe's `[optimizer]`.

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from prepcli.algebra.axis_map import LAYER_ATOMS, LAYERS, bind_row, number_tensors
 from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError, usage_error
-from prepcli.core.suggest import suggest
+from prepcli.core.formatting import suggest
 from prepcli.models.lora_config import LoraConfig
 from prepcli.models.module_patterns import find_pattern
 from prepcli.models.param_tree import ParamLeaf, param_leaves

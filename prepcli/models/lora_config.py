@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prepcli.core.errors import GET_AGAIN_HINT, PrepError
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.models.parameters import MAX_AXIS_SIZE
 
 DEFAULT_TARGETS = ("attn.q", "attn.v")

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.models.layout_tables import LeafTable, leaf_parameters
 from prepcli.models.parameters import Parameter, TreeLayout
 from prepcli.models.rows import map_rows

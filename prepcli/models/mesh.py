@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from prepcli.core.errors import NO_VALUE, Key, Option, Text, text, usage_error
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
 
 MESH_AXES = ("dp", "fsdp", "mp", "sp")
 # Above the size of any machine. Rejects typing errors early.

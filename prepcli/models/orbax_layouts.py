@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.models.layout_tables import leaf_parameters
 from prepcli.models.parameters import NEVER, Condition, Parameter, TreeLayout
 from prepcli.models.rows import map_rows, split_row

@@ -26,7 +26,7 @@ from prepcli.algebra.axis_map import (
 )
 from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError, invalid_config_error
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 

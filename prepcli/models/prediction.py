@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 
 from prepcli.algebra.axis_map import LAYERS
-from prepcli.core.json_types import HFConfig, JsonObject
+from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.models.parameters import MAX_LAYERS, Family, read_count
 
 # Number of layers after the last one. transformers 5 reads the second name too.

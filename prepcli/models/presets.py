@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 
 from prepcli.core.errors import usage_error
-from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
+from prepcli.core.json_values import JsonObject, JsonValue
 from prepcli.models.parameters import HFConfig
 
 # Suffixes of the folders that prep makes from a model.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
-from prepcli.core.json_types import HFConfig, JsonObject, JsonValue
+from prepcli.core.json_values import HFConfig, JsonObject, JsonValue
 
 # Slightly below the largest float32, 3.40282e38: frequencies are computed in float32.
 MAX_FLOAT32 = 3.4e38

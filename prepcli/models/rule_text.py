@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from prepcli.core.errors import Key, Option, PrepError, Text, text, usage_error
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
 from prepcli.models.mesh import MeshAxes, check_axis_name, truncate
 from prepcli.models.rule_presets import AUTO, PRESETS
 from prepcli.models.rules import (

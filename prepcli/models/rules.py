@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from prepcli.algebra.axis_map import LAYER_ATOMS, dim_name, stack_axis
 from prepcli.core.errors import Command, PrepError, text, usage_error
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
 from prepcli.models.mesh import MeshAxes, truncate
 
 # Mesh axes to try in order. () keeps the dim whole.

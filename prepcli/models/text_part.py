@@ -22,7 +22,7 @@ from typing import TypeGuard
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import Command, Option, PrepError, text
-from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import JsonObject, JsonValue
 from prepcli.models.name_patterns import matching_patterns, pattern_of_layers
 from prepcli.models.parameters import (
     Family,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prepcli.algebra.axis_map import DENSE_LAYERS, LAYER_NUMBER, LAYERS, SPARSE_LAYERS
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.models.parameters import Condition, Parameter, TreeLayout
 from prepcli.models.rows import map_rows, split_row
 

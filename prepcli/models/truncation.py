@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from prepcli.algebra.axis_map import INPUT_LAYERS, LAYER_ATOMS, bind_row
-from prepcli.core.decimal_text import parse_decimal
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.core.json_types import HFConfig, JsonObject, JsonValue
+from prepcli.core.formatting import parse_decimal
+from prepcli.core.json_values import HFConfig, JsonObject, JsonValue
 from prepcli.models.parameters import Family, parameter_rows
 from prepcli.models.prediction import PREDICTION_FIELDS, prediction_names
 from prepcli.models.verbatim import split_numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NotRequired, TypedDict
 
-from prepcli.core.json_schema import JsonRecord, Lenient, Omittable
-from prepcli.core.json_types import HFConfig, JsonValue
+from prepcli.core.json_values import HFConfig, JsonRecord, JsonValue, Lenient, Omittable
 from prepcli.planning.tensors import CastEntry
 
 # Rules of dropped rows of padding. They are in no model.

@@ -42,8 +42,8 @@ from prepcli.algebra.axis_map import (
 )
 from prepcli.algebra.rows import ParsedTensor, RowCoverage, parse_tensor
 from prepcli.core.errors import Command, PrepError, text
-from prepcli.core.json_types import HFConfig
-from prepcli.core.lists import join_names
+from prepcli.core.formatting import join_names
+from prepcli.core.json_values import HFConfig
 from prepcli.models.parameters import MAX_AXIS_SIZE
 from prepcli.planning.arrays import Location, MappedArray
 from prepcli.planning.tensor_match import TensorInfo

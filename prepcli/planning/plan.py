@@ -20,7 +20,7 @@ from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
 from prepcli.algebra.boxes import Box, Range, full_box
 from prepcli.algebra.grids import ArrayParts, ChunkGrid, ChunkTable, StridedChunks
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.core.counts import count_text
+from prepcli.core.formatting import count_text
 from prepcli.planning.arrays import Array, Locations, MappedArray, location_copies
 from prepcli.planning.item_storage import Compression, ItemStorage, recorded_storage
 from prepcli.planning.libraries import LayoutScale

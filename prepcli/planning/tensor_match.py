@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
-from prepcli.core.counts import count_text
 from prepcli.core.errors import (
     Command,
     Option,
@@ -23,8 +22,8 @@ from prepcli.core.errors import (
     text,
     usage_error,
 )
-from prepcli.core.json_types import HFConfig, JsonObject
-from prepcli.core.lists import MAX_CHARS, join_names
+from prepcli.core.formatting import MAX_CHARS, count_text, join_names
+from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.models.name_patterns import pattern_of_layers
 from prepcli.models.parameters import Family, dropped_patterns, read_size
 from prepcli.planning.manifest_fields import MAX_ROWS

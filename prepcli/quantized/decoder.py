@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prepcli.algebra.boxes import Range
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.formatting import count_text
 from prepcli.core.json_values import quote_name
 from prepcli.engine.blobs import DerivedReader, RowOperation, StoredMatrix
 from prepcli.engine.fills import numpy_dtype, round_to_dtype

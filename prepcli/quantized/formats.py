@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.core.json_types import HFConfig, JsonObject
-from prepcli.core.json_values import quote_name
+from prepcli.core.json_values import HFConfig, JsonObject, quote_name
 from prepcli.planning.arrays import Array
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.quantized.bitsandbytes import find_bitsandbytes

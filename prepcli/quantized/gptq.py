@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from prepcli.algebra.boxes import Range
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.formatting import count_text
 from prepcli.core.json_values import quote_name
 from prepcli.planning.arrays import Array
 from prepcli.quantized.decoder import (

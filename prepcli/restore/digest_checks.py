@@ -11,8 +11,7 @@ import xxhash
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, text
 from prepcli.core.formatting import format_bytes
-from prepcli.core.observer import Observer
-from prepcli.core.progress import NullProgress, Progress
+from prepcli.core.observer import NullProgress, Observer, Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import parse_stream_digest

@@ -14,8 +14,8 @@ from pathlib import Path
 from prepcli.algebra.boxes import Box, full_box, intersection, strides, volume
 from prepcli.algebra.grids import ChunkIndex, StoredRange
 from prepcli.algebra.strided_copies import LeafBoxPart
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, DamagedError, PrepError, text
+from prepcli.core.formatting import count_text
 from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import BlockCache, open_blobs
 from prepcli.formats.checksums import BlockChecksums, read_checksums

@@ -11,9 +11,9 @@ import xxhash
 from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.boxes import Box, Range, full_box, split_merged_range, volume
 from prepcli.algebra.strided_copies import leaf_box_parts, tensor_box
-from prepcli.core.counts import count_text
 from prepcli.core.errors import RERUN_HINT, PrepError
-from prepcli.core.progress import NullProgress
+from prepcli.core.formatting import count_text
+from prepcli.core.observer import NullProgress
 from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import DerivedArrays, FilesAndBlobs, open_blobs
 from prepcli.engine.files import Files

@@ -17,8 +17,8 @@ import numpy as np
 
 from prepcli.algebra.boxes import Range, full_box, split_merged_range, volume
 from prepcli.algebra.grids import StoredRange, StoredValue
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.core.formatting import count_text
 from prepcli.core.json_values import quote_name
 from prepcli.engine.blobs import (
     BlockCache,

@@ -17,8 +17,8 @@ from prepcli.core.errors import (
     Text,
     text,
 )
+from prepcli.core.formatting import join_names
 from prepcli.core.json_values import load_json, parse_json
-from prepcli.core.lists import join_names
 from prepcli.formats.meta_llama_config import is_dense_mistral
 from prepcli.formats.msgpack import detect_msgpack_kind, select_other_flax_files, sniff_msgpack_kind
 from prepcli.formats.orbax import ITEM_MARKERS

@@ -10,9 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
 from prepcli.core.errors import Command, Option, PrepError, Text, text, usage_error
-from prepcli.core.lists import join_names
-from prepcli.core.observer import Observer
-from prepcli.core.progress import NullProgress, Progress
+from prepcli.core.formatting import join_names
+from prepcli.core.observer import NullProgress, Observer, Progress
 from prepcli.formats import msgpack, safetensors, torch_files
 from prepcli.formats.gguf import part_names
 from prepcli.formats.manifest import MANIFEST_FILE

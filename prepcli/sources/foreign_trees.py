@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from prepcli.algebra.axis_map import LAYER_ATOMS, AxisMap, ParsedAxisMap, Sizes, bind_row
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.parameters import (
     Family,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import HFConfig, JsonValue
+from prepcli.core.json_values import HFConfig, JsonValue
 from prepcli.models.token_rules import NO_RULES, TokenRules
 from prepcli.sources.source import read_config
 from prepcli.stores.paths import AnyPath

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from prepcli.core.json_types import JsonValue
+from prepcli.core.json_values import JsonValue
 from prepcli.formats.gguf import GgufMetadata
 
 # Tensors [experts, out, in] of all experts of a layer.

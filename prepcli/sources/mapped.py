@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
-from prepcli.core.json_types import HFConfig
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
+from prepcli.core.json_values import HFConfig
 from prepcli.engine.digest import digest
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.parameters import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from prepcli.algebra.axis_map import INPUT_LAYERS
 from prepcli.core.errors import Option, PrepError, text, usage_error
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.models.parameters import VERBATIM, Family
 from prepcli.models.prediction import prediction_names, without_prediction
 from prepcli.models.registry import FAMILIES, family_of

@@ -7,11 +7,9 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Option, PrepError, text, usage_error
+from prepcli.core.formatting import count_text, did_you_mean, join_names
 from prepcli.core.json_values import quote_name
-from prepcli.core.lists import join_names
-from prepcli.core.suggest import did_you_mean
 from prepcli.formats.manifest import again_hints, check_files, find_manifest_folder
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import FAMILIES

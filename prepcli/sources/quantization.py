@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prepcli.core.errors import Option, PrepError, text, usage_error
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.formats.safetensors import iter_folder_tensors, select_safetensors_files
 from prepcli.formats.torch_files import detect_torch_kind, read_torch_folder
 from prepcli.planning.tensors import FLOAT_DTYPES

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prepcli.core.errors import Command, Option, PrepError, text
+from prepcli.core.formatting import join_names
 from prepcli.core.json_values import quote_name
-from prepcli.core.lists import join_names
-from prepcli.core.progress import Progress
+from prepcli.core.observer import Progress
 from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder, read_manifest
 from prepcli.formats.run_steps import saved_steps, step_folder

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from prepcli.core.bounded_text import shorten
 from prepcli.core.errors import Command, Key, Option, PrepError, Text, text, usage_error
-from prepcli.core.suggest import suggest
+from prepcli.core.formatting import shorten, suggest
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import (
     RECIPE_FILE,

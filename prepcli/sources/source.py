@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from prepcli.algebra.axis_map import ParsedAxisMap
-from prepcli.core.counts import count_text
 from prepcli.core.errors import (
     BROKEN_CONFIG_HINT,
     GET_AGAIN_HINT,
@@ -18,8 +17,8 @@ from prepcli.core.errors import (
     PrepError,
     text,
 )
-from prepcli.core.json_types import HFConfig, JsonObject
-from prepcli.core.json_values import load_json, quote_name
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import HFConfig, JsonObject, load_json, quote_name
 from prepcli.formats.manifest import NO_MANIFEST, STATE_ITEM, check_header
 from prepcli.models.parameters import Family, parameter_rows
 from prepcli.planning.arrays import Array, Locations

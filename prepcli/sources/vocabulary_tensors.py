@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from prepcli.algebra.axis_map import ParsedAxisMap, bind_row
 from prepcli.core.errors import Command, Option, Text, text, usage_error
+from prepcli.core.formatting import join_names
 from prepcli.core.json_values import quote_name
-from prepcli.core.lists import join_names
 from prepcli.models.parameters import Family, parameter_rows
 from prepcli.models.prediction import is_prediction_vocabulary, prediction_names
 from prepcli.models.registry import family_of

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from prepcli.core.errors import RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.formatting import format_bytes
-from prepcli.core.progress import Progress
+from prepcli.core.observer import Progress
 from prepcli.stores.byte_ranges import (
     TIMEOUT_VARIABLE,
     RemoteFile,

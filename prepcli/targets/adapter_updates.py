@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text, usage_error
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.formats.safetensors import ADAPTER_CONFIG
 from prepcli.models.lora import (
     EXPERTS,

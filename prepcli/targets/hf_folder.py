@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.core.errors import Key, text, usage_error
-from prepcli.core.json_types import HFConfig, JsonObject
+from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest, recorded_xxh3
 from prepcli.formats.tokenizer_files import TOKENIZER_FILE
 from prepcli.models.text_part import with_text_config

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from prepcli.algebra.axis_map import ParsedAxisMap
 from prepcli.algebra.boxes import Range
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.formats.manifest import adapter_fields, step_fields
 from prepcli.models.partition import Spec
 from prepcli.planning.arrays import Locations

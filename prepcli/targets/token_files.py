@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text, usage_error
-from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import load_json, parse_json
-from prepcli.core.lists import join_names
+from prepcli.core.formatting import join_names
+from prepcli.core.json_values import JsonObject, JsonValue, load_json, parse_json
 from prepcli.engine.digest import digest
 from prepcli.formats.added_tokens import (
     AddedToken,

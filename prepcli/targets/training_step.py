@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES
 from prepcli.models.manifest_family import manifest_family

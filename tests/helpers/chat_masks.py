@@ -19,7 +19,7 @@ from typing import Any, cast
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.encode import encode_batch
 from trainer.data.example_settings import ExampleSettings

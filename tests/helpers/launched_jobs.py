@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from prepcli.launch.command import TRAIN, LaunchedCommand
+from prepcli.launch.job import TRAIN, LaunchedCommand
 from tests.helpers.waiting import wait_until
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError, usage_error
+from prepcli.core.formatting import count_text
 from trainer.data.order import RowOrder
 from trainer.data.packing import Arrays, ColumnSpecs, Dataset
 

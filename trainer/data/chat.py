@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from trainer.data.chat_loss import message_weight
 from trainer.data.chat_marks import ASSISTANT, REASONING_KEYS, TOOL_CALLS
 from trainer.data.chat_template import ChatTemplate

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import json_type_name
+from prepcli.core.json_values import JsonObject, JsonValue, json_type_name
 from trainer.data.chat_marks import ASSISTANT, NONCHARACTER, REASONING_KEYS, TOOL_CALLS
 from trainer.data.chat_rendering import HIDDEN_HINT, ChatRenderer, Conversation
 from trainer.data.column_values import SURROGATE_CAUSE, is_encodable, json_list, parse_json

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import json_type_name
+from prepcli.core.json_values import JsonObject, JsonValue, json_type_name
 from trainer.data.chat_marks import ASSISTANT
 from trainer.data.column_values import LINE_HINT
 

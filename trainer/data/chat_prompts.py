@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import JsonObject, JsonValue
 from trainer.data.chat import load_forms
 from trainer.data.chat_template import ChatTemplate, load_chat_template
 from trainer.data.column_values import SURROGATE_CAUSE, is_encodable, messages_value, tool_schemas

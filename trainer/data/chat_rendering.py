@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 
 from prepcli.core.errors import Key, PrepError, Text, text
-from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import JsonObject, JsonValue
 from trainer.data.chat_environment import ChatEnvironment
 from trainer.data.chat_limits import PROBE_WORK
 from trainer.data.chat_marks import ASSISTANT

@@ -12,7 +12,7 @@ from typing import Any, cast
 import xxhash
 
 from prepcli.core.errors import Key, PrepError, Text, text, usage_error
-from prepcli.core.json_types import JsonValue
+from prepcli.core.json_values import JsonValue
 from trainer.data.tokenizer import read_settings, read_text_file
 from trainer.recipe.data_table import Data
 from trainer.recipe.text_fields import PLAIN, TRAINING

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import JsonValue
+from prepcli.core.json_values import JsonValue
 from prepcli.formats.tokenizer_files import load_sentencepiece
 from prepcli.stores.files import open_regular_file
 

@@ -9,10 +9,9 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Key, PrepError, Text
-from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import is_json_list, json_type_name, load_json
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import JsonObject, JsonValue, is_json_list, json_type_name, load_json
 from trainer.data.column_shapes import columns_hint, is_sharegpt
 from trainer.data.examples import TokenIds
 from trainer.data.readers.reader import Record

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from prepcli.core.errors import Key, PrepError, Text
-from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import json_type_name
+from prepcli.core.json_values import JsonObject, JsonValue, json_type_name
 from trainer.data.chat_loss import WEIGHT_KEYS
 from trainer.data.chat_marks import ASSISTANT, TOOL_CALLS
 from trainer.data.column_values import (

@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
+from prepcli.core.formatting import count_text
 from prepcli.core.json_values import load_json
 from prepcli.stores.files import fsync_path, read_regular_file, write_file
 from trainer.data.document_packing import (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.core.errors import Key, PrepError, Text, usage_error
+from prepcli.core.formatting import suggest
 from prepcli.core.json_values import load_json
-from prepcli.core.suggest import suggest
 from prepcli.stores.files import not_regular_error, read_regular_file, resolve_named_path
 from trainer.data.dataset_layout import (
     README,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.core.json_types import JsonValue
+from prepcli.core.json_values import JsonValue
 from trainer.data.encoded_batch import EncodedBatch
 from trainer.data.ignored_parts import CUT_DOCUMENTS, DROPPED_DOCUMENTS
 from trainer.recipe.text_fields import WHOLE_TOKENS, Overlong

@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
+from prepcli.core.formatting import count_text
 from trainer.data.store import MappedTokens
 
 RowIndices: TypeAlias = Sequence[int] | npt.NDArray[np.int64]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Key, PrepError, text
-from prepcli.core.json_types import JsonObject
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import JsonObject
 from trainer.data.examples import CostlyRecordError, Example, FileStart, Segment
 from trainer.data.fields import ExampleBuilder
 from trainer.data.files import DataFile, Note, changed_file_error, hash_file

@@ -6,8 +6,14 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from prepcli.core.counts import count_text
-from prepcli.core.escaping import MARK_END, escape_marks, marked, printable, printable_line
+from prepcli.core.formatting import (
+    MARK_END,
+    count_text,
+    escape_marks,
+    marked,
+    printable,
+    printable_line,
+)
 from prepcli.core.tables import Cell, format_table, wrap_line
 from trainer.data.data_samples import SampleCounts, SamplePart, TokenSample
 

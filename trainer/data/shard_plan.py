@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 import xxhash
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
+from prepcli.core.formatting import count_text
 from prepcli.core.json_values import load_json
 from prepcli.stores.files import read_regular_file, write_file
 from trainer.data.files import DataFile, io_error

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Key, PrepError, text
+from prepcli.core.formatting import count_text
 from trainer.data.order import permute, round_keys
 from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows
 from trainer.data.seq2seq import seq2seq_columns

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
+from prepcli.core.formatting import count_text
 from prepcli.core.json_values import load_json
 from prepcli.stores.files import open_regular_file, read_regular_file
 from trainer.data.document_packing import DocumentRows

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Key, PrepError, text
+from prepcli.core.formatting import count_text
 from trainer.data import store
 from trainer.data.ignored_parts import CUT_DOCUMENTS, DROPPED_DOCUMENTS, describe_ignored
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import xxhash
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Key, PrepError, join_texts, text, usage_error
+from prepcli.core.formatting import count_text
 from trainer.data import store
 from trainer.data.cache_records import Stamp, file_stamps, paths_digest, read_record, write_record
 from trainer.data.document_rows import open_rows, stored_rows

@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Key, Option, PrepError, Text
-from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import load_json
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import JsonObject, JsonValue, load_json
 from prepcli.formats.tokenizer_files import (
     MAX_TOKENIZER_NBYTES,
     SENTENCEPIECE_FILES,

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.core.counts import count_text
+from prepcli.core.formatting import count_text
 from trainer.data.document_packing import (
     BLOCK_DOCUMENTS,
     WINDOW,

@@ -18,9 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from prepcli.core.coordinator_address import is_loopback, split_host_port
 from prepcli.core.errors import PrepError
-from prepcli.core.process_address import ProcessAddress
+from prepcli.core.process_address import ProcessAddress, is_loopback, split_host_port
 from trainer.distributed.hosts import process_place
 
 PROTOCOL = "prep-1"

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 
 import jax
 
-from prepcli.core.coordinator_address import is_loopback, split_host_port
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.launchers import TPU_HOST_VARIABLES
-from prepcli.core.process_address import ProcessAddress
+from prepcli.core.process_address import ProcessAddress, is_loopback, split_host_port
 from prepcli.core.process_group import ProcessGroup, SingleProcess
 from trainer.distributed.coordination import CoordinatedProcesses
 from trainer.distributed.devices import local_devices

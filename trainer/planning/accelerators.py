@@ -24,7 +24,7 @@ import re
 from dataclasses import dataclass
 
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.core.suggest import did_you_mean_start
+from prepcli.core.formatting import did_you_mean_start
 from prepcli.models.attention_kernels import DeviceKind
 from prepcli.models.mesh import MAX_DEVICES
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 # An asynchronous operation is counted at its `-done` line, because only this line has the type of

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from prepcli.core.errors import INVALID_CONFIG, PrepError, text, usage_error
-from prepcli.core.json_types import HFConfig, JsonObject, JsonValue
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
+from prepcli.core.json_values import HFConfig, JsonObject, JsonValue
 from prepcli.models.dropout_config import DROPOUT_SITES
 from prepcli.models.parameters import Family
 from prepcli.models.registry import family_of, fields_read

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Key
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.tables import format_table
 from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
 from prepcli.models.chunk_sizes import chunk_length

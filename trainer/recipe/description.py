@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from prepcli.core.counts import count_text
+from prepcli.core.formatting import count_text
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
 from trainer.recipe.lr_schedule import LRSchedule, build_lr_schedule

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.planning.manifest_fields import ScheduleRecord
 from trainer.recipe.optimizer_tables import (
     PALM_REFERENCE_LR,

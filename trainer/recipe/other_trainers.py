@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from prepcli.core.decimal_text import parse_decimal
+from prepcli.core.formatting import parse_decimal
 from trainer.recipe.run_tables import EVAL_LOSS, EVAL_METRICS
 
 DATA_FILE = Path(__file__).with_suffix(".toml")

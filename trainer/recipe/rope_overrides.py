@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from prepcli.core.errors import INVALID_CONFIG, Command, PrepError, text, usage_error
-from prepcli.core.json_types import HFConfig, JsonObject, JsonValue
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
+from prepcli.core.json_values import HFConfig, JsonObject, JsonValue
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.registry import family_of
 from prepcli.models.rope_config import MAX_FLOAT32, ROPE_TYPES, Rope

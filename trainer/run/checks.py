@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Key, Option, PrepError, text
-from prepcli.core.formatting import format_bytes
-from prepcli.core.json_types import HFConfig
+from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.json_values import HFConfig
 from prepcli.core.observer import Observer
 from prepcli.engine.machine import cgroup_memory_limit, system_memory
 from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU

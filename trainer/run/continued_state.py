@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
+from prepcli.core.formatting import count_text
 from prepcli.restore.item_reader import ItemReader
 from prepcli.sources.source_views import AVERAGE_SLOT
 from trainer.run.start import StartCheckpoint

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.engine.machine import package_versions
 from trainer.run.run import PreparedRun
 from trainer.run.run_record import ENVIRONMENT_FILE

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prepcli.core.lists import join_names
+from prepcli.core.formatting import join_names
 from prepcli.core.observer import Observer
 from prepcli.execution.checkpoint_manager import StepExports
 from prepcli.execution.hub_push import check_push, parse_push_target

@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from prepcli.core.bounded_text import shorten
-from prepcli.core.escaping import printable
 from prepcli.core.formatting import (
     format_duration,
     format_number,
     format_time_left,
     format_token_rate,
+    printable,
+    shorten,
 )
-from prepcli.core.observer import Block, Observer
-from prepcli.core.pacing import PacedNotes, ticking
-from prepcli.core.progress import REDRAW_INTERVAL_S, Clock
+from prepcli.core.observer import REDRAW_INTERVAL_S, Block, Clock, Observer, PacedNotes, ticking
 from trainer.run.run import PreparedRun
 from trainer.run.run_status import RunStatus, status_lines
 from trainer.training.callbacks import Callbacks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.registry import family_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from prepcli.core.json_types import HFConfig, JsonObject
+from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.models.parameters import read_size
 from prepcli.models.registry import family_of

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.sources.folders import Access
 from prepcli.stores.addresses import parse_hub_address, parse_url
 from prepcli.stores.byte_ranges import RemoteFile

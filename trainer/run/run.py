@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.core.observer import RunObserver
 from prepcli.execution.run_storage import RunStorage
 from trainer.recipe import LoadedRecipe, Recipe

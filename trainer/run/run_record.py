@@ -10,10 +10,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, PrepError, text
-from prepcli.core.json_types import JsonObject
-from prepcli.core.json_values import load_json
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import JsonObject, load_json
 from prepcli.formats.run_steps import ENVIRONMENT_FILE, RECIPE_FILE, saved_steps, step_folder
 from prepcli.stores.files import read_regular_file
 from trainer.recipe.formatting import to_toml

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.algebra.axis_map import dim_name
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, text
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import count_text, format_bytes
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import KernelChoice
 from prepcli.models.chunk_sizes import WHOLE

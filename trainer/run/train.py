@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from prepcli.core.errors import Command, Key, Option, PrepError, UsageError, text
-from prepcli.core.job_errors import label_errors
 from prepcli.core.observer import RunObserver
+from prepcli.core.unexpected import label_errors
 from prepcli.engine.machine import free_memory
 from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule, StepExports
 from prepcli.execution.run_storage import joint_work

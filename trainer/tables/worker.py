@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from trainer.tables.batches import InvalidRow, Part, read_parts
 from trainer.tables.messages import RANGE, ROWS, Kind, read_message, write_message
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from prepcli.core.errors import Key, text, usage_error
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.planning.manifest_fields import Manifest
 from trainer.recipe import Recipe
 from trainer.recipe.run_tables import EVAL_LOSS, EVAL_METRICS, Direction

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.core.process_group import ProcessGroup, SingleProcess
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.parameters import Family

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TypedDict
 
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from trainer.training.evaluation import EvaluationResult
 from trainer.training.samples import Sample
 

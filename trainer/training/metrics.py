@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.stores.files import ACCESS_HINT, read_complete_lines, replacing_file
 
 METRICS_FILE = "metrics.jsonl"

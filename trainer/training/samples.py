@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.models.param_tree import Tree
 from prepcli.models.token_rules import NO_RULES, TokenRules
 from trainer.data.chat_prompts import MESSAGES_KEY, TOOLS_KEY, Prompt, PromptEncoder, chat_prompt

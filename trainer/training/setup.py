@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from prepcli.core.errors import Key, text, usage_error
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.models.attention_kernels import DeviceKind
 from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
 from prepcli.models.param_tree import ParamLeaf

@@ -260,7 +260,7 @@ def check_family(
       prep check-family persimmon.json
       prep check-family ./llama-13b --check logits --check gradients
     """
-    from prepcli.commands.testing.report import family_report
+    from prepcli.commands.testing.checks import family_report
 
     ui = output_options.open_console("check-family")
     return ui.finish(family_report(config, options["check"], ui))
@@ -278,10 +278,9 @@ def demo(*, options: DemoOptions, output_options: OutputOptions) -> int:
       prep demo --out /tmp/demo --json
     """
     from prepcli.commands.demo.run import run_demo
-    from prepcli.commands.rendering.environment import demo_report
 
     ui = output_options.open_console("demo")
-    return ui.finish(demo_report(run_demo(Path(options["out"]), ui), ui.columns))
+    return ui.finish(run_demo(Path(options["out"]), ui, columns=ui.columns))
 
 
 @expand_option_groups

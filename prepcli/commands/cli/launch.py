@@ -18,8 +18,8 @@ from prepcli.commands.cli.option_groups import (
     expand_option_groups,
 )
 from prepcli.core.errors import Command, text, usage_error
-from prepcli.core.suggest import did_you_mean
-from prepcli.launch.command import TRAIN, LaunchedCommand
+from prepcli.core.formatting import did_you_mean
+from prepcli.launch.job import TRAIN, LaunchedCommand
 from prepcli.launch.options import (
     GkeOptions,
     LocalOptions,
@@ -166,10 +166,12 @@ def slurm(
       prep launch slurm run.toml --setup 'source env/bin/activate' -- --set seed=1
       prep launch slurm --array 8 -- save-init llama-13b --mesh 1,64,4
     """
-    from prepcli.commands.operations.launch import launch_slurm
+    from prepcli.commands.operations.launch import launch_script
+    from prepcli.commands.rendering.environment import script_report
 
-    run = partial(launch_slurm, launched_command(context, recipe, words or ()), **options)
-    return _launch(run, output_options)
+    command = launched_command(context, recipe, words or ())
+    ui = output_options.open_console("launch")
+    return ui.finish(script_report(launch_script("slurm", command, options)))
 
 
 @expand_option_groups
@@ -190,10 +192,12 @@ def tpu(
       prep launch tpu run.toml --accelerator v4-64 --zone us-central2-b --spot
       prep launch tpu --accelerator v4-8 --zone us-central2-b -- eval m --data d
     """
-    from prepcli.commands.operations.launch import launch_tpu
+    from prepcli.commands.operations.launch import launch_script
+    from prepcli.commands.rendering.environment import script_report
 
-    run = partial(launch_tpu, launched_command(context, recipe, words or ()), **options)
-    return _launch(run, output_options)
+    command = launched_command(context, recipe, words or ())
+    ui = output_options.open_console("launch")
+    return ui.finish(script_report(launch_script("tpu", command, options)))
 
 
 @expand_option_groups
@@ -212,10 +216,12 @@ def gke(
       prep launch gke run.toml --image I --devices-per-node 8 -- --out gs://B/RUN
       prep launch gke --image I --nodes 4 --claim runs -- save-init llama-13b
     """
-    from prepcli.commands.operations.launch import launch_gke
+    from prepcli.commands.operations.launch import launch_script
+    from prepcli.commands.rendering.environment import script_report
 
-    run = partial(launch_gke, launched_command(context, recipe, words or ()), **options)
-    return _launch(run, output_options)
+    command = launched_command(context, recipe, words or ())
+    ui = output_options.open_console("launch")
+    return ui.finish(script_report(launch_script("gke", command, options)))
 
 
 @expand_option_groups
@@ -235,10 +241,12 @@ def sky(
       prep launch sky run.toml --accelerator tpu-v5p-8 -- --out gs://B/RUN
       prep launch sky --spot -- export gs://B/RUN --out gs://B/MODEL
     """
-    from prepcli.commands.operations.launch import launch_sky
+    from prepcli.commands.operations.launch import launch_script
+    from prepcli.commands.rendering.environment import script_report
 
-    run = partial(launch_sky, launched_command(context, recipe, words or ()), **options)
-    return _launch(run, output_options)
+    command = launched_command(context, recipe, words or ())
+    ui = output_options.open_console("launch")
+    return ui.finish(script_report(launch_script("sky", command, options)))
 
 
 @expand_option_groups
@@ -258,10 +266,12 @@ def ray(
       prep launch ray run.toml --workers 4 --gpus 8 --folder /shared/runs
       prep launch ray --workers 4 --folder /shared -- save-init llama-13b
     """
-    from prepcli.commands.operations.launch import launch_ray
+    from prepcli.commands.operations.launch import launch_script
+    from prepcli.commands.rendering.environment import script_report
 
-    run = partial(launch_ray, launched_command(context, recipe, words or ()), **options)
-    return _launch(run, output_options)
+    command = launched_command(context, recipe, words or ())
+    ui = output_options.open_console("launch")
+    return ui.finish(script_report(launch_script("ray", command, options)))
 
 
 @expand_option_groups

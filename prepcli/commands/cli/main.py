@@ -23,10 +23,9 @@ from prepcli.commands.console.stdio import (
     write_and_flush,
 )
 from prepcli.commands.console.ui import Report, Ui, open_ui, stdout_error
-from prepcli.core.bounded_text import SHORT_WORD_CHARS, shorten
 from prepcli.core.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError, usage_error
-from prepcli.core.job_errors import process_of
-from prepcli.core.suggest import suggest
+from prepcli.core.formatting import SHORT_WORD_CHARS, shorten, suggest
+from prepcli.core.unexpected import process_of
 from prepcli.core.worker_thread import exit_past_abandoned_calls
 from prepcli.execution.signals import (
     ANSWER_S,

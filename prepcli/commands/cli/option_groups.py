@@ -28,8 +28,8 @@ from typer.core import TyperCommand
 from prepcli.commands.console.progress_displays import Mode
 from prepcli.commands.console.ui import Ui, open_ui
 from prepcli.commands.operations.operation import choices_of, minimum_of
-from prepcli.core.bounded_text import shorten
 from prepcli.core.errors import UsageError, usage_error
+from prepcli.core.formatting import shorten
 from prepcli.core.option_spec import REQUIRED, OptionSpec, PathLike, option_specs
 from prepcli.planning.shares import launcher_share
 

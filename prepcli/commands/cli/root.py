@@ -56,9 +56,9 @@ from prepcli.commands.cli.inspection import (
 from prepcli.commands.cli.launch import LaunchCommand, gke, local, ray, sky, slurm, tpu
 from prepcli.commands.cli.option_groups import OneProcessCommand, StrictCommand
 from prepcli.commands.cli.training import evaluate, generate, plan, recipes, report, tokenize, train
+from prepcli.core import version
 from prepcli.core.errors import USAGE
-from prepcli.core.job_errors import label_errors, process_of
-from prepcli.core.version import version
+from prepcli.core.unexpected import label_errors, process_of
 from prepcli.execution.signals import Interrupted, notes_of
 
 # In the order of `--help`.

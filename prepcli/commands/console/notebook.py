@@ -13,11 +13,11 @@ from prepcli.core.observer import (
     Line,
     Observer,
     OneProcessObserver,
+    Progress,
     RunObserver,
     SilentObserver,
     observer_of,
 )
-from prepcli.core.progress import Progress
 
 # Columns of the view. A notebook does not tell the width of its outputs.
 WIDTH = 100

@@ -6,21 +6,22 @@ The clock is an argument, so that tests need not sleep.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from prepcli.core.escaping import printable_line
 from prepcli.core.formatting import (
     format_bytes_of,
     format_clock,
     format_duration,
     format_rate,
     format_time_left,
+    printable_line,
 )
-from prepcli.core.progress import (
+from prepcli.core.observer import (
     LINE_INTERVAL_S,
     REDRAW_INTERVAL_S,
     Clock,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 Mode = Literal["auto", "bar", "lines", "json", "none"]
+Event = Literal["begin", "progress", "note", "end"]
 
 EVENT_INTERVAL_S = 1.0
 # At most 61 samples are in memory: 30 s of two per second, and one before.
@@ -130,165 +132,133 @@ class ProgressMeter:
         return f"{self.bytes_and_rate()}  {ending} {format_duration(self.elapsed_s())}"
 
 
-@dataclass(slots=True)
-class LineProgress:
-    """Progress for logs: one line at the start, every 10 s, and at the end."""
+class _Display:
+    """Progress of one task at a time, shown on a stream.
 
-    stream: TextIO
-    clock: Clock = time.monotonic
-    meter: ProgressMeter | None = None
-    last_note: str = ""
-    printed_at_s: float = 0.0
+    Attributes:
+        interval_s: Least time between two displays of the numbers.
+        note_interval_s: The same after a note.
+    """
+
+    interval_s: float
+    note_interval_s: float
+
+    def __init__(self, stream: TextIO, clock: Clock = time.monotonic) -> None:
+        self.stream = stream
+        self._clock = clock
+        self._meter: ProgressMeter | None = None
+        self._note = ""
+        self._shown_at_s = 0.0
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-        """Print the first line. The next one is due in 10 s."""
-        self.meter = ProgressMeter(task, total_bytes, done_bytes, self.clock)
-        self.last_note = ""
-        self.printed_at_s = self.meter.started_s
-        self._write_line(self.meter, format_bytes_of(done_bytes, total_bytes))
+        """Show the start of a task."""
+        self._meter = ProgressMeter(task, total_bytes, done_bytes, self._clock)
+        self._note = ""
+        self._shown_at_s = self._meter.started_s
+        self._show("begin", self._meter)
 
     def advance(self, written_bytes: int) -> None:
-        """Print a line if the last one is 10 s old."""
-        if self.meter is None:
-            return
-        now = self.meter.advance(written_bytes)
-        if now - self.printed_at_s >= LINE_INTERVAL_S:
-            self.printed_at_s = now
-            self._write_line(self.meter, self.meter.status(self.last_note))
+        """Show the bytes if the last display is old enough."""
+        if self._meter is not None:
+            now = self._meter.advance(written_bytes)
+            if now - self._shown_at_s >= self.interval_s:
+                self._shown_at_s = now
+                self._show("progress", self._meter)
 
     def note(self, text: str) -> None:
-        """Keep the note for the next line."""
-        self.last_note = text
+        """Show the note behind the numbers, at once or the next time."""
+        self._note = text
+        if self._meter is not None and self._clock() - self._shown_at_s >= self.note_interval_s:
+            self._show("note", self._meter)
 
     def end(self) -> None:
-        """Print the last line."""
-        if self.meter is not None:
-            self._write_line(self.meter, self.meter.summary())
-        self.meter = None
+        """Show the end of the task. It is interrupted if bytes are missing."""
+        if self._meter is not None:
+            self._show("end", self._meter)
+        self._meter = None
 
-    def _write_line(self, meter: ProgressMeter, text: str) -> None:
+    def _show(self, event: Event, meter: ProgressMeter) -> None:
+        raise NotImplementedError
+
+    def _state(self, event: Event, meter: ProgressMeter) -> str:
+        """Return the numbers of a task in words."""
+        if event == "begin":
+            return format_bytes_of(meter.done_bytes, meter.total_bytes)
+        if event == "end":
+            return meter.summary()
+        return meter.status(self._note)
+
+
+class LineProgress(_Display):
+    """Progress for logs: one line at the start, every 10 s, and at the end."""
+
+    interval_s = LINE_INTERVAL_S
+    note_interval_s = math.inf
+
+    def _show(self, event: Event, meter: ProgressMeter) -> None:
+        text = self._state(event, meter)
         print(f"{meter.label}  {meter.percent:3d}%  {text}", file=self.stream, flush=True)
 
 
-@dataclass(slots=True)
-class JsonProgress:
-    """Progress for programs: one JSON object per line at the start, every second, at each note, and at the end."""
+class JsonProgress(_Display):
+    """Progress for programs: one JSON object per line at the start, every second, at each note, and at the end.
 
-    stream: TextIO
-    clock: Clock = time.monotonic
-    meter: ProgressMeter | None = None
-    printed_at_s: float = 0.0
+    An interrupted task has `done` below `total` in its event `end`.
+    """
 
-    def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-        """Print the event `begin`."""
-        self.meter = ProgressMeter(task, total_bytes, done_bytes, self.clock)
-        self.printed_at_s = self.meter.started_s
-        self._write_event(self.meter, "begin")
+    interval_s = EVENT_INTERVAL_S
+    note_interval_s = 0.0
 
-    def advance(self, written_bytes: int) -> None:
-        """Print the event `progress` if the last one is a second old."""
-        if self.meter is None:
-            return
-        now = self.meter.advance(written_bytes)
-        if now - self.printed_at_s >= EVENT_INTERVAL_S:
-            self.printed_at_s = now
-            self._write_event(self.meter, "progress")
-
-    def note(self, text: str) -> None:
-        """Print the event `note`."""
-        if self.meter is not None:
-            self._write_event(self.meter, "note", text=text)
-
-    def end(self) -> None:
-        """Print the event `end`. An interrupted task has `done` below `total`."""
-        if self.meter is not None:
-            self._write_event(self.meter, "end")
-        self.meter = None
-
-    def _write_event(self, meter: ProgressMeter, event: str, **more: str) -> None:
-        described = {
+    def _show(self, event: Event, meter: ProgressMeter) -> None:
+        fields = {
             "t": round(meter.elapsed_s(), 3),
             "event": event,
             "task": meter.task,
             "done": meter.done_bytes,
             "total": meter.total_bytes,
         }
-        print(json.dumps({**described, **more}), file=self.stream, flush=True)
+        if event == "note":
+            fields["text"] = self._note
+        print(json.dumps(fields), file=self.stream, flush=True)
 
 
-@dataclass(slots=True)
-class BarProgress:
+class BarProgress(_Display):
     """Progress for terminals: one line, redrawn in place at most ten times per second."""
 
-    stream: TextIO
-    clock: Clock = time.monotonic
-    meter: ProgressMeter | None = None
-    last_note: str = ""
-    drawn_at_s: float = 0.0
-    bar: RichProgress | None = None
+    interval_s = note_interval_s = REDRAW_INTERVAL_S
+    _bar: RichProgress | None = None
 
-    def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-        """Draw the bar."""
-        # An error may have left the last task without its `end`. Two bars would overwrite each other.
-        self.end()
-        self.meter = ProgressMeter(task, total_bytes, done_bytes, self.clock)
-        self.last_note = ""
-        self.drawn_at_s = self.meter.started_s
-        self.bar = _rich_bar(self.stream)
-        self.bar.add_task(
-            self.meter.label,
-            total=max(total_bytes, 1),
-            state=format_bytes_of(done_bytes, total_bytes),
-        )
-        self.bar.start()
-        self._draw_bar(self.meter, format_bytes_of(done_bytes, total_bytes))
-
-    def advance(self, written_bytes: int) -> None:
-        """Redraw the bar if the last drawing is a tenth of a second old."""
-        if self.meter is not None:
-            self._redraw_if_due(self.meter, self.meter.advance(written_bytes))
-
-    def note(self, text: str) -> None:
-        """Show the note behind the numbers, as far as the line is wide."""
-        self.last_note = text
-        if self.meter is not None:
-            self._redraw_if_due(self.meter, self.clock())
-
-    def end(self) -> None:
-        """Draw the bar a last time. It stays on the screen."""
-        if self.meter is not None and self.bar is not None:
-            complete = self.meter.done_bytes >= self.meter.total_bytes
-            # The full bar shows that the task is done. Without it, the words have to.
-            state = self.meter.summary()
-            if complete:
-                state = f"{self.meter.bytes_and_rate()}  {format_clock(self.meter.elapsed_s())}"
-            self._draw_bar(self.meter, state)
-            self.bar.stop()
-        self.meter = self.bar = None
-
-    def _redraw_if_due(self, meter: ProgressMeter, now: float) -> None:
-        if now - self.drawn_at_s >= REDRAW_INTERVAL_S:
-            self.drawn_at_s = now
-            self._draw_bar(meter, meter.status(self.last_note))
-
-    def _draw_bar(self, meter: ProgressMeter, state: str) -> None:
-        if self.bar is None:
+    def _show(self, event: Event, meter: ProgressMeter) -> None:
+        if event == "begin":
+            if self._bar is not None:
+                # An error has left the last task without its `end`. Two bars would overwrite each other.
+                self._bar.stop()
+            self._bar = _rich_bar(self.stream)
+            self._bar.add_task(meter.label, total=max(meter.total_bytes, 1), state="")
+            self._bar.start()
+        if self._bar is None:
             return
+        self._shown_at_s = self._clock()
+        state = self._state(event, meter)
+        if event == "end" and meter.done_bytes >= meter.total_bytes:
+            # The full bar shows that the task is done. Otherwise the words have to.
+            state = f"{meter.bytes_and_rate()}  {format_clock(meter.elapsed_s())}"
         # One column stays free: some terminals break the line after a character in the last one.
-        taken = len(meter.label) + 2 + _bar_cells(self.bar.console.width) + 2
-        state = f"{meter.percent:3d}%  {state}"[: max(0, self.bar.console.width - taken - 1)]
+        width = self._bar.console.width
+        taken = len(meter.label) + 2 + _bar_cells(width) + 2
+        state = f"{meter.percent:3d}%  {state}"[: max(0, width - taken - 1)]
         # The bar of an empty task has a total of 1, and is full.
-        completed = meter.done_bytes
-        if not meter.total_bytes:
-            completed = 1
-        self.bar.update(self.bar.task_ids[0], completed=completed, state=state, refresh=True)
+        completed = meter.done_bytes if meter.total_bytes else 1
+        self._bar.update(self._bar.task_ids[0], completed=completed, state=state, refresh=True)
+        if event == "end":
+            # It stays on the screen.
+            self._bar.stop()
+            self._bar = None
 
 
 def _bar_cells(width: int) -> int:
     """Return the width of the bar: short on narrow lines, where the numbers matter more."""
-    if width >= 100:
-        return BAR_CELLS
-    return 10
+    return BAR_CELLS if width >= 100 else 10
 
 
 def _rich_bar(stream: TextIO) -> RichProgress:
@@ -319,26 +289,18 @@ def can_redraw(stream: TextIO) -> bool:
 
 
 def make_progress(mode: Mode, stream: TextIO, clock: Clock = time.monotonic) -> Progress:
-    """Return the Progress of a mode.
+    """Return the Progress of a mode of `--progress`.
 
     `auto` is a bar on a terminal that can redraw a line, otherwise lines.
-
-    Args:
-        mode: Value of `--progress`.
-        stream: Stream to print on.
-        clock: Returns the time in seconds.
-
-    Returns:
-        The Progress.
     """
-    if mode == "auto" and can_redraw(stream):
-        mode = "bar"
     match mode:
+        case "none":
+            return NullProgress()
+        case "json":
+            return JsonProgress(stream, clock)
         case "bar":
+            return BarProgress(stream, clock)
+        case "auto" if can_redraw(stream):
             return BarProgress(stream, clock)
         case "auto" | "lines":
             return LineProgress(stream, clock)
-        case "json":
-            return JsonProgress(stream, clock)
-        case "none":
-            return NullProgress()

@@ -1,15 +1,18 @@
-"""Handling of standard streams that may be closed, full or without a reader."""
+"""Standard streams that may be closed, full or without a reader, and the output of libraries."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import io
+import logging
 import os
 import select
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
+
+from prepcli.core.observer import SLABS, CommandObserver, Observer
 
 
 class LossyStream:
@@ -58,13 +61,8 @@ def open_closed_streams() -> None:
 def library_output_hidden(to_stderr: bool) -> Iterator[TextIO]:
     """Keep text that libraries write to descriptor 1 out of stdout, which carries only the result.
 
-    The network library of jax for CPUs prints there. Do not write to `sys.stdout` meanwhile.
-
-    Args:
-        to_stderr: Write the text to stderr instead of dropping it.
-
-    Yields:
-        A stream that writes to stdout.
+    The network library of jax for CPUs prints there. The text goes to stderr, or is dropped. The `with` block gets a
+    stream that writes to stdout, and must not write to `sys.stdout`.
     """
     sys.stdout.flush()
     with os.fdopen(
@@ -147,3 +145,11 @@ def is_reader_gone(stream: TextIO) -> bool:
     except (OSError, ValueError):
         return False
     return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def silence_jax(observer: Observer) -> None:
+    """Hide the log messages of jax, such as warnings about missing accelerators, unless a command has `-vv`."""
+    is_verbose = isinstance(observer, CommandObserver) and observer.level >= SLABS
+    # The C++ part of jax reads this variable when it is imported.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if is_verbose else "3")
+    logging.getLogger("jax").setLevel(logging.INFO if is_verbose else logging.ERROR)

@@ -5,28 +5,36 @@ With `--json` stdout carries exactly one object, also on failure. A command crea
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
-from prepcli.commands.console.live_block import LiveBlock
 from prepcli.commands.console.progress_displays import Mode, can_redraw, make_progress
 from prepcli.commands.console.stdio import LossyStream, write_and_flush, write_exact_and_flush
-from prepcli.core.bounded_text import bounded_error, bounded_lines
+from prepcli.core import version
 from prepcli.core.errors import INTERRUPTED, OK, STOPPED, PrepError
-from prepcli.core.escaping import MARK_END, MARK_START, printable
-from prepcli.core.job_errors import process_of
-from prepcli.core.observer import NORMAL, QUIET, SLABS
-from prepcli.core.progress import NullProgress, Progress
-from prepcli.core.unexpected import as_prep_error
-from prepcli.core.version import version
+from prepcli.core.formatting import (
+    MARK_END,
+    MARK_START,
+    bounded_error,
+    bounded_lines,
+    printable,
+    printable_line,
+)
+from prepcli.core.observer import NORMAL, QUIET, SLABS, Line, NullProgress, Progress
+from prepcli.core.unexpected import as_prep_error, process_of
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 # Control sequence of terminals (DECTCEM). rich hides the cursor while a live block is open.
 SHOW_CURSOR = "\x1b[?25h"
@@ -59,6 +67,107 @@ class Report:
     process: int | None = None
     is_script: bool = False
     has_marks: bool = False
+
+
+class LiveBlock:
+    """Lines redrawn in place. The last ones stay on the screen.
+
+    Attributes:
+        stream: Stream for text to print above the lines. Threads write whole lines.
+        is_open: Whether the lines are redrawn. Later text is printed below them.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        """Start without lines on a terminal."""
+        from rich.console import Console
+        from rich.live import Live
+
+        self._terminal = stream
+        self._console = Console(file=stream, force_terminal=True)
+        self._live = Live(
+            console=self._console,
+            # `draw` redraws the lines, so rich needs no thread that refreshes them. The Ui prints messages to
+            # `stream`, so rich must not redirect the standard streams: stdout is for the result only.
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        )
+        self._text_above = _TextAbove(self, stream)
+        self.stream = cast(TextIO, self._text_above)
+        self._live.start()
+        self.is_open = True
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal, which may change."""
+        self._measure_terminal()
+        return self._console.width
+
+    def draw(self, lines: Sequence[Line]) -> None:
+        """Replace the lines. Parts beyond the edge of the terminal are cut."""
+        from rich.console import Group
+
+        self._measure_terminal()
+        self._live.update(Group(*map(_as_text, lines)), refresh=True)
+
+    def _measure_terminal(self) -> None:
+        """Set rich's width and height to the terminal of this stream. By itself, rich measures the standard streams."""
+        from rich.console import ConsoleDimensions
+
+        with contextlib.suppress(OSError, ValueError):  # not a terminal
+            columns, lines = os.get_terminal_size(self._terminal.fileno())
+            # Terminals of some containers and serial lines have no size.
+            if columns and lines:
+                self._console.size = ConsoleDimensions(columns, lines)
+
+    def print_above(self, text: str) -> None:
+        """Print whole lines above the block, with their colours."""
+        from rich.text import Text
+
+        # The terminal breaks long lines, not rich: a copied path then has no line break.
+        self._console.print(Text.from_ansi(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last lines on the screen, and the cursor below them."""
+        # In this order: the unfinished line is printed while the block can move below it. Once
+        # `is_open` is false, other threads print to the terminal itself.
+        self._text_above.end_line()
+        self.is_open = False
+        self._live.stop()
+
+
+def _as_text(line: Line) -> Text:
+    from rich.text import Text
+
+    segments = [(printable_line(text), style) for text, style in line]
+    return Text.assemble(*segments, no_wrap=True, overflow="crop")
+
+
+class _TextAbove(io.TextIOBase):
+    """Stream that prints its lines above a block."""
+
+    def __init__(self, block: LiveBlock, terminal: TextIO) -> None:
+        self._block = block
+        self._terminal = terminal
+        self._unfinished = ""
+
+    def write(self, text: str) -> int:
+        """Print the complete lines."""
+        # The last part has no line break yet. It waits for the rest of its line.
+        *lines, self._unfinished = (self._unfinished + text).split("\n")
+        if lines:
+            self._block.print_above("\n".join(lines))
+        return len(text)
+
+    def end_line(self) -> None:
+        """End and print the incomplete line, if there is one."""
+        if self._unfinished:
+            self.write("\n")
+
+    def isatty(self) -> bool:
+        """Return whether the block is on a terminal."""
+        return self._terminal.isatty()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +205,7 @@ class Ui:
     def note(self, text: str, level: int = NORMAL) -> None:
         """Print a line on stderr if the verbosity is at least `level`."""
         if self.level >= level and (self.all_print or not self.process):
-            label = ""
-            if self.all_print:
-                label = self._label
+            label = self._label if self.all_print else ""
             self._print_stderr(f"{label}{printable(text)}")
 
     def warn(self, text: str) -> None:
@@ -111,9 +218,7 @@ class Ui:
     @property
     def _label(self) -> str:
         """The process that prints a line."""
-        if self.process is None:
-            return ""
-        return f"process {self.process}: "
+        return "" if self.process is None else f"process {self.process}: "
 
     @property
     def columns(self) -> int | None:
@@ -213,9 +318,7 @@ class Ui:
         error = report.error or (unwritten and stdout_error(unwritten))
         if error is not None and not (self.process and error.code in (STOPPED, INTERRUPTED)):
             self._print_stderr(self._error_text(error))
-        if error is None:
-            return OK
-        return error.code
+        return OK if error is None else error.code
 
     def show_final_error(self, error: PrepError) -> int:
         """Print the error that ends this process at once, and return the exit code.
@@ -264,10 +367,7 @@ class Ui:
 
 def open_ui(command: str, as_json: bool, quiet: bool, verbose: int, progress: Mode = "auto") -> Ui:
     """Return the Ui for the shared options. `-q` takes precedence over `-v`."""
-    level = min(verbose, SLABS)
-    if quiet:
-        level = QUIET
-    return Ui(command, as_json, level, progress)
+    return Ui(command, as_json, QUIET if quiet else min(verbose, SLABS), progress)
 
 
 def stdout_error(error: OSError) -> PrepError:

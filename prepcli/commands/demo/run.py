@@ -1,45 +1,115 @@
-"""Run the steps of the demo, one after another, and write its report."""
+"""The demo: the commands that a user types on a tiny model, checks of their results, and a page with pictures."""
 
 from __future__ import annotations
 
+import filecmp
+import json
 import os
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from prepcli.commands.demo.steps import (
-    KILLED_RUN,
-    OUTPUTS,
-    UNBROKEN_RUN,
-    CommandError,
-    DemoStep,
-    demo_steps,
-    logged_losses,
-    remove_output,
+from prepcli.commands.console.ui import Report
+from prepcli.commands.demo.tiny_model import (
+    RECIPE_TEXT,
+    RESHARDED,
+    SAVE_EVERY,
+    SENTENCE_WORDS,
+    SENTENCES,
+    STEPS,
+    TEXT,
+    TEXT_WORDS,
+    VOCABULARY,
+    learnable_text,
+    write_tiny_model,
 )
-from prepcli.commands.demo.tiny_model import RESHARDED, SAVE_EVERY, STEPS
 from prepcli.commands.pages.charts import Bar, Curve, bar_chart, line_chart, shard_map_svg
 from prepcli.commands.pages.html_page import write_html_page
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes, format_duration
-from prepcli.core.observer import Observer
-from prepcli.core.pacing import PacedNotes, ticking
+from prepcli.core.observer import Observer, PacedNotes, ticking
+from prepcli.core.tables import format_table
 from prepcli.execution.output_paths import check_local_path
 from prepcli.formats.manifest import read_manifest
+from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import device_boxes, partition_spec
 from prepcli.models.rules import PARAM_RULES
+from prepcli.stores.files import write_file
+from trainer.training.metrics import METRICS_FILE, line_step, read_metrics
 
 MARKER = ".made-by-prep-demo"
 REPORT = "report.html"
+MODEL = "tiny"
+PADDED = "tiny-padded"
+INIT = "tiny-padded-init"
+UNBROKEN = "unbroken"
+EXPORTED = "tiny-hf"
+RECIPE = "tiny.toml"
+UNBROKEN_RUN = "runs/unbroken"
+KILLED_RUN = "runs/tiny"
+LEARNED = "tiny-learned"
+OUTPUTS = (
+    *(MODEL, PADDED, INIT, UNBROKEN, RESHARDED, EXPORTED),
+    *(TEXT, RECIPE, "runs", LEARNED, REPORT),
+)
+# A small budget yields many small steps, and so many moments for a kill.
+SAVE_INIT = ("save-init", PADDED, "--mesh", "1,1,1", "--memory", "32MiB")
+# In the demo's folder. Three steps train the same model. With the cache only the first one compiles it.
+JAX_CACHE = ".jax-cache"
 SHOWN_LEAF = "embed.tokens"
 # The largest single file of the demo has 25 MB. A write that fails leaves less than that.
 MIN_FREE_NBYTES = 32 << 20
+POLL_EVERY_S = 0.0005
+# The command may end before it is killed.
+MAX_KILL_TRIES = 5
+# A conversion is killed when this part of its output is written.
+KILLED_SHARE = 0.6
+LAST_KILLED_SHARE = 0.1
+
+
+class CommandError(PrepError):
+    """A command of a step failed. Running it again shows its whole message."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Outcome of a step: a line for the user, the bytes written, and the peak memory."""
+
+    result: str
+    nbytes: int
+    peak_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoStep:
+    """A step of the demo.
+
+    Attributes:
+        title: Title for the user.
+        args: Arguments of the command, empty if the step runs none.
+        run: Called with the demo's folder and the step. Raises PrepError if the step fails.
+        training_run: Folder of the run of the command on 8 devices. Its steps take long.
+    """
+
+    title: str
+    args: tuple[str, ...]
+    run: Callable[[Path, DemoStep], StepOutcome]
+    training_run: str = ""
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """Environment variables of the command."""
+        return {"JAX_NUM_CPU_DEVICES": "8"} if self.training_run else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,37 +142,47 @@ class StepReport:
         return self.result if self.ok else f"FAILED: {self.result}"
 
 
-@dataclass(frozen=True, slots=True)
-class DemoRun:
-    """The steps of a demo that ran, up to the first one that failed.
+def demo_steps() -> tuple[DemoStep, ...]:
+    """Return the steps from a model with an odd vocabulary to eight devices and back, and a training there."""
+    train = ("train", RECIPE, "--out")
+    export = ("export", KILLED_RUN, "--out", LEARNED)
+    learned_text = "rows, ready for transformers"
+    return (
+        DemoStep("make a tiny GPT-Neo", (), _make_model),
+        DemoStep("pad its vocabulary", ("pad-vocab", MODEL, "--multiple", "8"), _pad_vocab),
+        DemoStep("save an init, kill -9", SAVE_INIT, _kill_conversion),
+        DemoStep("resume the same command", SAVE_INIT, _resume_conversion),
+        DemoStep("convert without a kill", (*SAVE_INIT, "--out", UNBROKEN), _compare_outputs),
+        DemoStep("reshard to 8 devices", ("reshard", INIT, "--mesh", "1,2,4"), _reshard),
+        DemoStep("export to Hugging Face", ("export", RESHARDED), partial(_export, "true rows")),
+        DemoStep("verify against the start", ("verify", EXPORTED, MODEL), _verify_start),
+        DemoStep("write a text and a recipe", (), _write_text_and_recipe),
+        DemoStep("train on 8 devices", (*train, UNBROKEN_RUN), _train, UNBROKEN_RUN),
+        DemoStep("train, kill -9", (*train, KILLED_RUN), _kill_training, KILLED_RUN),
+        DemoStep("resume the same command", (*train, KILLED_RUN), _resume_training, KILLED_RUN),
+        DemoStep("export the trained model", export, partial(_export, learned_text)),
+        DemoStep("verify against the run", ("verify", LEARNED, KILLED_RUN), _verify),
+    )
 
-    Attributes:
-        out: Folder of the demo.
-        steps: Report of each step.
-        num_planned: Number of steps of the whole demo.
-    """
 
-    out: Path
-    steps: tuple[StepReport, ...]
-    num_planned: int
-
-    @property
-    def failed_step(self) -> StepReport | None:
-        """The step that ended the demo, or None if all passed."""
-        last = self.steps[-1]
-        return None if last.ok else last
-
-
-def run_demo(out: Path, observer: Observer, steps: Sequence[DemoStep] | None = None) -> DemoRun:
+def run_demo(
+    out: Path,
+    observer: Observer,
+    steps: Sequence[DemoStep] | None = None,
+    *,
+    columns: int | None = None,
+) -> Report:
     """Make a tiny model in the folder `out`, convert it in both directions, train it, and check each step.
 
     Args:
         out: New or empty folder, or the folder of an earlier demo. Its outputs are replaced.
         observer: Receives a note before and after each step.
         steps: Some of the steps, without a page. None means all.
+        columns: Width of the terminal. None means unlimited.
 
     Returns:
-        The reports of the steps, up to the first one that failed. If all passed, a page with pictures was written.
+        The table of the steps, up to the first one that failed, with its error. If all passed, a page with pictures was
+        written.
 
     Raises:
         PrepError: `out` exists and was not made by a demo, or cannot be created.
@@ -120,10 +200,32 @@ def run_demo(out: Path, observer: Observer, steps: Sequence[DemoStep] | None = N
         reports.append(report)
         if not report.ok:
             break
-    run = DemoRun(out, tuple(reports), count)
-    if steps is None and run.failed_step is None:
-        write_html_page(out / REPORT, "prep demo", _page_body(out, run.steps))
-    return run
+    last = reports[-1]
+    fields: dict[str, object] = {"output": str(out), "steps": [asdict(step) for step in reports]}
+    table = _table(reports, columns)
+    if not last.ok:
+        what = f"the demo failed at step {len(reports)}: {last.step}"
+        return Report(table, fields, error=PrepError(what, last.result, last.hint))
+    page = out / REPORT
+    if steps is None:
+        write_html_page(page, "prep demo", _page_body(out, reports))
+    fields["report"] = str(page)
+    closing = f"all {count} steps passed; report with pictures: {page}"
+    return Report(f"{table}\n{closing}", fields, "run the same commands with your own model")
+
+
+def _table(reports: Sequence[StepReport], columns: int | None) -> str:
+    rows: list[tuple[str, ...]] = []
+    for report in reports:
+        sizes = (format_bytes(report.bytes), format_bytes(report.peak) if report.peak else "-")
+        rows.append((report.step, f"{report.seconds:.1f}", *sizes, report.result_text))
+    return format_table(
+        rows,
+        ("step", "seconds", "bytes", "memory", "result"),
+        right_aligned=("seconds", "bytes", "memory"),
+        width=columns,
+        wrapped=["result"],
+    )
 
 
 def _prepare_folder(out: Path) -> None:
@@ -135,11 +237,10 @@ def _prepare_folder(out: Path) -> None:
     # Only a folder with the marker loses files, so a folder of the user with the same name stays as it is.
     is_empty = out.is_dir() and not any(out.iterdir())
     if out.exists() and not is_empty and not (out / MARKER).is_file():
-        why = f"it has no {MARKER}"
         what = f"{out} already exists and is not a demo's folder"
-        raise usage_error(what, why, _demo_command("NAME"))
-    for name in (*OUTPUTS, REPORT):
-        remove_output(out / name)
+        raise usage_error(what, f"it has no {MARKER}", _demo_command("NAME"))
+    for name in OUTPUTS:
+        _remove_output(out / name)
     try:
         # A kill between the two lines leaves an empty folder, which the next demo accepts.
         out.mkdir(parents=True, exist_ok=True)
@@ -161,9 +262,17 @@ def _run_step(step: DemoStep, folder: Path, observer: Observer) -> StepReport:
         command = shlex.join([*variables, "prep", *step.args])
         observer.note(f"      $ {command}")
     start_s = time.monotonic()
+    notes = PacedNotes(observer)
+
+    def describe() -> str:
+        line = f"      {format_duration(time.monotonic() - start_s)}"
+        if not step.training_run:
+            return line
+        return f"{line}, {len(logged_losses(folder / step.training_run))} of {STEPS} steps"
+
     report = StepReport(step.title, command)
     try:
-        with _signs_of_life(step, folder, observer):
+        with ticking(lambda: notes.note_if_due(describe)):
             outcome = step.run(folder, step)
         report = replace(
             report, result=outcome.result, bytes=outcome.nbytes, peak=outcome.peak_nbytes, ok=True
@@ -174,27 +283,15 @@ def _run_step(step: DemoStep, folder: Path, observer: Observer) -> StepReport:
     return replace(report, seconds=round(time.monotonic() - start_s, 3))
 
 
-@contextmanager
-def _signs_of_life(step: DemoStep, out: Path, observer: Observer) -> Iterator[None]:
-    """Note the progress of a step that takes long."""
-    start_s = time.monotonic()
-    notes = PacedNotes(observer)
-
-    def describe() -> str:
-        line = f"      {format_duration(time.monotonic() - start_s)}"
-        if not step.training_run:
-            return line
-        return f"{line}, {len(logged_losses(out / step.training_run))} of {STEPS} steps"
-
-    with ticking(lambda: notes.note_if_due(describe)):
-        yield
-
-
 def _failure_texts(error: OSError | PrepError, command: str, folder: Path) -> tuple[str, str]:
     """Return what failed in a step, and the command to type."""
     # The message of a killed or crashed process may lack the name of the disk that was full.
     for path in (folder, Path(os.environ.get("TMPDIR") or "/tmp")):
-        if _is_disk_full(path):
+        try:
+            is_full = shutil.disk_usage(path).free < MIN_FREE_NBYTES
+        except OSError:
+            continue
+        if is_full:
             result = f"the disk that holds {path} is full - {error}"
             return result, "free some space, and try again"
     if isinstance(error, CommandError):
@@ -206,11 +303,258 @@ def _failure_texts(error: OSError | PrepError, command: str, folder: Path) -> tu
     return f"{what} - check the permissions of the folder", _demo_command(str(folder))
 
 
-def _is_disk_full(folder: Path) -> bool:
+def run_prep(
+    folder: Path, step: DemoStep, should_kill: Callable[[int], bool] | None = None
+) -> dict[str, Any]:
+    """Run the command of a step in the demo's folder, and return its JSON object, or {} if it was killed.
+
+    CommandError with its message if it fails. The command gets a SIGKILL as soon as `should_kill` of its process id
+    is true.
+    """
+    env = {
+        "JAX_COMPILATION_CACHE_DIR": str((folder / JAX_CACHE).resolve()),
+        # By default JAX caches only programs that took more than a second to compile. Those of a tiny model are faster.
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        # A cache that the user has set wins. The demo is offline in any case.
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        **step.env,
+    }
+    # -P: the working folder of the demo is not on sys.path.
+    argv = [sys.executable, "-P", "-m", "prepcli", *step.args, "--json", "--quiet"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(argv, cwd=folder, env=env, text=True, stdout=pipe, stderr=pipe)
     try:
-        return shutil.disk_usage(folder).free < MIN_FREE_NBYTES
-    except OSError:
-        return False
+        while should_kill is not None and process.poll() is None:
+            if should_kill(process.pid):
+                process.kill()
+                break
+            time.sleep(POLL_EVERY_S)
+        stdout, stderr = process.communicate()
+    finally:
+        # Also after Ctrl-C and errors of `should_kill`: no process outlives the demo.
+        process.kill()
+        process.wait()
+    if should_kill is not None and process.returncode == -signal.SIGKILL:
+        return {}
+    what = f"prep {step.args[0]} ended with {process.returncode}"
+    try:
+        report = json.loads(stdout)
+    except ValueError:
+        raise CommandError(what, stderr.strip()[-200:]) from None
+    if process.returncode or not report["ok"]:
+        raise CommandError(what, report["error"]["what"], report["error"]["why"])
+    return report
+
+
+def _check(condition: bool, message: str) -> None:
+    # The message is the whole error: a wrong result of a step has no cause that a user could change.
+    if not condition:
+        raise PrepError(message)
+
+
+def _kill(
+    folder: Path,
+    step: DemoStep,
+    output: str,
+    should_kill: Callable[..., bool],
+    describe: Callable[[], StepOutcome | None],
+) -> StepOutcome:
+    """Kill the command of a step, and return what is left. Try again if the command ended before.
+
+    `should_kill` gets the process id and whether this is the last try. `describe` returns None for a complete output.
+    """
+    for tries in range(1, MAX_KILL_TRIES + 1):
+        _remove_output(folder / output)
+        report = run_prep(folder, step, partial(should_kill, is_last_try=tries == MAX_KILL_TRIES))
+        outcome = None if report else describe()
+        if outcome is not None:
+            note = "" if tries == 1 else f" (try {tries}: it was too fast)"
+            return replace(outcome, result=outcome.result + note)
+    why = "this machine is too fast, or too busy to look at the run in time"
+    raise PrepError(
+        f"the run ended {MAX_KILL_TRIES} times before it could be killed", why, "try again"
+    )
+
+
+def _remove_output(out: Path) -> None:
+    for path in (out, _partial(out)):
+        shutil.rmtree(path, ignore_errors=True)
+    if out.is_file():
+        out.unlink()
+
+
+def _partial(out: Path) -> Path:
+    """Return the path of an output before it is complete."""
+    return out.with_name(out.name + ".partial")
+
+
+def _conversion_outcome(report: Mapping[str, Any], result: str) -> StepOutcome:
+    memory = report["memory"]
+    _check(memory["peak"] <= memory["budget"], f"it took {format_bytes(memory['peak'])} of memory")
+    return StepOutcome(result, report["bytes"]["written"], memory["peak"])
+
+
+def _check_same_files(folder: Path, other: Path) -> int:
+    """Check that two folders have files of equal names and bytes, and return their number."""
+    names, other_names = (
+        sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+        for root in (folder, other)
+    )
+    _check(names == other_names, f"{folder.name} and {other.name} have different files")
+    # shallow=False compares contents. The default trusts equal sizes and times.
+    _, differing, unreadable = filecmp.cmpfiles(folder, other, names, shallow=False)
+    different = [*differing, *unreadable]
+    _check(not different, f"different files in {folder.name}: {', '.join(different)}")
+    return len(names)
+
+
+def _make_model(folder: Path, step: DemoStep) -> StepOutcome:
+    nbytes = write_tiny_model(folder / MODEL)
+    num_files = len([*(folder / MODEL).glob("*.safetensors")])
+    return StepOutcome(f"{len(VOCABULARY)} words, {num_files} files", nbytes)
+
+
+def _pad_vocab(folder: Path, step: DemoStep) -> StepOutcome:
+    report = run_prep(folder, step)
+    vocab = report["vocab"]
+    is_padded = vocab["true"] == len(VOCABULARY) and vocab["padded"] % 8 == 0
+    _check(is_padded, f"the vocabulary became {vocab}")
+    return _conversion_outcome(report, f"{vocab['true']} -> {vocab['padded']} rows")
+
+
+def _kill_conversion(folder: Path, step: DemoStep) -> StepOutcome:
+    """Kill the command while the output is partly written."""
+    total = sum(path.stat().st_size for path in (folder / PADDED).glob("*.safetensors"))
+    written = 0
+
+    def should_kill(pid: int, is_last_try: bool) -> bool:
+        nonlocal written
+        # Its files have their whole sizes from the start. The kernel counts what the process writes.
+        counters = Path(f"/proc/{pid}/io").read_text()
+        written = int(counters.partition("wchar:")[2].split()[0])
+        share = LAST_KILLED_SHARE if is_last_try else KILLED_SHARE
+        return written > share * total and _partial(folder / INIT).exists()
+
+    def describe() -> StepOutcome | None:
+        if not _partial(folder / INIT).exists():
+            return None
+        return StepOutcome(f"killed at {written / total:.0%}; no {INIT}", written)
+
+    return _kill(folder, step, INIT, should_kill, describe)
+
+
+def _resume_conversion(folder: Path, step: DemoStep) -> StepOutcome:
+    report = run_prep(folder, step)
+    resumed = report["bytes"]["resumed"]
+    total = format_bytes(resumed + report["bytes"]["written"])
+    return _conversion_outcome(report, f"resumed from {format_bytes(resumed)} of {total}")
+
+
+def _compare_outputs(folder: Path, step: DemoStep) -> StepOutcome:
+    report = run_prep(folder, step)
+    num_files = _check_same_files(folder / INIT, folder / UNBROKEN)
+    return _conversion_outcome(report, f"{num_files} files, byte for byte equal to the killed run")
+
+
+def _reshard(folder: Path, step: DemoStep) -> StepOutcome:
+    report = run_prep(folder, step)
+    mesh = report["mesh"]
+    return _conversion_outcome(report, f"{mesh['from']} -> {mesh['to']}, {report['chunks']} chunks")
+
+
+def _export(rows_text: str, folder: Path, step: DemoStep) -> StepOutcome:
+    report = run_prep(folder, step)
+    vocab = report["vocab"]
+    _check(vocab["written"] == len(VOCABULARY), f"the vocabulary became {vocab}")
+    return _conversion_outcome(report, f"{vocab['written']} {rows_text}")
+
+
+def _verify(folder: Path, step: DemoStep) -> StepOutcome:
+    report = run_prep(folder, step)
+    files = [path for name in step.args[1:] for path in (folder / name).glob("*.safetensors")]
+    result = f"{report['tensors']} tensors, {report['values']:,} values: 0 bits changed"
+    return StepOutcome(result, sum(path.stat().st_size for path in files))
+
+
+def _verify_start(folder: Path, step: DemoStep) -> StepOutcome:
+    """Compare the exported model with the one at the start, and their settings too."""
+    outcome = _verify(folder, step)
+    models = [folder / name for name in step.args[1:]]
+    is_same_tokenizer = filecmp.cmp(*(model / "tokenizer.json" for model in models), shallow=False)
+    configs = [json.loads((model / "config.json").read_bytes()) for model in models]
+    _check(is_same_tokenizer and configs[0] == configs[1], "the settings differ from the start")
+    return outcome
+
+
+def _write_text_and_recipe(folder: Path, step: DemoStep) -> StepOutcome:
+    words = learnable_text()
+    write_file(folder / TEXT, words.encode())
+    write_file(folder / RECIPE, RECIPE_TEXT.encode())
+    num_words = SENTENCES * SENTENCE_WORDS
+    return StepOutcome(f"{num_words:,} words, {len(TEXT_WORDS)} different ones", len(words))
+
+
+def logged_losses(run: Path) -> list[tuple[float, float]]:
+    """Return step and loss of each line of a run's metrics with a loss."""
+    points: list[tuple[float, float]] = []
+    for line in read_metrics(run / METRICS_FILE):
+        loss = line.get("loss")
+        if isinstance(loss, float):
+            points.append((line_step(line), loss))
+    return points
+
+
+def _last_step_nbytes(run: Path) -> int:
+    last_step = step_folder(run, saved_steps(run)[-1])
+    return sum(path.stat().st_size for path in last_step.rglob("*") if path.is_file())
+
+
+def _train(folder: Path, step: DemoStep) -> StepOutcome:
+    report = run_prep(folder, step)
+    _check(report["step"] == STEPS, f"it ended at step {report['step']}")
+    losses = [loss for _, loss in logged_losses(folder / UNBROKEN_RUN)]
+    change = f"{losses[0]:.2f} -> {losses[-1]:.2f}"
+    # An untrained model guesses among 257 words: ln 257 = 5.55. That only 64 of them occur gives ln 64 = 4.16.
+    _check(losses[-1] < losses[0] - 1, f"the loss did not fall: {change}")
+    return StepOutcome(f"loss {change} in {STEPS} steps", _last_step_nbytes(folder / UNBROKEN_RUN))
+
+
+def _kill_training(folder: Path, step: DemoStep) -> StepOutcome:
+    """Kill the run when a step is durable and a later one is logged.
+
+    Steps continue during a save: the durable step can be any number of steps behind.
+    """
+    run = folder / KILLED_RUN
+
+    def should_kill(pid: int, is_last_try: bool) -> bool:
+        saved = saved_steps(run)
+        # Each step is logged.
+        return bool(saved) and len(logged_losses(run)) > saved[-1]
+
+    def describe() -> StepOutcome | None:
+        saved = saved_steps(run)
+        if not saved or saved[-1] == STEPS:
+            return None
+        result = f"killed after step {len(logged_losses(run))}, step {saved[-1]} is durable"
+        return StepOutcome(result, _last_step_nbytes(run))
+
+    return _kill(folder, step, KILLED_RUN, should_kill, describe)
+
+
+def _resume_training(folder: Path, step: DemoStep) -> StepOutcome:
+    """Resume the stopped run, and check its losses and last step against the undisturbed run."""
+    run = folder / KILLED_RUN
+    unbroken = folder / UNBROKEN_RUN
+    saved = saved_steps(run)[-1]
+    report = run_prep(folder, step)
+    _check(report["resumed_at"] == saved, f"it resumed at step {report['resumed_at']}, not {saved}")
+    has_same_losses = logged_losses(run) == logged_losses(unbroken)
+    _check(has_same_losses, "its losses differ from the undisturbed run")
+    _check_same_files(step_folder(run, STEPS), step_folder(unbroken, STEPS))
+    equal = f"step {STEPS} is byte for byte equal to the undisturbed run"
+    return StepOutcome(f"resumed at step {saved}; {equal}", _last_step_nbytes(run))
 
 
 def _page_body(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
@@ -229,30 +573,16 @@ def _page_body(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
         yield f"<td class=n>{format_duration(step.seconds)}</td>"
         yield f"<td class=n>{format_bytes(step.bytes)}</td></tr>"
     yield "</table>"
-    yield from _loss_section(out, steps)
-    yield from _devices_section(out)
-    bars = [Bar(step.step, step.peak, format_bytes(step.peak)) for step in steps if step.peak]
-    yield "<h2>Memory</h2><p>Peak memory of each conversion above its start.</p>"
-    yield bar_chart(bars, "peak memory of each conversion")
-
-
-def _loss_section(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
-    """Yield the losses of both runs. The narrow curve of the killed run lies on the wide curve of the other run."""
-    unbroken = logged_losses(out / UNBROKEN_RUN)
-    killed = logged_losses(out / KILLED_RUN)
+    # The narrow curve of the killed run lies on the wide curve of the other run.
     curves = [
-        Curve(name="undisturbed", points=unbroken, width=7.0),
-        Curve(name="killed and resumed", points=killed, color=1, width=2.0),
+        Curve(name="undisturbed", points=logged_losses(out / UNBROKEN_RUN), width=7.0),
+        Curve(name="resumed", points=logged_losses(out / KILLED_RUN), color=1, width=2.0),
     ]
     save_marks = [(float(step), "saved") for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)]
     # The results of the kill and of the resumption.
     results = [step.result for step in steps if step.command.endswith(f"--out {KILLED_RUN}")]
     yield f"<h2>Training</h2><p>The loss by step. The second run: {escape('; '.join(results))}.</p>"
     yield line_chart(curves, "loss by step", x_name="step", marks=save_marks)
-
-
-def _devices_section(out: Path) -> Iterator[str]:
-    """Yield the shards of one leaf on the devices of the resharded checkpoint."""
     manifest = read_manifest(out / RESHARDED)
     assert manifest is not None
     assert manifest.mesh is not None
@@ -264,3 +594,6 @@ def _devices_section(out: Path) -> Iterator[str]:
     caption = f"{shape} on mesh {mesh}: the slices that each of {mesh.n_devices} devices holds."
     yield f"<h2>Devices</h2><p><code>{SHOWN_LEAF}</code> {caption}</p>"
     yield shard_map_svg(shape, device_boxes(spec, mesh, shape), f"{SHOWN_LEAF} on mesh {mesh}")
+    bars = [Bar(step.step, step.peak, format_bytes(step.peak)) for step in steps if step.peak]
+    yield "<h2>Memory</h2><p>Peak memory of each conversion above its start.</p>"
+    yield bar_chart(bars, "peak memory of each conversion")

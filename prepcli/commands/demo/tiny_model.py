@@ -132,11 +132,7 @@ every = {SAVE_EVERY}
 def write_tiny_model(folder: Path) -> int:
     """Write the model to a new folder: weights in three files, settings, and a word-level tokenizer.
 
-    Args:
-        folder: The folder, which does not exist yet.
-
-    Returns:
-        Bytes of the weights. Each call writes the same files.
+    Return the bytes of the weights. Each call writes the same files.
     """
     sizes = FAMILY.sizes(CONFIG)
     tensors: dict[str, np.ndarray] = {}
@@ -145,22 +141,18 @@ def write_tiny_model(folder: Path) -> int:
         if path != FAMILY.tying.head_leaf:
             axis_map = bind_row(row, sizes)
             for name, _ in axis_map.tensors():
-                tensors[FAMILY.prefix + name] = _random_values(name, axis_map.source_shape)
+                shape = axis_map.source_shape
+                # The name seeds the values, so they do not depend on the order of the tensors.
+                random = np.random.default_rng([SEED, *name.encode()])
+                values = random.standard_normal(shape, np.float32) * np.float32(STD)
+                # The scale of a norm is the only weight with one dim. It is around 1.
+                is_scale = len(shape) == 1 and name.endswith(".weight")
+                tensors[FAMILY.prefix + name] = values + np.float32(is_scale)
     write_checkpoint(folder, CONFIG, dict(sorted(tensors.items())), files=2)
     (folder / "generation_config.json").write_text('{"bos_token_id": 0, "eos_token_id": 0}')
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _random_values(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return normal values with standard deviation STD, around 1 for the scale of a norm."""
-    # The name seeds the values, so they do not depend on the order of the tensors.
-    random = np.random.default_rng([SEED, *name.encode()])
-    values = random.standard_normal(shape, np.float32) * np.float32(STD)
-    # The scale of a norm is the only weight with one dim.
-    is_scale = len(shape) == 1 and name.endswith(".weight")
-    return values + np.float32(is_scale)
 
 
 def learnable_text() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from prepcli.commands.operations.verification_results import AcceptedChange, OldAndNew
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.core.lists import join_names
+from prepcli.core.formatting import join_names
 from prepcli.core.observer import Observer
 from prepcli.formats.manifest import (
     MANIFEST_FILE,

@@ -22,7 +22,6 @@ from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Chain, ChainLink, LinkStatus
 from prepcli.commands.operations.tokens import ADD, REMOVE, recorded_additions
 from prepcli.commands.operations.verify_sources import check_checksum_file
-from prepcli.core.counts import count_text
 from prepcli.core.errors import (
     GET_AGAIN_HINT,
     DamagedError,
@@ -31,10 +30,9 @@ from prepcli.core.errors import (
     text,
     usage_error,
 )
-from prepcli.core.lists import join_names
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.formatting import count_text, join_names
+from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike, recorded_words
-from prepcli.core.progress import Progress
 from prepcli.engine.digest import digest_of_zeros, digest_pieces
 from prepcli.formats.added_tokens import RECORD_FILE
 from prepcli.formats.lock_file import Lock, read_lock

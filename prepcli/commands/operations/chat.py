@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
-from prepcli.commands.console.jax_logs import silence_jax
+from prepcli.commands.console.stdio import silence_jax
 from prepcli.commands.operations.compute_options import GenerateOptions
 from prepcli.commands.operations.generate import MAX_PROMPTS_NBYTES
 from prepcli.commands.operations.generation_model import (
@@ -24,7 +24,6 @@ from prepcli.commands.operations.generation_model import (
 )
 from prepcli.commands.operations.opening import common_options
 from prepcli.commands.operations.operation import reject_without
-from prepcli.core.counts import count_text
 from prepcli.core.errors import (
     TERMINAL,
     Option,
@@ -33,7 +32,8 @@ from prepcli.core.errors import (
     text,
     usage_error,
 )
-from prepcli.core.json_types import JsonObject
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import JsonObject
 from prepcli.core.observer import RunObserver
 from prepcli.core.option_spec import PathLike, with_defaults
 from prepcli.core.process_address import ProcessSettings, process_address

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from prepcli.commands.operations.verification_results import SettingDifference
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import HFConfig, JsonObject, JsonValue
-from prepcli.core.json_values import load_json
+from prepcli.core.json_values import HFConfig, JsonObject, JsonValue, load_json
 from prepcli.formats.manifest import NO_MANIFEST, record_file
 from prepcli.formats.tokenizer_files import (
     MAX_TOKENIZER_NBYTES,

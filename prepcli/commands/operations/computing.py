@@ -9,15 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from prepcli.commands.console.jax_logs import silence_jax
 from prepcli.commands.console.notebook import run_observer_of
+from prepcli.commands.console.stdio import silence_jax
 from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.core.job_errors import label_errors
-from prepcli.core.observer import Observer
+from prepcli.core.observer import Observer, Progress
 from prepcli.core.option_spec import PathLike
 from prepcli.core.process_address import ProcessSettings, process_address
-from prepcli.core.progress import Progress
+from prepcli.core.unexpected import label_errors
 from prepcli.restore.digest_checks import check_without_checksums
 from prepcli.sources.generation_config import (
     GENERATION_CONFIG_FILE,

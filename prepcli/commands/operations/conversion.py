@@ -21,12 +21,9 @@ from prepcli.commands.operations.opening import (
     source_line,
 )
 from prepcli.commands.operations.results import Conversion
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, join_texts, text
-from prepcli.core.formatting import format_bytes
-from prepcli.core.lists import join_names
-from prepcli.core.observer import LEAVES, Observer, RecordingObserver, observer_of
-from prepcli.core.progress import Progress
+from prepcli.core.formatting import count_text, format_bytes, join_names
+from prepcli.core.observer import LEAVES, Observer, Progress, RecordingObserver, observer_of
 from prepcli.engine.casts import format_cast, report_casts
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.bucket_run import BucketRun

@@ -26,10 +26,9 @@ from prepcli.commands.operations.results import Tokenization, TokenizedData
 from prepcli.commands.pages.html_page import check_page_path
 from prepcli.commands.pages.samples_page import write_samples_page
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.core.job_errors import label_errors
-from prepcli.core.observer import Observer, RunObserver
+from prepcli.core.observer import Observer, Progress, RunObserver
 from prepcli.core.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
-from prepcli.core.progress import Progress
+from prepcli.core.unexpected import label_errors
 from prepcli.execution.output_paths import check_local_path
 from prepcli.execution.signals import raise_on_signal
 from trainer.data.batches import BatchDigest, Batches, check_share

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Unpack
 
-from prepcli.commands.console.jax_logs import silence_jax
+from prepcli.commands.console.stdio import silence_jax
 from prepcli.commands.operations.compute_options import (
     EFFECTIVE_KEYS,
     EvaluateOptions,
@@ -41,14 +41,10 @@ from prepcli.commands.operations.opening import (
 )
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Evaluation, EvaluationScores
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Key, Option, PrepError, Style, text, usage_error
-from prepcli.core.formatting import format_duration
-from prepcli.core.observer import CommandObserver, Observer
+from prepcli.core.formatting import count_text, format_duration, suggest
+from prepcli.core.observer import CommandObserver, Observer, PacedNotes, Progress, ticking
 from prepcli.core.option_spec import PathLike, as_tuple
-from prepcli.core.pacing import PacedNotes, ticking
-from prepcli.core.progress import Progress
-from prepcli.core.suggest import suggest
 from prepcli.sources.folders import make_access
 from prepcli.sources.source import Source
 from trainer.recipe import Recipe

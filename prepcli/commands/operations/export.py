@@ -48,7 +48,6 @@ from prepcli.commands.operations.training_state import (
     exported_state_notes,
     state_folder_name,
 )
-from prepcli.core.counts import count_text
 from prepcli.core.errors import (
     Command,
     Option,
@@ -56,10 +55,9 @@ from prepcli.core.errors import (
     text,
     usage_error,
 )
-from prepcli.core.formatting import format_bytes
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike, format_command_line
-from prepcli.core.progress import Progress
 from prepcli.execution.hub_push import PushTarget, check_push, parse_push_target, push_folder
 from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
 from prepcli.planning.item_storage import OCDBT

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.core.errors import Command, Option, join_texts, text, usage_error
-from prepcli.core.formatting import format_bytes, parse_bytes
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean, format_bytes, parse_bytes
 from prepcli.engine.digest import digest
 from prepcli.formats.safetensors import SUFFIX
 from prepcli.models.registry import FAMILIES

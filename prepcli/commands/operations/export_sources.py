@@ -14,8 +14,8 @@ from typing import Any
 
 from prepcli.commands.operations.opening import CommonOptions, open_checkpoint
 from prepcli.commands.operations.options import ExportOptions
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
+from prepcli.core.formatting import count_text
 from prepcli.core.json_values import quote_name
 from prepcli.core.observer import Observer
 from prepcli.restore.digest_checks import towers_digest

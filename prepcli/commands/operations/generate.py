@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from prepcli.commands.console.jax_logs import silence_jax
+from prepcli.commands.console.stdio import silence_jax
 from prepcli.commands.operations.compute_options import GenerateOptions, format_token_ids
 from prepcli.commands.operations.computing import compute_together, process_index
 from prepcli.commands.operations.generation_model import (
@@ -29,14 +29,11 @@ from prepcli.commands.operations.generation_model import (
 from prepcli.commands.operations.opening import CommonOptions, common_options
 from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.results import Generation, NewTokens
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Option, PrepError, text, usage_error
-from prepcli.core.formatting import format_duration
-from prepcli.core.json_types import JsonValue
-from prepcli.core.json_values import is_json_list, load_json
-from prepcli.core.observer import Observer, StreamObserver
+from prepcli.core.formatting import count_text, format_duration
+from prepcli.core.json_values import JsonValue, is_json_list, load_json
+from prepcli.core.observer import Observer, Progress, StreamObserver
 from prepcli.core.option_spec import PathLike, as_tuple
-from prepcli.core.progress import Progress
 from prepcli.stores.files import io_error, read_file_or_pipe
 
 if TYPE_CHECKING:

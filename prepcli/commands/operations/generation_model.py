@@ -28,8 +28,7 @@ from prepcli.commands.operations.opening import (
 )
 from prepcli.commands.operations.operation import reject_without
 from prepcli.core.errors import DamagedError, Option, PrepError, text, usage_error
-from prepcli.core.json_types import JsonObject, JsonValue
-from prepcli.core.json_values import load_json
+from prepcli.core.json_values import JsonObject, JsonValue, load_json
 from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.sources.generation_config import GenerationDefaults

@@ -14,9 +14,9 @@ from prepcli.commands.operations.inspection_options import InspectOptions, SortK
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Inspection, TensorSummary
 from prepcli.core.errors import Command, Option, PrepError, Text, join_texts, text, usage_error
+from prepcli.core.formatting import suggest
 from prepcli.core.observer import Observer, SilentObserver
 from prepcli.core.option_spec import PathLike
-from prepcli.core.suggest import suggest
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import MIN_MEMORY_NBYTES
 from prepcli.engine.collector import collector_paused

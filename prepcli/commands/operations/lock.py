@@ -22,11 +22,10 @@ from prepcli.commands.operations.opening import (
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import LockedModel
 from prepcli.commands.pages.html_page import check_page_path
-from prepcli.commands.pages.lock_page import write_lock_page
+from prepcli.commands.pages.inspection_page import write_lock_page
 from prepcli.core.errors import RERUN_HINT
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.core.progress import Progress
 from prepcli.execution.source_checks import (
     read_file_states,
     read_source_state,

@@ -20,11 +20,10 @@ from prepcli.commands.operations.opening import checkpoint_access, common_option
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import ExportOptions, MergeOptions
 from prepcli.commands.operations.results import Conversion
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
-from prepcli.core.observer import Observer
+from prepcli.core.formatting import count_text
+from prepcli.core.observer import Observer, Progress
 from prepcli.core.option_spec import PathLike, format_command_line, with_defaults
-from prepcli.core.progress import Progress
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import NO_MANIFEST, SAMPLE_DIGEST_KEY, read_manifest
 from prepcli.planning.manifest_fields import Manifest, MergedAdapter

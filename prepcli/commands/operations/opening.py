@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.operations.operation import reject_without
 from prepcli.commands.operations.options import DEFAULT_MEMORY
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Option, OutputExistsError, text, usage_error
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.engine.budget import parse_memory

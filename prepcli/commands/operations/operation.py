@@ -30,10 +30,9 @@ from prepcli.core.errors import (
     text,
     usage_error,
 )
-from prepcli.core.observer import CommandObserver, Observer
+from prepcli.core.formatting import did_you_mean
+from prepcli.core.observer import CommandObserver, Observer, Progress
 from prepcli.core.option_spec import Minimum, with_defaults
-from prepcli.core.progress import Progress
-from prepcli.core.suggest import did_you_mean
 
 PROGRESS_TYPE = "Progress, an object with the methods begin, advance, note and end"
 

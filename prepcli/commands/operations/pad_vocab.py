@@ -19,13 +19,10 @@ from prepcli.commands.operations.opening import common_options, make_match_optio
 from prepcli.commands.operations.operation import check_mutually_exclusive, public, reject_without
 from prepcli.commands.operations.options import PadVocabOptions, SaveInitOptions
 from prepcli.commands.operations.results import Conversion
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, invalid_config_error, text, usage_error
-from prepcli.core.formatting import format_bytes
-from prepcli.core.observer import Observer
+from prepcli.core.formatting import count_text, did_you_mean, format_bytes
+from prepcli.core.observer import Observer, Progress
 from prepcli.core.option_spec import PathLike, format_command_line
-from prepcli.core.progress import Progress
-from prepcli.core.suggest import did_you_mean
 from prepcli.execution.workers import ProcessOptions
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import vocab_multiple

@@ -17,11 +17,10 @@ from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import ModuleOptions, SourceOptions
 from prepcli.core.errors import Option, OutputExistsError, PrepError, text, usage_error
-from prepcli.core.json_types import HFConfig
-from prepcli.core.observer import Observer, SilentObserver, observer_of
+from prepcli.core.json_values import HFConfig
+from prepcli.core.observer import Observer, Progress, SilentObserver, observer_of
 from prepcli.core.option_spec import PathLike
 from prepcli.core.process_group import SingleProcess
-from prepcli.core.progress import Progress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.execution.run_storage import StepSave

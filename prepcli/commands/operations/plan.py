@@ -16,13 +16,11 @@ from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.recipes import find_recipe, recipes_folder, similar_recipe
 from prepcli.commands.operations.results import StepPlan
 from prepcli.commands.pages.html_page import check_page_path
-from prepcli.commands.pages.plan_page import write_plan_page
-from prepcli.commands.pages.plan_rows import CompiledStep, change_text
+from prepcli.commands.pages.plan_page import CompiledStep, change_text, write_plan_page
 from prepcli.core.errors import Key, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_duration
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike, as_tuple
-from prepcli.core.progress import Progress
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.inspection.contents import CheckpointContents, read_contents, read_mapped_contents
 from prepcli.launch.tpu_topologies import TPU_GENERATIONS, find_topology

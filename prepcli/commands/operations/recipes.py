@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
-from prepcli.core.lists import join_names
-from prepcli.core.suggest import did_you_mean, suggest
+from prepcli.core.formatting import did_you_mean, join_names, suggest
 from prepcli.execution.output_paths import check_local_path
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.presets import preset_name

@@ -18,9 +18,8 @@ from prepcli.commands.pages.report_page import (
     write_report_page,
 )
 from prepcli.core.errors import Command, text, usage_error
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.core.progress import Progress
 from prepcli.execution.output_paths import parse_out_url
 from prepcli.stores.byte_ranges import retry_policy_from_env
 from prepcli.stores.object_store import Bucket

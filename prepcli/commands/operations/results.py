@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from prepcli.core.bounded_text import shorten
 from prepcli.core.errors import PrepError
-from prepcli.core.formatting import format_bytes, format_duration
+from prepcli.core.formatting import format_bytes, format_duration, shorten
 from prepcli.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from prepcli.commands.pages.plan_rows import CompiledStep
+    from prepcli.commands.pages.plan_page import CompiledStep
+
+    # Every operation imports this module, and only plans and reports need these.
     from prepcli.commands.pages.report_page import RunSummary
     from trainer.data.data_samples import SampleCounts, TokenSample
     from trainer.planning.memory_changes import MemoryChange

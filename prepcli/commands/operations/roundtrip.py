@@ -34,14 +34,11 @@ from prepcli.commands.operations.pad_vocab import pad_vocab
 from prepcli.commands.operations.results import Conversion, Roundtrip, RoundtripWay
 from prepcli.commands.operations.save_init import reshard, save_init
 from prepcli.commands.operations.verify import verify
-from prepcli.core.counts import count_text
+from prepcli.core import version
 from prepcli.core.errors import TERMINAL, DamagedError, Option, PrepError, text, usage_error
-from prepcli.core.lists import join_names
-from prepcli.core.observer import Observer, SilentCommandObserver, observer_of
+from prepcli.core.formatting import count_text, did_you_mean, join_names
+from prepcli.core.observer import Observer, Progress, SilentCommandObserver, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.core.progress import Progress
-from prepcli.core.suggest import did_you_mean
-from prepcli.core.version import version
 from prepcli.engine.digest import digest_pieces
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest
 from prepcli.planning.libraries import TREES

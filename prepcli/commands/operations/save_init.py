@@ -26,12 +26,10 @@ from prepcli.commands.operations.options import ReshardOptions, SaveInitOptions
 from prepcli.commands.operations.pad_vocab import check_seed, make_fill, padded_vocab_rows
 from prepcli.commands.operations.results import Conversion
 from prepcli.commands.operations.training_state import check_imported_state, imported_state_notes
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, text, usage_error
-from prepcli.core.formatting import format_bytes
-from prepcli.core.observer import Observer
+from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.observer import Observer, Progress
 from prepcli.core.option_spec import PathLike, as_tuple, format_command_line, with_defaults
-from prepcli.core.progress import Progress
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.codecs import parse_compression
 from prepcli.formats.manifest import (

@@ -26,9 +26,8 @@ from prepcli.commands.operations.opening import (
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import MapSuggestion
 from prepcli.core.errors import PrepError, UsageError, usage_error
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.core.progress import Progress
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.execution.output_paths import check_local_path
 from prepcli.models.parameters import MAX_AXIS_SIZE

@@ -32,12 +32,10 @@ from prepcli.commands.operations.options import (
 from prepcli.commands.operations.pad_vocab import check_seed, make_fill, mesh_rows
 from prepcli.commands.operations.results import Conversion
 from prepcli.commands.operations.save_init import check_index_size, resolve_layout
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
-from prepcli.core.lists import join_names
-from prepcli.core.observer import Observer
+from prepcli.core.formatting import count_text, join_names
+from prepcli.core.observer import Observer, Progress
 from prepcli.core.option_spec import REQUIRED, PathLike, format_command_line, with_defaults
-from prepcli.core.progress import Progress
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.added_tokens import (
     RECORD_FILE,

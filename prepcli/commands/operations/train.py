@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Unpack
 
-from prepcli.commands.console.jax_logs import silence_jax
 from prepcli.commands.console.notebook import run_observer_of
+from prepcli.commands.console.stdio import silence_jax
 from prepcli.commands.operations.compute_options import TrainOptions
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.recipes import find_training_recipe
 from prepcli.commands.operations.results import TrainingRun
-from prepcli.core.observer import Observer, SilentCommandObserver
+from prepcli.core.observer import Observer, Progress, SilentCommandObserver
 from prepcli.core.option_spec import PathLike, as_tuple
-from prepcli.core.progress import Progress
 from trainer.recipe import load_recipe
 from trainer.run.run import TrainRequest, TrainResult
 from trainer.run.train import train_run

@@ -41,11 +41,10 @@ from prepcli.commands.operations.verify_sources import (
     note_unrecorded_drops,
     unused_tensors,
 )
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.formatting import count_text
+from prepcli.core.observer import NullProgress, Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.core.progress import NullProgress, Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.digest import digest_of_zeros

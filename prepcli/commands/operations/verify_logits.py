@@ -15,7 +15,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.commands.console.jax_logs import silence_jax
+from prepcli.commands.console.stdio import silence_jax
 from prepcli.commands.operations.compute_options import MAX_ID_DIGITS, split_token_ids
 from prepcli.commands.operations.computing import open_params
 from prepcli.commands.operations.generate import read_prompts
@@ -40,9 +40,8 @@ from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.verification_results import LogitComparison, PromptComparison
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
-from prepcli.core.observer import Observer, observer_of
+from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.core.progress import Progress
 from prepcli.stores.paths import AnyPath
 from trainer.run.params import OpenedModel
 

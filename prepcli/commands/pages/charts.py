@@ -57,6 +57,8 @@ MAX_POINTS = 400
 MAX_DOTS = 80
 NUM_TICKS = 5
 UNITS = ((1e6, "M"), (1e3, "k"))
+# Smaller labels have no unit.
+MIN_UNIT = 1e4
 # Labels outside this range have exponents.
 MIN_FIXED = 1e-3
 MAX_FIXED = 1e9
@@ -135,8 +137,8 @@ def line_chart(
         top += LEGEND_HEIGHT
     if marks:
         top += MARK_HEIGHT
-    x_axis = _x_axis(x_range or (min(xs), max(xs)), (LEFT, width - RIGHT), is_log)
-    y_axis = _y_axis((min(ys), max(ys)), (height - BOTTOM, top), is_log)
+    x_axis = _axis(x_range or (min(xs), max(xs)), (LEFT, width - RIGHT), is_log)
+    y_axis = _axis((min(ys), max(ys)), (height - BOTTOM, top), is_log, ends_with_ticks=True)
     parts = list(_grid_lines(x_axis, y_axis, width))
     for x, name in marks:
         parts += _mark_elements(x_axis.position(x), name, y_axis, width)
@@ -170,30 +172,32 @@ class _Axis:
         return first + share * (last - first)
 
 
-def _x_axis(values: tuple[float, float], pixels: tuple[float, float], is_log: bool) -> _Axis:
-    """Return an axis from the first to the last of the values, without a margin. Its ticks are between the two."""
+def _axis(
+    values: tuple[float, float],
+    pixels: tuple[float, float],
+    is_log: bool,
+    *,
+    ends_with_ticks: bool = False,
+) -> _Axis:
+    """Return an axis of values, with ticks between them. It may end with ticks, so that no curve touches the border."""
     low, high = values
     if is_log:
         return _Axis(_log_ticks(low, high), values, pixels, is_log)
-    if low == high:
+    if low == high and not ends_with_ticks:
         return _Axis([low], values, pixels, is_log)
     size = _tick_size(low, high)
-    # Training steps are whole numbers, so the ticks are at least 1 apart: none is at step 2.5.
-    if low == int(low) and high == int(high):
-        size = max(1.0, size)
-    ticks = _multiples_between(size, math.ceil(low / size), math.floor(high / size))
+    if ends_with_ticks:
+        first, last = math.floor(low / size), math.ceil(high / size)
+    else:
+        # Training steps are whole numbers, so the ticks are at least 1 apart: none is at step 2.5.
+        if low == int(low) and high == int(high):
+            size = max(1.0, size)
+        first, last = math.ceil(low / size), math.floor(high / size)
+    ticks = [number * size for number in range(first, last + 1)]
+    if ends_with_ticks:
+        # Rounding may leave the outer ticks just inside of the values.
+        values = (min(low, ticks[0]), max(high, ticks[-1]))
     return _Axis(ticks, values, pixels, is_log)
-
-
-def _y_axis(values: tuple[float, float], pixels: tuple[float, float], is_log: bool) -> _Axis:
-    """Return an axis that begins and ends with a tick, so that no curve touches the border."""
-    low, high = values
-    if is_log:
-        return _Axis(_log_ticks(low, high), values, pixels, is_log)
-    size = _tick_size(low, high)
-    ticks = _multiples_between(size, math.floor(low / size), math.ceil(high / size))
-    # Rounding may leave the outer ticks just inside of the values.
-    return _Axis(ticks, (min(low, ticks[0]), max(high, ticks[-1])), pixels, is_log)
 
 
 def _tick_size(low: float, high: float) -> float:
@@ -215,10 +219,6 @@ def _tick_size(low: float, high: float) -> float:
     return power * 10
 
 
-def _multiples_between(size: float, first: int, last: int) -> list[float]:
-    return [number * size for number in range(first, last + 1)]
-
-
 def _log_ticks(low: float, high: float) -> list[float]:
     """Return 1, 2 and 5 times powers of ten in a range, or only the powers if these are many.
 
@@ -228,9 +228,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
     first = math.floor(math.log10(low))
     last = math.ceil(math.log10(high))
     powers = [float(f"1e{exponent}") for exponent in range(first, last + 1)]
-    factors = (1,)
-    if last - first <= 2:
-        factors = (1, 2, 5)
+    factors = (1, 2, 5) if last - first <= 2 else (1,)
     candidates = [power * factor for power, factor in itertools.product(powers, factors)]
     ticks = [tick for tick in candidates if low <= tick <= high]
     return ticks or [low]
@@ -273,7 +271,9 @@ def _tick_texts(ticks: Sequence[float]) -> list[str]:
     if largest and not MIN_FIXED <= largest < MAX_FIXED:
         digits = max(0, math.floor(math.log10(largest) + 1e-9) - size_exponent)
         return [f"{tick:.{digits}e}" for tick in ticks]
-    scale, unit = _label_unit(largest)
+    scale, unit = (1.0, "")
+    if largest >= MIN_UNIT:
+        scale, unit = next(known for known in UNITS if known[0] <= largest)
     digits = max(0, -math.floor(math.log10(size / scale) + 1e-9))
     texts = []
     for tick in ticks:
@@ -282,15 +282,6 @@ def _tick_texts(ticks: Sequence[float]) -> list[str]:
             text += unit
         texts.append(text)
     return texts
-
-
-def _label_unit(largest: float) -> tuple[float, str]:
-    """Return the unit of labels and its name. Labels below 10,000 have none."""
-    if largest >= 1e4:
-        for scale, unit in UNITS:
-            if scale <= largest:
-                return scale, unit
-    return 1.0, ""
 
 
 def _mark_elements(x: float, name: str, y_axis: _Axis, width: float) -> Iterator[str]:
@@ -317,17 +308,12 @@ def _curve_elements(curve: Curve, x_axis: _Axis, y_axis: _Axis, x_name: str) -> 
         # A line of one point is invisible, so its dot is always shown.
         look = 'class="single" r="3"'
     for (x, y), (pixel_x, pixel_y) in zip(points, positions):
-        name = escape(f"{curve.name}, {x_name} {_x_text(x)}: {y:.6g}")
+        x_text = f"{x:,.0f}" if x == int(x) else f"{x:.6g}"
+        name = escape(f"{curve.name}, {x_name} {x_text}: {y:.6g}")
         yield (
             f'<circle cx="{pixel_x:.1f}" cy="{pixel_y:.1f}" {look} fill="{color}"'
             f' stroke="{color}" stroke-opacity="0"><title>{name}</title></circle>'
         )
-
-
-def _x_text(x: float) -> str:
-    if x == int(x):
-        return f"{x:,.0f}"
-    return f"{x:.6g}"
 
 
 def thin_out(points: Sequence[Point], max_points: int = MAX_POINTS) -> Sequence[Point]:
@@ -342,14 +328,9 @@ def thin_out(points: Sequence[Point], max_points: int = MAX_POINTS) -> Sequence[
     for number in range(num_parts):
         start = len(points) * number // num_parts
         stop = len(points) * (number + 1) // num_parts
-        part = points[start:stop]
-        extremes = {min(part, key=_point_y), max(part, key=_point_y)}
-        kept += sorted(extremes)
+        by_y = sorted(points[start:stop], key=lambda point: point[1])
+        kept += sorted({by_y[0], by_y[-1]})
     return kept
-
-
-def _point_y(point: Point) -> float:
-    return point[1]
 
 
 def bar_chart(bars: Sequence[Bar], title: str) -> str:
@@ -364,7 +345,11 @@ def bar_chart(bars: Sequence[Bar], title: str) -> str:
     for number, bar in enumerate(bars):
         y = 24 * number + 12
         length = room * bar.value / longest
-        name = _shorten_to_width(bar.name, left - 12)
+        name = bar.name
+        num_chars = max(2, int((left - 12) / CHARACTER_WIDTH))
+        if len(name) > num_chars:
+            # The end of a path distinguishes it.
+            name = f"…{name[1 - num_chars :]}"
         parts.append(_text_element(left - 8, y + 13, name, "end"))
         parts.append(_rectangle(left, y, length, 16, color_of(0)))
         parts.append(_text_element(left + length + 6, y + 13, bar.text))
@@ -392,22 +377,14 @@ def stacked_bar(parts: Sequence[Bar], title: str, *, limit: Bar | None = None) -
     if limit is not None:
         mark = 20 + room * limit.value / longest
         # The text stays inside of the picture.
-        anchor = "start"
-        if mark > width / 2:
-            anchor = "end"
+        anchor = "end" if mark > width / 2 else "start"
         elements.append(f'<path d="M{mark:.1f},18 V58" stroke="currentColor" stroke-width="2"/>')
         elements.append(_text_element(mark, 13, f"{limit.name} {limit.text}", anchor))
     return _svg_document((width, 80 + 18 * len(parts)), elements, title)
 
 
 def shard_map_svg(shape: Sequence[int], boxes: Sequence[Box], title: str) -> str:
-    """Draw a matrix cut into shards, each with its devices.
-
-    Args:
-        shape: Rows and columns of the matrix.
-        boxes: Box of each device. The tooltip of a shard shows its rows and columns.
-        title: Accessible title.
-    """
+    """Draw a matrix [rows, columns] cut into shards, from the box of each device."""
     width, height = SMALL
     devices_of: dict[Box, list[str]] = {}
     for device, box in enumerate(boxes):
@@ -438,11 +415,9 @@ def _rectangle(x: float, y: float, width: float, height: float, color: str) -> s
     )
 
 
-def _text_element(
-    x: float, y: float, text: str, anchor: str = "start", color: str = "currentColor"
-) -> str:
-    position = f'x="{x:.1f}" y="{y:.1f}"'
-    return f'<text {position} text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
+def _text_element(x: float, y: float, text: str, anchor: str = "start") -> str:
+    look = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="currentColor"'
+    return f"<text {look}>{escape(text)}</text>"
 
 
 def _text_width(text: str) -> float:
@@ -458,14 +433,6 @@ def _centered_text(x: float, y: float, text: str, width: float) -> str:
     if x < half:
         return _text_element(0, y, text)
     return _text_element(x, y, text, "middle")
-
-
-def _shorten_to_width(text: str, width: float) -> str:
-    """Return a text that fits a width: the end of a long one, which distinguishes paths, after an ellipsis."""
-    size = max(2, int(width / CHARACTER_WIDTH))
-    if len(text) <= size:
-        return text
-    return f"…{text[1 - size :]}"
 
 
 def _svg_document(size: tuple[int, int], parts: Iterable[str], title: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
 from prepcli.commands.pages.charts import CHART_STYLE
 from prepcli.core.errors import PrepError
-from prepcli.core.escaping import printable
+from prepcli.core.formatting import printable
 from prepcli.execution.output_paths import check_local_path
 from prepcli.stores.files import (
     check_parent_folder,
@@ -90,21 +90,39 @@ def check_page_path(path: Path) -> None:
         )
 
 
-def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield a table of texts. All columns after the first are right-aligned. A wide table scrolls on narrow screens.
+class Markup(str):
+    """HTML of a cell. Other texts are escaped."""
+
+
+def html_table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    has_numbers: bool = True,
+    highlighted: Collection[int] = (),
+) -> Iterator[str]:
+    """Yield a table. A wide table scrolls on narrow screens.
+
+    Args:
+        header: Names of the columns.
+        rows: The cells.
+        has_numbers: Right-align all columns after the first.
+        highlighted: Numbers of the rows with the class `changed`.
 
     >>> "".join(html_table(["part", "bytes"], [["a < b", "1"]])).partition("</tr>")[2]
     '<tr><td>a &lt; b</td><td class="n">1</td></tr></table></div>'
     """
-    yield f'<div class="scroll"><table><tr>{_cell_elements("th", header)}</tr>'
-    for row in rows:
-        yield f"<tr>{_cell_elements('td', row)}</tr>"
+    look = ' class="n"' if has_numbers else ""
+
+    def cells(tag: str, texts: Sequence[str]) -> str:
+        elements: list[str] = []
+        for number, text in enumerate(texts):
+            content = text if isinstance(text, Markup) else escape(text)
+            elements.append(f"<{tag}{look if number else ''}>{content}</{tag}>")
+        return "".join(elements)
+
+    yield f'<div class="scroll"><table><tr>{cells("th", header)}</tr>'
+    for number, row in enumerate(rows):
+        attribute = ' class="changed"' if number in highlighted else ""
+        yield f"<tr{attribute}>{cells('td', row)}</tr>"
     yield "</table></div>"
-
-
-def _cell_elements(tag: str, texts: Sequence[str]) -> str:
-    first, *numbers = texts
-    cells = f"<{tag}>{escape(first)}</{tag}>"
-    for text in numbers:
-        cells += f'<{tag} class="n">{escape(text)}</{tag}>'
-    return cells

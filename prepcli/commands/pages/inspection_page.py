@@ -1,18 +1,20 @@
-"""A checkpoint as a self-contained HTML page: its tree, bytes per device, shards, statistics and differences."""
+"""A checkpoint as a self-contained HTML page: its tree, bytes per device, shards, statistics, differences and lock."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from prepcli.commands.pages.charts import Bar, shard_map_svg, stacked_bar
 from prepcli.commands.pages.html_page import html_table, write_html_page
-from prepcli.core.counts import count_text
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import count_text, format_bytes
+from prepcli.formats.lock_file import Lock, encode_lock
 from prepcli.inspection.logical_leaves import LogicalLeaf
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_rows
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map
@@ -83,9 +85,7 @@ class _LeafKind:
     def title(self) -> str:
         """The first name, and how many others follow."""
         first, *others = self.names
-        if not others:
-            return first
-        return f"{first} and {len(others):,} more"
+        return f"{first} and {len(others):,} more" if others else first
 
 
 def write_inspection_page(path: Path, page: InspectionPage) -> None:
@@ -100,26 +100,35 @@ def write_inspection_page(path: Path, page: InspectionPage) -> None:
 def _page_body(page: InspectionPage) -> Iterator[str]:
     yield f"<h1>{escape(page.name)}</h1>"
     yield from html_table(["checkpoint", ""], page.facts)
-    yield from _dtype_section(page.entries)
+    nbytes_of: Counter[str] = Counter()
+    for entry in page.entries:
+        nbytes_of[entry.dtype] += entry.nbytes
+    yield "<h2>Bytes by dtype</h2>"
+    yield stacked_bar(_largest_parts(nbytes_of), "bytes of each dtype")
     if page.against is not None:
-        yield from _difference_section(page.against, page.differences)
+        yield f"<h2>Differences to {escape(page.against)}</h2>"
+        if page.differences:
+            yield from _first_rows(["tensor", "first", "second"], page.differences)
+        else:
+            yield "<p>No difference in names, shapes and dtypes.</p>"
     if page.sharded is not None:
         yield from _device_section(page.sharded)
     if page.statistics is not None:
-        yield from _statistics_section(page.entries, page.statistics)
-    yield from _tree_section(page.entries)
+        yield "<h2>Statistics</h2>"
+        rows: list[list[str]] = []
+        for entry, entry_stats in zip(page.entries, page.statistics):
+            rows.append([entry.name, *stats_cells(entry_stats)])
+        yield from _first_rows(["tensor", "min", "max", "mean", "nan", "inf", "zeros"], rows)
+    # Equal layers are merged.
+    nodes = build_tree(page.entries)
+    yield '<h2>Tree</h2><div class="tree">'
+    first_nodes = itertools.islice(tree_rows(nodes), MAX_ROWS)
+    yield from html_table(["name", "shape", "dtype", "size"], first_nodes)
+    yield "</div>"
+    yield from _omitted_line(count_nodes(nodes))
 
 
-def _dtype_section(entries: Sequence[SourceTensor]) -> Iterator[str]:
-    """Yield a bar with the bytes of each dtype."""
-    nbytes_of: dict[str, int] = {}
-    for entry in entries:
-        nbytes_of[entry.dtype] = nbytes_of.get(entry.dtype, 0) + entry.nbytes
-    yield "<h2>Bytes by dtype</h2>"
-    yield stacked_bar(_largest_parts(nbytes_of), "bytes of each dtype")
-
-
-def _largest_parts(nbytes_of: dict[str, int]) -> list[Bar]:
+def _largest_parts(nbytes_of: Mapping[str, int]) -> list[Bar]:
     """Return the largest parts of a total, and the sum of the others.
 
     >>> [part.name for part in _largest_parts({name: 1 for name in "abcdefgh"})]
@@ -132,23 +141,13 @@ def _largest_parts(nbytes_of: dict[str, int]) -> list[Bar]:
     return [Bar(name, nbytes, format_bytes(nbytes)) for name, nbytes in by_size]
 
 
-def _difference_section(against: str, differences: Sequence[tuple[str, str, str]]) -> Iterator[str]:
-    yield f"<h2>Differences to {escape(against)}</h2>"
-    if not differences:
-        yield "<p>No difference in names, shapes and dtypes.</p>"
-        return
-    yield from html_table(["tensor", "first", "second"], differences[:MAX_ROWS])
-    yield from _omitted_line(len(differences))
-
-
 def _device_section(sharded: ShardedModel) -> Iterator[str]:
     """Yield the bytes of a device, a table of the kinds of leaves, and drawings of the largest kinds."""
     mesh = sharded.mesh
     # The shards of a leaf have equal shapes, so every device holds the same number of bytes.
-    nbytes_of: dict[str, int] = {}
+    nbytes_of: Counter[str] = Counter()
     for leaf, spec in sharded.leaves:
-        part = _part_of(leaf)
-        nbytes_of[part] = nbytes_of.get(part, 0) + _shard_nbytes(leaf, spec)
+        nbytes_of[_part_of(leaf)] += _shard_nbytes(leaf, spec)
     total = sum(_leaf_nbytes(leaf) for leaf, _ in sharded.leaves)
     each = format_bytes(sum(nbytes_of.values()))
     devices = count_text(mesh.n_devices, "device")
@@ -156,11 +155,20 @@ def _device_section(sharded: ShardedModel) -> Iterator[str]:
     yield f"<p>Mesh {escape(str(mesh))}. Each device holds {each} of {format_bytes(total)}.</p>"
     yield stacked_bar(_largest_parts(nbytes_of), "bytes of the parameters on each device")
     kinds = _leaf_kinds(sharded)
-    header = ["leaf", "shape", "sharding", "per device", "copies"]
-    yield from html_table(header, [_kind_row(kind, mesh) for kind in kinds[:MAX_ROWS]])
-    yield from _omitted_line(len(kinds))
-    if mesh.n_devices <= MAX_DRAWN_DEVICES:
-        yield from _drawings(kinds, mesh)
+    rows: list[list[str]] = []
+    for kind in kinds:
+        shape = f"{list(kind.leaf.shape)} {kind.leaf.dtype}"
+        shard = format_bytes(_shard_nbytes(kind.leaf, kind.spec))
+        copies = str(num_replicas(kind.spec, mesh))
+        rows.append([kind.title, shape, str(kind.spec), shard, copies])
+    yield from _first_rows(["leaf", "shape", "sharding", "per device", "copies"], rows)
+    split = [kind for kind in kinds if max(kind.spec.shards_per_dim, default=1) > 1]
+    if mesh.n_devices > MAX_DRAWN_DEVICES or not split:
+        return
+    yield '<h2>Shards</h2><div class="shards">'
+    for kind in split[:MAX_DRAWINGS]:
+        yield f"<section><h3>{escape(kind.title)}</h3>{_drawing(kind, mesh)}</section>"
+    yield "</div>"
 
 
 def _part_of(leaf: LogicalLeaf) -> str:
@@ -188,27 +196,6 @@ def _leaf_kinds(sharded: ShardedModel) -> list[_LeafKind]:
         kind = kinds.setdefault(key, _LeafKind(leaf, spec, []))
         kind.names.append(leaf.path)
     return sorted(kinds.values(), key=lambda kind: -_leaf_nbytes(kind.leaf))
-
-
-def _kind_row(kind: _LeafKind, mesh: Mesh) -> list[str]:
-    return [
-        kind.title,
-        f"{list(kind.leaf.shape)} {kind.leaf.dtype}",
-        str(kind.spec),
-        format_bytes(_shard_nbytes(kind.leaf, kind.spec)),
-        str(num_replicas(kind.spec, mesh)),
-    ]
-
-
-def _drawings(kinds: Sequence[_LeafKind], mesh: Mesh) -> Iterator[str]:
-    """Yield the elements of the section with a drawing of the shards of each of the largest kinds of leaves."""
-    split = [kind for kind in kinds if max(kind.spec.shards_per_dim, default=1) > 1]
-    if not split:
-        return
-    yield '<h2>Shards</h2><div class="shards">'
-    for kind in split[:MAX_DRAWINGS]:
-        yield f"<section><h3>{escape(kind.title)}</h3>{_drawing(kind, mesh)}</section>"
-    yield "</div>"
 
 
 def _drawing(kind: _LeafKind, mesh: Mesh) -> str:
@@ -241,28 +228,53 @@ def _picture_dims(split_dims: Sequence[int], num_dims: int) -> tuple[int, int]:
     return down, across
 
 
-def _statistics_section(
-    entries: Sequence[SourceTensor], statistics: Sequence[TensorStats | None]
-) -> Iterator[str]:
-    """Yield a table of the values of each tensor."""
-    yield "<h2>Statistics</h2>"
-    rows = []
-    for entry, entry_stats in zip(entries[:MAX_ROWS], statistics):
-        rows.append([entry.name, *stats_cells(entry_stats)])
-    yield from html_table(["tensor", "min", "max", "mean", "nan", "inf", "zeros"], rows)
-    yield from _omitted_line(len(entries))
-
-
-def _tree_section(entries: Sequence[SourceTensor]) -> Iterator[str]:
-    """Yield the tree of names, with equal layers merged."""
-    nodes = build_tree(entries)
-    yield '<h2>Tree</h2><div class="tree">'
-    rows = itertools.islice(tree_rows(nodes), MAX_ROWS)
-    yield from html_table(["name", "shape", "dtype", "size"], rows)
-    yield "</div>"
-    yield from _omitted_line(count_nodes(nodes))
+def _first_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield a table of the first rows, and the number of the other ones."""
+    yield from html_table(header, rows[:MAX_ROWS])
+    yield from _omitted_line(len(rows))
 
 
 def _omitted_line(num_rows: int) -> Iterator[str]:
     if num_rows > MAX_ROWS:
         yield f"<p>and {num_rows - MAX_ROWS:,} more</p>"
+
+
+def write_lock_page(path: Path, lock: Lock) -> None:
+    """Write the page of a lock file.
+
+    Raises:
+        PrepError: The file cannot be written, or the path is something other than a page of prep.
+    """
+    write_html_page(path, f"prep lock {lock.source}", _lock_body(lock))
+
+
+def _lock_body(lock: Lock) -> Iterator[str]:
+    file_nbytes = sum(file.bytes for file in lock.files.values())
+    yield f"<h1>{escape(lock.source)}</h1>"
+    facts = [
+        ("revision", lock.revision or "-"),
+        ("files", f"{len(lock.files):,}"),
+        ("bytes", f"{file_nbytes:,}"),
+        ("tensors", f"{len(lock.tensors):,}"),
+        # The page shows which lock file it describes, as `sha256sum` prints it.
+        ("SHA-256 of the lock file", hashlib.sha256(encode_lock(lock)).hexdigest()),
+    ]
+    yield from html_table(["lock", ""], facts)
+    yield "<h2>Files</h2>"
+    rows: list[list[str]] = []
+    for name, file in lock.files.items():
+        rows.append([name, f"{file.bytes:,}", file.digest or "-"])
+    yield from html_table(["file", "bytes", "SHA-256"], rows)
+    yield "<h2>Tensors by dtype</h2>"
+    yield from html_table(["dtype", "tensors", "bytes"], _lock_dtype_rows(lock))
+    yield "<p>The lock file has the XXH3-128 of each tensor.</p>"
+
+
+def _lock_dtype_rows(lock: Lock) -> Iterator[list[str]]:
+    """Yield dtype, number of tensors and bytes, the dtype with the most bytes first."""
+    sizes: dict[str, list[int]] = {}
+    for tensor in lock.tensors.values():
+        nbytes = math.ceil(array_bits(tensor.dtype, tensor.shape) / 8)
+        sizes.setdefault(tensor.dtype, []).append(nbytes)
+    for dtype in sorted(sizes, key=lambda name: -sum(sizes[name])):
+        yield [dtype, f"{len(sizes[dtype]):,}", f"{sum(sizes[dtype]):,}"]

@@ -1,29 +1,23 @@
-"""The plan of a training step as a self-contained HTML page."""
+"""The plan of a training step: tables and sentences for a terminal, and a self-contained HTML page."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from prepcli.commands.pages.charts import Bar, Curve, line_chart, stacked_bar
 from prepcli.commands.pages.html_page import html_table, write_html_page
-from prepcli.commands.pages.plan_rows import (
-    CAVEAT,
-    COLLECTIVE_HEADER,
-    KIND_HEADER,
-    CompiledStep,
-    collective_rows,
-    compiled_memory_rows,
-    compiled_note,
-    compiled_title,
-    device_kind_rows,
-    flops_table,
-    title_lines,
-    traffic_header,
-    traffic_rows,
-)
-from prepcli.core.formatting import format_bytes
+from prepcli.core.errors import text
+from prepcli.core.formatting import count_text, format_bytes, format_duration
+from prepcli.models.slices import num_slices
+from trainer.planning.accelerators import Accelerator
+from trainer.planning.compiled_plan import CompiledPlan
+from trainer.planning.memory_changes import MemoryChange
+from trainer.planning.step_flops import StepFlops
+from trainer.planning.step_time import COMPUTE_EFFICIENCY
 from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
 GIB = 1 << 30
@@ -32,6 +26,174 @@ LENGTH_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 MIN_LENGTH = 128
 
 Replan = Callable[[Mapping[str, object]], TrainingPlan]
+# Largest first.
+FLOP_UNITS = (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
+KIND_HEADER = (
+    "devices",
+    "memory",
+    "fits",
+    "step",
+    "tokens/s",
+    "MFU full",
+    "MFU causal",
+    "bound by",
+)
+COLLECTIVE_HEADER = ("collective", "operations", "bytes")
+CAVEAT = (
+    "All figures above are estimates from shapes."
+    f" Matrix products run at {COMPUTE_EFFICIENCY:.0%} of the bfloat16 peak; communication over mp waits,"
+    " other communication overlaps; elementwise work, input and checkpoints are ignored."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """A compiled training step.
+
+    Attributes:
+        plan: The compiler's plan.
+        estimated_nbytes: Peak of the estimate for the same devices.
+    """
+
+    plan: CompiledPlan
+    estimated_nbytes: int
+
+    @property
+    def ratio(self) -> float:
+        """The estimate as a multiple of the compiler's plan."""
+        # Below 1 the compiler needs more than the estimate: a step that seems to fit may not.
+        return self.estimated_nbytes / self.plan.peak_nbytes
+
+
+def title_lines(plan: TrainingPlan) -> list[str]:
+    """Return a line about the model and the mesh, and a line about the batch."""
+    num_parameters = sum(math.prod(leaf.shape) for leaf in plan.inputs.leaves.values())
+    axes = " x ".join(f"{name} {size}" for name, size in zip(plan.mesh.names, plan.mesh.sizes))
+    model = f"{count_text(num_parameters, 'parameter')}; mesh {axes} = {count_text(plan.mesh.n_devices, 'device')}"
+    count = num_slices(plan.slices)
+    if count > 1:
+        split = ", ".join(f"{axis} over {number}" for axis, number in plan.slices.items())
+        model += f" in {count} slices ({split})"
+    seq_length = plan.inputs.seq_length
+    num_sequences = plan.tokens // seq_length
+    batch = (
+        f"batch {num_sequences:,} x {seq_length:,} = {count_text(plan.tokens, 'token')} per step"
+    )
+    if plan.inputs.accumulate > 1:
+        batch += f" in {plan.inputs.accumulate} parts"
+    return [model, batch]
+
+
+def flops_table(flops: StepFlops) -> tuple[str, list[tuple[str, str]]]:
+    """Return the operations of a step: their unit, e.g. `TFLOP`, and rows of name and number."""
+    counts = {
+        "products with parameters": flops.matmul,
+        "attention, visible pairs": flops.attention_causal,
+        "attention, all pairs": flops.attention_full,
+        "masked pairs that are computed": flops.masked,
+        "repeated by the backward pass": flops.recomputed,
+        "executed": flops.executed,
+    }
+    unit, scale = next(
+        ((name, size) for name, size in FLOP_UNITS if flops.executed >= size), FLOP_UNITS[-1]
+    )
+    digits = 1 if flops.executed >= 100 * scale else 2
+    rows = [(name, f"{count / scale:,.{digits}f}") for name, count in counts.items()]
+    return unit, rows
+
+
+def traffic_header(plan: TrainingPlan) -> tuple[str, ...]:
+    """Return the names of the columns of `traffic_rows`."""
+    if plan.slices:
+        return ("one device sends in a step", "bytes", "between slices", "other work")
+    return ("one device sends in a step", "bytes", "other work")
+
+
+def traffic_rows(plan: TrainingPlan) -> list[tuple[str, ...]]:
+    """Return the communication of one device as rows below `traffic_header`, one per mesh axis."""
+    rows = []
+    for axis in plan.traffic:
+        row = [f"{axis.axis} {axis.size}", format_bytes(axis.nbytes)]
+        if plan.slices:
+            row.append(format_bytes(axis.slow_nbytes))
+        row.append("overlaps" if axis.overlaps else "waits")
+        rows.append(tuple(row))
+    return rows
+
+
+def device_kind_rows(plan: TrainingPlan, kinds: Sequence[KindEstimate]) -> list[tuple[str, ...]]:
+    """Return the estimated time, memory and MFU of a step on each kind of accelerator, as rows below KIND_HEADER."""
+    rows = []
+    for estimate in kinds:
+        device = f"{plan.mesh.n_devices} x {estimate.kind.name}"
+        memory = format_bytes(estimate.kind.memory_nbytes)
+        fits = "yes" if estimate.fits else "no"
+        rows.append((device, memory, fits, *speed_cells(estimate), estimate.time.bound))
+    return rows
+
+
+def speed_cells(estimate: KindEstimate) -> tuple[str, str, str, str]:
+    """Return time, tokens per second, and both utilizations."""
+    return (
+        f"{estimate.time.step_s:.3g} s",
+        f"{estimate.tokens_per_s:,.0f}",
+        f"{estimate.mfu_full:.0%}",
+        f"{estimate.mfu_causal:.0%}",
+    )
+
+
+def compiled_title(step: CompiledStep) -> str:
+    """Return the target of the compilation, e.g. `compiled for v5p`."""
+    title = f"compiled for {step.plan.target}"
+    if step.plan.is_upper_bound:
+        title += ", an upper bound"
+    return title
+
+
+def compiled_memory_rows(step: CompiledStep) -> list[tuple[str, str]]:
+    """Return the memory of one device as rows of name and size."""
+    plan = step.plan
+    return [
+        ("temporary arrays", format_bytes(plan.temp_nbytes)),
+        ("state and batch", format_bytes(plan.argument_nbytes)),
+        # Donated arguments and their outputs share memory.
+        ("outputs not in place", format_bytes(plan.output_nbytes - plan.alias_nbytes)),
+        ("in all", format_bytes(plan.peak_nbytes)),
+        ("estimated", format_bytes(step.estimated_nbytes)),
+        ("estimated / in all", f"{step.ratio:.2f}"),
+    ]
+
+
+def collective_rows(step: CompiledStep) -> list[tuple[str, str, str]]:
+    """Return the collective operations as rows below COLLECTIVE_HEADER."""
+    return [
+        (collective.kind, f"{collective.count:,}", format_bytes(collective.nbytes))
+        for collective in step.plan.collectives
+    ]
+
+
+def compiled_note(step: CompiledStep) -> str:
+    """Return the note below the figures of a compiled step: the cost of the compilation, and what the figures omit.
+
+    E.g. `Attention kernel blockwise; compiled by jax 0.12.0.1, libtpu 0.0.50.1 in 12 s with 3.1 GB of host memory. An
+    operation in a loop counts once.`
+    """
+    plan = step.plan
+    cost = f"{format_duration(plan.compile_s)} with {format_bytes(plan.host_nbytes)} of host memory"
+    note = (
+        f"Attention kernel {plan.kernel}; compiled by {plan.compiler} in {cost}."
+        " An operation in a loop counts once."
+    )
+    if plan.is_upper_bound:
+        note += " XLA computes bfloat16 in float32 on CPUs: accelerators need less memory."
+    return note
+
+
+def change_text(change: MemoryChange | None) -> str:
+    """Return as text the changes of a recipe that make a step fit into memory, or a suggestion if there are none."""
+    if change is None:
+        return "no tried change of the recipe makes it fit: use more or larger devices, or a shorter `data.seq_length`"
+    return text("it fits with {}: {}", change.overrides, format_bytes(change.plan.memory.peak))
 
 
 def write_plan_page(
@@ -78,9 +240,10 @@ def _page_body(
     advice: str,
 ) -> Iterator[str]:
     """Yield the HTML elements of the page: memory, devices, operations and communication."""
-    limit = None
-    if len(kinds) == 1:
-        limit = kinds[0]
+    limit = kinds[0].kind if len(kinds) == 1 else None
+    limit_bar = None
+    if limit is not None:
+        limit_bar = Bar(limit.name, limit.memory_nbytes, format_bytes(limit.memory_nbytes))
     parts = _memory_parts(plan)
     yield f"<h1>Plan of {escape(name)}</h1>"
     for line in lines:
@@ -88,7 +251,7 @@ def _page_body(
     if advice:
         yield f"<p>{escape(advice)}</p>"
     yield "<h2>Memory of one device</h2>"
-    yield stacked_bar(parts, "memory of one device by part", limit=_limit_bar(limit))
+    yield stacked_bar(parts, "memory of one device by part", limit=limit_bar)
     memory_rows = [(part.name, part.text) for part in parts]
     memory_rows.append(("peak", format_bytes(plan.memory.peak)))
     yield from html_table(["part", "bytes"], memory_rows)
@@ -133,13 +296,7 @@ def _memory_parts(plan: TrainingPlan) -> list[Bar]:
     return [Bar(name, nbytes, format_bytes(nbytes)) for name, nbytes in parts.items()]
 
 
-def _limit_bar(limit: KindEstimate | None) -> Bar | None:
-    if limit is None:
-        return None
-    return Bar(limit.kind.name, limit.kind.memory_nbytes, format_bytes(limit.kind.memory_nbytes))
-
-
-def _context_chart(plan: TrainingPlan, limit: KindEstimate | None, replan: Replan) -> str:
+def _context_chart(plan: TrainingPlan, limit: Accelerator | None, replan: Replan) -> str:
     """Draw the peak by context length, and the memory of the device."""
     seq_length = plan.inputs.seq_length
     # A set, because short plans give equal lengths: for 256 tokens the factors 0.125, 0.25 and 0.5 all give 128.
@@ -150,9 +307,9 @@ def _context_chart(plan: TrainingPlan, limit: KindEstimate | None, replan: Repla
         peaks.append((length / 1000, peak / GIB))
     curves = [Curve(name="peak", points=peaks, width=2.0)]
     if limit is not None:
-        memory = limit.kind.memory_nbytes / GIB
+        memory = limit.memory_nbytes / GIB
         line = [(0.0, memory), (lengths[-1] / 1000, memory)]
-        name = f"memory of {limit.kind.name}"
+        name = f"memory of {limit.name}"
         curves.append(Curve(name=name, points=line, color=1, width=2.0))
     return line_chart(
         curves,

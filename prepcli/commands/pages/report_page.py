@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from prepcli.commands.pages.charts import SMALL, Curve, color_of, line_chart
-from prepcli.commands.pages.html_page import write_html_page
-from prepcli.core.counts import count_text
-from prepcli.core.formatting import format_bytes
+from prepcli.commands.pages.html_page import Markup, html_table, write_html_page
+from prepcli.core.formatting import count_text, format_bytes
 from trainer.run.run_record import RunRecord, SavedSample
 from trainer.training.metrics import EVAL_PREFIX
 
@@ -66,12 +65,7 @@ class RunSummary(TypedDict):
 def write_report_page(
     path: Path, runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]
 ) -> None:
-    """Write the page of one or several runs.
-
-    Args:
-        path: The HTML file.
-        runs: The runs.
-        summaries: Text of each column of the table at the top, one mapping per run.
+    """Write the page of one or several runs. `summaries` has the cells of the table at the top, by column name.
 
     Raises:
         PrepError: The file cannot be written.
@@ -89,11 +83,7 @@ def run_names(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def summary_cells(summary: RunSummary) -> dict[str, str]:
-    """Return the main numbers of a run as table cells, by column name.
-
-    Args:
-        summary: The numbers. A missing one is None, and its cell is `-`.
-    """
+    """Return the main numbers of a run as table cells, by column name. The cell of a missing number is `-`."""
     steps = f"{summary['step']:,}"
     if summary["steps"]:
         steps += f" / {summary['steps']:,}"
@@ -114,13 +104,9 @@ def _number_text(value: float | None, form: str) -> str:
 
 def changed_keys(runs: Sequence[RunRecord]) -> list[str]:
     """Return the recipe keys with different values. An absent key differs from every value."""
-    changed = []
-    for key in _all_keys(run.recipe for run in runs):
-        # Recipes have their values as text here, so they are hashable, and an absent key gives None.
-        values = {run.recipe.get(key) for run in runs}
-        if len(values) > 1:
-            changed.append(key)
-    return changed
+    keys = _all_keys(run.recipe for run in runs)
+    # Recipes have their values as text here, so they are hashable, and an absent key gives None.
+    return [key for key in keys if len({run.recipe.get(key) for run in runs}) > 1]
 
 
 def _page_body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]) -> Iterator[str]:
@@ -131,13 +117,21 @@ def _page_body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]
         heading = ", ".join(names)
     yield f"<h1>{escape(heading)}</h1>"
     rows = [[label, *map(_cell_text, row.values())] for label, row in zip(labels, summaries)]
-    yield from _table_lines(["run", *summaries[0]], rows)
+    yield from _table(["run", *summaries[0]], rows)
     yield "<h2>Curves</h2>"
     yield from _chart_sections(runs, names)
     yield from _samples_section(runs, labels)
     yield from _recipe_section(runs, labels)
     yield from _environment_section(runs, labels)
-    yield from _checkpoints_section(runs, labels)
+    yield "<h2>Checkpoints</h2>"
+    saved_rows: list[list[str]] = []
+    for label, run in zip(labels, runs):
+        for saved in run.checkpoints:
+            saved_rows.append([label, f"{saved.step:,}", format_bytes(saved.nbytes)])
+    if saved_rows:
+        yield from _table(["run", "step", "size"], saved_rows)
+    else:
+        yield "<p>No step is saved.</p>"
 
 
 def _chart_sections(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
@@ -148,12 +142,19 @@ def _chart_sections(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator
     single_values: list[list[str]] = []
     yield '<div class="charts">'
     for metric, heading in {**CURVES, **_other_headings(runs)}.items():
-        curves = _metric_curves(metric, runs, names)
-        if not curves:
-            continue
+        scale = SCALES.get(metric, 1)
+        curves: list[Curve] = []
+        for number, run in enumerate(runs):
+            points = [(step, value * scale) for step, value in run.metrics.points(metric)]
+            if points:
+                # A run keeps its colour in the charts of metrics that other runs did not log.
+                curves.append(Curve(name=names[number], points=points, color=number))
         # A chart of one dot shows less than its number.
         if all(len(curve.points) == 1 for curve in curves):
-            single_values += _single_values(escape(heading), curves)
+            for curve in curves:
+                ((step, value),) = curve.points
+                label = _run_label(curve.color, curve.name)
+                single_values.append([heading, label, f"{step:,.0f}", f"{value:.6g}"])
             continue
         svg = line_chart(
             curves,
@@ -167,34 +168,14 @@ def _chart_sections(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator
         yield f"<section><h3>{escape(heading)}</h3>{svg}</section>"
     yield "</div>"
     if single_values:
-        yield from _table_lines(["logged once", "run", "step", "value"], single_values)
-
-
-def _single_values(heading: str, curves: Sequence[Curve]) -> Iterator[list[str]]:
-    """Yield a table row with the only value of each run."""
-    for curve in curves:
-        ((step, value),) = curve.points
-        yield [heading, _run_label(curve.color, curve.name), f"{step:,.0f}", f"{value:.6g}"]
-
-
-def _metric_curves(metric: str, runs: Sequence[RunRecord], names: Sequence[str]) -> list[Curve]:
-    """Return the curve of a metric of each run that logged it."""
-    scale = SCALES.get(metric, 1)
-    curves = []
-    for number, run in enumerate(runs):
-        points = [(step, value * scale) for step, value in run.metrics.points(metric)]
-        if points:
-            # A run keeps its colour in the charts of metrics that other runs did not log.
-            curves.append(Curve(name=names[number], points=points, color=number))
-    return curves
+        yield from _table(["logged once", "run", "step", "value"], single_values)
 
 
 def _other_headings(runs: Sequence[RunRecord]) -> dict[str, str]:
     """Return the headings of metrics outside CURVES, e.g. a user's `metric_fn` or a data source."""
-    metrics = _all_keys(run.metrics.curves for run in runs)
     evaluations: dict[str, str] = {}
     sources: dict[str, str] = {}
-    for metric in metrics:
+    for metric in _all_keys(run.metrics.curves for run in runs):
         if metric in CURVES or metric in COUNTS:
             continue
         if metric.startswith(EVAL_PREFIX):
@@ -214,7 +195,9 @@ def _samples_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterat
     if prompts:
         yield "<h2>Samples</h2>"
     for prompt in prompts:
-        samples = [_prompt_samples(run, prompt) for run in runs]
+        samples: list[list[SavedSample]] = []
+        for run in runs:
+            samples.append([sample for sample in run.samples if sample.prompt == prompt])
         last_samples = [run_samples[-1:] for run_samples in samples]
         yield f'<h3 class="sample">{escape(prompt)}</h3>'
         yield from _sample_table(last_samples, labels)
@@ -231,18 +214,14 @@ def _samples_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterat
         yield "</details>"
 
 
-def _prompt_samples(run: RunRecord, prompt: str) -> list[SavedSample]:
-    return [sample for sample in run.samples if sample.prompt == prompt]
-
-
 def _sample_table(samples: Sequence[Sequence[SavedSample]], labels: Sequence[str]) -> Iterator[str]:
     """Yield a table of the samples of each run."""
     rows = []
     for label, run_samples in zip(labels, samples):
         for sample in run_samples:
-            text = f'<span class="sample">{escape(sample.text)}</span>'
+            text = Markup(f'<span class="sample">{escape(sample.text)}</span>')
             rows.append([label, f"{sample.step:,}", text])
-    yield from _table_lines(["run", "step", "text"], rows)
+    yield from _table(["run", "step", "text"], rows)
 
 
 def _recipe_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
@@ -255,13 +234,13 @@ def _recipe_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterato
         changed = changed_keys(runs)
         if changed:
             yield f"<p>{count_text(len(changed), 'key differs', 'keys differ')}.</p>"
-            yield from _table_lines(header, _recipe_rows(runs, changed))
+            yield from _table(header, _recipe_rows(runs, changed))
         else:
             yield "<p>No key differs.</p>"
     keys = _all_keys(run.recipe for run in runs)
     highlighted = {keys.index(key) for key in changed}
     yield f"<details><summary>All {count_text(len(keys), 'key')}</summary>"
-    yield from _table_lines(header, _recipe_rows(runs, keys), highlighted=highlighted)
+    yield from _table(header, _recipe_rows(runs, keys), highlighted=highlighted)
     yield "</details>"
 
 
@@ -275,23 +254,18 @@ def _recipe_rows(runs: Sequence[RunRecord], keys: Iterable[str]) -> list[list[st
 
 def _environment_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
     """Yield the data, the machine and the versions of each run."""
-    data = []
-    machines = []
-    versions = []
+    data = [run.table("data") for run in runs]
+    for number, table in enumerate(data):
+        if "digest" in table:
+            data[number] = {**table, "digest": str(table["digest"])[:DIGEST_DIGITS]}
+    machines: list[dict[str, object]] = []
     for run in runs:
-        data_table = dict(run.table("data"))
-        if "digest" in data_table:
-            data_table["digest"] = str(data_table["digest"])[:DIGEST_DIGITS]
-        data.append(data_table)
-        machine = dict(run.environment)
-        # They have separate tables.
-        machine.pop("data", None)
-        machine.pop("versions", None)
-        machines.append(machine)
-        versions.append(run.table("versions"))
+        # The data and the versions have separate tables.
+        facts = run.environment.items()
+        machines.append({key: value for key, value in facts if key not in ("data", "versions")})
     yield from _value_table("Data", data, labels)
     yield from _value_table("Environment", machines, labels)
-    yield from _value_table("Versions", versions, labels)
+    yield from _value_table("Versions", [run.table("versions") for run in runs], labels)
 
 
 def _value_table(
@@ -303,30 +277,15 @@ def _value_table(
     if not keys:
         yield "<p>Not recorded.</p>"
         return
-    header = ["", ""]
-    if len(tables) > 1:
-        header = ["", *labels]
-    rows = []
-    highlighted = set()
+    header = ["", *labels] if len(tables) > 1 else ["", ""]
+    rows: list[list[str]] = []
+    highlighted: set[int] = set()
     for number, key in enumerate(keys):
         cells = [_cell_text(table.get(key)) for table in tables]
-        rows.append([escape(key.replace("_", " ")), *cells])
+        rows.append([key.replace("_", " "), *cells])
         if len({*cells}) > 1:
             highlighted.add(number)
-    yield from _table_lines(header, rows, highlighted=highlighted)
-
-
-def _checkpoints_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
-    rows = []
-    for label, run in zip(labels, runs):
-        rows += [
-            [label, f"{saved.step:,}", format_bytes(saved.nbytes)] for saved in run.checkpoints
-        ]
-    yield "<h2>Checkpoints</h2>"
-    if rows:
-        yield from _table_lines(["run", "step", "size"], rows)
-    else:
-        yield "<p>No step is saved.</p>"
+    yield from _table(header, rows, highlighted=highlighted)
 
 
 def _all_keys(mappings: Iterable[Mapping[str, object]]) -> list[str]:
@@ -337,43 +296,23 @@ def _all_keys(mappings: Iterable[Mapping[str, object]]) -> list[str]:
     return list(keys)
 
 
-def _table_lines(
-    header: Sequence[str], rows: Iterable[Sequence[str]], *, highlighted: Collection[int] = ()
+def _table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], highlighted: Collection[int] = ()
 ) -> Iterator[str]:
-    """Yield a table of HTML cells that scrolls on narrow screens.
-
-    Args:
-        header: Names of the columns.
-        rows: The cells.
-        highlighted: Numbers of the rows to highlight.
-    """
-    yield f'<div class="scroll"><table><tr>{_row_cells("th", header)}</tr>'
-    for number, row in enumerate(rows):
-        attribute = ""
-        if number in highlighted:
-            attribute = ' class="changed"'
-        yield f"<tr{attribute}>{_row_cells('td', row)}</tr>"
-    yield "</table></div>"
-
-
-def _row_cells(tag: str, cells: Sequence[str]) -> str:
-    return "".join(f"<{tag}>{cell}</{tag}>" for cell in cells)
+    return html_table(header, rows, has_numbers=False, highlighted=highlighted)
 
 
 def _run_label(number: int, name: str) -> str:
     """Return the HTML of a run's name, preceded by a square in the colour of the run."""
-    return f'<span class="chip" style="background:{color_of(number)}"></span>{escape(name)}'
+    chip = f'<span class="chip" style="background:{color_of(number)}"></span>'
+    return Markup(f"{chip}{escape(name)}")
 
 
 def _code_element(text: str) -> str:
-    if not text:
-        return ""
-    return f"<code>{escape(text)}</code>"
+    return Markup(f"<code>{escape(text)}</code>") if text else ""
 
 
 def _cell_text(value: object) -> str:
     if value is None:
         return ""
-    if isinstance(value, int):
-        return f"{value:,}"
-    return escape(str(value))
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -33,13 +33,7 @@ def write_samples_page(
     counts: Mapping[str, SampleCounts],
     samples: Mapping[str, Sequence[TokenSample]],
 ) -> None:
-    """Write the page of the samples of a recipe.
-
-    Args:
-        path: The HTML file.
-        name: Name of the recipe.
-        counts: Counts of each data set by name.
-        samples: Samples of each data set by name.
+    """Write the page of the samples of a recipe, with the counts and the samples of each data set by name.
 
     Raises:
         PrepError: The file cannot be written, or the path is something other than a page of prep.

@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.console.ui import Report, Ui
 from prepcli.commands.operations.conversion import dropped_text
-from prepcli.core.bounded_text import shorten
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Option, PrepError, text
-from prepcli.core.formatting import format_bytes
-from prepcli.core.lists import MAX_NAMES, join_names
+from prepcli.core.formatting import MAX_NAMES, count_text, format_bytes, join_names, shorten
 from prepcli.core.observer import LEAVES
 from prepcli.core.tables import Cell, format_table
 from prepcli.models.registry import FAMILIES

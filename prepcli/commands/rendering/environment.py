@@ -1,4 +1,4 @@
-"""The environment, pages of the documentation, demos and launched jobs as text and JSON."""
+"""The environment, pages of the documentation and launched jobs as text and JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from prepcli.commands.console.ui import Report, Ui
-from prepcli.core.errors import PrepError
 from prepcli.core.formatting import format_bytes
 from prepcli.core.tables import format_table
 
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from prepcli.commands.demo.run import DemoRun, StepReport
     from prepcli.commands.operations.about import DocsPage, Environment
     from prepcli.commands.operations.launch import LaunchedScript, LocalJob
 
@@ -88,46 +86,6 @@ def pages_report(
         return Report(str(folder), fields)
     header = ("page", "section", "title")
     return Report(format_table(rows, header, width=columns, wrapped=("title",)), fields)
-
-
-# --- Demos
-
-
-def demo_report(run: DemoRun, columns: int | None) -> Report:
-    """Return the table of the steps. The report has an error if a step failed."""
-    header = ("step", "seconds", "bytes", "memory", "result")
-    text = format_table(
-        [_table_row(step) for step in run.steps],
-        header,
-        right_aligned=("seconds", "bytes", "memory"),
-        width=columns,
-        wrapped=["result"],
-    )
-    fields: dict[str, object] = {
-        "output": str(run.out),
-        "steps": [asdict(step) for step in run.steps],
-    }
-    failed = run.failed_step
-    if failed is not None:
-        what = f"the demo failed at step {len(run.steps)}: {failed.step}"
-        return Report(text, fields, error=PrepError(what, failed.result, failed.hint))
-    from prepcli.commands.demo.run import REPORT
-
-    page = run.out / REPORT
-    fields["report"] = str(page)
-    closing = f"all {run.num_planned} steps passed; report with pictures: {page}"
-    return Report(f"{text}\n{closing}", fields, "run the same commands with your own model")
-
-
-def _table_row(report: StepReport) -> tuple[str, ...]:
-    memory = format_bytes(report.peak) if report.peak else "-"
-    return (
-        report.step,
-        f"{report.seconds:.1f}",
-        format_bytes(report.bytes),
-        memory,
-        report.result_text,
-    )
 
 
 # --- Launched jobs

@@ -18,9 +18,8 @@ from prepcli.commands.operations.inspect import (
     shape_text,
     shard_leaves,
 )
-from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.observer import LEAVES
 from prepcli.core.tables import Cell, format_table, wrap_line
 from prepcli.formats.orbax import item_metadata_file

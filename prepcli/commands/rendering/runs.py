@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from prepcli.commands.console.ui import Report
 from prepcli.commands.operations.compute_options import format_token_ids
-from prepcli.core.counts import count_text
+from prepcli.core.formatting import count_text
 from prepcli.core.tables import Cell, format_table
 
 if TYPE_CHECKING:

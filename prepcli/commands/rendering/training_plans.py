@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prepcli.commands.console.ui import Report, Ui
-from prepcli.commands.pages.plan_rows import (
+from prepcli.commands.pages.plan_page import (
     CAVEAT,
     COLLECTIVE_HEADER,
     KIND_HEADER,
@@ -22,8 +22,7 @@ from prepcli.commands.pages.plan_rows import (
     traffic_header,
     traffic_rows,
 )
-from prepcli.core.counts import count_text
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.observer import LEAVES
 from prepcli.core.tables import format_table, wrap_line
 from trainer.planning.training_plan import memory_fields, memory_table

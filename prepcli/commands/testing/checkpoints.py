@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.safetensors import (
     INDEX_FILE,

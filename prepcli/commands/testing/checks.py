@@ -5,13 +5,13 @@ Comparisons with transformers import it when they run.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from prepcli.commands.console.ui import Report, Ui
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.model_outputs import missing_reference_packages
 from prepcli.commands.operations.pad_vocab import pad_vocab
@@ -50,15 +51,18 @@ from prepcli.commands.testing.tiny_model import (
     with_padded_vocab,
     with_small_embeddings,
 )
-from prepcli.core.counts import count_text
-from prepcli.core.errors import PrepError
-from prepcli.core.json_types import HFConfig
+from prepcli.core.errors import PrepError, usage_error
+from prepcli.core.formatting import count_text, did_you_mean
+from prepcli.core.json_values import HFConfig
+from prepcli.core.tables import format_table
 from prepcli.models.architecture import OUTPUT_SCALE, XIELU_CONSTANTS
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.moe_config import CORRECTION
 from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
 from prepcli.models.registry import family_of
-from trainer.distributed.sharding import ShardingContext, make_sharding_context
+from prepcli.sources.references import CONFIG
+from prepcli.sources.source import read_config
+from trainer.distributed.sharding import make_sharding_context
 from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator
 from trainer.nn import transformer
@@ -79,6 +83,8 @@ GRADIENTS_RTOL = 1e-5
 LOSS_RTOL = 1e-5
 # Tokens of a sequence longer than the window and the pretraining context.
 LONG_LENGTH = 300
+# Devices of the CPU, for training on a mesh.
+NUM_DEVICES = 8
 # Additional rows of the padded vocabulary.
 PADDING_ROWS = 3
 ADAMW = Optimizer(
@@ -203,6 +209,63 @@ class FamilyUnderTest:
         # With an equal output of an earlier call, the conversion would return at once and write nothing.
         shutil.rmtree(out, ignore_errors=True)
         return conversion(source, out, **options).path
+
+
+def family_report(path: Path, names: Sequence[str], ui: Ui) -> Report:
+    """Check the family of a config, and return a report with one line per check.
+
+    The report has an error if a check failed.
+
+    Args:
+        path: A config.json, or a folder with one.
+        names: Checks to run, empty for all.
+        ui: Receives notes.
+
+    Raises:
+        PrepError: The config cannot be read, its family is not supported, or a check is unknown.
+    """
+    known = [check.name for check in CHECKS]
+    if unknown := [name for name in names if name not in known]:
+        hint = did_you_mean(unknown[0], known)
+        raise usage_error(f"unknown check `{unknown[0]}`", f"known: {', '.join(known)}", hint)
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        raise usage_error(f"{file} does not exist", hint=f"name a {CONFIG}, or a folder with one")
+    config = read_config(file)
+    tiny = scale_down(config, NUM_HEADS)
+    # It fails if jax has started already.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    if not missing_reference_packages():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+    family = family_of(tiny)
+    sizes = family.sizes(tiny)
+    ui.note(f"{family.name}: {', '.join(f'{axis} {size}' for axis, size in sizes.items())}")
+    for axis in ("vocab", "heads"):
+        if sizes.get(axis, 1) % 2 == 0:
+            ui.warn(f"{axis} of the tiny model is {sizes[axis]}; an odd number finds more mistakes")
+    results = check_family(
+        config,
+        [check for check in CHECKS if not names or check.name in names],
+        on_result=lambda result: ui.note(f"{result.outcome}  {result.check}"),
+    )
+    rows = [(result.check, result.outcome, result.text) for result in results]
+    table = format_table(rows, (family.name, "", ""), width=ui.columns)
+    fields = {
+        "family": family.name,
+        "config": tiny,
+        "checks": [asdict(result) for result in results],
+    }
+    failed = [result for result in results if result.outcome == "failed"]
+    if not failed:
+        return Report(table, fields)
+    what = f"{family.name} fails {len(failed)} of {len(results)} checks"
+    reasons = "\n".join(f"{result.check}: {result.text}" for result in failed)
+    hint = "`prep docs add-a-family` lists common causes"
+    return Report(table, fields, error=PrepError(what, reasons, hint))
 
 
 def check_family(
@@ -394,7 +457,13 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
     batch = random_batch(sizes["vocab"], 4, 12, has_source=has_encoder(config))
     # A model without attention has no heads.
     mesh = "1,2,4" if sizes.get("heads", 1) % 4 == 0 else "1,2,1"
-    sharding = _mesh_sharding(mesh)
+    device_mesh = parse_mesh(mesh)
+    count = device_mesh.n_devices
+    devices = jax.devices()
+    if len(devices) < count:
+        why = f"needs {count} devices, jax has {len(devices)}; set JAX_NUM_CPU_DEVICES={count}"
+        raise SkippedCheckError(why)
+    sharding = make_sharding_context(device_mesh, devices=devices[:count])
     before = flatten_tree(tiny.params_from_tensors(random_tensors(config)))
     leaf_shardings = {path: sharding.param_sharding(tiny.model.leaves[path]) for path in before}
     params = {path: jax.device_put(leaf, leaf_shardings[path]) for path, leaf in before.items()}
@@ -416,17 +485,6 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
         keeps_sharding = leaf.sharding.is_equivalent_to(leaf_shardings[path], leaf.ndim)
         _require(keeps_sharding, f"{path} is {leaf.sharding}")
     return f"{mesh}: {_check_tolerance(error, LOSS_RTOL)}"
-
-
-def _mesh_sharding(mesh_text: str) -> ShardingContext:
-    """Return the sharding on the first devices, as many as the mesh has."""
-    mesh = parse_mesh(mesh_text)
-    devices = jax.devices()
-    count = math.prod(mesh.sizes)
-    if len(devices) < count:
-        why = f"needs {count} devices, jax has {len(devices)}; set JAX_NUM_CPU_DEVICES={count}"
-        raise SkippedCheckError(why)
-    return make_sharding_context(mesh, devices=devices[:count])
 
 
 def check_greedy_tokens(subject: FamilyUnderTest) -> str:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import PrepError, usage_error
-from prepcli.core.json_types import HFConfig, JsonObject, JsonValue
+from prepcli.core.json_values import HFConfig, JsonObject, JsonValue
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.parameters import Family, parameter_rows, read_size
 from prepcli.models.registry import family_of, fields_read

@@ -22,7 +22,7 @@ import numpy as np
 from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.commands.operations.model_outputs import missing_reference_packages
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.registry import family_of

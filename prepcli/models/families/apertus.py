@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from prepcli.core.errors import unsupported_config_error
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.models.architecture import ROPE_FIELDS, XIELU, ArchConfig, reject_unsupported_fields
 from prepcli.models.families import _llama_style
 from prepcli.models.parameters import HFConfig, Parameter, if_set, read_size

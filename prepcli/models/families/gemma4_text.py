@@ -16,9 +16,9 @@ from prepcli.algebra.axis_map import (
     SLIDING_LAYERS,
     WIDE_LAYERS,
 )
-from prepcli.core.decimal_text import parse_decimal
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
-from prepcli.core.json_types import JsonObject
+from prepcli.core.formatting import parse_decimal
+from prepcli.core.json_values import JsonObject
 from prepcli.models.architecture import (
     FULL_ATTENTION,
     LAYER_TYPES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from prepcli.models.architecture import (
     ROPE_FIELDS,
     ArchConfig,

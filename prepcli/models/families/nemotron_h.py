@@ -6,7 +6,7 @@ import math
 
 from prepcli.algebra.axis_map import ATTENTION_LAYERS, DENSE_LAYERS, MIXER_LAYERS, SPARSE_LAYERS
 from prepcli.core.errors import unsupported_config_error
-from prepcli.core.json_types import JsonValue
+from prepcli.core.json_values import JsonValue
 from prepcli.models.architecture import (
     FULL_ATTENTION,
     ROPE_FIELDS,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.core.json_types import HFConfig
-from prepcli.core.suggest import did_you_mean
+from prepcli.core.formatting import did_you_mean
+from prepcli.core.json_values import HFConfig
 from prepcli.engine.digest import digest_pieces
 from prepcli.formats.manifest import NO_MANIFEST, bytes_between
 from prepcli.formats.model_files import FileHeader

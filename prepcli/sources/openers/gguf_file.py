@@ -11,10 +11,9 @@ import numpy as np
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.rows import parse_row
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
-from prepcli.core.json_types import HFConfig, JsonObject
-from prepcli.core.json_values import quote_name
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import HFConfig, JsonObject, quote_name
 from prepcli.engine.blobs import DerivedArrays
 from prepcli.formats.gguf import GgufArray, GgufHeader, GgufTensor, part_names, read_gguf_header
 from prepcli.models.registry import family_of

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.core.json_types import HFConfig
-from prepcli.core.json_values import quote_name
+from prepcli.core.json_values import HFConfig, quote_name
 from prepcli.engine.digest import digest
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import (

@@ -19,8 +19,7 @@ from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.grids import ChunkGrid, ChunkIndex, ChunkTable, FilePosition
 from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
-from prepcli.core.json_types import HFConfig
-from prepcli.core.json_values import parse_json, quote_name
+from prepcli.core.json_values import HFConfig, parse_json, quote_name
 from prepcli.formats.meta_llama_config import (
     is_dense_mistral,
     is_small_llama_3_2,

@@ -12,10 +12,9 @@ from prepcli.algebra.boxes import strides
 from prepcli.algebra.grids import (
     StridedChunks,
 )
-from prepcli.core.counts import count_text
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
-from prepcli.core.json_types import HFConfig
-from prepcli.core.json_values import quote_name
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import HFConfig, quote_name
 from prepcli.engine.digest import digest
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder
 from prepcli.formats.orbax import OrbaxItem, find_item, item_metadata_file, read_item

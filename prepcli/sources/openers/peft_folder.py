@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from prepcli.core.errors import DamagedError, PrepError
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.formats.manifest import MANIFEST_FILE, check_header, read_manifest
 from prepcli.formats.model_files import FileHeader
 from prepcli.formats.safetensors import (

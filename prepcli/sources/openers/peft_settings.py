@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import HFConfig
+from prepcli.core.json_values import HFConfig
 from prepcli.formats.manifest import NO_MANIFEST, check_files, read_manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG
 from prepcli.models.lora import (

@@ -60,6 +60,13 @@ def test_prep_error_is_hashable():
     assert len({PrepError("x"), PrepError("x")}) == 2
 
 
+def test_pickled_texts_keep_references_without_a_value():
+    message = text("{} or {} is missing", Option("mesh"), Key("mesh"))
+    loaded = pickle.loads(pickle.dumps(message))
+    assert (loaded, loaded.render(PYTHON)) == (message, "`mesh` or `mesh` is missing")
+    assert loaded == "`--mesh` or `mesh` is missing"
+
+
 @pytest.mark.parametrize("name", ["what", "why", "hint", "code"])
 def test_prep_error_is_read_only(name: str):
     error = PrepError("what", "why", "hint")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+import json
 import re
 import shlex
 
@@ -9,17 +12,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.core.errors import USAGE, PrepError
+from prepcli.commands.console.ui import Report, Ui
+from prepcli.core.errors import USAGE, PrepError, usage_error
 from prepcli.core.formatting import (
+    MAX_LINE_CHARS,
+    MAX_LINES,
     UNITS,
+    bounded_error,
+    bounded_line,
+    bounded_lines,
+    count_text,
     format_bytes,
     format_bytes_of,
     format_clock,
     format_duration,
     format_rate,
     format_time_left,
+    join_names,
     parse_bytes,
+    parse_decimal,
+    shorten,
 )
+from prepcli.core.launchers import OPEN_MPI
+from prepcli.core.process_address import coordinator_address
+from trainer.recipe.other_trainers import translate_value
 
 OPTION = "memory"
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
@@ -140,3 +156,115 @@ def test_format_durations_round_to_the_shown_unit() -> None:
 def test_format_durations_never_show_sixty(seconds: float) -> None:
     for text in (format_duration(seconds), format_clock(seconds), format_time_left(seconds)):
         assert not re.search(r":60|h 60|min 60", text)
+
+
+def test_join_names_shows_all_of_a_short_list():
+    assert join_names(["a", "b"]) == "a, b"
+    assert join_names([]) == ""
+    assert join_names(map(str, range(20))).endswith("18, 19")
+
+
+def test_join_names_counts_the_remaining_names():
+    assert join_names([str(n) for n in range(2000)]).endswith("19 and 1,980 more")
+    assert join_names(["a", "b", "c"], max_names=2, separator="; ") == "a; b and 1 more"
+
+
+def test_join_names_reads_only_the_names_it_shows():
+    assert (
+        join_names(map(str, itertools.count()), total=10**9, max_names=2)
+        == "0, 1 and 999,999,998 more"
+    )
+
+
+def test_join_names_shows_eight_lines_of_long_names():
+    names = [f"model.layers.{n}.self_attn.q_proj.weight" for n in range(10, 30)]
+    text = join_names(names)
+    # A terminal breaks a long line at its edge, and not between words.
+    assert -(-len(text) // 80) <= 9
+    shown, _, rest = text.partition(" and ")
+    assert shown == ", ".join(names[: shown.count(", ") + 1])
+    assert rest == f"{19 - shown.count(', ')} more"
+
+
+def test_join_names_shows_one_name_of_any_length():
+    assert join_names(["x" * 1000, "y"]) == f"{'x' * 1000} and 1 more"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 devices"), (1, "1 device"), (1024, "1,024 devices")]
+)
+def test_count_text_has_the_plural_unless_the_number_is_1(number: int, text: str):
+    assert count_text(number, "device") == text
+
+
+MANY_DIGITS = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("0", 0), ("0017", 17), ("", None), ("-1", None), ("٣", None), (MANY_DIGITS, None)],
+)
+def test_parse_decimal_returns_short_numbers(text: str, number: int | None) -> None:
+    assert parse_decimal(text) == number
+
+
+def test_profile_of_many_digits_stays_text() -> None:
+    assert translate_value("profile_steps", MANY_DIGITS) == MANY_DIGITS
+    assert translate_value("profile_steps", "5") == {"start": 10, "steps": 5}
+
+
+def test_variables_of_many_digits_are_ignored() -> None:
+    uri = {
+        "OMPI_MCA_orte_hnp_uri": f"{MANY_DIGITS}.0;tcp://10.96.0.1:34911",
+        "JAX_COORDINATOR_PORT": MANY_DIGITS,
+    }
+    address, _ = coordinator_address(OPEN_MPI, uri, default_port=11111)
+    assert address.startswith("10.96.0.1:")
+
+
+LONG_VALUE = "9" * 5000
+
+
+def test_long_value_is_shortened_in_the_middle() -> None:
+    line = bounded_line(f"`--memory {LONG_VALUE}GiB` is too large")
+    assert line.startswith("`--memory 99999")
+    assert line.endswith("9GiB` is too large")
+    assert len(line) < 140
+
+
+def test_path_of_usual_length_is_kept() -> None:
+    text = f"cannot read /{'data/' * 45}config.json"
+    assert bounded_line(text) == text
+
+
+def test_many_short_words_are_shortened() -> None:
+    assert len(bounded_line("9 " * 5000)) == MAX_LINE_CHARS
+
+
+def test_lines_beyond_the_limit_are_counted() -> None:
+    lines = bounded_lines("\n".join(map(str, range(100)))).split("\n")
+    assert lines == [*map(str, range(MAX_LINES)), "and 76 more lines"]
+
+
+def test_hint_keeps_the_paths_of_a_command() -> None:
+    command = f"to resume: `prep save-init /{'d' * 250}/model --out /{'e' * 250}`"
+    error = bounded_error(usage_error(LONG_VALUE, LONG_VALUE, command))
+    assert error.hint == command
+    assert error.code == 2
+    assert (len(error.what), len(error.why)) == (100, 100)
+
+
+def test_messages_of_the_console_are_bounded() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    ui = Ui("save-init", as_json=True, out=out, err=err)
+    ui.warn(LONG_VALUE)
+    ui.finish(Report(error=PrepError(LONG_VALUE, "\n".join([LONG_VALUE] * 1000), LONG_VALUE)))
+    document = json.loads(out.getvalue())
+    assert len(document["warnings"][0]) == 100
+    assert len(document["error"]["why"].split("\n")) == MAX_LINES + 1
+    assert len(err.getvalue()) < 6000
+
+
+def test_shorten_keeps_both_ends() -> None:
+    assert shorten("abcdefgh", 5) == "ab…gh"
+    assert shorten("abcde", 5) == "abcde"

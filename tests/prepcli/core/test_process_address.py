@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 from jax._src.clusters import ClusterEnv, OmpiCluster, SlurmCluster
 
-from prepcli.core.coordinator_address import first_slurm_host, is_loopback, split_host_port
 from prepcli.core.errors import UsageError
 from prepcli.core.process_address import (
     ProcessAddress,
     ProcessSettings,
+    first_slurm_host,
+    is_loopback,
     process_address,
     single_process_reason,
+    split_host_port,
 )
 from tests.prepcli.core.test_launchers import JAX, OPEN_MPI, POD, SLURM, TPU, TWO_SLICES
 

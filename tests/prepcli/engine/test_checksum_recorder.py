@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.grids import ChunkGrid, StridedChunks
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.engine import checksum_recorder
 from prepcli.engine.checksum_recorder import ChecksumRecorder, compute_unknown
 from prepcli.engine.digest import checksum

@@ -10,7 +10,7 @@ import pytest
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.algebra.rows import parse_row
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import Budget
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline

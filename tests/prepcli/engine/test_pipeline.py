@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.files import Files

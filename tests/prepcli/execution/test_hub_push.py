@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 from prepcli.core.errors import PrepError
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.execution.hub_push import PushTarget, check_push, push_folder
 from prepcli.stores.byte_ranges import RetryPolicy
 from tests.helpers.push_server import TOKEN, FakePushHub, PushedRepo, serve_push_hub

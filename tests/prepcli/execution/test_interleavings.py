@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from prepcli.core.errors import FAILED, PrepError
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.pipeline import PipelineUnit
 from prepcli.execution.folder_store import FolderStore, remove_work_folder

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, PrepError
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.workers import (

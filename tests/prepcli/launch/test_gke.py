@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from prepcli.core.errors import UsageError
-from prepcli.core.json_values import JsonObject
 from prepcli.core.option_spec import with_defaults
-from prepcli.launch.command import LaunchedCommand
-from prepcli.launch.gke import FILES_FOLDER, gke_manifest, yaml_text
-from prepcli.launch.job import LaunchJob
+from prepcli.launch.gke import FILES_FOLDER, gke_manifest
+from prepcli.launch.job import LaunchedCommand, LaunchJob
 from prepcli.launch.options import GkeOptions
 from prepcli.planning.shares import Share, launcher_share
 from tests.helpers.kubernetes_schemas import ConfigMap, JobSet
@@ -37,7 +36,9 @@ def documents(
     job: LaunchJob, options: GkeOptions, recipe_text: str = "seed = 1\n"
 ) -> tuple[Any, Any]:
     """Return the ConfigMap and the JobSet."""
-    config_map, job_set = yaml.safe_load_all(gke_manifest(job, options, recipe_text=recipe_text))
+    config_map, job_set = yaml.safe_load_all(
+        gke_manifest(replace(job, recipe_text=recipe_text), options)
+    )
     return config_map, job_set
 
 
@@ -178,7 +179,7 @@ def test_gke_slices_are_jobs_with_numbered_processes(
         },
     )
     config_map, job_set = yaml.safe_load_all(
-        gke_manifest(JOB, options, recipe_text="seed = 1\n", num_slices=3)
+        gke_manifest(replace(JOB, recipe_text="seed = 1\n", num_slices=3), options)
     )
     (jobs,) = job_set["spec"]["replicatedJobs"]
     pods = jobs["template"]["spec"]
@@ -243,7 +244,7 @@ def test_gke_slices_are_jobs_with_numbered_processes(
 def test_gke_manifest_has_the_schema_of_kubernetes(options: GkeOptions, num_slices: int):
     job = LaunchJob(command=train_command("r.toml"), name=40 * "a", max_restarts=0)
     config_map, job_set = yaml.safe_load_all(
-        gke_manifest(job, options, recipe_text="\n", num_slices=num_slices)
+        gke_manifest(replace(job, recipe_text="\n", num_slices=num_slices), options)
     )
     ConfigMap.model_validate(config_map)
     JobSet.model_validate(job_set)
@@ -308,7 +309,7 @@ def test_models_of_jobset_accept_the_manifest(values: dict[str, object]):
     """The models drop unknown keys, so the written manifest would differ."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     options = with_defaults(GkeOptions, values)
-    _, job_set = yaml.safe_load_all(gke_manifest(JOB, options, num_slices=2))
+    _, job_set = yaml.safe_load_all(gke_manifest(replace(JOB, num_slices=2), options))
     parsed = models.JobsetV1alpha2JobSet.from_dict(job_set)
     assert parsed is not None
     assert parsed.to_dict() == job_set
@@ -328,37 +329,3 @@ def test_names_that_are_not_utf_8_are_refused():
     job = LaunchJob(command=LaunchedCommand(name="inspect", arguments=("a\udcff",)), name="job")
     with pytest.raises(UsageError, match="is not UTF-8"):
         documents(job, with_defaults(GkeOptions, {"image": "image"}))
-
-
-any_text = st.one_of(
-    texts,
-    texts.map("{}\n".format),
-    st.sampled_from(["yes", "y", "1", "1e3", "~", "a: b", "a\n\n b\n", "\ta\n", "a\x85b\n"]),
-)
-values = st.recursive(
-    st.one_of(any_text, st.integers(), st.booleans()),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(any_text, inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(any_text, values, min_size=1, max_size=3))
-def test_yaml_text_reads_back_as_the_value(value: JsonObject):
-    assert list(yaml.safe_load_all(yaml_text([value, value]))) == [value, value]
-
-
-def test_yaml_text_is_in_block_style_with_quoted_values():
-    shared: JsonObject = {"cpu": "8"}
-    text = yaml_text(
-        [
-            {"a1": [{"b1": 1, "y": "x y"}, "1e3"], "script": "set -e\n\nexec prep\n", "e1": {}},
-            {"requests": shared, "limits": shared, "null": "é" * 200},
-        ]
-    )
-    long = "é" * 200
-    assert text == (
-        'a1:\n- b1: 1\n  "y": "x y"\n- "1e3"\nscript: |\n  set -e\n\n  exec prep\ne1: {}\n'
-        f'---\nrequests:\n  cpu: "8"\nlimits:\n  cpu: "8"\n\'null\': "{long}"\n'
-    )

@@ -1,12 +1,52 @@
-"""Jobs: invalid names, variables and lines are usage errors."""
+"""Jobs: words, exit codes and comments of scripts. Invalid names, variables and lines are usage errors."""
 
 from __future__ import annotations
+
+import subprocess
 
 import pytest
 
 from prepcli.core.errors import UsageError
-from prepcli.launch.job import LaunchJob, as_label, check_label, parse_env
+from prepcli.launch.job import (
+    RESTARTABLE,
+    RESTARTABLE_CODES,
+    LaunchedCommand,
+    LaunchJob,
+    as_label,
+    check_label,
+    comment,
+    parse_env,
+)
 from tests.helpers.launched_jobs import train_command
+
+
+def test_line_of_a_training_has_another_path_of_the_recipe():
+    command = train_command("run.toml", ["--out", "my run"])
+    assert command.line("/etc/r.toml") == "prep train /etc/r.toml --out 'my run'"
+
+
+def test_line_of_a_conversion_has_no_recipe():
+    command = LaunchedCommand(name="save-init", arguments=("model",), has_shares=True)
+    assert command.line("/etc/r.toml") == "prep save-init model"
+    assert command.words == ("save-init", "model")
+
+
+@pytest.mark.parametrize(
+    "values", [{"recipe": "a\nb.toml"}, {"recipe": "a\0"}, {"arguments": ("a\0",)}]
+)
+def test_words_that_no_script_can_hold_are_refused(values: dict[str, object]):
+    with pytest.raises(UsageError):
+        LaunchedCommand(**{"name": "train", **values})  # pyright: ignore[reportArgumentType]
+
+
+def test_pattern_and_list_of_exit_codes_are_equal():
+    lines = f"for code in {{0..255}}; do case $code in {RESTARTABLE}) echo $code ;; esac; done"
+    matched = subprocess.check_output(["bash", "-c", lines], text=True)
+    assert tuple(map(int, matched.split())) == RESTARTABLE_CODES
+
+
+def test_comment_is_one_valid_line():
+    assert comment("a\n b\r\x85c \udcff") == "# a b c \\udcff"
 
 
 def test_parse_env_splits_at_the_first_equals_sign():

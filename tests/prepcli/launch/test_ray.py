@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ import pytest
 
 from prepcli.core.errors import FAILED, UsageError
 from prepcli.core.option_spec import with_defaults
-from prepcli.launch.command import LaunchedCommand
-from prepcli.launch.job import LaunchJob
+from prepcli.launch.job import LaunchedCommand, LaunchJob
 from prepcli.launch.options import RayOptions
 from prepcli.launch.ray import ray_driver
 from prepcli.launch.ray_worker import ExitCode, RayCommand, RestartError, check_ray_version
@@ -55,7 +55,7 @@ def is_literal(node: ast.expr) -> bool:
 
 
 def test_driver_of_a_training_has_every_value():
-    driver = ray_driver(TRAINING, with_defaults(RayOptions, TPUS), recipe_text="x = 'y'\n")
+    driver = ray_driver(replace(TRAINING, recipe_text="x = 'y'\n"), with_defaults(RayOptions, TPUS))
     assert call_arguments(driver, "RayCommand") == {
         "name": "train",
         "arguments": ("--set", "a='b'"),
@@ -77,7 +77,7 @@ def test_driver_of_a_training_has_every_value():
 
 
 def test_driver_without_accelerators_trains_on_cpus():
-    driver = ray_driver(TRAINING, with_defaults(RayOptions, {}), recipe_text="")
+    driver = ray_driver(TRAINING, with_defaults(RayOptions, {}))
     assert call_arguments(driver, "RayCommand")["env"] == {"A": "b\nc", "JAX_PLATFORMS": "cpu"}
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from hypothesis import strategies as st
 
 from prepcli.core.errors import UsageError
 from prepcli.core.option_spec import with_defaults
-from prepcli.launch.command import LaunchedCommand
-from prepcli.launch.job import LaunchJob
+from prepcli.launch.job import LaunchedCommand, LaunchJob
 from prepcli.launch.options import SkyOptions
 from prepcli.launch.sky import sky_task
 from tests.helpers.launched_jobs import train_command
@@ -71,7 +71,7 @@ def recorders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def task_of(job: LaunchJob, values: dict[str, object], recipe_text: str = "") -> Any:
     """Return the task as PyYAML reads it."""
     options = with_defaults(SkyOptions, values)
-    return yaml.safe_load(sky_task(job, options, recipe_text=recipe_text))
+    return yaml.safe_load(sky_task(replace(job, recipe_text=recipe_text), options))
 
 
 def test_sky_task_has_every_option():
@@ -216,7 +216,9 @@ def test_skypilot_accepts_the_task(values: dict[str, object], tmp_path: Path):
     assert SKY is not None
     python = Path(SKY).read_text().partition("\n")[0].removeprefix("#!")
     file = tmp_path / "job.yaml"
-    file.write_text(sky_task(JOB, with_defaults(SkyOptions, values), recipe_text="a = 'b'\n"))
+    file.write_text(
+        sky_task(replace(JOB, recipe_text="a = 'b'\n"), with_defaults(SkyOptions, values))
+    )
     done = subprocess.run(
         [python, "-c", PARSER, file],
         env={**os.environ, "HOME": str(tmp_path)},

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from prepcli.core.errors import UsageError
 from prepcli.core.option_spec import with_defaults
-from prepcli.launch.command import LaunchedCommand
-from prepcli.launch.job import LaunchJob
+from prepcli.launch.job import LaunchedCommand, LaunchJob
 from prepcli.launch.options import TpuOptions
 from prepcli.launch.tpu import tpu_script
 from tests.helpers.launched_jobs import train_command

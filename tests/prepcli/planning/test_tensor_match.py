@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import FAILED, USAGE, PrepError
-from prepcli.core.json_types import JsonValue
+from prepcli.core.json_values import JsonValue
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.registry import family_of
 from prepcli.planning.plan import EqualityCheck

@@ -15,7 +15,7 @@ from prepcli.commands.testing.tiny_model import (
     torch_model,
 )
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import JsonValue
+from prepcli.core.json_values import JsonValue
 from prepcli.models.registry import FAMILIES, family_of
 from tests.helpers.config_fields import DEEP_YARN, DEEPSEEK, GROUPS, LATENT
 from tests.helpers.lazy_modules import lazy_module

@@ -14,7 +14,7 @@ from prepcli.commands.testing.tiny_model import (
     random_tensors,
     tiny_transformer,
 )
-from prepcli.core.json_types import JsonObject
+from prepcli.core.json_values import JsonObject
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GPT_NEOX, GPTJ, LIVE, LLAMA, LONG_ROPE, PHI3

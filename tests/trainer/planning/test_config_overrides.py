@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import PrepError, UsageError
-from prepcli.core.json_types import JsonValue
+from prepcli.core.json_values import JsonValue
 from prepcli.models.registry import FAMILIES, fields_read
 from trainer.planning.config_overrides import override_fields
 

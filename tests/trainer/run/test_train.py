@@ -17,7 +17,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.commands.console.ui import Ui, open_ui
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.folder_storage import FolderStorage
 from prepcli.formats.run_steps import saved_steps

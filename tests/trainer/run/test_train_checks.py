@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
+from prepcli.core.formatting import count_text
 from prepcli.models.param_tree import ParamLeaf
 from trainer.recipe import Recipe, load_recipe
 from trainer.run import checks as train_checks

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
+from prepcli.core.formatting import count_text
 from trainer.data.compression import split_compression
 from trainer.data.files import DataFile
 from trainer.data.readers.reader import (

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import Key, PrepError, Text
+from prepcli.core.formatting import count_text
 from trainer.data.files import DataFile
 from trainer.data.readers.reader import IdsChunk, Reader, ReadOptions, read_stream
 

@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import JsonObject
-from prepcli.core.json_values import json_type_name
+from prepcli.core.json_values import JsonObject, json_type_name
 from trainer.data.files import FILE_READ_NBYTES, DataFile, stream_blocks
 from trainer.data.readers.json_list import read_elements, starts_list
 from trainer.data.readers.reader import (

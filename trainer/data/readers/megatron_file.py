@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.core.counts import count_text
 from prepcli.core.errors import PrepError
+from prepcli.core.formatting import count_text
 from prepcli.stores.files import open_regular_file
 from trainer.data.files import DataFile, changed_file_error, io_error
 from trainer.data.readers.reader import IdsChunk, Reader, ReadOptions, read_seekable, read_stream

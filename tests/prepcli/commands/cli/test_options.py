@@ -15,8 +15,7 @@ from prepcli.commands.cli.option_groups import (
     complete_shipped_recipe,
 )
 from prepcli.commands.operations.options import DEFAULT_MEMORY
-from prepcli.core.formatting import parse_bytes
-from prepcli.core.suggest import suggest
+from prepcli.core.formatting import parse_bytes, suggest
 from prepcli.formats.manifest import MANIFEST_FILE
 from tests.prepcli.sources.test_detect import fill
 

@@ -14,8 +14,7 @@ from typing import TextIO
 
 import pytest
 
-from prepcli.commands.console.live_block import LiveBlock
-from prepcli.commands.console.ui import Ui
+from prepcli.commands.console.ui import LiveBlock, Ui
 from prepcli.core.observer import QUIET
 from tests.helpers.screen import Screen
 

@@ -16,7 +16,7 @@ from prepcli.commands.console.progress_displays import (
     ProgressMeter,
     make_progress,
 )
-from prepcli.core.progress import NullProgress, Progress
+from prepcli.core.observer import NullProgress, Progress
 
 GIB, MIB = 1 << 30, 1 << 20
 TOTAL = 26_031_728_640  # 24.24 GiB

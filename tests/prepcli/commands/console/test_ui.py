@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from prepcli.commands.console.progress_displays import LineProgress
 from prepcli.commands.console.ui import NORMAL, QUIET, SLABS, Report, Ui, open_ui, printable
+from prepcli.core import version
 from prepcli.core.errors import FAILED, OK, USAGE, PrepError, usage_error
-from prepcli.core.progress import NullProgress
-from prepcli.core.version import version
+from prepcli.core.observer import NullProgress
 
 ERROR = PrepError(
     "x.safetensors is cut short", "its header promises 9 bytes, the file has 8", "`hf download x`"

@@ -9,8 +9,8 @@ import pytest
 
 from prepcli.commands.console.ui import Report, Ui
 from prepcli.core.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError
-from prepcli.core.job_errors import label_errors, process_of
-from prepcli.core.progress import NullProgress
+from prepcli.core.observer import NullProgress
+from prepcli.core.unexpected import label_errors, process_of
 
 
 def open_streams(process: int | None, *, as_json: bool = False, all_print: bool = False) -> Ui:

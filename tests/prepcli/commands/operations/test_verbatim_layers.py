@@ -12,7 +12,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.testing.checkpoints import write_checkpoint
-from prepcli.core.json_types import JsonObject, JsonValue
+from prepcli.core.json_values import JsonObject, JsonValue
 from prepcli.models.registry import family_of
 from prepcli.models.truncation import later_layers, truncate_config
 from prepcli.models.verbatim import verbatim_family

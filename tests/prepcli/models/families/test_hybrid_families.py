@@ -6,7 +6,7 @@ import pytest
 
 from prepcli.commands.testing.tiny_model import random_tensors, tiny_transformer
 from prepcli.core.errors import PrepError
-from prepcli.core.json_types import HFConfig, JsonValue
+from prepcli.core.json_values import HFConfig, JsonValue
 from prepcli.models.registry import family_of
 from prepcli.models.truncation import later_layers, truncate_config
 from tests.helpers.hybrid_configs import HYBRID_FAMILIES
