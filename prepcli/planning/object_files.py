@@ -1,7 +1,7 @@
-"""Data files that are assembled in memory: objects of an object store, and files of compressed chunks.
+"""Data files of an output in an object store: each is small enough to be written in one request.
 
-An object has no writes at an offset, and a compressed chunk has no place before it is compressed. A local data file of
-1 GiB becomes many objects. The layout depends on the plan alone, neither on the memory nor on the number of processes.
+An object has no writes at an offset, so an object is assembled in memory before it is sent. A local data file of 1 GiB
+becomes many objects. The layout depends on the plan alone, neither on the memory nor on the number of processes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _FileSizes:
 
 
 def plan_object_files(plan: Plan) -> Plan:
-    """Return the plan of the same output with data files that are assembled in memory.
+    """Return the plan of the same output in an object store.
 
     The chunks of an OCDBT item are moved to data files of about OBJECT_NBYTES. Other data files are unchanged: their
     names and their contents belong to the format.
@@ -78,7 +78,7 @@ def plan_object_files(plan: Plan) -> Plan:
     if not plan.leaves:
         return plan
     if plan.storage.has_chunk_files:
-        # Raw chunks have files of their own already. A plan has chunks to compress in large raw files.
+        # In a folder, chunks are compressed from large raw files. Raw chunks have files of their own already.
         return plan if plan.compression is None else _plan_chunk_files(plan)
     num_writers = _tensors_per_group(plan)
     groups: list[tuple[OutputLeaf, PlacedChunks]] = []

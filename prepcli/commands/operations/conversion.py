@@ -29,7 +29,6 @@ from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.folder_run import FolderRun
 from prepcli.execution.output_paths import check_output_paths, parse_out_url
-from prepcli.execution.packed_folder_run import PackedFolderRun
 from prepcli.execution.request import ExecutionRequest, plan_digest
 from prepcli.execution.workers import (
     ProcessOptions,
@@ -150,7 +149,6 @@ def run_conversion(opened: OpenedConversion, planned: PlannedConversion) -> Conv
     else:
         out = str(url)
         check_output_url(url, source)
-    if url is not None or plan.compression:
         plan = plan_object_files(plan)
     fields = plan_fields(plan, source)
     note_plan(plan, planned.notes, source, fields["not_computed"], recorder)
@@ -214,8 +212,7 @@ def _execute(
             note=observer.note,
         )
         if isinstance(out, Path):
-            run_class = PackedFolderRun if plan.compression else FolderRun
-            result = run_class(request, out).run()
+            result = FolderRun(request, out).run()
             manifest = read_manifest(out) or NO_MANIFEST
         else:
             run = BucketRun(request, parse_url(out))
