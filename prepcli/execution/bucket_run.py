@@ -200,7 +200,7 @@ class BucketRun(Run):
         contents = self.bucket_store.read_many(f"{DONE_FOLDER}/{number}" for number in numbers)
         num_invalid = 0
         for number, content in zip(numbers, contents):
-            note = UnitNote.decode(content, self.request.run_id)
+            note = self.decode_note(number, content)
             if note is None or note.session != self.session:
                 num_invalid += content is not None
             else:
@@ -234,7 +234,7 @@ class BucketRun(Run):
             if self.store.is_published():
                 return
             for number, content in zip(claimed, contents):
-                note = UnitNote.decode(content, self.request.run_id)
+                note = self.decode_note(number, content)
                 if note is not None and note.session == self.session:
                     self.add_note(number, note)
                     continue

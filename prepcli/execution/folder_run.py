@@ -27,7 +27,7 @@ from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_w
 from prepcli.execution.request import ExecutionRequest
 from prepcli.execution.run import Run
 from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER
-from prepcli.execution.source_checks import parse_source_state, touched_files
+from prepcli.execution.source_checks import parse_source_state
 from prepcli.execution.unit_notes import UnitNote, all_checksums, all_digests
 from prepcli.execution.written_data import (
     check_data_files,
@@ -140,9 +140,11 @@ class FolderRun(Run):
     def check_earlier_notes(self) -> None:
         """Read back what other sessions have noted. See `Run.check_earlier_notes`."""
         store = self.folder_store
-        store.check_not_moved()
+        if store.is_published():
+            return
         parts: dict[int, UnitNote] = {}
-        for number in store.units_with(PART_FOLDER) - self.notes.keys() - self.earlier_notes.keys():
+        noted = self.notes.keys() | self.earlier_notes.keys()
+        for number in store.units_with(PART_FOLDER) - noted:
             part = self.read_note(PART_FOLDER, number)
             if part and part.session != self.session:
                 parts[number] = part
@@ -182,7 +184,7 @@ class FolderRun(Run):
             Whether bytes were damaged.
         """
         source_at_start = parse_source_state(self.folder_store.source_at_start().get("files"))
-        touched = touched_files(self.source.files, source_at_start, now=self.source_at_join)
+        touched = self.find_touched(source_at_start, self.source_at_join, batch.values())
         if touched:
             names = ", ".join(path.name for path in touched)
             self.note(f"{names} may have changed since {self.store.name} was started: comparing")
@@ -304,11 +306,10 @@ class FolderRun(Run):
     def publish(self) -> None:
         """Verify and publish the output. See `Run.publish`."""
         store = self.folder_store
-        store.check_not_moved()
         notes = list(self.notes.values())
         digests = all_digests(self.plan, notes)
         # Each process has read the source at another time. Older notes were compared in this session.
-        self.check_source(digests, parse_source_state(store.source_at_session.get("files")))
+        self.check_source(digests, parse_source_state(store.source_at_session.get("files")), notes)
         # Bytes between tensors have no digest, so that a resumed run would keep whatever an
         # earlier run left there. In new files they are zero. Chunks to compress have no gaps.
         if not store.is_first_session and not self.plan.compression:

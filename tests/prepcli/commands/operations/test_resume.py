@@ -276,3 +276,43 @@ def test_compressed_chunks_are_read_back(sources: FaultSources, monkeypatch):
         flip_bit(path, path.stat().st_size // 2)
     assert run("compress") == 0
     assert read_files(Path("out")) == expected
+
+
+def swap(model: str, kept_as: str) -> None:
+    """Put another source in the place of `model`."""
+    Path("model").rename(kept_as)
+    Path(model).rename("model")
+
+
+def test_source_that_was_swapped_for_a_time_is_compared(
+    sources: FaultSources, monkeypatch: pytest.MonkeyPatch
+):
+    """The notes of the second run are of other values, with the sizes, times and headers of the first source."""
+    expected = sources.expected(COMMANDS["save-init"])
+    shutil.copytree("model", "other")
+    for path in Path("other").glob("*.safetensors"):
+        stat, data = path.stat(), bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        path.write_bytes(bytes(data[:start]) + bytes(len(data) - start))
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=2)
+    swap("other", kept_as="first")
+    run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=4)
+    swap("first", kept_as="other")
+    assert run("save-init") == 0
+    assert read_files(Path("out")) == expected
+
+
+def test_notes_of_another_unit_are_not_believed(
+    sources: FaultSources, monkeypatch: pytest.MonkeyPatch
+):
+    expected = sources.expected(COMMANDS["save-init"])
+    work = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5) / ".prep"
+    first, *others = sorted((work / "done").iterdir())
+    for note in others:
+        note.write_bytes(first.read_bytes())
+    shutil.copy(first, work / "done/1000000")
+    (work / "part").mkdir(exist_ok=True)
+    shutil.copy(first, work / "part/1000000")
+    assert run("save-init") == 0
+    assert read_files(Path("out")) == expected
