@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
@@ -17,6 +19,7 @@ from prepcli.engine.budget import Budget
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import ConversionResult, Pipeline
 from prepcli.execution import compress, finalize, folder_run
+from prepcli.execution.unit_notes import decode_record, encode_record
 from prepcli.planning import work_units
 from tests.helpers.faults import COMMANDS as PLAIN
 from tests.helpers.faults import (
@@ -303,16 +306,21 @@ def test_source_that_was_swapped_for_a_time_is_compared(
     assert read_files(Path("out")) == expected
 
 
-def test_notes_of_another_unit_are_not_believed(
-    sources: FaultSources, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"digests": {"1000000": "00"}},
+        {"checksums": base64.b64encode(np.array([10**9, 1], "<u8").tobytes()).decode()},
+    ],
+)
+def test_notes_with_unknown_numbers_count_as_none(
+    sources: FaultSources, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
 ):
     expected = sources.expected(COMMANDS["save-init"])
     work = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5) / ".prep"
-    first, *others = sorted((work / "done").iterdir())
-    for note in others:
-        note.write_bytes(first.read_bytes())
-    shutil.copy(first, work / "done/1000000")
+    for note in (work / "done").iterdir():
+        note.write_bytes(encode_record({**decode_record(note.read_bytes()), **change}))
     (work / "part").mkdir(exist_ok=True)
-    shutil.copy(first, work / "part/1000000")
+    shutil.copy(next((work / "done").iterdir()), work / "part/1000000")
     assert run("save-init") == 0
     assert read_files(Path("out")) == expected
