@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 
 import numpy as np
 
 from prepcli.core.errors import RERUN_HINT, Option, PrepError, text, usage_error
-from prepcli.engine.pipeline import PipelineUnit
+from prepcli.core.observer import NullProgress
+from prepcli.engine.background_sync import SyncPoint
+from prepcli.engine.blobs import open_blobs
+from prepcli.engine.casts import matrix_nbytes
+from prepcli.engine.files import RunReader
+from prepcli.engine.fills import piece_nbytes
+from prepcli.engine.object_assembler import make_object_budget
+from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.bucket_store import (
     NUM_THREADS,
     BucketStore,
@@ -18,13 +25,16 @@ from prepcli.execution.bucket_store import (
     has_intact_files,
     stored_manifest,
 )
+from prepcli.execution.compress import CompressedChunks, locate_chunks
 from prepcli.execution.finalize import (
     WORK_FOLDER,
     content_record,
+    raw_chunks,
     read_small_file,
     write_last_files,
 )
-from prepcli.execution.object_writer import ObjectBudget, ObjectWriter, compressed_chunks
+from prepcli.execution.object_compressor import compression_threads
+from prepcli.execution.object_writer import ObjectWriter
 from prepcli.execution.output_paths import RETRIES
 from prepcli.execution.request import ExecutionRequest
 from prepcli.execution.run import Run
@@ -36,15 +46,18 @@ from prepcli.execution.unit_notes import (
     all_checksums,
     all_digests,
 )
+from prepcli.formats.codecs import codec_of
 from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error
 from prepcli.planning.manifest_fields import FileRecord, Manifest
+from prepcli.planning.object_files import OBJECT_NBYTES
 from prepcli.planning.plan import SmallFile
+from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import find_work_units
 from prepcli.stores import object_store
 from prepcli.stores.bucket_lock import BucketLock, check_lock, is_locked_by
 from prepcli.stores.byte_ranges import RemoteFile, retry_policy_from_env
 from prepcli.stores.conditional_objects import publish_content
-from prepcli.stores.object_store import Bucket, ObjectStoreUrl
+from prepcli.stores.object_store import Bucket, ObjectStoreUrl, part_nbytes
 from prepcli.stores.object_writes import ObjectUploads, missing_object_error
 
 # Units that a process claims at once. Their requests are sent concurrently.
@@ -61,15 +74,29 @@ class BucketRun(Run):
     """Writes the output of a plan below a URL. The data files of the plan are from `plan_object_files`."""
 
     def __init__(self, request: ExecutionRequest, url: ObjectStoreUrl) -> None:
+        plan = request.plan
         self.bucket = Bucket(url, RETRIES, retry_policy_from_env(os.environ, request.note))
-        self._object_budget = ObjectBudget.of_plan(request.plan, request.pool.memory_nbytes)
-        self.bucket_store = BucketStore(self.bucket, request.run_id, request.note)
-        super().__init__(
-            request,
-            self.bucket_store,
-            find_work_units(request.plan),
-            self._object_budget.pipeline,
+        memory_nbytes = request.pool.memory_nbytes
+        largest_nbytes = max((file.size for file in plan.files), default=0)
+        kept_nbytes = max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams))
+        self._num_compressing = 0
+        if compression := plan.compression:
+            self._num_compressing = compression_threads(compression, memory_nbytes)
+            # As many contexts again for chunks of split objects, continued by a later piece
+            encoder_nbytes = codec_of(compression).encoder_nbytes(compression.level)
+            kept_nbytes += 2 * self._num_compressing * encoder_nbytes
+        budget, self._limits = make_object_budget(
+            memory_nbytes,
+            min_buffer_nbytes=min_buffer_nbytes(plan.streams),
+            kept_nbytes=kept_nbytes,
+            object_nbytes=OBJECT_NBYTES,
+            largest_nbytes=largest_nbytes,
+            part_nbytes=part_nbytes(largest_nbytes),
+            num_compressing=self._num_compressing,
         )
+        self.bucket_store = BucketStore(self.bucket, request.run_id, request.note)
+        super().__init__(request, self.bucket_store, find_work_units(plan), budget)
+        self._writer: ObjectWriter | None = None
 
     def read_manifest(self) -> Manifest:
         """Return the manifest of the published output."""
@@ -176,7 +203,7 @@ class BucketRun(Run):
         contents = self.bucket_store.read_many(f"{DONE_FOLDER}/{number}" for number in numbers)
         num_invalid = 0
         for number, content in zip(numbers, contents):
-            note = UnitNote.decode(content, self.request.run_id)
+            note = self.decode_note(number, content)
             if note is None or note.session != self.session:
                 num_invalid += content is not None
             else:
@@ -210,7 +237,7 @@ class BucketRun(Run):
             if self.store.is_published():
                 return
             for number, content in zip(claimed, contents):
-                note = UnitNote.decode(content, self.request.run_id)
+                note = self.decode_note(number, content)
                 if note is not None and note.session == self.session:
                     self.add_note(number, note)
                     continue
@@ -224,12 +251,66 @@ class BucketRun(Run):
         # again and compared, because only the note has their digests and checksums.
         existing = {file.path: file for file in self.bucket.list_files()}
         uploads = ObjectUploads(
-            self.bucket,
-            existing,
-            self._object_budget.pieces.parts_in_flight,
-            on_sent=self._count_sent,
+            self.bucket, existing, self._limits.parts_in_flight, on_sent=self._count_sent
         )
-        ObjectWriter(self, uploads, self._object_budget, on_done=self._note_sent).write(units)
+        self._writer = ObjectWriter(
+            self.plan,
+            self.units,
+            uploads,
+            self._limits,
+            on_done=self._note_sent,
+            num_compressing=self._num_compressing,
+        )
+        assembler = self._writer.assembler
+        with (
+            closing(assembler),
+            open_blobs(self.source.byte_sources, self.budget.cache_nbytes) as reader,
+        ):
+            outcome = Pipeline(
+                self.plan.streams,
+                reader,
+                sink=assembler,
+                budget=self.budget,
+                progress=self.pool.progress,
+                units=_expected(self._writer, units),
+                observer=self,
+                on_digest=self._add_digest,
+            ).run()
+            assembler.wait()
+            self.add_result(replace(outcome, written_nbytes=0))
+            self._write_missing_pieces(self._writer, reader)
+
+    def _add_digest(self, number: int, digest: str) -> None:
+        self.integrity.on_digest(number, digest)
+        assert self._writer is not None
+        self._writer.add_digest(number, digest)
+
+    def begin_unit(self, unit: PipelineUnit) -> None:
+        """Begin to assemble the objects of a unit. See `UnitObserver`."""
+        assert self._writer is not None
+        self._writer.begin(unit.number)
+
+    def complete_unit(self, number: int) -> None:
+        """Wait for the objects of the unit, which complete it. See `UnitObserver`."""
+
+    def record_durable(self, point: SyncPoint) -> None:
+        """Ignore a sync: objects need none. See `UnitObserver`."""
+
+    def _write_missing_pieces(self, writer: ObjectWriter, reader: RunReader) -> None:
+        """Read the streams of the missing pieces again until all pieces are sent."""
+        # Each pass assembles at least one piece, because the memory is free when it begins. The digests
+        # of a pass are ignored: its streams have a part of the rows.
+        while streams := writer.missing_streams(self.budget.slab_nbytes):
+            outcome = Pipeline(
+                streams,
+                reader,
+                sink=writer.assembler,
+                budget=self.budget,
+                progress=NullProgress(),
+            ).run()
+            writer.assembler.wait()
+            self.add_result(replace(outcome, written_nbytes=0))
+            self.pool.check()
 
     def _note_sent(self, number: int, note: UnitNote) -> None:
         self.note_unit(number, replace(note, session=self.session, writer=self.writer))
@@ -282,7 +363,7 @@ class BucketRun(Run):
             sums=all_checksums(self.plan, notes),
             put=put,
             copy=copy,
-            compressed=compressed_chunks(self.plan, notes),
+            compressed=self._compressed_chunks(notes),
             num_threads=NUM_THREADS,
         )
         store.confirm()
@@ -304,3 +385,20 @@ class BucketRun(Run):
         if damaged:
             self.store.delete(f"{DONE_FOLDER}/{number}" for number in damaged)
             raise missing_object_error(self.bucket, next(iter(damaged.values())))
+
+    def _compressed_chunks(self, notes: Sequence[UnitNote]) -> CompressedChunks | None:
+        """Return the locations of compressed chunks, or None if the chunks are raw."""
+        if not self.plan.compression:
+            return None
+        lengths: dict[int, Sequence[int]] = {}
+        for note in notes:
+            lengths |= note.lengths
+        paths = [file.path for file in self.plan.files]
+        return locate_chunks(raw_chunks(self.plan.leaves), lengths, paths)
+
+
+def _expected(writer: ObjectWriter, units: Iterator[PipelineUnit]) -> Iterator[PipelineUnit]:
+    """Yield units after the writer expects them."""
+    for unit in units:
+        writer.expect(unit.number)
+        yield unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +15,19 @@ from prepcli.core.errors import Option, OutputExistsError, PrepError, text
 from prepcli.core.formatting import format_bytes
 from prepcli.engine.background_sync import SyncPoint
 from prepcli.engine.blobs import open_blobs
-from prepcli.engine.budget import Budget, make_budget
+from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import matrix_nbytes
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader, io_error
 from prepcli.engine.fills import piece_nbytes
 from prepcli.engine.no_follow import check_no_symlinks
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
-from prepcli.execution.finalize import finalize_folder
+from prepcli.execution.finalize import data_folder, finalize_folder, output_nbytes_to_compress
 from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_work_folder
-from prepcli.execution.object_writer import compressed_chunks
 from prepcli.execution.request import ExecutionRequest
 from prepcli.execution.run import Run
 from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER
-from prepcli.execution.source_checks import parse_source_state, touched_files
+from prepcli.execution.source_checks import parse_source_state
 from prepcli.execution.unit_notes import UnitNote, all_checksums, all_digests
 from prepcli.execution.written_data import (
     check_data_files,
@@ -51,7 +50,7 @@ from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes
-from prepcli.planning.work_units import WorkUnit, find_stream_units
+from prepcli.planning.work_units import find_stream_units
 
 # A larger unit has a note of its durable part, so that a kill loses about a second of work.
 LARGE_UNIT_NBYTES = 1 << 30
@@ -63,36 +62,20 @@ MAX_CHECKED = 64
 class FolderRun(Run):
     """Writes the output of a plan to a folder."""
 
-    def __init__(
-        self,
-        request: ExecutionRequest,
-        out: Path,
-        units: Sequence[WorkUnit] | None = None,
-        budget: Budget | None = None,
-    ) -> None:
-        """Open no file yet.
-
-        Args:
-            request: The plan and its options.
-            out: Path of the output.
-            units: All units of the plan. None for units that share data files.
-            budget: How the memory is divided. None for buffers alone.
-        """
+    def __init__(self, request: ExecutionRequest, out: Path) -> None:
         plan = request.plan
-        if units is None:
-            units = find_stream_units(plan)
-        if budget is None:
-            # The matrices of a low-rank update and the pieces of new tokens stay in memory during the
-            # run, in addition to the buffers.
-            budget = make_budget(
-                request.pool.memory_nbytes,
-                min_buffer_nbytes(plan.streams),
-                kept_nbytes=max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams)),
-            )
+        # The matrices of a low-rank update and the pieces of new tokens stay in memory during the
+        # run, in addition to the buffers.
+        budget = make_budget(
+            request.pool.memory_nbytes,
+            min_buffer_nbytes(plan.streams),
+            kept_nbytes=max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams)),
+        )
         self.folder_store = FolderStore(out)
-        super().__init__(request, self.folder_store, units, budget)
+        super().__init__(request, self.folder_store, find_stream_units(plan), budget)
         self.out = out
-        self.files = [self.folder_store.folder / plan.item / file.path for file in plan.files]
+        folder = data_folder(plan, self.folder_store.folder)
+        self.files = [folder / file.path for file in plan.files]
         self._recorder = ChecksumRecorder(chunk_extents(plan.leaves))
         self._opened = ExitStack()
         self._sink: Files | None = None
@@ -135,8 +118,7 @@ class FolderRun(Run):
 
     def check_room(self) -> None:
         """Raise PrepError if the disk has no room for the remaining bytes."""
-        folder = self.folder_store.folder
-        check_free_space(folder, missing_nbytes(self.plan, folder))
+        check_free_space(self.plan, self.folder_store.folder)
 
     def join(self) -> bool:
         """Join the run. Return False if another process has published the output since the first check."""
@@ -163,9 +145,11 @@ class FolderRun(Run):
     def check_earlier_notes(self) -> None:
         """Read back what other sessions have noted. See `Run.check_earlier_notes`."""
         store = self.folder_store
-        store.check_not_moved()
+        if store.is_published():
+            return
         parts: dict[int, UnitNote] = {}
-        for number in store.units_with(PART_FOLDER) - self.notes.keys() - self.earlier_notes.keys():
+        noted = self.notes.keys() | self.earlier_notes.keys()
+        for number in store.units_with(PART_FOLDER) - noted:
             part = self.read_note(PART_FOLDER, number)
             if part and part.session != self.session:
                 parts[number] = part
@@ -205,14 +189,16 @@ class FolderRun(Run):
             Whether bytes were damaged.
         """
         source_at_start = parse_source_state(self.folder_store.source_at_start().get("files"))
-        touched = touched_files(self.source.files, source_at_start, now=self.source_at_join)
+        touched = self.find_touched(source_at_start, self.source_at_join, batch.values())
         if touched:
             names = ", ".join(path.name for path in touched)
             self.note(f"{names} may have changed since {self.store.name} was started: comparing")
         digests: dict[int, str] = {}
         for note in batch.values():
             digests |= note.digests
-        damaged = self.find_damaged(batch)
+        # A missing or short file is made whole, with zeros.
+        self._open_files()
+        damaged = find_damaged(self.reader, digests, files=self.files)
         if touched:
             damaged |= find_outdated(self.reader, digests, source=self.source)
         num_damaged = len(damaged)
@@ -232,28 +218,15 @@ class FolderRun(Run):
             )
         return bool(num_damaged)
 
-    def find_damaged(self, batch: Mapping[int, UnitNote]) -> set[int]:
-        """Return the noted streams whose written bytes differ from their notes."""
-        digests: dict[int, str] = {}
-        for note in batch.values():
-            digests |= note.digests
-        # A missing or short file is made whole, with zeros.
-        self._open_files()
-        return find_damaged(self.reader, digests, files=self.files)
-
     def _renew(self, folder: str, number: int, note: UnitNote) -> None:
-        """Write a checked note of this session, or keep the intact part of a damaged unit."""
+        """Write a checked note of this session. The intact streams of a damaged unit become its part."""
         num_streams = sum(
             self.plan.streams[stream].nbytes > 0 for stream in self.units[number].streams
         )
         if folder == DONE_FOLDER and len(note.digests) == num_streams:
             self.note_unit(number, note)
             self.result.resumed_nbytes += self.units[number].nbytes
-        else:
-            self.keep_part(number, note)
-
-    def keep_part(self, number: int, note: UnitNote) -> None:
-        """Note the intact streams of a damaged unit as its part."""
+            return
         # The part comes before the deletion: a kill between the two leaves the note of an older session.
         self.write_note(PART_FOLDER, number, note)
         self.store.delete([f"{DONE_FOLDER}/{number}"])
@@ -338,12 +311,15 @@ class FolderRun(Run):
     def publish(self) -> None:
         """Verify and publish the output. See `Run.publish`."""
         store = self.folder_store
-        store.check_not_moved()
         notes = list(self.notes.values())
         digests = all_digests(self.plan, notes)
         # Each process has read the source at another time. Older notes were compared in this session.
-        self.check_source(digests, parse_source_state(store.source_at_session.get("files")))
-        self.check_data(digests)
+        self.check_source(digests, parse_source_state(store.source_at_session.get("files")), notes)
+        # Bytes between tensors have no digest, so that a resumed run would keep whatever an
+        # earlier run left there. In new files they are zero. Chunks to compress have no gaps.
+        if not store.is_first_session and not self.plan.compression:
+            zero_gaps(self.plan, self.files)
+        check_data_files(self.plan, self.files, digests=digests, reader=self.reader)
         stamps = read_stamps(self.files)
         finalize_folder(
             self.plan,
@@ -351,25 +327,13 @@ class FolderRun(Run):
             run_identity=self.identity,
             digests=digests,
             sums=all_checksums(self.plan, notes),
-            compressed=compressed_chunks(self.plan, notes),
+            progress=self.pool.progress,
         )
         # The stamps were read before the digest check. Equal stamps show that no file has changed since.
         check_unchanged(stamps)
         # Another program may have created the output meanwhile.
         _check_replaceable(self.out)
         store.publish(overwrite=self.request.overwrite)
-
-    def check_data(self, digests: Mapping[int, str]) -> None:
-        """Raise PrepError if another program has changed the data files.
-
-        Args:
-            digests: Digests of all streams, by number.
-        """
-        # Bytes between tensors have no digest, so that a resumed run would keep whatever an
-        # earlier run left there. In new files they are zero.
-        if not self.folder_store.is_first_session:
-            zero_gaps(self.plan, self.files)
-        check_data_files(self.plan, self.files, digests=digests, reader=self.reader)
 
 
 def _check_replaceable(out: Path) -> None:
@@ -424,7 +388,7 @@ def _describe_origin(manifest: Manifest | None, plan: Plan) -> str:
 def open_sink(plan: Plan, folder: Path) -> Files:
     """Create the data files of a staging folder with their sizes and headers. Raise PrepError for symbolic links."""
     check_no_symlinks(folder)
-    paths = [folder / plan.item / file.path for file in plan.files]
+    paths = [data_folder(plan, folder) / file.path for file in plan.files]
     for parent in {path.parent for path in paths}:
         parent.mkdir(parents=True, exist_ok=True)
     sink = Files(paths, [file.size for file in plan.files])
@@ -439,16 +403,13 @@ def open_sink(plan: Plan, folder: Path) -> Files:
     return sink
 
 
-def missing_nbytes(plan: Plan, folder: Path) -> int:
-    """Return the number of bytes of the data files that the disk has no blocks for yet. `folder` need not exist."""
-    missing = 0
+def check_free_space(plan: Plan, folder: Path) -> None:
+    """Raise PrepError if the disk has no room for the remaining bytes. `folder` need not exist."""
+    needed_nbytes = 0
     for file in plan.files:
-        missing += file.size - _allocated_nbytes(folder / plan.item / file.path)
-    return missing
-
-
-def check_free_space(folder: Path, needed_nbytes: int) -> None:
-    """Raise PrepError if the disk of a staging folder has no room for the remaining bytes."""
+        needed_nbytes += file.size - _allocated_nbytes(data_folder(plan, folder) / file.path)
+    # Until the end, chunks are on disk both raw and compressed.
+    needed_nbytes += output_nbytes_to_compress(plan, folder)
     existing_folder = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free_nbytes = shutil.disk_usage(existing_folder).free
     if needed_nbytes > free_nbytes:

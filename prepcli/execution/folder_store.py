@@ -22,7 +22,7 @@ from prepcli.core.json_values import JsonObject
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import check_not_symlink, open_no_follow, read_no_follow
 from prepcli.engine.sync_files import sync_paths
-from prepcli.execution.finalize import WORK_FOLDER
+from prepcli.execution.finalize import RAW_FOLDER, WORK_FOLDER
 from prepcli.execution.locks import exclusive_lock, holder_of, is_locked, join_lock, try_lock
 from prepcli.execution.output_paths import is_same_file, remove_path
 from prepcli.execution.run_store import (
@@ -45,7 +45,7 @@ SESSION_FILE = "session"
 REPLACED_NAME = "replaced"
 # State of a run without written bytes
 RECORDS = {LOCK_FILE, JOIN_LOCK_FILE, SESSION_FILE, RUN_FILE, SOURCE_FILE}
-RECORDS |= {DONE_FOLDER, PART_FOLDER, CLAIMS_FOLDER}
+RECORDS |= {DONE_FOLDER, PART_FOLDER, CLAIMS_FOLDER, RAW_FOLDER}
 
 PARTIAL_SUFFIX = ".partial"
 # The longest suffix of a staging folder is `.unused-XXXX.partial` of `FolderStore.discard`.
@@ -301,18 +301,23 @@ class FolderStore:
     # Publication
 
     def is_published(self) -> bool:
-        """Return whether the folder has its final name."""
-        return self._folder_stat is not None and is_same_file(self._folder_stat, self.out)
+        """Return whether the folder has its final name.
+
+        Raises:
+            PrepError: Another program has removed or replaced the folder. Nobody would ever publish it.
+        """
+        if self._folder_stat is None:
+            return False
+        # The folder may get its final name between the first two looks.
+        for path in (self.out, self.folder, self.out):
+            if is_same_file(self._folder_stat, path):
+                return path == self.out
+        why = "it was removed or replaced"
+        raise PrepError(f"{self.folder} was changed by another program", why, RERUN_HINT)
 
     def _is_same_folder(self) -> bool:
         """Return whether the path still leads to the joined folder."""
         return self._folder_stat is not None and is_same_file(self._folder_stat, self.folder)
-
-    def check_not_moved(self) -> None:
-        """Raise PrepError if another program has removed or replaced the folder."""
-        if not self.is_published() and not self._is_same_folder():
-            why = "it was removed or replaced"
-            raise PrepError(f"{self.folder} was changed by another program", why, RERUN_HINT)
 
     def publish(self, *, overwrite: bool = False) -> None:
         """Sync all files and folders bottom-up, then rename the folder to its final name.

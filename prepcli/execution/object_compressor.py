@@ -7,17 +7,14 @@ the sizes of pieces.
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from prepcli.engine.object_assembler import Piece
 from prepcli.formats.codecs import Encoder, codec_of
-from prepcli.formats.orbax_chunks import WrittenChunk
 from prepcli.planning.chunk_placement import ChunkExtent
 from prepcli.planning.item_storage import Compression
 from prepcli.stores.buffers import ByteArray, allocate_buffer
@@ -146,54 +143,6 @@ def _chunk_ranges(extents: Sequence[ChunkExtent]) -> Iterator[tuple[int, int]]:
         for position in range(extent.chunk_count):
             offset = extent.offset + position * extent.stride_nbytes
             yield offset, extent.blocks.per_chunk.chunk_nbytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CompressedChunks:
-    """Locations of compressed chunks, in the order of the raw chunks.
-
-    Attributes:
-        places: [chunks, 3]: file number, offset and bytes of each chunk.
-        files: Paths of the data files, relative to the item.
-        sizes: Bytes of each data file.
-    """
-
-    places: npt.NDArray[np.int64]
-    files: tuple[str, ...]
-    sizes: tuple[int, ...]
-
-    def relocate(self, raw: Iterable[WrittenChunk]) -> Iterator[WrittenChunk]:
-        """Yield the raw chunks of the plan, in the same order, with their compressed locations."""
-        for chunk, row in zip(raw, self.places, strict=True):
-            file, offset, nbytes = map(int, row)
-            yield replace(chunk, file=file, offset=offset, nbytes=nbytes)
-
-
-def locate_chunks(
-    chunks: Iterable[WrittenChunk], lengths: Mapping[int, Sequence[int]], paths: Sequence[str]
-) -> CompressedChunks:
-    """Return the locations of chunks, compressed file by file without gaps.
-
-    Args:
-        chunks: The raw chunks.
-        lengths: Compressed lengths of the chunks in each file, in the order of their raw offsets, by file number.
-        paths: Path of each file, relative to the item.
-    """
-    rows = ((chunk.file, chunk.offset) for chunk in chunks)
-    table = np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, 2)
-    order = np.lexsort((table[:, 1], table[:, 0]))
-    places = np.empty((len(table), 3), np.int64)
-    sizes: list[int] = []
-    row = 0
-    for file in range(len(paths)):
-        offset = 0
-        for nbytes in lengths.get(file, ()):
-            places[order[row]] = file, offset, nbytes
-            offset += nbytes
-            row += 1
-        sizes.append(offset)
-    assert row == len(table)  # each complete unit has noted the lengths of all its chunks
-    return CompressedChunks(places, tuple(paths), tuple(sizes))
 
 
 def compression_threads(compression: Compression, memory_nbytes: int) -> int:

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing
 from dataclasses import replace
@@ -35,10 +35,12 @@ from prepcli.execution.source_checks import (
 from prepcli.execution.unit_notes import UnitNote
 from prepcli.execution.written_data import StreamReader, find_outdated
 from prepcli.planning import coverage
+from prepcli.planning.chunk_placement import chunk_extents, count_blocks
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import split_streams
 from prepcli.planning.work_units import WorkUnit, order_units
 from prepcli.restore.digest_checks import check_before_reading, find_transformed
+from prepcli.stores.paths import AnyPath
 
 LOOK_S = 0.2
 # Thousands of processes that wait must not list the notes all the time.
@@ -81,6 +83,8 @@ class Run(ABC):
         self.earlier_notes: dict[int, UnitNote] = {}
         self.result = ConversionResult()
         self.source_at_join: SourceState = []
+        self.source_digest = ""
+        self._num_blocks = count_blocks(chunk_extents(self.plan.leaves))
         # The reader reads the plan's streams back.
         self.reader = StreamReader(self.plan.streams, budget, self.pool.progress)
         self.integrity = IntegrityChecker(
@@ -110,6 +114,7 @@ class Run(ABC):
             return ConversionResult(already_done=True)
         start_nbytes = anonymous_nbytes()
         self.source_at_join = read_source_state(self.plan.source_files, self.source)
+        self.source_digest = digest(repr(self.source_at_join).encode())
         # These checks come before the first change: a refused plan leaves no files.
         check_small_files(self.plan)
         self.check_room()
@@ -260,7 +265,16 @@ class Run(ABC):
 
     def read_note(self, folder: str, number: int) -> UnitNote | None:
         """Return the note of a unit, or None if it is missing, damaged or of another run."""
-        return UnitNote.decode(self.store.read(f"{folder}/{number}"), self.request.run_id)
+        return self.decode_note(number, self.store.read(f"{folder}/{number}"))
+
+    def decode_note(self, number: int, content: bytes | None) -> UnitNote | None:
+        """Return the note of a unit from its content, or None if it is not a note of this unit."""
+        note = UnitNote.decode(content, self.request.run_id)
+        if note is None or number >= len(self.units):
+            return None
+        streams = {*note.digests} | ({note.prefix.stream_number} if note.prefix else set())
+        is_of_unit = streams <= {*self.units[number].streams}
+        return note if is_of_unit and all(note.blocks < self._num_blocks) else None
 
     def claim(self, number: int) -> bool:
         """Claim a unit. Return False if another process has it."""
@@ -308,7 +322,8 @@ class Run(ABC):
         nbytes = sum(self.plan.streams[stream].nbytes for stream in note.digests)
         if note.prefix:
             nbytes += note.prefix.nbytes
-        content = replace(note, nbytes=nbytes).encode(self.request.run_id)
+        note = replace(note, nbytes=nbytes, source=self.source_digest)
+        content = note.encode(self.request.run_id)
         self.store.write(f"{folder}/{number}", content)
 
     def add_result(self, result: ConversionResult) -> None:
@@ -354,13 +369,26 @@ class Run(ABC):
             self.store.delete(f"{DONE_FOLDER}/{number}" for number in own)
             raise
 
-    def check_source(self, digests: Mapping[int, str], baseline: SourceState) -> None:
+    def find_touched(
+        self, baseline: SourceState, now: SourceState, notes: Iterable[UnitNote] = ()
+    ) -> list[AnyPath]:
+        """Return the files of the source that may have changed between two looks, or for the writer of a note."""
+        touched = touched_files(self.source.files, baseline, now=now)
+        # The source of a note may have been in its place for a time, and then the one before again.
+        if touched or all(note.source == self.source_digest for note in notes):
+            return touched
+        return list(self.source.files)
+
+    def check_source(
+        self, digests: Mapping[int, str], baseline: SourceState, notes: Iterable[UnitNote] = ()
+    ) -> None:
         """Raise PrepError if the source has changed since it was read.
 
-        If the inode or change time of any file differs from `baseline`, all streams in `digests` are read again.
+        If the inode or change time of any file differs from `baseline`, or from those that the writer of a note saw,
+        all streams in `digests` are read again.
         """
         now = read_source_state(self.plan.source_files, self.source)
-        touched = touched_files(self.source.files, baseline, now=now)
+        touched = self.find_touched(baseline, now, notes)
         if touched:
             names = ", ".join(path.name for path in touched)
             self.note(f"{names} may have changed while it was read: comparing")

@@ -69,7 +69,11 @@ class Store(Protocol):
         ...
 
     def is_published(self) -> bool:
-        """Return whether this run's output has its final name. Once true, it stays true."""
+        """Return whether this run's output has its final name. Once true, it stays true.
+
+        Raises:
+            PrepError: The output can no longer be published.
+        """
         ...
 
     def read(self, name: str) -> bytes | None:

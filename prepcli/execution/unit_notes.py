@@ -35,6 +35,7 @@ class UnitNote:
         sums: Checksum of each of these blocks.
         session: Session of the processes in a folder. See `FolderStore`.
         writer: Host and number of the process.
+        source: Digest of the state of the source's files when the process joined.
         objects: The written objects, in a bucket.
         lengths: Compressed lengths of the chunks in each object, by file number. Empty without compression.
         prefix: The partly durable stream. None in the note of a complete unit.
@@ -46,6 +47,7 @@ class UnitNote:
     sums: ChecksumArray = field(default_factory=lambda: _NO_NUMBERS)
     session: str = ""
     writer: str = ""
+    source: str = ""
     objects: tuple[RemoteFile, ...] = ()
     lengths: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])
     prefix: StreamPrefix | None = None
@@ -62,6 +64,7 @@ class UnitNote:
             "run": run_id,
             "session": self.session,
             "writer": self.writer,
+            "source": self.source,
             "objects": [[file.path, file.size, file.digest] for file in self.objects],
             "digests": dict(self.digests),
             "checksums": base64.b64encode(known.tobytes()).decode(),
@@ -90,6 +93,7 @@ def _parse_note(content: JsonObject) -> UnitNote | None:
         case {
             "session": str(session),
             "writer": str(writer),
+            "source": str(source),
             "objects": list(objects),
             "digests": dict(digests),
             "checksums": str(checksums),
@@ -103,6 +107,7 @@ def _parse_note(content: JsonObject) -> UnitNote | None:
                 known[1],
                 session,
                 writer,
+                source,
                 tuple(map(_parse_object, objects)),
                 {int(file): _parse_lengths(entry) for file, entry in lengths.items()},
                 _parse_prefix(content.get("prefix")),

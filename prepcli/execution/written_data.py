@@ -26,13 +26,11 @@ from prepcli.engine.files import Files, RunReader
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
-from prepcli.formats.manifest import record_file
 from prepcli.planning import coverage
 from prepcli.planning.coverage import FileSpan, stream_write_spans
 from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source
-from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.files import io_error
 
 # Name of this task in progress reports.
@@ -184,22 +182,6 @@ def check_data_files(
             touched[number] = digests[number]
     if find_damaged(reader, touched, files=files):
         raise _changed_error(files[0].parent)
-
-
-def is_intact_file(path: Path, record: RemoteFile) -> bool:
-    """Return whether a file has the recorded size and digest."""
-    if path.is_symlink() or not path.is_file():
-        return False
-    return record_file(path) == {"bytes": record.size, "xxh3": record.digest}
-
-
-def check_whole_file(path: Path, record: RemoteFile) -> None:
-    """Raise PrepError if a file was truncated or changed after it was written.
-
-    Only a file with holes is read. See `check_data_files`.
-    """
-    if any(_file_holes(0, path, record.size)) and not is_intact_file(path, record):
-        raise _changed_error(path)
 
 
 def _file_holes(number: int, path: Path, size: int) -> Iterator[FileSpan]:

@@ -1,8 +1,8 @@
-"""Data files that are assembled in memory: objects of an object store, files of compressed chunks, files of a step.
+"""Data files of an output in an object store: each is written at once, from its first byte to its last.
 
-An object has no writes at an offset, and a compressed chunk has no place before it is compressed. A local data file of
-1 GiB becomes many objects. The layout depends on the plan alone, neither on the memory nor on the number of processes.
-One process writes each data file of a training step, with the chunks of its shards in the order of its writes.
+An object has no writes at an offset, so an object is assembled in memory before it is sent. A local data file of 1 GiB
+becomes many objects. The layout depends on the plan alone, neither on the memory nor on the number of processes. One
+process writes each data file of a training step, with the chunks of its shards in the order in which it writes them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _FileSizes:
 
 
 def plan_object_files(plan: Plan) -> Plan:
-    """Return the plan of the same output with data files that are assembled in memory.
+    """Return the plan of the same output in an object store.
 
     The chunks of an OCDBT item are moved to data files of about OBJECT_NBYTES. Other data files are unchanged: their
     names and their contents belong to the format.
@@ -84,7 +84,7 @@ def plan_object_files(plan: Plan) -> Plan:
     if not plan.leaves:
         return plan
     if plan.storage.has_chunk_files:
-        # Raw chunks have files of their own already. A plan has chunks to compress in large raw files.
+        # In a folder, chunks are compressed from large raw files. Raw chunks have files of their own already.
         return plan if plan.compression is None else _plan_chunk_files(plan)
     num_writers = _tensors_per_group(plan)
     groups: list[tuple[OutputLeaf, PlacedChunks]] = []

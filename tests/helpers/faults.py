@@ -14,8 +14,6 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.engine import pipeline
 from prepcli.engine.files import Files
-from prepcli.engine.sync_files import sync_paths
-from prepcli.execution import packed_folder_run
 from tests.helpers.killing import read_files
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
@@ -71,23 +69,16 @@ def run_until_killed(
     monkeypatch: pytest.MonkeyPatch, command: Sequence[str], *, syncs: int, folder: str = "done"
 ) -> Path:
     """Kill a run after a number of syncs, and return its staging folder, with notes in a folder of the run."""
-    real_sync, real_sync_paths, remaining = Files.sync, sync_paths, iter(range(syncs))
+    real_sync, remaining = Files.sync, iter(range(syncs))
 
     def sync(files: Files) -> None:
         if next(remaining, None) is None:
             raise Killed
         real_sync(files)
 
-    def sync_files(paths: Sequence[Path]) -> None:
-        if next(remaining, None) is None:
-            raise Killed
-        real_sync_paths(paths)
-
     with monkeypatch.context() as patched:
         patched.setattr(Files, "sync", sync)
-        patched.setattr(packed_folder_run, "sync_paths", sync_files)
-        for module in (pipeline, packed_folder_run):
-            patched.setattr(module, "MOST_UNSYNCED_NBYTES", 10_000)
+        patched.setattr(pipeline, "MOST_UNSYNCED_NBYTES", 10_000)
         with pytest.raises(Killed):
             main([*command, "--out", "out", "-q"])
     assert list(Path("out.partial/.prep", folder).iterdir())

@@ -29,7 +29,6 @@ from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.folder_run import FolderRun
 from prepcli.execution.output_paths import check_output_paths, parse_out_url
-from prepcli.execution.packed_folder_run import PackedFolderRun
 from prepcli.execution.request import ExecutionRequest, plan_digest
 from prepcli.execution.workers import (
     WorkerPool,
@@ -106,7 +105,6 @@ class OpenedConversion:
         else:
             out = str(self.url)
             check_output_url(self.url, source)
-        if self.url is not None or plan.compression:
             plan = plan_object_files(plan)
         digest = plan_digest(plan)
         unsupported_reason = _unsupported_reason(source)
@@ -262,8 +260,7 @@ def _execute(
             note=observer.note,
         )
         if isinstance(out, Path):
-            run_class = PackedFolderRun if plan.compression else FolderRun
-            result = run_class(request, out).run()
+            result = FolderRun(request, out).run()
             manifest = read_manifest(out) or NO_MANIFEST
         else:
             run = BucketRun(request, parse_url(out))

@@ -101,6 +101,14 @@ def test_state_is_absent_after_the_publication(out: Path):
     assert other.claim("1") is None
 
 
+def test_output_that_moved_after_the_publication_is_an_error(out: Path):
+    store, waiting = start_run(out), join_run(out)
+    store.publish()
+    out.rename(out.with_name("moved"))
+    with pytest.raises(PrepError, match=r"out\.partial was changed by another program"):
+        waiting.is_published()
+
+
 def test_restart_deletes_the_earlier_run(out: Path):
     start_run(out).leave()
     store = join_run(out, restart=True)

@@ -68,4 +68,4 @@ def test_a_replaced_folder_is_not_used(out: Path):
     store.folder.rename(out.with_name("moved"))
     join_run(out)
     with pytest.raises(PrepError, match="was changed by another program"):
-        store.check_not_moved()
+        store.is_published()

@@ -101,7 +101,7 @@ class FileRun(Run):
     def publish(self) -> None:
         """Check the files, and publish the folder."""
         store = self.folder_store
-        store.check_not_moved()
+        store.is_published()
         for stream in PLAN.streams:
             assert (store.folder / stream.name).read_text() == stream.name
         assert not self.out.exists(), "published twice"

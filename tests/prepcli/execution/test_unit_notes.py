@@ -18,6 +18,7 @@ NOTE = UnitNote(
     np.array([11, 55], np.uint64),
     "session",
     "host:1",
+    "state of the source",
     (RemoteFile("d/1", 3, "etag:x"),),
     {2: [4, 9]},
 )

@@ -41,8 +41,6 @@ def sources(
     """Copy the sources to the working folder of a test."""
     fault_sources.copy_to(tmp_path)
     monkeypatch.chdir(tmp_path)
-    # A compressed output has several files.
-    monkeypatch.setattr(object_files, "OBJECT_NBYTES", 8 << 10)
     return fault_sources
 
 

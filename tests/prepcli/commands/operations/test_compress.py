@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +13,9 @@ from prepcli.algebra.boxes import full_box
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.engine.fills import numpy_dtype
+from prepcli.execution import compress
 from prepcli.execution.folder_store import FolderStore
-from prepcli.execution.packed_folder_run import PackedFolderRun, _FileWriter
-from prepcli.planning import object_files
 from prepcli.restore.item_reader import open_reader
-from tests.helpers.faults import run_until_killed
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
@@ -104,49 +100,30 @@ def test_compressed_output_is_deterministic(tmp_path: Path, model: dict[str, np.
     assert read_files(tmp_path / "a") == read_files(tmp_path / "b") == read_files(tmp_path / "c")
 
 
-@pytest.mark.parametrize("storage", ["ocdbt", "files"])
 def test_stopped_compression_resumes(
-    tmp_path: Path, model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, storage: str
+    tmp_path: Path,
+    model: dict[str, np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr(object_files, "OBJECT_NBYTES", 8 << 10)
-    words = ["save-init", "./model", "--compress", "zstd", "--storage", storage]
+    words = ["save-init", "./model", "--compress", "zstd"]
     run_ok(*words, "--out", "whole")
-    partial = run_until_killed(monkeypatch, words, syncs=2)
-    noted = len(list((partial / ".prep/done").iterdir()))
-    written = []
-    with monkeypatch.context() as patched:
-        real_send = _FileWriter.send
+    monkeypatch.setattr(compress, "MARK_NBYTES", 4096)
+    original, marks = compress._Compressor._record_progress, []
 
-        def send(self: _FileWriter, path: str, *arguments: Any, **more: Any) -> Any:
-            written.append(path)
-            return real_send(self, path, *arguments, **more)
+    def stop_at_sixth_mark(self: compress._Compressor, marked: int) -> int:
+        marks.append(marked)
+        if len(marks) == 6:
+            raise KeyboardInterrupt
+        return original(self, marked)
 
-        patched.setattr(_FileWriter, "send", send)
-        run_ok(*words, "--out", "out")
+    monkeypatch.setattr(compress._Compressor, "_record_progress", stop_at_sixth_mark)
+    assert main([*words, "--out", "out", "--progress", "none"]) == 130
+    assert not (tmp_path / "out").exists()
+    run_ok(*words, "--out", "out")
     assert read_files(tmp_path / "out") == read_files(tmp_path / "whole")
-    packed = json.loads((tmp_path / "out/prep-manifest.json").read_text())["packed"]
-    assert noted
-    assert 0 < len(written) < len(packed)
+    assert marks[6] >= marks[5] > 0
     assert not (tmp_path / "out/.prep").exists()
-
-
-def test_truncation_of_a_compressed_file_is_found(
-    tmp_path: Path, model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, capsys
-):
-    def truncate(run: PackedFolderRun, digests: object) -> None:
-        path = max(run.files, key=lambda file: file.stat().st_size)
-        os.truncate(path, path.stat().st_size // 2)
-        real_check(run, digests)
-
-    words = ["save-init", "./model", "--compress", "zstd", "--out", "out", "--progress", "none"]
-    real_check: Any = PackedFolderRun.check_data
-    with monkeypatch.context() as patched:
-        patched.setattr(PackedFolderRun, "check_data", truncate)
-        assert main(words) == 1
-    assert "was changed by another program" in capsys.readouterr().err
-    assert main(words) == 0
-    assert "are damaged: writing them again" in capsys.readouterr().err
-    run_ok("verify", "out", "./model")
 
 
 def test_compression_ratio_is_reported(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
@@ -16,7 +18,8 @@ from prepcli.engine import pipeline
 from prepcli.engine.budget import Budget
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import ConversionResult, Pipeline
-from prepcli.execution import folder_run
+from prepcli.execution import compress, finalize, folder_run
+from prepcli.execution.unit_notes import decode_record, encode_record
 from prepcli.planning import work_units
 from tests.helpers.faults import COMMANDS as PLAIN
 from tests.helpers.faults import (
@@ -57,7 +60,7 @@ def run(name: str, *more: str) -> int:
 
 
 def data_files(partial: Path) -> list[Path]:
-    folder = next(f for f in (partial / "d", partial) if f.is_dir())
+    folder = next(f for f in (partial / ".prep/raw/d", partial / "d", partial) if f.is_dir())
     return sorted(path for path in folder.iterdir() if path.is_file())
 
 
@@ -268,10 +271,56 @@ def test_output_change_while_finalizing_is_an_error(sources: FaultSources, capsy
 def test_compressed_chunks_are_read_back(sources: FaultSources, monkeypatch):
     expected = sources.expected(COMMANDS["compress"])
     with monkeypatch.context() as patched:
-        patched.setattr(folder_run, "finalize_folder", kill)
+        patched.setattr(compress, "MARK_NBYTES", 4096)
+        patched.setattr(finalize, "write_files", kill)
         with pytest.raises(Killed):
             run("compress")
     for path in Path("out.partial/d").iterdir():
         flip_bit(path, path.stat().st_size // 2)
     assert run("compress") == 0
+    assert read_files(Path("out")) == expected
+
+
+def swap(model: str, kept_as: str) -> None:
+    """Put another source in the place of `model`."""
+    Path("model").rename(kept_as)
+    Path(model).rename("model")
+
+
+def test_source_that_was_swapped_for_a_time_is_compared(
+    sources: FaultSources, monkeypatch: pytest.MonkeyPatch
+):
+    """The notes of the second run are of other values, with the sizes, times and headers of the first source."""
+    expected = sources.expected(COMMANDS["save-init"])
+    shutil.copytree("model", "other")
+    for path in Path("other").glob("*.safetensors"):
+        stat, data = path.stat(), bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        path.write_bytes(bytes(data[:start]) + bytes(len(data) - start))
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=2)
+    swap("other", kept_as="first")
+    run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=4)
+    swap("first", kept_as="other")
+    assert run("save-init") == 0
+    assert read_files(Path("out")) == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"digests": {"1000000": "00"}},
+        {"checksums": base64.b64encode(np.array([10**9, 1], "<u8").tobytes()).decode()},
+    ],
+)
+def test_notes_with_unknown_numbers_count_as_none(
+    sources: FaultSources, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
+):
+    expected = sources.expected(COMMANDS["save-init"])
+    work = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5) / ".prep"
+    for note in (work / "done").iterdir():
+        note.write_bytes(encode_record({**decode_record(note.read_bytes()), **change}))
+    (work / "part").mkdir(exist_ok=True)
+    shutil.copy(next((work / "done").iterdir()), work / "part/1000000")
+    assert run("save-init") == 0
     assert read_files(Path("out")) == expected
