@@ -128,7 +128,7 @@ def read_object(bucket: Bucket, path: str, max_nbytes: int) -> SmallObject | Non
     from obstore import exceptions
 
     def get() -> SmallObject:
-        result = bucket.store.get(bucket.url.key(path))
+        result = bucket.upload_store.get(bucket.url.key(path))
         content = bytearray()
         for chunk in result.stream():
             content += chunk
@@ -155,7 +155,7 @@ def _put_object(bucket: Bucket, path: str, content: bytes, mode: PutMode) -> Obj
     with bucket.translate_errors("write"):
         try:
             result = call_with_timeout(
-                lambda: bucket.store.put(bucket.url.key(path), content, mode=mode),
+                lambda: bucket.upload_store.put(bucket.url.key(path), content, mode=mode),
                 _timeout_s(bucket),
             )
         except (

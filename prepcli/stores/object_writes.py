@@ -71,7 +71,7 @@ def _create(bucket: Bucket, path: str, data: ByteArray) -> RemoteFile | None:
         # Errors that are an answer return None, because `retry_call` repeats a call that raises.
         try:
             return bucket.call_with_timeout(
-                lambda: bucket.store.put(key, data.data, mode=mode, use_multipart=False)
+                lambda: bucket.write_store.put(key, data.data, mode=mode, use_multipart=False)
             )
         except exists_errors:
             return None
