@@ -30,9 +30,8 @@ from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import WorkUnit
 from prepcli.stores.bucket_lock import BucketLock
 from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads
-from prepcli.stores.conditional_objects import publish_content
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.object_writes import ObjectUploads, missing_object_error
+from prepcli.stores.object_writes import ObjectUploads, missing_object_error, publish_content
 
 
 def write_last_objects(

@@ -32,9 +32,8 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.shares import Share
 from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads
-from prepcli.stores.conditional_objects import read_object
 from prepcli.stores.object_store import Bucket
-from prepcli.stores.object_writes import put_object
+from prepcli.stores.object_writes import put_object, read_object
 from prepcli.stores.paths import SMALL_NBYTES
 
 RUN_OBJECT = "run.json"

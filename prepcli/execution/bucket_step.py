@@ -42,8 +42,8 @@ from prepcli.planning.plan import OutputLeaf, Stream
 from prepcli.planning.shares import divide_streams, subplan
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads
-from prepcli.stores.conditional_objects import publish_content
 from prepcli.stores.object_store import Bucket, part_nbytes
+from prepcli.stores.object_writes import publish_content
 from prepcli.stores.paths import StoreListing, read_all
 
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step holds the digests and checksums of process I
