@@ -31,6 +31,14 @@ class ChunkGrid:
         # -(-a // b) rounds up in exact integers, e.g. 7 rows in chunks of 2 are 4 chunks
         return tuple(-(-extent // length) for extent, length in zip(self.shape, self.chunk_shape))
 
+    def overlapping(self, box: Box) -> Iterator[tuple[int, ...]]:
+        """Yield the index of each chunk that overlaps a box, in C order."""
+        # E.g. rows 3 to 9 in chunks of 4 touch the chunks 0 to 3: 3 // 4 is 0, 9 / 4 rounded up is 3.
+        ranges: list[range] = []
+        for (low, high), length in zip(box, self.chunk_shape):
+            ranges.append(range(low // length, -(-high // length)))
+        return itertools.product(*ranges)
+
 
 @dataclass(frozen=True, slots=True)
 class AxisStep:

@@ -289,11 +289,7 @@ def _targets_by_chunk(array: Array, parts: BoxArrays) -> Iterator[tuple[ChunkInd
     for box, out in parts.items():
         if not volume(box):
             continue
-        index_ranges: list[range] = []
-        for (low, high), length in zip(box, array.chunk_shape):
-            # E.g. low 5, high 9 in chunks of 4: chunks 1 and 2.
-            index_ranges.append(range(low // length, -(-high // length)))
-        for index in itertools.product(*index_ranges):
+        for index in array.grid.overlapping(box):
             corner = map(mul, index, array.chunk_shape)
             in_chunk = tuple((low - by, high - by) for (low, high), by in zip(box, corner))
             needed = intersection(in_chunk, full_box(array.chunk_shape))
