@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
+from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, bind_row
 from prepcli.core.counts import count_text
 from prepcli.core.errors import (
     Command,
@@ -508,10 +508,13 @@ def _find_mismatches(
         elif tensors[name].shape != expected:
             if sorted(tensors[name].shape) != sorted(expected):
                 mismatches.has_other_order = False
-            atoms = " x ".join(map(_describe_dim, uses[0].axis_map.source_dims))
+            # E.g. `heads 12 head_dim 64 x embed 768`.
+            dims: list[str] = []
+            for dim in uses[0].axis_map.source_dims:
+                dims.append(" ".join(f"{factor.atom} {factor.extent}" for factor in dim.factors))
             mismatches.wrong_shape.append(
                 f"{names.display_name(name)} has shape {list(tensors[name].shape)},"
-                f" expected {list(expected)} ({atoms})"
+                f" expected {list(expected)} ({' x '.join(dims)})"
             )
     for name, tensor in tensors.items():
         if name not in uses_by_name and name not in dropped_names:
@@ -520,11 +523,6 @@ def _find_mismatches(
             if name.endswith(".bias") and uses_by_name.get(weight_name):
                 mismatches.has_biases = True
     return mismatches
-
-
-def _describe_dim(dim: TensorDim) -> str:
-    """Return the atoms of a dim with their extents, e.g. `heads 12 head_dim 64`."""
-    return " ".join(f"{factor.atom} {factor.extent}" for factor in dim.factors)
 
 
 def _mismatch_error(
@@ -537,10 +535,11 @@ def _mismatch_error(
         "wrong shape": mismatches.wrong_shape,
     }
     kinds = {title: tensors for title, tensors in titles.items() if tensors}
-    prefix = _partial_wrapper(mismatches.unexpected)
-    if prefix and mismatches.missing:
+    firsts = [name.partition(".")[0] for name in mismatches.unexpected]
+    wrapper = next((first for first in firsts if first in WRAPPERS), "")
+    if wrapper and mismatches.missing:
         what = f"{source_name} does not match family {family.name}"
-        why = f"some names begin with `{prefix}`, the prefix of a wrapper, and others do not"
+        why = f"some names begin with `{wrapper}.`, the prefix of a wrapper, and others do not"
         return PrepError(what, why, "save the tensors with the prefix on all names, or on none")
     if len(kinds) > 1:
         # Up to three lists, of three lines each at 80 columns.
@@ -572,15 +571,6 @@ def _mismatch_error(
         hint = _BIAS_HINT
     what = f"{count} {verb} not part of family {family.name}"
     return PrepError(what, join_names(tensors), hint)
-
-
-def _partial_wrapper(unexpected: Sequence[str]) -> str:
-    """Return the prefix of a known wrapper on unexpected names, e.g. `_orig_mod.`, or "" if none has one."""
-    for name in unexpected:
-        first = name.partition(".")[0]
-        if first in WRAPPERS:
-            return f"{first}."
-    return ""
 
 
 _MISMATCH_HINT = "check that config.json and the weights belong to the same model"

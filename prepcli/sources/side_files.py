@@ -51,10 +51,7 @@ def resolve_small_file(path: AnyPath, root: AnyPath) -> Path:
     """
     if isinstance(path, StorePath):
         return path.local().resolve()
-    if root.is_dir():
-        folder = root
-    else:
-        folder = root.parent
+    folder = root if root.is_dir() else root.parent
     if folder not in path.parents:
         folder = path.parent
     # Compare real paths: the checkpoint may itself be named through a link, and a text such as
@@ -71,15 +68,10 @@ def resolve_small_file(path: AnyPath, root: AnyPath) -> Path:
     if is_snapshot and model / BLOBS in real_path.parents:
         return real_path
     why = f"it leaves {folder}, and its bytes would be copied into the output"
-    what = f"{path} is a link to {_link_target(path, real_path)}"
+    # Else a parent folder of the path is the link.
+    target = os.readlink(path) if path.is_symlink() else real_path
+    what = f"{path} is a link to {target}"
     raise PrepError(what, why, "replace the link by the file, or remove it")
-
-
-def _link_target(path: Path, real_path: Path) -> str:
-    if path.is_symlink():
-        return os.readlink(path)
-    # A parent folder of the path is the link.
-    return str(real_path)
 
 
 INDEX_FILES = (safetensors.INDEX_FILE, torch_files.INDEX_FILE, flax_folder.INDEX_FILE)
