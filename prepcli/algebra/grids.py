@@ -17,6 +17,13 @@ from typing import ClassVar, NamedTuple
 from prepcli.algebra.axis_map import SizedAxis
 from prepcli.algebra.boxes import Box, Range, split_merged_range, strides
 
+# File number and offset.
+FilePosition = tuple[int, int]
+ChunkIndex = tuple[int, ...]
+# In place of a file number: a chunk of zeros without stored bytes, and a chunk kept in the index of a checkpoint.
+ABSENT = -1
+INLINE = -2
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkGrid:
@@ -277,16 +284,6 @@ def free_atom_ranges(
                 has_fixed = False
         if has_fixed:
             yield free_ranges
-
-
-# File number and offset.
-FilePosition = tuple[int, int]
-ChunkIndex = tuple[int, ...]
-
-
-# In place of a file number: a chunk of zeros without stored bytes, and a chunk kept in the index of a checkpoint.
-ABSENT = -1
-INLINE = -2
 
 
 class StoredRange(NamedTuple):

@@ -34,6 +34,7 @@ from prepcli.algebra.strided_copies import StridedCopy, leaf_copies, merge_dims
 from prepcli.planning.tensors import array_bits, itemsize
 
 Shape = tuple[int, ...]
+BLOCK_NBYTES = 1 << 20  # maximum size of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,9 +387,6 @@ def chunk_group(
         first.append(index // length)
         stop.append(index // length + 1)
     return tuple(first), tuple(stop)
-
-
-BLOCK_NBYTES = 1 << 20  # maximum size of a block
 
 
 @dataclass(frozen=True, slots=True)

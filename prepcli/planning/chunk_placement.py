@@ -38,6 +38,8 @@ from prepcli.planning.tensors import array_bits, itemsize
 FILE_NBYTES = 1 << 30
 # Smaller chunks are not page-aligned: the padding would cost more than it saves.
 MIN_ALIGNED_CHUNK_NBYTES = 16 * PAGE
+# File number and offset of each chunk
+ChunkPlaces = Mapping[ChunkIndex, FilePosition]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +243,6 @@ def chunk_extents(leaves: Sequence[OutputLeaf]) -> list[ChunkExtent]:
 def count_blocks(extents: Sequence[ChunkExtent]) -> int:
     """Return the number of checksum blocks in all extents of an output."""
     return max((extent.blocks.stop_number for extent in extents), default=0)
-
-
-# File number and offset of each chunk
-ChunkPlaces = Mapping[ChunkIndex, FilePosition]
 
 
 def move_chunks(plan: Plan, locations: Mapping[str, ChunkPlaces]) -> Plan:

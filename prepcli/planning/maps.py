@@ -57,6 +57,14 @@ MAX_LINE_CHARS = 2_000
 # A message lists at most this many problems.
 MAX_PROBLEMS = 20
 ARROW = "<-"
+# Pairs of a target and a source, in all rows. A mixture of experts has 10^5.
+MAX_PAIRS = 1 << 20
+# A problem names at most this many tensors.
+MAX_LISTED = 4
+Side = Literal["target", "source"]
+AxisFactors = tuple[SizedAxis, ...]
+# Prefix of the axes of the stored leaf that are no dims of the stored tensor, e.g. its layers.
+STORED_AXIS = "stored "
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,13 +254,6 @@ def _check_size(value: object, word: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_AXIS_SIZE:
         raise ValueError(f"`{word:.60}` is {value!r:.40}, not a number from 1 to {MAX_AXIS_SIZE:,}")
     return value
-
-
-# Pairs of a target and a source, in all rows. A mixture of experts has 10^5.
-MAX_PAIRS = 1 << 20
-# A problem names at most this many tensors.
-MAX_LISTED = 4
-Side = Literal["target", "source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,11 +448,6 @@ class MapCoverage:
 
 def _listed(names: Sequence[str]) -> str:
     return join_names([*names], max_names=MAX_LISTED)
-
-
-AxisFactors = tuple[SizedAxis, ...]
-# Prefix of the axes of the stored leaf that are no dims of the stored tensor, e.g. its layers.
-STORED_AXIS = "stored "
 
 
 def compose_location(

@@ -29,6 +29,12 @@ from prepcli.planning.slabs import PAGE, split_stream
 OBJECT_NBYTES = 16 << 20
 # A listing has 1,000 objects per request. Objects of larger outputs grow instead of their number.
 MAX_DATA_OBJECTS = 50_000
+# Byte ranges by file, ascending
+FileSpans = Mapping[int, Sequence[tuple[int, int]]]
+# Boxes of one process's shards, by leaf name.
+LeafBoxes = Mapping[str, Sequence[Box]]
+# Boxes of one leaf by process, by leaf name.
+Holders = Mapping[str, Mapping[int, Sequence[Box]]]
 
 
 @dataclass(slots=True)
@@ -168,10 +174,6 @@ def _place_group(
     return table, single_chunks(leaf, places)
 
 
-# Byte ranges by file, ascending
-FileSpans = Mapping[int, Sequence[tuple[int, int]]]
-
-
 def streams_of_spans(
     streams: Sequence[Stream], spans: FileSpans, *, slab_nbytes: int
 ) -> list[Stream]:
@@ -219,12 +221,6 @@ def _touches(copy: StridedCopy, spans: FileSpans) -> bool:
     last_offset = sum((count - 1) * stride for count, stride in copy.repeats)
     stop = copy.file_offset + last_offset + copy.run_nbytes
     return any(start < stop and copy.file_offset < end for start, end in spans.get(copy.file, ()))
-
-
-# Boxes of one process's shards, by leaf name.
-LeafBoxes = Mapping[str, Sequence[Box]]
-# Boxes of one leaf by process, by leaf name.
-Holders = Mapping[str, Mapping[int, Sequence[Box]]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,12 @@ from prepcli.planning.tensors import OPT_STATE, SEPARATOR, Shapes, split_name
 StackedIndices = tuple[tuple[str, int], ...]
 # Placeholder for the number of the layer in the path of a leaf.
 LAYER_MARK = "\0"
+# Slot of the scales, and first key of their leaves.
+QUANTIZATION = "quantization"
+# Slot of tensors that are read for a check, and written nowhere: decoded weights, and tensors in their stored order of
+# dims whose views in another order are written.
+DECODED = "decoded"
+QUANTIZATION_RULE = "scales of quantised weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +146,6 @@ def shape_in_leaf(row: AxisMap, shape: tuple[int, ...]) -> tuple[int, ...]:
         else:
             leaf_shape.append(next(extents))
     return tuple(leaf_shape)
-
-
-# Slot of the scales, and first key of their leaves.
-QUANTIZATION = "quantization"
-# Slot of tensors that are read for a check, and written nowhere: decoded weights, and tensors in their stored order of
-# dims whose views in another order are written.
-DECODED = "decoded"
-QUANTIZATION_RULE = "scales of quantised weights"
 
 
 def quantization_leaves(

@@ -32,6 +32,16 @@ from prepcli.planning.plan import DroppedTensor, EqualityCheck
 
 VOCAB_SIZE_KEY = "vocab_size"
 TRUE_VOCAB_SIZE_KEY = "true_vocab_size"
+VOCAB_ATOM = "vocab"
+LAYER_VOCAB_ATOM = "layer_vocab"
+# Rule of the tensors that a user drops, as plans and JSON objects name it.
+DROP_RULE = "--drop"
+# Far above any real model. The limit bounds the memory taken by an invalid config.
+MAX_TENSORS_PER_ROW = 1 << 20
+# Wrappers of torch.compile, of DistributedDataParallel and of FSDP. No model has such a name in front.
+WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module"})
+# Parts of a prefix that wrappers of a model gave to all names. A hostile name may have thousands.
+MAX_WRAPPERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +105,6 @@ def with_vocabulary(config: HFConfig, vocabulary: Vocabulary) -> JsonObject:
     if vocabulary.true_size != vocabulary.stored_size:
         updated[TRUE_VOCAB_SIZE_KEY] = vocabulary.true_size
     return updated
-
-
-VOCAB_ATOM = "vocab"
-LAYER_VOCAB_ATOM = "layer_vocab"
-# Rule of the tensors that a user drops, as plans and JSON objects name it.
-DROP_RULE = "--drop"
-# Far above any real model. The limit bounds the memory taken by an invalid config.
-MAX_TENSORS_PER_ROW = 1 << 20
-# Wrappers of torch.compile, of DistributedDataParallel and of FSDP. No model has such a name in front.
-WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module"})
-# Parts of a prefix that wrappers of a model gave to all names. A hostile name may have thousands.
-MAX_WRAPPERS = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,23 +42,6 @@ CastEntry = TypedDict(
         "worst": NotRequired[float],
     },
 )
-
-
-def array_bits(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the number of bits in an array. Dtypes below 8 bits are packed."""
-    return math.prod(shape) * ITEM_BITS[dtype]
-
-
-def itemsize(dtype: str) -> int:
-    """Return the bytes per element of a dtype of at least 8 bits."""
-    return ITEM_BITS[dtype] // 8
-
-
-def cast_dtype(dtype: str, requested_dtype: str | None) -> str:
-    """Return the written dtype of a tensor: `requested_dtype` if it is given and the tensor is a float tensor."""
-    return requested_dtype if requested_dtype and dtype in FLOAT_DTYPES else dtype
-
-
 PARAMS = "params"
 OPT_STATE = "opt_state"
 # Tree of the tensors of a multimodal model outside of its text part.
@@ -77,8 +60,22 @@ STEP = "step"
 SKIPPED = "skipped"
 SKIPPED_IN_ROW = "skipped_in_row"
 COUNTERS = (NUM_UPDATES, STEP, SKIPPED, SKIPPED_IN_ROW)
-
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+def array_bits(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the number of bits in an array. Dtypes below 8 bits are packed."""
+    return math.prod(shape) * ITEM_BITS[dtype]
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes per element of a dtype of at least 8 bits."""
+    return ITEM_BITS[dtype] // 8
+
+
+def cast_dtype(dtype: str, requested_dtype: str | None) -> str:
+    """Return the written dtype of a tensor: `requested_dtype` if it is given and the tensor is a float tensor."""
+    return requested_dtype if requested_dtype and dtype in FLOAT_DTYPES else dtype
 
 
 def qualify(slot: str, tensor: str) -> str:

@@ -48,6 +48,8 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
+# Rule of tensors that belong to removed layers.
+LAYERS_RULE = "--layers"
 
 
 def find_text_part(
@@ -244,10 +246,6 @@ def with_towers(source: Source, other: Source) -> Source:
         wrapper=other.wrapper,
         tower_tensors=tuple(shift_file_numbers(tensor, first) for tensor in other.tower_tensors),
     )
-
-
-# Rule of tensors that belong to removed layers.
-LAYERS_RULE = "--layers"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ SAVE_PARAMS = "save-params"
 # A run in a folder of models is two levels deep, and its steps three.
 MAX_SEARCH_DEPTH = 3
 MAX_FOLDERS_ABOVE = 4
+RowDigests = tuple[tuple[int, int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +159,6 @@ def _read_manifest(path: Path) -> Manifest:
         return read_manifest(folder) or NO_MANIFEST
     except PrepError:
         return NO_MANIFEST
-
-
-RowDigests = tuple[tuple[int, int, str], ...]
 
 
 def make_lock(

@@ -53,6 +53,15 @@ CONVERSION_OPTIONS = {"config", "drop", "layers", "map", "quantized", "source_la
 
 # "rounded": outputs that the scale has changed. Otherwise they are refused. "all": exact ones, too.
 KeptScales = Literal["none", "rounded", "all"]
+# Values of `--step` other than a number.
+BEST = "best"
+LAST = "last"
+PARTIAL_SUFFIX = ".partial"
+MAX_LISTED_FOLDERS = 8
+MAX_NAME_CHARS = 100
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+_HUB_FILE = re.compile(rf"(?P<hub_id>{_HUB_ID.pattern})/(?P<file>[^@]+\.gguf)", re.ASCII)
+_PATH_STARTS = ("./", "../", "/", "~")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +129,6 @@ def advise_conversion(model: str) -> Iterator[None]:
         command = Command("save-init", model, *options)
         hint = text("{}, and name its output in {}", command, Key("model.path"))
         raise error.with_texts(hint=hint) from error.__cause__
-
-
-# Values of `--step` other than a number.
-BEST = "best"
-LAST = "last"
-PARTIAL_SUFFIX = ".partial"
-MAX_LISTED_FOLDERS = 8
-MAX_NAME_CHARS = 100
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
-_HUB_FILE = re.compile(rf"(?P<hub_id>{_HUB_ID.pattern})/(?P<file>[^@]+\.gguf)", re.ASCII)
-_PATH_STARTS = ("./", "../", "/", "~")
 
 
 @dataclass(frozen=True, slots=True)

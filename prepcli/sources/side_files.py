@@ -39,6 +39,27 @@ from prepcli.stores.paths import (
 SNAPSHOTS = "snapshots"
 BLOBS = "blobs"
 MODEL_FOLDER_PREFIX = "models--"
+INDEX_FILES = (safetensors.INDEX_FILE, torch_files.INDEX_FILE, flax_folder.INDEX_FILE)
+# A file of transformers' Trainer. A copy of it in another step would have the wrong step number.
+TRAINER_STATE_FILE = "trainer_state.json"
+WEIGHT_SUFFIXES = {*READABLE_SUFFIXES, ".h5", ".gguf", ".onnx", ".ot", ".npz"}
+CODE_SUFFIX = ".py"
+# Names at the top of a model's folder that a conversion writes itself, or that belong to a training.
+SKIPPED_NAMES = {CONFIG, MANIFEST_FILE, TRAINER_STATE_FILE, *INDEX_FILES}
+# Files that show that a subfolder is a checkpoint of its own, or a part of one.
+CHECKPOINT_MARKERS = {
+    *ITEM_MARKERS,
+    MANIFEST_FILE,
+    DCP_METADATA_FILE,
+    ZARR2.document,
+    ZARR3.document,
+}
+LOG_PREFIX = "events.out.tfevents."
+BYTECODE_FOLDER = "__pycache__"
+# Limits of the files in subfolders, of each folder at the top. Tokenizers have up to 33 MB.
+MAX_FILES = 1_000
+MAX_NBYTES = 256 << 20
+MAX_DEPTH = 8
 
 
 def resolve_small_file(path: AnyPath, root: AnyPath) -> Path:
@@ -72,29 +93,6 @@ def resolve_small_file(path: AnyPath, root: AnyPath) -> Path:
     target = os.readlink(path) if path.is_symlink() else real_path
     what = f"{path} is a link to {target}"
     raise PrepError(what, why, "replace the link by the file, or remove it")
-
-
-INDEX_FILES = (safetensors.INDEX_FILE, torch_files.INDEX_FILE, flax_folder.INDEX_FILE)
-# A file of transformers' Trainer. A copy of it in another step would have the wrong step number.
-TRAINER_STATE_FILE = "trainer_state.json"
-WEIGHT_SUFFIXES = {*READABLE_SUFFIXES, ".h5", ".gguf", ".onnx", ".ot", ".npz"}
-CODE_SUFFIX = ".py"
-# Names at the top of a model's folder that a conversion writes itself, or that belong to a training.
-SKIPPED_NAMES = {CONFIG, MANIFEST_FILE, TRAINER_STATE_FILE, *INDEX_FILES}
-# Files that show that a subfolder is a checkpoint of its own, or a part of one.
-CHECKPOINT_MARKERS = {
-    *ITEM_MARKERS,
-    MANIFEST_FILE,
-    DCP_METADATA_FILE,
-    ZARR2.document,
-    ZARR3.document,
-}
-LOG_PREFIX = "events.out.tfevents."
-BYTECODE_FOLDER = "__pycache__"
-# Limits of the files in subfolders, of each folder at the top. Tokenizers have up to 33 MB.
-MAX_FILES = 1_000
-MAX_NBYTES = 256 << 20
-MAX_DEPTH = 8
 
 
 @dataclass(frozen=True, slots=True)

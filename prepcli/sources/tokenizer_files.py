@@ -20,6 +20,8 @@ from prepcli.formats.tokenizer_safety import (
 from prepcli.stores.paths import AnyPath
 
 ANOTHER_TOKENIZER_HINT = "use another tokenizer"
+# SentencePiece writes spaces as this character.
+SPACE = "\u2581"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,6 @@ def parse_tokenizer(path: AnyPath, data: bytes) -> JsonTokenizer:
         tokenizer = load_fast_tokenizer(path, data)
         growth = normalizer_growth(data)
     return JsonTokenizer(path, tokenizer, growth)
-
-
-# SentencePiece writes spaces as this character.
-SPACE = "\u2581"
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,24 @@ MAX_RETRY_AFTER_S = 300.0  # upper limit of the wait that a server asks for
 
 T = TypeVar("T")
 U = TypeVar("U")
+MAX_STALLED_TRIES = 8  # consecutive tries that bring almost no bytes
+# Time-outs without progress after which fewer tries are made.
+MAX_STALLED_TIMEOUTS = 4
+FIRST_WAIT_S = 0.5
+MAX_WAIT_S = 30.0
+# A request that brings fewer bytes made no progress.
+PROGRESS_NBYTES = MIN_PROGRESS_NBYTES
+DIRECT_READ_NBYTES = 1 << 20  # reads of this size bypass the cache
+PART_NBYTES = 4 << 20  # bytes of each concurrent request of a large read
+MAX_IN_FLIGHT = 4
+# Threads that read a remote checkpoint into arrays, each with one request of at most PART_NBYTES. Stores limit the rate
+# of a connection, on GCS and S3 to about 50 MiB/s. 16 connections fill a link of 6 Gbit/s.
+MAX_READ_THREADS = 16
+MIN_READ_AHEAD_NBYTES = 128 << 10  # doubled with each sequential read
+MAX_READ_AHEAD_NBYTES = 2 << 20
+# Limit for all cached ranges. A memory budget leaves this much next to its buffers.
+READ_AHEAD_CACHE_NBYTES = 6 << 20
+LOCK_FILE = ".prep-lock"  # files whose names begin with it belong to the lock, too
 
 
 def ignore_note(text: str) -> None:
@@ -233,27 +251,6 @@ def enforce_throughput(
             raise TimeoutError(
                 f"fewer than {MIN_PROGRESS_NBYTES >> 10} KiB came in {timeout_s:g} s"
             )
-
-
-MAX_STALLED_TRIES = 8  # consecutive tries that bring almost no bytes
-# Time-outs without progress after which fewer tries are made.
-MAX_STALLED_TIMEOUTS = 4
-FIRST_WAIT_S = 0.5
-MAX_WAIT_S = 30.0
-# A request that brings fewer bytes made no progress.
-PROGRESS_NBYTES = MIN_PROGRESS_NBYTES
-
-DIRECT_READ_NBYTES = 1 << 20  # reads of this size bypass the cache
-PART_NBYTES = 4 << 20  # bytes of each concurrent request of a large read
-MAX_IN_FLIGHT = 4
-# Threads that read a remote checkpoint into arrays, each with one request of at most PART_NBYTES. Stores limit the rate
-# of a connection, on GCS and S3 to about 50 MiB/s. 16 connections fill a link of 6 Gbit/s.
-MAX_READ_THREADS = 16
-MIN_READ_AHEAD_NBYTES = 128 << 10  # doubled with each sequential read
-MAX_READ_AHEAD_NBYTES = 2 << 20
-# Limit for all cached ranges. A memory budget leaves this much next to its buffers.
-READ_AHEAD_CACHE_NBYTES = 6 << 20
-LOCK_FILE = ".prep-lock"  # files whose names begin with it belong to the lock, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,17 @@ MAX_NAME_NBYTES = 255
 _INVALID_CHARACTER = re.compile(r"[/\x00-\x1f\x7f]")
 # Errors of file systems without hard links, such as FAT and mounted buckets
 NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
+# Hint for an error of the operating system about a file.
+ACCESS_HINT = "check its permissions, and the free space of its disk"
+MAX_SMALL_FILE_NBYTES = 100_000_000
+MAX_CONFIG_NBYTES = 16 << 20
+MAX_LINE_NBYTES = 1 << 20
+# Bytes read at once of a line that is too long, and skipped.
+SKIPPED_PIECE_NBYTES = 1 << 20
+# A clone without Git LFS has such a text of at most 1,024 bytes in place of each large file:
+# https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+LFS_PREFIX = b"version https://git-lfs"
+MAX_LFS_POINTER_NBYTES = 1024
 
 
 def name_fault(name: str) -> str:
@@ -143,19 +154,6 @@ def fsync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-# Hint for an error of the operating system about a file.
-ACCESS_HINT = "check its permissions, and the free space of its disk"
-MAX_SMALL_FILE_NBYTES = 100_000_000
-MAX_CONFIG_NBYTES = 16 << 20
-MAX_LINE_NBYTES = 1 << 20
-# Bytes read at once of a line that is too long, and skipped.
-SKIPPED_PIECE_NBYTES = 1 << 20
-# A clone without Git LFS has such a text of at most 1,024 bytes in place of each large file:
-# https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
-LFS_PREFIX = b"version https://git-lfs"
-MAX_LFS_POINTER_NBYTES = 1024
 
 
 class CutShortError(ValueError):

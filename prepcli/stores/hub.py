@@ -47,6 +47,11 @@ SHA256 = "sha256:"
 # SHA-1 of a small file with git's header, e.g. `blob 12\0` and 12 bytes.
 GIT_BLOB = "git:"
 PIECE_NBYTES = 4 << 20
+# huggingface_hub 1.x has no exception type for this error.
+WRONG_SIZE = "Consistency check failed"
+TOKEN_HINT = "`hf auth login`, or set HF_TOKEN"
+POLL_S = 0.5
+MAX_DOWNLOADS = 8  # concurrent downloads
 
 
 def check_download(path: Path, digest: str, display_name: str) -> None:
@@ -103,11 +108,6 @@ def _delete_from_cache(path: Path) -> None:
     # On file systems without links the snapshot holds the content itself.
     with suppress(FileNotFoundError):
         blob.unlink()
-
-
-# huggingface_hub 1.x has no exception type for this error.
-WRONG_SIZE = "Consistency check failed"
-TOKEN_HINT = "`hf auth login`, or set HF_TOKEN"
 
 
 @contextmanager
@@ -262,10 +262,6 @@ def is_hub_down(error: Exception) -> bool:
 
 def _is_server_trouble(status: int) -> bool:
     return status == 429 or status >= 500
-
-
-POLL_S = 0.5
-MAX_DOWNLOADS = 8  # concurrent downloads
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,14 @@ NO_RETRY_EXTENSION = "prep_once"  # extension of a request that the caller retri
 RETRYABLE_STATUSES = {408, 425, 429, *range(500, 600)}
 MALFORMED_ANSWER = "the hub's answer is malformed"
 CHECK_ENDPOINT = "a proxy or a login page may have answered: check the network and HF_ENDPOINT"
+HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
+MAX_REDIRECTS = 5
+# A store's answers for an expired signed URL.
+EXPIRED_URL_STATUSES = {400, 401, 403, 404, 410}
+# At most 19 digits: every size below 2**63 has at most 19, and longer numbers are not converted.
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-[0-9]{1,19}/([0-9]{1,19}|\*)")
+_COUNT = re.compile(r"[0-9]{1,19}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class NoAnswerError(OSError):
@@ -272,17 +280,6 @@ def _request_key(request: Any) -> tuple[str, str]:
 
 def _request_host(request: Any) -> str:
     return request.url.netloc.decode()
-
-
-HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
-MAX_REDIRECTS = 5
-# A store's answers for an expired signed URL.
-EXPIRED_URL_STATUSES = {400, 401, 403, 404, 410}
-
-# At most 19 digits: every size below 2**63 has at most 19, and longer numbers are not converted.
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-[0-9]{1,19}/([0-9]{1,19}|\*)")
-_COUNT = re.compile(r"[0-9]{1,19}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(slots=True)

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from obstore import PutMode, UpdateVersion
 
 NOT_IMPLEMENTED = {405, 501}  # HTTP status of stores without conditional writes
+# Bytes that are read back at a time, in each thread that sends.
+COMPARED_NBYTES = 1 << 20
+# Tries to create an object that another process creates and deletes.
+MAX_CREATE_TRIES = 4
 
 
 class ConditionsNotSupportedError(Exception):
@@ -193,12 +197,6 @@ def _put_object(bucket: Bucket, path: str, content: bytes, mode: PutMode) -> Obj
 
 def _timeout_s(bucket: Bucket) -> float:
     return WRITE_TIMEOUT_FACTOR * bucket.retry_policy.timeout_s
-
-
-# Bytes that are read back at a time, in each thread that sends.
-COMPARED_NBYTES = 1 << 20
-# Tries to create an object that another process creates and deletes.
-MAX_CREATE_TRIES = 4
 
 
 def put_object(

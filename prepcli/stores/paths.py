@@ -44,6 +44,16 @@ if TYPE_CHECKING:
 _FOLDER_PREFIX = "prep-remote-"
 # Minimum age of an unlocked folder to remove: a new folder is not locked yet.
 _MIN_AGE_S = 60.0
+T = TypeVar("T")
+U = TypeVar("U")
+# Maximum size of a file to fetch whole. Tokenizers are smaller.
+SMALL_NBYTES = 64 << 20
+# A listing and an index are untrusted. These limits bound what they make this machine fetch.
+MAX_SMALL_FILES_NBYTES = 1 << 30  # total size of the files fetched whole
+MAX_INDEX_NBYTES = 1 << 30  # total size of the single reads, e.g. of the nodes of an OCDBT index
+MAX_PATH_NBYTES = 1024
+MAX_NAME_CHARS = 255
+COPY_HINT = "copy it to a local folder first"
 
 
 def create_temporary_folder() -> Path:
@@ -84,19 +94,6 @@ def _try_lock(folder: Path, min_age_s: float = -math.inf) -> int | None:
         pass
     os.close(fd)
     return None
-
-
-T = TypeVar("T")
-U = TypeVar("U")
-
-# Maximum size of a file to fetch whole. Tokenizers are smaller.
-SMALL_NBYTES = 64 << 20
-# A listing and an index are untrusted. These limits bound what they make this machine fetch.
-MAX_SMALL_FILES_NBYTES = 1 << 30  # total size of the files fetched whole
-MAX_INDEX_NBYTES = 1 << 30  # total size of the single reads, e.g. of the nodes of an OCDBT index
-MAX_PATH_NBYTES = 1024
-MAX_NAME_CHARS = 255
-COPY_HINT = "copy it to a local folder first"
 
 
 class StoreListing:
