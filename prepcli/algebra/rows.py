@@ -1,4 +1,4 @@
-"""The text of axis maps, and a check that the rows of a map cover each element of a tensor once.
+"""The text of axis maps, and a check of their coverage: each element of a tensor is in one row of a map.
 
 `axis_map` explains the notation.
 """

@@ -115,7 +115,7 @@ class StridedCopy:
 
 
 class ChunkedLeaf(Protocol):
-    """A leaf in chunks, and the part of a tensor that it takes. See `planning.arrays.MappedArray`."""
+    """A leaf in chunks, and its part of a tensor. See `planning.arrays.MappedArray`."""
 
     @property
     def axis_map(self) -> AxisMap:

@@ -214,7 +214,7 @@ def _parse_map_row(line: int, statement: str) -> ParsedMapRow:
 
 
 def compute_size(value: str, config: HFConfig) -> int | tuple[int, ...]:
-    """Return the size that a `size` line gives, or an index list.
+    """Return the value of a `size` line: a size, or an index list.
 
     >>> compute_size("hidden_size / heads", {"hidden_size": 64, "heads": 4}), compute_size("3,5", {})
     (16, (3, 5))
@@ -414,7 +414,7 @@ class MapCoverage:
                 self.problems.append(f"{label} {numbers}: {_listed(names)} {problem}")
 
     def incomplete_targets(self) -> set[str]:
-        """Return the names of the targets that the rows do not fill, or fill twice."""
+        """Return the names of targets with elements in no row, or in two."""
         incomplete: set[str] = set()
         for name, rows in self.targets.items():
             if self._row_coverage.problem([row.target for row in rows]):

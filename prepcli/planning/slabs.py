@@ -201,7 +201,7 @@ class _ChunkBand:
 
 
 def _end_row(start: int, bands: tuple[_ChunkBand, ...], max_rows: int, page_rows: int) -> int:
-    """Return the end row of a slab, the part of a tensor that is copied at once.
+    """Return the end row of a slab, the unit of copying.
 
     It ends with whole chunks of the output and of the source, if the rows that fit allow it, or else with whole heads,
     or with whole pages of every chunk. Partial chunks would be read or written twice.

@@ -100,7 +100,7 @@ def state_axis_map(path: str, row: AxisMap, shape: tuple[int, ...]) -> AxisMap:
 
 
 def _tensor_dim(factors: tuple[SizedAxis, ...]) -> TensorDim:
-    """Return a tensor dim that has the same elements as a leaf dim."""
+    """Return a tensor dim with the elements of a leaf dim."""
     extent = 1
     for factor in factors:
         extent *= factor.extent
@@ -175,5 +175,5 @@ def is_quantization_tensor(name: str) -> bool:
 
 
 def is_decoded_tensor(name: str) -> bool:
-    """Return whether the qualified name of a tensor is in the slot of decoded weights, which are read for a check."""
+    """Return whether the qualified name of a tensor is in the slot of decoded weights. They are read for a check."""
     return split_name(name)[0] == DECODED

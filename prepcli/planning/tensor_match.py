@@ -236,7 +236,7 @@ class _Mismatches:
 
 
 def find_wrapper_prefix(full_names: Collection[str], has_model: Callable[[str], bool]) -> str:
-    """Return the prefix that a wrapper of the model gave to all names, e.g. `_orig_mod.module.`, or an empty string.
+    """Return the prefix of all names from a wrapper of the model, e.g. `_orig_mod.module.`, or an empty string.
 
     Compiled models add `_orig_mod.`, data-parallel ones `module.`, and other modules the name of their attribute.
 
@@ -320,7 +320,7 @@ def vocab_tensors(match: TensorMatch) -> set[str]:
 
 
 def layer_vocab_tensors(match: TensorMatch) -> set[str]:
-    """Return the names of embeddings per layer, which have one row per token and a size of their own."""
+    """Return the names of embeddings per layer, with one row per token and a size of their own."""
     return _tensors_with_rows(match, LAYER_VOCAB_ATOM)
 
 

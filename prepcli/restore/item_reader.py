@@ -183,7 +183,7 @@ class ItemReader(BoxReader):
         self.leaves = leaves
 
     def _jobs(self, number: int, parts: BoxArrays) -> Iterator[_ChunkJob]:
-        """Yield the reads of a leaf: one window each, or all windows of a chunk that is decoded as a whole."""
+        """Yield the reads of a leaf: one window each, or all windows of a chunk to decode."""
         array = self._item.arrays[number]
         is_direct = is_read_directly(self._item, number)
         for index, targets in _targets_by_chunk(array, parts):

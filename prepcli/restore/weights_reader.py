@@ -190,7 +190,7 @@ class WeightsReader(BoxReader):
                 yield from self._windows(tensor, tensor_targets)
 
     def _windows(self, tensor: SourceTensor, targets: Sequence[Target]) -> Iterator[WindowRead]:
-        """Yield reads of windows that cover the elements that the targets need."""
+        """Yield reads of windows with all elements of the targets."""
         duplicates = [duplicate.placement for duplicate in self._duplicates.get(tensor.name, ())]
         # In a remote file, another process of the job requests the bytes of a gap. The store would send them twice.
         min_gap_nbytes = 1 if self.is_remote else MIN_GAP_NBYTES

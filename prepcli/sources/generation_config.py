@@ -86,7 +86,7 @@ def generation_defaults(
 
 
 def _known_ids(listed: Sequence[object], vocab: int) -> tuple[int, ...]:
-    """Return the token ids of a list that are in the vocabulary."""
+    """Return the token ids of a list, without those outside of the vocabulary."""
     # `type` instead of `isinstance`: True is not a token id.
     return tuple(token for token in listed if type(token) is int and 0 <= token < vocab)
 
@@ -138,7 +138,7 @@ class _Fields:
         return value
 
     def tokens(self, key: str) -> tuple[int, ...]:
-        """Return the tokens of a list that are in the vocabulary, or none if the field is absent."""
+        """Return the tokens of a list within the vocabulary, or none if the field is absent."""
         value = self.values.get(key)
         if value is None:
             return ()
@@ -214,7 +214,7 @@ class _Fields:
 def _rule_notes(
     values: Mapping[str, JsonValue], rules: TokenRules, stop_texts: Sequence[str], name: str
 ) -> Iterator[str]:
-    """Yield a line about the rules that change tokens, and one about the fields that are not supported."""
+    """Yield a line about the rules that change tokens, and one about unsupported fields."""
     used: list[str] = []
     for field in dataclasses.fields(TokenRules):
         value = getattr(rules, field.name)

@@ -260,7 +260,7 @@ def _dtype_problems(rows: Sequence[MapRow], tensors: Mapping[str, SourceTensor])
 def _family_problems(
     family: Family, config: HFConfig, targets: Mapping[str, Sequence[MapRow]]
 ) -> list[str]:
-    """Return the problems of targets that the family does not have, or has and the map does not fill."""
+    """Return the problems of targets outside of the family, and of its tensors outside of the map."""
     names = detect_names(family, config, full_names=targets.keys())
     by_name = {names.bare_name(name): rows for name, rows in targets.items()}
     targets_of = {name: rows[0].target.source_shape for name, rows in by_name.items()}

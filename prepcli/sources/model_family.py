@@ -68,7 +68,7 @@ def find_text_part(
 def multimodal_wrapper_prefix(
     config: HFConfig, full_names: Collection[str], drop: Sequence[str] = ()
 ) -> str:
-    """Return the prefix that a wrapper gave to all names of a multimodal model. Empty for any other model.
+    """Return the prefix of all names of a multimodal model from a wrapper. Empty for any other model.
 
     Args:
         config: Content of its config.json.
@@ -483,7 +483,7 @@ def _truncate_table(
 
 
 def _check_first_layers_are_stored(source: Source, truncated: HFConfig) -> None:
-    """Raise PrepError if a model of the first layers needs a tensor that the source does not have."""
+    """Raise PrepError if the source lacks a tensor of a model of the first layers."""
     names = missing_tensors(source.family, source.config, truncated)
     if names:
         what = text("{} is not supported for {}", Option("layers"), source.display_name)

@@ -88,7 +88,7 @@ def find_source(source: RecordedSource, output: AnyPath, search: Sequence[Path])
 
 
 def find_quantized_source(manifest: Manifest, output: AnyPath) -> tuple[str, Manifest]:
-    """Find the quantised model that the decoded weights of an output come from.
+    """Find the quantised model of the decoded weights of an output.
 
     Outputs of outputs keep decoded weights, e.g. a resharded init. Their sources are followed to the first one without.
 

@@ -1,4 +1,4 @@
-"""Side files of a model: tokenizer, templates, licence and all other files that are neither config, weights nor code.
+"""Side files of a model: tokenizer, templates, licence and all other files except config, weights and code.
 
 A conversion copies them unread. Files in subfolders keep their place, e.g. `additional_chat_templates/tool_use.jinja`.
 Folders are of any origin: hidden files, links to folders, weights, other checkpoints and large folders are left.
@@ -128,7 +128,7 @@ class ListedFile:
 
 @dataclass(frozen=True, slots=True)
 class SelectedNames:
-    """Names of side files, and descriptions of the subfolders that are left, e.g. `onnx/ (weights)`."""
+    """Names of side files, and descriptions of the other subfolders, e.g. `onnx/ (weights)`."""
 
     copied: tuple[str, ...]
     left: tuple[str, ...]
@@ -247,7 +247,7 @@ def select_side_files(files: Iterable[ListedFile], patterns: Sequence[str] = ())
 
 
 def unread_weights(names: Iterable[str], read_names: Collection[str]) -> list[str]:
-    """Return the weight files at the top of a folder that are not read, except those of a training run."""
+    """Return the unread weight files at the top of a folder, except those of a training run."""
     unread: list[str] = []
     for name in names:
         if "/" in name or is_hidden(name) or name in read_names:
@@ -258,7 +258,7 @@ def unread_weights(names: Iterable[str], read_names: Collection[str]) -> list[st
 
 
 def check_patterns(patterns: Sequence[str], copied: Sequence[SideFile], display_name: str) -> None:
-    """Raise UsageError for a pattern that matches none of the side files that are copied."""
+    """Raise UsageError for a pattern without a match among the copied side files."""
     for pattern in patterns:
         if not any(matches_any(file.name, [pattern]) for file in copied):
             what = text("{} matches no file of {}", Option("copy", pattern), display_name)
@@ -294,7 +294,7 @@ def _sort_by_kind(name: str, patterns: Sequence[str], copied: list[str], left: l
 
 
 def _omitted_folders(top: str, files: Sequence[ListedFile]) -> dict[str, str]:
-    """Return the subfolders that are not copied, with the reason. All files below them are left."""
+    """Return the subfolders to leave, with the reason. All files below them are left."""
     if len(files) > MAX_FILES:
         return {top: f"more than {MAX_FILES:,} files"}
     omitted: dict[str, str] = {}

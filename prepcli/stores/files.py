@@ -157,7 +157,7 @@ def fsync_path(path: Path) -> None:
 
 
 class CutShortError(ValueError):
-    """A file ends before its content does, e.g. after a download that was interrupted."""
+    """A file ends before its content does, e.g. after an interrupted download."""
 
 
 def open_regular_file(path: AnyPath, *, buffering: int = -1) -> BinaryIO:
@@ -220,7 +220,7 @@ def read_file_or_pipe(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> by
 
 
 def check_not_lfs_pointer(start: bytes, path: AnyPath) -> None:
-    """Raise DamagedError if a file is a pointer of Git LFS, and not the file that it stands for.
+    """Raise DamagedError if a file is a pointer of Git LFS, and not the file itself.
 
     Args:
         start: Its first bytes, all of them if there are at most MAX_LFS_POINTER_NBYTES.
@@ -324,7 +324,7 @@ def stat_file(path: AnyPath) -> os.stat_result | StoreStat:
 
 
 def is_there(path: AnyPath, *, follow_links: bool = False) -> bool:
-    """Return whether a path is a file or folder of any kind. A path that the system refuses to look at is not."""
+    """Return whether a path is a file or folder of any kind. A path without access is not."""
     if isinstance(path, StorePath):
         return path.exists()
     return os.path.exists(path) if follow_links else os.path.lexists(path)

@@ -335,7 +335,7 @@ class HubListing:
         )
 
     def open_remote(self, names: Iterable[str]) -> StorePath:
-        """Return the folder of some files of the listed commit, which are read where they are.
+        """Return the folder of some files of the listed commit, to read them remotely.
 
         Small files are fetched whole, through the hub's cache.
         """

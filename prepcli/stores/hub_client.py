@@ -181,7 +181,7 @@ class _RetryingSender:
         return response
 
     def _read_body(self, request: Any, stream: bool, response: Any) -> Any:
-        """Read the body of a response. Wrap the body of a stream, which is read later."""
+        """Read the body of a response. Wrap the body of a stream for later."""
         response.stream = self._limit_stream(response.stream, request, stream)
         if stream or response.status_code in RETRYABLE_STATUSES:
             return response

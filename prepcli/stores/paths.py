@@ -439,7 +439,7 @@ def read_all(reader: RangeReader, file: RemoteFile) -> bytes:
 
 
 def _check_is_small(reader: RangeReader, file: RemoteFile) -> None:
-    """Raise PrepError for a file that is too large to be fetched whole."""
+    """Raise PrepError for a file too large to fetch whole."""
     if file.size > SMALL_NBYTES:
         why = f"it has {format_bytes(file.size)}, the limit for settings and tokenizers is {format_bytes(SMALL_NBYTES)}"
         what = f"{file.path} of {reader.name} is too large"
