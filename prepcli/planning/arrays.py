@@ -490,9 +490,6 @@ LeafShape = tuple[str, Sequence[int], Sequence[int], str]
 def assign_block_numbers(leaves: Iterable[LeafShape]) -> dict[str, LeafBlocks]:
     """Assign numbers to the blocks of leaves, in the order of the leaves.
 
-    Args:
-        leaves: Name, shape, chunk shape and dtype of each leaf.
-
     Returns:
         The numbered blocks, by leaf name.
     """

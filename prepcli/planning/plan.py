@@ -472,12 +472,7 @@ def iter_text(plan: Plan) -> Iterator[str]:
 
 
 def encode_text(value: Any, axis_map_texts: dict[int, str] | None = None) -> str:
-    """Return the text that encodes an object of a plan, or a tuple of objects.
-
-    Args:
-        value: The part.
-        axis_map_texts: Texts of axis maps by `id`, to use and to extend.
-    """
+    """Return the text that encodes an object of a plan, or a tuple of objects."""
     if axis_map_texts is None:
         axis_map_texts = {}
     if type(value) is tuple:

@@ -64,13 +64,7 @@ def _is_single_run(copies: tuple[StridedCopy, ...], nbytes: int) -> bool:
 
 
 def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iterator[Slab]:
-    """Split a stream into slabs.
-
-    Args:
-        stream_number: Number of the stream in its plan.
-        stream: The stream.
-        max_nbytes: Maximum size of a slab, both as read and as written.
-    """
+    """Split a stream into slabs."""
     if not stream.nbytes:
         return iter(())
     if not stream.is_changed:

@@ -132,12 +132,7 @@ def leaf_paths(path: str, row: AxisMap) -> list[str]:
 
 
 def shape_in_leaf(row: AxisMap, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the leaf of a tensor that `state_axis_map` names.
-
-    Args:
-        row: The axis map of the parameter.
-        shape: Shape of the tensor, without the axis of stacked layers.
-    """
+    """Return the shape of the leaf of a tensor that `state_axis_map` names."""
     extents = iter(shape)
     leaf_shape: list[int] = []
     for dim, extent in zip(row.leaf_dims, row.leaf_shape, strict=True):

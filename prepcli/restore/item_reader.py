@@ -105,14 +105,7 @@ class ItemReader(BoxReader):
         checksums: BlockChecksums | None = None,
         hint: str = RECREATE_HINT,
     ) -> None:
-        """Open the data files of an item.
-
-        Args:
-            item: The item.
-            manifest: Manifest of the checkpoint.
-            checksums: Recorded checksums, checked for every byte read.
-            hint: Advice in the error for a damaged checkpoint.
-        """
+        """Open the data files of an item."""
         self.manifest = manifest
         self.folder = item.folder
         self._checksums = checksums

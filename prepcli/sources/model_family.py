@@ -155,13 +155,7 @@ def with_bare_names(source: Source, names: TensorNames) -> Source:
 
 
 def _with_parameters(source: Source, model: Source, parameters: Collection[str]) -> Source:
-    """Return a source with some of its tensors as parameters, and the other ones as towers.
-
-    Args:
-        source: The source.
-        model: It has the family, the config and the names of the parameters.
-        parameters: Names of the parameters in the file, without the prefix of a wrapper.
-    """
+    """Return a source with some of its tensors as parameters, and the other ones as towers."""
     kept: list[tuple[SourceTensor, str]] = []
     towers: list[tuple[SourceTensor, str]] = []
     file_names = source.tensor_file_names or ("",) * len(source.tensors)

@@ -169,15 +169,7 @@ def make_lock(
     digests: Mapping[str, RowDigests],
     progress: Progress,
 ) -> Lock:
-    """Return the lock of a source.
-
-    Args:
-        source: The checkpoint.
-        name: Its name in the lock.
-        revision: Its commit on the hub.
-        digests: Digests of all rows of each tensor, by its name in `source.all_tensors`.
-        progress: Receives the bytes of the files.
-    """
+    """Return the lock of a source."""
     paths = {**settings_files(source), **_weight_files(source)}
     sizes = {name: stat_file(path).st_size for name, path in paths.items()}
     published = _published_digests(source)

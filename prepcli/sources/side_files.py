@@ -159,9 +159,6 @@ def find_side_files(folder: AnyPath, patterns: Sequence[str] = ()) -> SideFiles:
     Args:
         folder: Folder of the model.
         patterns: Name patterns (`--copy`) of files to copy in any case.
-
-    Raises:
-        PrepError: The folder cannot be read, or a pattern matches a file of a subfolder with too many files.
     """
     if not folder.is_dir():
         return NO_SIDE_FILES

@@ -331,10 +331,6 @@ def read_range(
         offset: First byte.
         into: Destination.
         stop: Once set, the next failed request is not repeated.
-
-    Raises:
-        PrepError: The file is gone, changed or forbidden, or the requests made no progress in
-            MAX_STALLED_TRIES consecutive tries or MAX_STALLED_TIMEOUTS time-outs.
     """
     tries = FailedTries(reader.retry_policy, stop or threading.Event())
     done = 0
@@ -381,13 +377,7 @@ class FailedTries:
         self.spent_s = 0.0
 
     def wait_for_next(self, failure: str, spent_s: float, *, retry_after_s: float = 0.0) -> bool:
-        """Count a failed try, note it and wait. Return False after the last try.
-
-        Args:
-            failure: Description of the failure.
-            spent_s: Seconds that the try took.
-            retry_after_s: Least wait that the server asks for.
-        """
+        """Count a failed try, note it and wait. Return False after the last try."""
         self.count += 1
         self.spent_s += spent_s
         limit_s = MAX_STALLED_TIMEOUTS * self.policy.timeout_s

@@ -232,12 +232,7 @@ def check_not_lfs_pointer(start: bytes, path: AnyPath) -> None:
 
 
 def read_regular_file(path: AnyPath, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
-    """Read a whole small file.
-
-    Raises:
-        PrepError: The file is larger than `max_nbytes`, or not a regular file.
-        OSError: The system refuses to read it.
-    """
+    """Read a whole small file."""
     if isinstance(path, StorePath):
         return _read_small_copy(path, max_nbytes)
     with open_regular_file(path, buffering=0) as file:

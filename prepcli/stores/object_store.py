@@ -321,13 +321,7 @@ class Bucket:
         return written
 
     def open_upload(self, path: str, size: int, parts_in_flight: int) -> Upload:
-        """Open an upload, in parts if the object is larger than one. See `complete_upload`.
-
-        Args:
-            path: Path of the object below the URL.
-            size: Number of bytes, or about the largest number.
-            parts_in_flight: Number of parts in flight at the same time.
-        """
+        """Open an upload, in parts if the object is larger than one. See `complete_upload`."""
         import obstore
 
         token = secrets.token_hex(8)

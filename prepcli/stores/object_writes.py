@@ -204,17 +204,8 @@ def put_object(
 ) -> RemoteFile:
     """Create an object in one request, or compare it if it exists.
 
-    Args:
-        bucket: Client of the output's URL.
-        path: Path of the object below the URL.
-        data: The bytes.
-        on_sent: Called with the number of bytes of each request.
-
     Returns:
         The object.
-
-    Raises:
-        PrepError: The object has other bytes, or the store does not answer.
     """
     for _ in range(MAX_CREATE_TRIES):
         on_sent(data.size)
@@ -331,9 +322,6 @@ class ObjectUploads:
 
         Returns:
             The object after its last piece, otherwise None.
-
-        Raises:
-            PrepError: The object has other bytes, or the store does not answer.
         """
         is_last = start + data.size == size
         existing = self.existing.get(path)

@@ -169,12 +169,7 @@ class StoreListing:
         return content.tobytes()
 
     def local_copy(self, file: RemoteFile) -> Path:
-        """Return a complete local copy of a small file. It is fetched once.
-
-        Raises:
-            PrepError: The file has more than SMALL_NBYTES, the copied ones are too large together, or a file cannot be
-                read or written.
-        """
+        """Return a complete local copy of a small file. It is fetched once."""
         copy = self.copies.get(file.path)
         if copy is None:
             copy = self.copies[file.path] = self._copy(file)
