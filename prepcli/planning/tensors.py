@@ -46,7 +46,7 @@ PARAMS = "params"
 OPT_STATE = "opt_state"
 # Tree of the tensors of a multimodal model outside of its text part.
 TOWERS = "towers"
-# Rules that drop such leaves
+# Rules that drop the leaves outside of the parameters.
 OPT_STATE_RULE = "optimizer state"
 TRAINING_STATE_RULE = "training state"
 SEPARATOR = "/"
