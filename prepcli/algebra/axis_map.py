@@ -383,10 +383,6 @@ def bind_row(row: ParsedAxisMap, sizes: Sizes, padded: Mapping[str, int] | None 
 
     Returns:
         The axis map with sizes.
-
-    Raises:
-        PrepError: An atom has no size, its padded size is smaller than its size, or a fixed index
-            is out of range.
     """
     lookup = _SizeLookup(row.text, sizes)
     # Padding is only in the tree: the leaf has the padded extent, the tensor the extent of `sizes`.

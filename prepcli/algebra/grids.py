@@ -17,6 +17,13 @@ from typing import ClassVar, NamedTuple
 from prepcli.algebra.axis_map import SizedAxis
 from prepcli.algebra.boxes import Box, Range, split_merged_range, strides
 
+# File number and offset.
+FilePosition = tuple[int, int]
+ChunkIndex = tuple[int, ...]
+# In place of a file number: a chunk of zeros without stored bytes, and a chunk kept in the index of a checkpoint.
+ABSENT = -1
+INLINE = -2
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkGrid:
@@ -30,6 +37,14 @@ class ChunkGrid:
         """Number of chunks along each dim."""
         # -(-a // b) rounds up in exact integers, e.g. 7 rows in chunks of 2 are 4 chunks
         return tuple(-(-extent // length) for extent, length in zip(self.shape, self.chunk_shape))
+
+    def overlapping(self, box: Box) -> Iterator[tuple[int, ...]]:
+        """Yield the index of each chunk that overlaps a box, in C order."""
+        # E.g. rows 3 to 9 in chunks of 4 touch the chunks 0 to 3: 3 // 4 is 0, 9 / 4 rounded up is 3.
+        ranges: list[range] = []
+        for (low, high), length in zip(box, self.chunk_shape):
+            ranges.append(range(low // length, -(-high // length)))
+        return itertools.product(*ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,16 +284,6 @@ def free_atom_ranges(
                 has_fixed = False
         if has_fixed:
             yield free_ranges
-
-
-# File number and offset.
-FilePosition = tuple[int, int]
-ChunkIndex = tuple[int, ...]
-
-
-# In place of a file number: a chunk of zeros without stored bytes, and a chunk kept in the index of a checkpoint.
-ABSENT = -1
-INLINE = -2
 
 
 class StoredRange(NamedTuple):

@@ -1,4 +1,4 @@
-"""The text of axis maps, and a check that the rows of a map cover each element of a tensor once.
+"""The text of axis maps, and a check of their coverage: each element of a tensor is in one row of a map.
 
 `axis_map` explains the notation.
 """
@@ -24,6 +24,13 @@ from prepcli.algebra.axis_map import (
     row_error,
 )
 from prepcli.algebra.boxes import strides
+
+# Rows that name one tensor. Each pair of them is compared.
+MAX_ROWS_PER_TENSOR = 1_024
+# Pairs of rows of all tensors of a map, 3 to 10 us each.
+MAX_ROW_PAIRS = 1 << 21
+# Indices of dims of all tensors of a map, about 60 bytes each. Rows with the same parts of a dim need none.
+MAX_LISTED_INDICES = 1 << 19
 
 
 # A command parses the rows of its family several times. The cache is bounded, because other rows are made for the
@@ -211,14 +218,6 @@ def _check_atoms(row: ParsedAxisMap) -> None:
 
 def _unfixed_atoms(terms: Iterable[Term]) -> list[str]:
     return [term.atom for term in terms if term.fixed is None]
-
-
-# Rows that name one tensor. Each pair of them is compared.
-MAX_ROWS_PER_TENSOR = 1_024
-# Pairs of rows of all tensors of a map, 3 to 10 us each.
-MAX_ROW_PAIRS = 1 << 21
-# Indices of dims of all tensors of a map, about 60 bytes each. Rows with the same parts of a dim need none.
-MAX_LISTED_INDICES = 1 << 19
 
 
 class RowCoverage:

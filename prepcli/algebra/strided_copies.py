@@ -115,7 +115,7 @@ class StridedCopy:
 
 
 class ChunkedLeaf(Protocol):
-    """A leaf in chunks, and the part of a tensor that it takes. See `planning.arrays.MappedArray`."""
+    """A leaf in chunks, and its part of a tensor. See `planning.arrays.MappedArray`."""
 
     @property
     def axis_map(self) -> AxisMap:
@@ -160,9 +160,6 @@ def leaf_copies(leaf: ChunkedLeaf, box: Box, window: Box | None = None) -> Itera
         leaf: The leaf.
         box: Box of the tensor. Elements of other leaves are excluded.
         window: Tensor offsets count the bytes of this box of the tensor in C order. None for the whole tensor.
-
-    Yields:
-        Copies with tensor offsets from the first byte of the tensor or window.
     """
     stacked = _index_ranges(dict(leaf.stacked_indices))
     for box_ranges in _atom_ranges_of_tensor_box(leaf.axis_map, box):

@@ -56,9 +56,12 @@ from prepcli.planning.work_units import find_work_units
 from prepcli.stores import object_store
 from prepcli.stores.bucket_lock import BucketLock, check_lock, is_locked_by
 from prepcli.stores.byte_ranges import RemoteFile, retry_policy_from_env
-from prepcli.stores.conditional_objects import publish_content
 from prepcli.stores.object_store import Bucket, ObjectStoreUrl, part_nbytes
-from prepcli.stores.object_writes import ObjectUploads, missing_object_error
+from prepcli.stores.object_writes import (
+    ObjectUploads,
+    missing_object_error,
+    publish_content,
+)
 
 # Units that a process claims at once. Their requests are sent concurrently.
 MAX_CLAIMED = 16

@@ -39,8 +39,8 @@ from prepcli.planning.object_files import LeafGroup, ProcessFiles
 from prepcli.planning.plan import OutputLeaf, Plan, SmallFile, Stream
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads
-from prepcli.stores.conditional_objects import publish_content
 from prepcli.stores.object_store import Bucket, part_nbytes
+from prepcli.stores.object_writes import publish_content
 from prepcli.stores.paths import StoreListing, read_all
 
 NUM_THREADS = 32  # concurrent requests for small objects

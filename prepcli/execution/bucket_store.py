@@ -45,13 +45,13 @@ from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.stores.bucket_lock import BucketLock
 from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads
-from prepcli.stores.conditional_objects import (
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.object_writes import (
     ConditionsNotSupportedError,
     create_object,
     read_object,
     replace_object,
 )
-from prepcli.stores.object_store import Bucket
 from prepcli.stores.paths import SMALL_NBYTES, read_all
 
 ALIVE_FOLDER = "alive"

@@ -34,6 +34,7 @@ from prepcli.algebra.strided_copies import StridedCopy, leaf_copies, merge_dims
 from prepcli.planning.tensors import array_bits, itemsize
 
 Shape = tuple[int, ...]
+BLOCK_NBYTES = 1 << 20  # maximum size of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,9 +389,6 @@ def chunk_group(
     return tuple(first), tuple(stop)
 
 
-BLOCK_NBYTES = 1 << 20  # maximum size of a block
-
-
 @dataclass(frozen=True, slots=True)
 class ChecksumBlock:
     """Bytes `start` to `stop` of a chunk. `number` counts from the chunk's first block."""
@@ -491,9 +489,6 @@ LeafShape = tuple[str, Sequence[int], Sequence[int], str]
 
 def assign_block_numbers(leaves: Iterable[LeafShape]) -> dict[str, LeafBlocks]:
     """Assign numbers to the blocks of leaves, in the order of the leaves.
-
-    Args:
-        leaves: Name, shape, chunk shape and dtype of each leaf.
 
     Returns:
         The numbered blocks, by leaf name.

@@ -38,6 +38,8 @@ from prepcli.planning.tensors import array_bits, itemsize
 FILE_NBYTES = 1 << 30
 # Smaller chunks are not page-aligned: the padding would cost more than it saves.
 MIN_ALIGNED_CHUNK_NBYTES = 16 * PAGE
+# File number and offset of each chunk
+ChunkPlaces = Mapping[ChunkIndex, FilePosition]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,10 +245,6 @@ def count_blocks(extents: Sequence[ChunkExtent]) -> int:
     return max((extent.blocks.stop_number for extent in extents), default=0)
 
 
-# File number and offset of each chunk
-ChunkPlaces = Mapping[ChunkIndex, FilePosition]
-
-
 def move_chunks(plan: Plan, locations: Mapping[str, ChunkPlaces]) -> Plan:
     """Return the plan with other locations of its chunks.
 
@@ -308,7 +306,13 @@ def shard_copies(leaf: OutputLeaf, box: Box) -> Iterator[tuple[Box, StridedCopy]
         The part of the box in one chunk, and the copy of that part, packed in C order.
     """
     for group in leaf.placed_chunks:
-        for index in _chunk_indices(leaf, group, box):
+        # The box of the elements in the group's chunks.
+        in_group: list[Range] = []
+        for first, stop, length, box_range in zip(
+            group.first, group.stop, leaf.grid.chunk_shape, box
+        ):
+            in_group.append(intersect((first * length, stop * length), box_range))
+        for index in leaf.grid.overlapping(tuple(in_group)):
             chunk_starts: list[int] = []
             part: list[Range] = []
             for i, length, box_range in zip(index, leaf.grid.chunk_shape, box):
@@ -318,17 +322,6 @@ def shard_copies(leaf: OutputLeaf, box: Box) -> Iterator[tuple[Box, StridedCopy]
             location = group.chunks.find(index)
             copy = _copy_to_chunk(leaf, part, chunk_starts=chunk_starts, location=location)
             yield tuple(part), copy
-
-
-def _chunk_indices(leaf: OutputLeaf, group: PlacedChunks, box: Box) -> Iterator[tuple[int, ...]]:
-    """Yield the index of each chunk of a group that overlaps a box."""
-    # E.g. rows 3 to 9 in chunks of 4 touch the chunks 0 to 3: 3 // 4 is 0, 9 / 4 rounded up is 3.
-    ranges: list[range] = []
-    for (low, high), first, stop, length in zip(
-        box, group.first, group.stop, leaf.grid.chunk_shape
-    ):
-        ranges.append(range(*intersect((first, stop), (low // length, -(-high // length)))))
-    return itertools.product(*ranges)
 
 
 def _copy_to_chunk(

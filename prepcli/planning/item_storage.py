@@ -93,7 +93,7 @@ _STORAGES = {storage.name: storage for storage in (*ORBAX_STORAGES.values(), LEV
 
 
 def recorded_storage(name: str | None) -> ItemStorage:
-    """Return the storage that a manifest records. It records none for the default, an OCDBT database of zarr 2."""
+    """Return the recorded storage. A manifest has no record of the default, an OCDBT database of zarr 2."""
     return _STORAGES.get(name or OCDBT.name, OCDBT)
 
 

@@ -20,6 +20,30 @@ if TYPE_CHECKING:
 
 SIGNIFICANT_DTYPES = ("", "float16", "bfloat16", "float32")
 ROOT_DTYPES = ("", "float32", "bfloat16")
+# The trees of other libraries, as options name them. A test compares them with the entries of LIBRARIES.
+Tree = Literal[
+    "hf-flax",
+    "easylm",
+    "easylm-scanned",
+    "maxtext",
+    "maxtext-unscanned",
+    "tunix",
+    "levanter",
+    "levanter-unscanned",
+    "torchtitan",
+]
+TREES: tuple[Tree, ...] = get_args(Tree)
+HF_LAYOUT = "hf"
+Layout = Literal["hf", Tree]
+DCP_FORMAT = "dcp"
+STREAM_FORMAT = "stream"
+ORBAX_FORMAT = "orbax"
+TENSORSTORE_FORMAT = "tensorstore"
+# Part of a training state that many trainers do not store.
+NO_SETTINGS = "settings of the optimizer"
+# Value of a leaf, or name of the number with its value.
+Constant = str | float | tuple[int, ...]
+Case = Literal["always", "clipped", "unclipped", "averages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,32 +159,6 @@ def is_scale_record(record: ScaleRecord) -> bool:
     is_known = record["significant"] in SIGNIFICANT_DTYPES and record.get("root", "") in ROOT_DTYPES
     has_digest = "digests" in record or "digest" in record
     return is_known and has_digest and record["sqrt"] >= 1 and record["lost"] >= 0
-
-
-# The trees of other libraries, as options name them. A test compares them with the entries of LIBRARIES.
-Tree = Literal[
-    "hf-flax",
-    "easylm",
-    "easylm-scanned",
-    "maxtext",
-    "maxtext-unscanned",
-    "tunix",
-    "levanter",
-    "levanter-unscanned",
-    "torchtitan",
-]
-TREES: tuple[Tree, ...] = get_args(Tree)
-HF_LAYOUT = "hf"
-Layout = Literal["hf", Tree]
-DCP_FORMAT = "dcp"
-STREAM_FORMAT = "stream"
-ORBAX_FORMAT = "orbax"
-TENSORSTORE_FORMAT = "tensorstore"
-# Part of a training state that many trainers do not store.
-NO_SETTINGS = "settings of the optimizer"
-# Value of a leaf, or name of the number with its value.
-Constant = str | float | tuple[int, ...]
-Case = Literal["always", "clipped", "unclipped", "averages"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,14 @@ MAX_LINE_CHARS = 2_000
 # A message lists at most this many problems.
 MAX_PROBLEMS = 20
 ARROW = "<-"
+# Pairs of a target and a source, in all rows. A mixture of experts has 10^5.
+MAX_PAIRS = 1 << 20
+# A problem names at most this many tensors.
+MAX_LISTED = 4
+Side = Literal["target", "source"]
+AxisFactors = tuple[SizedAxis, ...]
+# Prefix of the axes of the stored leaf that are no dims of the stored tensor, e.g. its layers.
+STORED_AXIS = "stored "
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +214,7 @@ def _parse_map_row(line: int, statement: str) -> ParsedMapRow:
 
 
 def compute_size(value: str, config: HFConfig) -> int | tuple[int, ...]:
-    """Return the size that a `size` line gives, or an index list.
+    """Return the value of a `size` line: a size, or an index list.
 
     >>> compute_size("hidden_size / heads", {"hidden_size": 64, "heads": 4}), compute_size("3,5", {})
     (16, (3, 5))
@@ -246,13 +254,6 @@ def _check_size(value: object, word: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_AXIS_SIZE:
         raise ValueError(f"`{word:.60}` is {value!r:.40}, not a number from 1 to {MAX_AXIS_SIZE:,}")
     return value
-
-
-# Pairs of a target and a source, in all rows. A mixture of experts has 10^5.
-MAX_PAIRS = 1 << 20
-# A problem names at most this many tensors.
-MAX_LISTED = 4
-Side = Literal["target", "source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +307,8 @@ class MapRow:
             return False
         for side in sides:
             for dim in side.source_dims:
-                if dim.selected_extent != dim.extent or _fixed_count(dim):
+                has_fixed = any(factor.fixed is not None for factor in dim.factors)
+                if dim.selected_extent != dim.extent or has_fixed:
                     return False
         dims = [[dim.factors for dim in side.source_dims] for side in sides]
         return dims[0] == dims[1]
@@ -412,7 +414,7 @@ class MapCoverage:
                 self.problems.append(f"{label} {numbers}: {_listed(names)} {problem}")
 
     def incomplete_targets(self) -> set[str]:
-        """Return the names of the targets that the rows do not fill, or fill twice."""
+        """Return the names of targets with elements in no row, or in two."""
         incomplete: set[str] = set()
         for name, rows in self.targets.items():
             if self._row_coverage.problem([row.target for row in rows]):
@@ -448,15 +450,6 @@ def _listed(names: Sequence[str]) -> str:
     return join_names([*names], max_names=MAX_LISTED)
 
 
-def _fixed_count(dim: TensorDim) -> int:
-    return sum(factor.fixed is not None for factor in dim.factors)
-
-
-AxisFactors = tuple[SizedAxis, ...]
-# Prefix of the axes of the stored leaf that are no dims of the stored tensor, e.g. its layers.
-STORED_AXIS = "stored "
-
-
 def compose_location(
     row: MapRow, indices: Mapping[str, int], stored: Location
 ) -> MappedArray | None:
@@ -465,9 +458,19 @@ def compose_location(
     A target [ffn, embed] from a source `embed (half=1 ffn)` is a leaf of the dims of the source. Its axes have the
     order of the source, and `half` is fixed.
     """
-    dims = [_stored_factors(dim) for dim in row.source.source_dims]
+    dims: list[AxisFactors] = []
+    fixed: dict[str, int] = {}
+    for dim in row.source.source_dims:
+        factors: list[SizedAxis] = []
+        for factor in dim.factors:
+            name = factor.atom
+            if factor.fixed is not None:
+                # A fixed axis gets a name of its own: its index is known.
+                name = f"{factor.atom}={factor.fixed}"
+                fixed[name] = factor.fixed
+            factors.append(SizedAxis(name, factor.extent))
+        dims.append(tuple(factors))
     starts = [dim.start for dim in row.source.source_dims]
-    fixed = _fixed_indices(row.source)
     if stored.axis_map is not None:
         order = _dims_of_leaf(stored)
         if order is None:
@@ -476,7 +479,16 @@ def compose_location(
         starts = [starts[dim] if isinstance(dim, int) else 0 for dim in order]
         for atom, index in stored.stacked_indices:
             fixed[STORED_AXIS + atom] = index
-    axis_map = AxisMap(row.target.text, tuple(dims), (row.target.text,), _target_dims(row, indices))
+    target_dims: list[TensorDim] = []
+    for dim in row.target.source_dims:
+        # Axes in the name of the source are fixed: one source has one index of them.
+        factors = []
+        for factor in dim.factors:
+            if factor.fixed is None and factor.atom in indices:
+                factor = replace(factor, fixed=indices[factor.atom])
+            factors.append(factor)
+        target_dims.append(replace(dim, factors=tuple(factors)))
+    axis_map = AxisMap(row.target.text, tuple(dims), (row.target.text,), tuple(target_dims))
     return MappedArray(
         axis_map,
         (*indices.items(), *fixed.items()),
@@ -506,43 +518,3 @@ def _dims_of_leaf(stored: MappedArray) -> list[int | AxisFactors] | None:
         else:
             order.append(tuple(replace(axis, atom=STORED_AXIS + axis.atom) for axis in axes))
     return order
-
-
-def _stored_factors(dim: TensorDim) -> AxisFactors:
-    """Return the axes of a source's dim. A fixed axis gets a name of its own: its index is known."""
-    factors: list[SizedAxis] = []
-    for factor in dim.factors:
-        factors.append(SizedAxis(_axis_name(factor), factor.extent))
-    return tuple(factors)
-
-
-def _fixed_indices(source: AxisMap) -> dict[str, int]:
-    """Return the index of each fixed axis in the dims of a source."""
-    indices: dict[str, int] = {}
-    for dim in source.source_dims:
-        for factor in dim.factors:
-            if factor.fixed is not None:
-                indices[_axis_name(factor)] = factor.fixed
-    return indices
-
-
-def _axis_name(factor: SizedAxis) -> str:
-    if factor.fixed is None:
-        return factor.atom
-    return f"{factor.atom}={factor.fixed}"
-
-
-def _target_dims(row: MapRow, indices: Mapping[str, int]) -> tuple[TensorDim, ...]:
-    """Return the dims of a target. Axes in the name of the source are fixed: one source has one index of them."""
-    return tuple(
-        replace(dim, factors=_with_fixed(dim.factors, indices)) for dim in row.target.source_dims
-    )
-
-
-def _with_fixed(factors: Sequence[SizedAxis], indices: Mapping[str, int]) -> AxisFactors:
-    fixed: list[SizedAxis] = []
-    for factor in factors:
-        if factor.fixed is None and factor.atom in indices:
-            factor = replace(factor, fixed=indices[factor.atom])
-        fixed.append(factor)
-    return tuple(fixed)

@@ -8,13 +8,12 @@ process writes each data file of a training step, with the chunks of its shards 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prepcli.algebra.boxes import Box, Range, volume
-from prepcli.algebra.grids import ChunkIndex, Chunks, ChunkTable, FilePosition, StridedChunks
+from prepcli.algebra.grids import ChunkIndex, Chunks, ChunkTable, FilePosition
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
 from prepcli.planning.chunk_placement import (
@@ -24,12 +23,18 @@ from prepcli.planning.chunk_placement import (
     single_chunks,
 )
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
-from prepcli.planning.slabs import PAGE, Slab, split_stream
+from prepcli.planning.slabs import PAGE, split_stream
 
 # Size of an object. A single chunk may be larger.
 OBJECT_NBYTES = 16 << 20
 # A listing has 1,000 objects per request. Objects of larger outputs grow instead of their number.
 MAX_DATA_OBJECTS = 50_000
+# Byte ranges by file, ascending
+FileSpans = Mapping[int, Sequence[tuple[int, int]]]
+# Boxes of one process's shards, by leaf name.
+LeafBoxes = Mapping[str, Sequence[Box]]
+# Boxes of one leaf by process, by leaf name.
+Holders = Mapping[str, Mapping[int, Sequence[Box]]]
 
 
 @dataclass(slots=True)
@@ -68,12 +73,6 @@ class _FileSizes:
         """Begin a new file with the next bytes."""
         self.current = None
 
-    def begin_item(self, item: str | None) -> None:
-        """Begin a new file for the next bytes if they belong to another item."""
-        if item != self.item:
-            self.close()
-        self.item = item
-
 
 def plan_object_files(plan: Plan) -> Plan:
     """Return the plan of the same output in an object store.
@@ -86,14 +85,23 @@ def plan_object_files(plan: Plan) -> Plan:
     if plan.storage.has_chunk_files:
         # In a folder, chunks are compressed from large raw files. Raw chunks have files of their own already.
         return plan if plan.compression is None else _plan_chunk_files(plan)
-    num_writers = _tensors_per_group(plan)
+    names: dict[Chunks, set[str]] = {}
+    for stream in plan.streams:
+        for write in stream.writes:
+            names.setdefault(write.array.chunks, set()).add(stream.name)
+    num_writers = {chunks: len(tensors) for chunks, tensors in names.items()}
     groups: list[tuple[OutputLeaf, PlacedChunks]] = []
     for leaf in plan.leaves:
         for chunks in leaf.placed_chunks:
             groups.append((leaf, chunks))
+
     # A chunk of several layers is complete only after the last of them, so that its object stays in
     # memory for a long time. These chunks come last, in objects of their own.
-    groups.sort(key=lambda group: _sort_key(group[0], group[1].chunks, num_writers))
+    def sort_key(group: tuple[OutputLeaf, PlacedChunks]) -> tuple[str, bool, int, int]:
+        chunks = group[1].chunks
+        return group[0].item or "", num_writers[chunks] > 1, chunks.file, chunks.offset
+
+    groups.sort(key=sort_key)
     total_nbytes = sum(file.size for file in plan.files)
     files = _FileSizes(max(OBJECT_NBYTES, -(-total_nbytes // MAX_DATA_OBJECTS)))
     moved: dict[Chunks, Chunks] = {}
@@ -104,11 +112,24 @@ def plan_object_files(plan: Plan) -> Plan:
         if is_shared != was_shared:
             files.close()
         was_shared = is_shared
-        files.begin_item(leaf.item)
+        # The files of an item have no bytes of another one.
+        if leaf.item != files.item:
+            files.close()
+        files.item = leaf.item
         moved[chunks.chunks], moved_boxes = _place_group(files, leaf, chunks)
         boxes[leaf.name] += moved_boxes
     moved_plan = replace_chunks(plan, moved, boxes)
-    return replace(moved_plan, files=tuple(_output_files(files)))
+    output_files: list[OutputFile] = []
+    for number, (size, item) in enumerate(zip(files.sizes, files.items, strict=True)):
+        folder = f"{item}/d" if item else "d"
+        name = _hashed_name(f"prep data object {number}")
+        output_files.append(OutputFile(f"{folder}/{name}", size))
+    return replace(moved_plan, files=tuple(output_files))
+
+
+def _hashed_name(text: str) -> str:
+    """Return the name of a data file: OCDBT names it by 32 hexadecimal digits."""
+    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def _plan_chunk_files(plan: Plan) -> Plan:
@@ -123,21 +144,6 @@ def _plan_chunk_files(plan: Plan) -> Plan:
                 path = plan.storage.chunk_path(leaf.name, index)
                 files.append(OutputFile(path, leaf.chunk_nbytes))
     return replace(move_chunks(plan, places), files=tuple(files))
-
-
-def _tensors_per_group(plan: Plan) -> dict[Chunks, int]:
-    """Return the number of tensors with elements in each group of chunks."""
-    names: dict[Chunks, set[str]] = {}
-    for stream in plan.streams:
-        for write in stream.writes:
-            names.setdefault(write.array.chunks, set()).add(stream.name)
-    return {chunks: len(tensors) for chunks, tensors in names.items()}
-
-
-def _sort_key(
-    leaf: OutputLeaf, chunks: StridedChunks, num_writers: dict[Chunks, int]
-) -> tuple[str, bool, int, int]:
-    return leaf.item or "", num_writers[chunks] > 1, chunks.file, chunks.offset
 
 
 def _place_group(
@@ -166,18 +172,6 @@ def _place_group(
         return chunks, (replace(group, chunks=chunks),)
     table = ChunkTable.from_places(group.first, group.stop, places)
     return table, single_chunks(leaf, places)
-
-
-def _output_files(files: _FileSizes) -> Iterable[OutputFile]:
-    """Yield the data files. OCDBT names a file by 32 hexadecimal digits, here a hash of its number."""
-    for number, (size, item) in enumerate(zip(files.sizes, files.items, strict=True)):
-        name = hashlib.md5(f"prep data object {number}".encode(), usedforsecurity=False)
-        folder = f"{item}/d" if item else "d"
-        yield OutputFile(f"{folder}/{name.hexdigest()}", size)
-
-
-# Byte ranges by file, ascending
-FileSpans = Mapping[int, Sequence[tuple[int, int]]]
 
 
 def streams_of_spans(
@@ -214,17 +208,12 @@ def _touching_rows(number: int, stream: Stream, spans: FileSpans, slab_nbytes: i
     for slab in split_stream(number, stream, max_nbytes=slab_nbytes):
         if not any(_touches(copy, spans) for copy in slab.writes):
             continue
-        slab_rows = _slab_rows(slab, stream)
         if first is None:
-            first = slab_rows[0]
-        stop = slab_rows[1]
+            first = slab.start // stream.row_nbytes
+        stop = -(-(slab.start + slab.nbytes) // stream.row_nbytes)
     if first is None:
         return None
     return first, stop
-
-
-def _slab_rows(slab: Slab, stream: Stream) -> Range:
-    return slab.start // stream.row_nbytes, -(-(slab.start + slab.nbytes) // stream.row_nbytes)
 
 
 def _touches(copy: StridedCopy, spans: FileSpans) -> bool:
@@ -232,12 +221,6 @@ def _touches(copy: StridedCopy, spans: FileSpans) -> bool:
     last_offset = sum((count - 1) * stride for count, stride in copy.repeats)
     stop = copy.file_offset + last_offset + copy.run_nbytes
     return any(start < stop and copy.file_offset < end for start, end in spans.get(copy.file, ()))
-
-
-# Boxes of one process's shards, by leaf name.
-LeafBoxes = Mapping[str, Sequence[Box]]
-# Boxes of one leaf by process, by leaf name.
-Holders = Mapping[str, Mapping[int, Sequence[Box]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +275,7 @@ def plan_process_files(
     chunks_by_process: list[Mapping[str, Sequence[tuple[ChunkIndex, int]]]] = []
     for file, indices in enumerate(_chunk_indices(order, holders, len(boxes))):
         chunks, size = _place_chunks(order, indices)
-        files.append(OutputFile(_file_path(file), size))
+        files.append(OutputFile(f"d/{_hashed_name(f'prep data file of process {file}')}", size))
         chunks_by_process.append(chunks)
         for name, entries in chunks.items():
             for index, offset in entries:
@@ -360,29 +343,16 @@ def _chunk_indices(
         owners: dict[ChunkIndex, int] = {}
         for process, boxes in holders.get(leaf.name, {}).items():
             for box in boxes:
-                for index in _touched_chunks(leaf, box):
-                    if owners.setdefault(index, process) != process:
-                        raise _shared_chunk_error(leaf, index, (owners[index], process))
+                for index in leaf.grid.overlapping(box):
+                    owner = owners.setdefault(index, process)
+                    if owner != process:
+                        what = "the step cannot be saved to a bucket"
+                        why = f"processes {owner} and {process} hold parts of chunk {index}"
+                        hint = "save it to a shared folder"
+                        raise PrepError(what, f"{why} of {leaf.name}", hint)
         for index, process in owners.items():
             chunks[process].setdefault(leaf.name, []).append(index)
     return chunks
-
-
-def _shared_chunk_error(
-    leaf: OutputLeaf, index: ChunkIndex, processes: tuple[int, int]
-) -> PrepError:
-    """Return the error for a chunk that two processes hold parts of."""
-    first, second = processes
-    why = f"processes {first} and {second} hold parts of chunk {index} of {leaf.name}"
-    return PrepError("the step cannot be saved to a bucket", why, "save it to a shared folder")
-
-
-def _touched_chunks(leaf: OutputLeaf, box: Box) -> Iterator[ChunkIndex]:
-    """Yield the chunks of a leaf that overlap a box."""
-    ranges: list[range] = []
-    for (low, high), length in zip(box, leaf.grid.chunk_shape):
-        ranges.append(range(low // length, -(-high // length)))
-    return itertools.product(*ranges)
 
 
 def _place_chunks(
@@ -402,9 +372,3 @@ def _place_chunks(
             chunks[leaf.name].append((index, offset))
             size = offset + leaf.chunk_nbytes
     return chunks, size
-
-
-def _file_path(process: int) -> str:
-    """Return the path of a data file. OCDBT names it by 32 hexadecimal digits."""
-    name = hashlib.md5(f"prep data file of process {process}".encode(), usedforsecurity=False)
-    return f"d/{name.hexdigest()}"

@@ -27,6 +27,16 @@ from prepcli.planning.libraries import LayoutScale
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.tensors import itemsize
 
+# Classes with a text of their own. A tensor that is a whole array, a view or a part of an array has the name that its
+# class had in the first release.
+OWN_TEXTS = (Array, MappedArray, ChunkTable, ArrayParts)
+# Fields added after the first release. Without a value they are left out of the text, so that digests of older plans on
+# disk stay equal.
+ADDED_FIELDS = {"update", "pieces", "columns", "scale", "starts", "item"}
+# Name of each encoded field in code, and its name in the text with an equals sign, by class. They are computed once:
+# a plan of a large model has 10^5 regions to encode.
+_LABELS: dict[type, list[tuple[str, str]]] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Fill:
@@ -436,17 +446,8 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
     EqualityCheck: ("Same", {"duplicate_of": "other"}),
     Compression: ("Compression", {}),
 }
-# Classes with a text of their own. A tensor that is a whole array, a view or a part of an array has the name that its
-# class had in the first release.
-OWN_TEXTS = (Array, MappedArray, ChunkTable, ArrayParts)
-# Fields added after the first release. Without a value they are left out of the text, so that digests of older plans on
-# disk stay equal.
-ADDED_FIELDS = {"update", "pieces", "columns", "scale", "starts", "item"}
 
 
-# Name of each encoded field in code, and its name in the text with an equals sign, by class. They are computed once:
-# a plan of a large model has 10^5 regions to encode.
-_LABELS: dict[type, list[tuple[str, str]]] = {}
 for _cls, (_, _names) in NAMES.items():
     _LABELS[_cls] = [(f.name, f"{_names.get(f.name, f.name)}=") for f in fields(_cls) if f.repr]
 
@@ -471,12 +472,7 @@ def iter_text(plan: Plan) -> Iterator[str]:
 
 
 def encode_text(value: Any, axis_map_texts: dict[int, str] | None = None) -> str:
-    """Return the text that encodes an object of a plan, or a tuple of objects.
-
-    Args:
-        value: The part.
-        axis_map_texts: Texts of axis maps by `id`, to use and to extend.
-    """
+    """Return the text that encodes an object of a plan, or a tuple of objects."""
     if axis_map_texts is None:
         axis_map_texts = {}
     if type(value) is tuple:

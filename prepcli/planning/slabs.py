@@ -64,13 +64,7 @@ def _is_single_run(copies: tuple[StridedCopy, ...], nbytes: int) -> bool:
 
 
 def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iterator[Slab]:
-    """Split a stream into slabs.
-
-    Args:
-        stream_number: Number of the stream in its plan.
-        stream: The stream.
-        max_nbytes: Maximum size of a slab, both as read and as written.
-    """
+    """Split a stream into slabs."""
     if not stream.nbytes:
         return iter(())
     if not stream.is_changed:
@@ -201,7 +195,7 @@ class _ChunkBand:
 
 
 def _end_row(start: int, bands: tuple[_ChunkBand, ...], max_rows: int, page_rows: int) -> int:
-    """Return the end row of a slab, the part of a tensor that is copied at once.
+    """Return the end row of a slab, the unit of copying.
 
     It ends with whole chunks of the output and of the source, if the rows that fit allow it, or else with whole heads,
     or with whole pages of every chunk. Partial chunks would be read or written twice.

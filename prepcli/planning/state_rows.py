@@ -27,6 +27,12 @@ from prepcli.planning.tensors import OPT_STATE, SEPARATOR, Shapes, split_name
 StackedIndices = tuple[tuple[str, int], ...]
 # Placeholder for the number of the layer in the path of a leaf.
 LAYER_MARK = "\0"
+# Slot of the scales, and first key of their leaves.
+QUANTIZATION = "quantization"
+# Slot of tensors that are read for a check, and written nowhere: decoded weights, and tensors in their stored order of
+# dims whose views in another order are written.
+DECODED = "decoded"
+QUANTIZATION_RULE = "scales of quantised weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,7 @@ def state_axis_map(path: str, row: AxisMap, shape: tuple[int, ...]) -> AxisMap:
 
 
 def _tensor_dim(factors: tuple[SizedAxis, ...]) -> TensorDim:
-    """Return a tensor dim that has the same elements as a leaf dim."""
+    """Return a tensor dim with the elements of a leaf dim."""
     extent = 1
     for factor in factors:
         extent *= factor.extent
@@ -126,12 +132,7 @@ def leaf_paths(path: str, row: AxisMap) -> list[str]:
 
 
 def shape_in_leaf(row: AxisMap, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the leaf of a tensor that `state_axis_map` names.
-
-    Args:
-        row: The axis map of the parameter.
-        shape: Shape of the tensor, without the axis of stacked layers.
-    """
+    """Return the shape of the leaf of a tensor that `state_axis_map` names."""
     extents = iter(shape)
     leaf_shape: list[int] = []
     for dim, extent in zip(row.leaf_dims, row.leaf_shape, strict=True):
@@ -140,14 +141,6 @@ def shape_in_leaf(row: AxisMap, shape: tuple[int, ...]) -> tuple[int, ...]:
         else:
             leaf_shape.append(next(extents))
     return tuple(leaf_shape)
-
-
-# Slot of the scales, and first key of their leaves.
-QUANTIZATION = "quantization"
-# Slot of tensors that are read for a check, and written nowhere: decoded weights, and tensors in their stored order of
-# dims whose views in another order are written.
-DECODED = "decoded"
-QUANTIZATION_RULE = "scales of quantised weights"
 
 
 def quantization_leaves(
@@ -177,5 +170,5 @@ def is_quantization_tensor(name: str) -> bool:
 
 
 def is_decoded_tensor(name: str) -> bool:
-    """Return whether the qualified name of a tensor is in the slot of decoded weights, which are read for a check."""
+    """Return whether the qualified name of a tensor is in the slot of decoded weights. They are read for a check."""
     return split_name(name)[0] == DECODED

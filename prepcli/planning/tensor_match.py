@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
+from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, bind_row
 from prepcli.core.errors import (
     Command,
     Option,
@@ -31,6 +31,16 @@ from prepcli.planning.plan import DroppedTensor, EqualityCheck
 
 VOCAB_SIZE_KEY = "vocab_size"
 TRUE_VOCAB_SIZE_KEY = "true_vocab_size"
+VOCAB_ATOM = "vocab"
+LAYER_VOCAB_ATOM = "layer_vocab"
+# Rule of the tensors that a user drops, as plans and JSON objects name it.
+DROP_RULE = "--drop"
+# Far above any real model. The limit bounds the memory taken by an invalid config.
+MAX_TENSORS_PER_ROW = 1 << 20
+# Wrappers of torch.compile, of DistributedDataParallel and of FSDP. No model has such a name in front.
+WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module"})
+# Parts of a prefix that wrappers of a model gave to all names. A hostile name may have thousands.
+MAX_WRAPPERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +104,6 @@ def with_vocabulary(config: HFConfig, vocabulary: Vocabulary) -> JsonObject:
     if vocabulary.true_size != vocabulary.stored_size:
         updated[TRUE_VOCAB_SIZE_KEY] = vocabulary.true_size
     return updated
-
-
-VOCAB_ATOM = "vocab"
-LAYER_VOCAB_ATOM = "layer_vocab"
-# Rule of the tensors that a user drops, as plans and JSON objects name it.
-DROP_RULE = "--drop"
-# Far above any real model. The limit bounds the memory taken by an invalid config.
-MAX_TENSORS_PER_ROW = 1 << 20
-# Wrappers of torch.compile, of DistributedDataParallel and of FSDP. No model has such a name in front.
-WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module"})
-# Parts of a prefix that wrappers of a model gave to all names. A hostile name may have thousands.
-MAX_WRAPPERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +235,7 @@ class _Mismatches:
 
 
 def find_wrapper_prefix(full_names: Collection[str], has_model: Callable[[str], bool]) -> str:
-    """Return the prefix that a wrapper of the model gave to all names, e.g. `_orig_mod.module.`, or an empty string.
+    """Return the prefix of all names from a wrapper of the model, e.g. `_orig_mod.module.`, or an empty string.
 
     Compiled models add `_orig_mod.`, data-parallel ones `module.`, and other modules the name of their attribute.
 
@@ -321,7 +319,7 @@ def vocab_tensors(match: TensorMatch) -> set[str]:
 
 
 def layer_vocab_tensors(match: TensorMatch) -> set[str]:
-    """Return the names of embeddings per layer, which have one row per token and a size of their own."""
+    """Return the names of embeddings per layer, with one row per token and a size of their own."""
     return _tensors_with_rows(match, LAYER_VOCAB_ATOM)
 
 
@@ -507,10 +505,13 @@ def _find_mismatches(
         elif tensors[name].shape != expected:
             if sorted(tensors[name].shape) != sorted(expected):
                 mismatches.has_other_order = False
-            atoms = " x ".join(map(_describe_dim, uses[0].axis_map.source_dims))
+            # E.g. `heads 12 head_dim 64 x embed 768`.
+            dims: list[str] = []
+            for dim in uses[0].axis_map.source_dims:
+                dims.append(" ".join(f"{factor.atom} {factor.extent}" for factor in dim.factors))
             mismatches.wrong_shape.append(
                 f"{names.display_name(name)} has shape {list(tensors[name].shape)},"
-                f" expected {list(expected)} ({atoms})"
+                f" expected {list(expected)} ({' x '.join(dims)})"
             )
     for name, tensor in tensors.items():
         if name not in uses_by_name and name not in dropped_names:
@@ -519,11 +520,6 @@ def _find_mismatches(
             if name.endswith(".bias") and uses_by_name.get(weight_name):
                 mismatches.has_biases = True
     return mismatches
-
-
-def _describe_dim(dim: TensorDim) -> str:
-    """Return the atoms of a dim with their extents, e.g. `heads 12 head_dim 64`."""
-    return " ".join(f"{factor.atom} {factor.extent}" for factor in dim.factors)
 
 
 def _mismatch_error(
@@ -536,10 +532,11 @@ def _mismatch_error(
         "wrong shape": mismatches.wrong_shape,
     }
     kinds = {title: tensors for title, tensors in titles.items() if tensors}
-    prefix = _partial_wrapper(mismatches.unexpected)
-    if prefix and mismatches.missing:
+    firsts = [name.partition(".")[0] for name in mismatches.unexpected]
+    wrapper = next((first for first in firsts if first in WRAPPERS), "")
+    if wrapper and mismatches.missing:
         what = f"{source_name} does not match family {family.name}"
-        why = f"some names begin with `{prefix}`, the prefix of a wrapper, and others do not"
+        why = f"some names begin with `{wrapper}.`, the prefix of a wrapper, and others do not"
         return PrepError(what, why, "save the tensors with the prefix on all names, or on none")
     if len(kinds) > 1:
         # Up to three lists, of three lines each at 80 columns.
@@ -571,15 +568,6 @@ def _mismatch_error(
         hint = _BIAS_HINT
     what = f"{count} {verb} not part of family {family.name}"
     return PrepError(what, join_names(tensors), hint)
-
-
-def _partial_wrapper(unexpected: Sequence[str]) -> str:
-    """Return the prefix of a known wrapper on unexpected names, e.g. `_orig_mod.`, or "" if none has one."""
-    for name in unexpected:
-        first = name.partition(".")[0]
-        if first in WRAPPERS:
-            return f"{first}."
-    return ""
 
 
 _MISMATCH_HINT = "check that config.json and the weights belong to the same model"

@@ -42,6 +42,25 @@ CastEntry = TypedDict(
         "worst": NotRequired[float],
     },
 )
+PARAMS = "params"
+OPT_STATE = "opt_state"
+# Tree of the tensors of a multimodal model outside of its text part.
+TOWERS = "towers"
+# Rules that drop the leaves outside of the parameters.
+OPT_STATE_RULE = "optimizer state"
+TRAINING_STATE_RULE = "training state"
+SEPARATOR = "/"
+# Slots of AdamW.
+FIRST_MOMENT = f"{OPT_STATE}.adam.mu"
+SECOND_MOMENT = f"{OPT_STATE}.adam.nu"
+MOMENTS = (FIRST_MOMENT, SECOND_MOMENT)
+# Leaves outside of slots: updates of Adam, steps, and steps without an update.
+NUM_UPDATES = f"{OPT_STATE}.adam.count"
+STEP = "step"
+SKIPPED = "skipped"
+SKIPPED_IN_ROW = "skipped_in_row"
+COUNTERS = (NUM_UPDATES, STEP, SKIPPED, SKIPPED_IN_ROW)
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def array_bits(dtype: str, shape: tuple[int, ...]) -> int:
@@ -57,28 +76,6 @@ def itemsize(dtype: str) -> int:
 def cast_dtype(dtype: str, requested_dtype: str | None) -> str:
     """Return the written dtype of a tensor: `requested_dtype` if it is given and the tensor is a float tensor."""
     return requested_dtype if requested_dtype and dtype in FLOAT_DTYPES else dtype
-
-
-PARAMS = "params"
-OPT_STATE = "opt_state"
-# Tree of the tensors of a multimodal model outside of its text part.
-TOWERS = "towers"
-# Rules that drop such leaves
-OPT_STATE_RULE = "optimizer state"
-TRAINING_STATE_RULE = "training state"
-SEPARATOR = "/"
-# Slots of AdamW.
-FIRST_MOMENT = f"{OPT_STATE}.adam.mu"
-SECOND_MOMENT = f"{OPT_STATE}.adam.nu"
-MOMENTS = (FIRST_MOMENT, SECOND_MOMENT)
-# Leaves outside of slots: updates of Adam, steps, and steps without an update.
-NUM_UPDATES = f"{OPT_STATE}.adam.count"
-STEP = "step"
-SKIPPED = "skipped"
-SKIPPED_IN_ROW = "skipped_in_row"
-COUNTERS = (NUM_UPDATES, STEP, SKIPPED, SKIPPED_IN_ROW)
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def qualify(slot: str, tensor: str) -> str:

@@ -185,14 +185,6 @@ class BoxReader:
     ) -> int:
         """Read a window of at most PIECE_NBYTES, compare it with its duplicates, and copy it to its targets.
 
-        Args:
-            read: The window.
-            buffer: Page-aligned buffer of BUFFER_NBYTES.
-            check: Raises an error for damaged bytes.
-
-        Returns:
-            The number of bytes read.
-
         Raises:
             UnequalDuplicateError: A duplicate differs. The arrays must not be used then.
         """
@@ -417,13 +409,7 @@ def _is_mergeable(a: Box, b: Box, axis_strides: Sequence[int], min_gap_nbytes: i
 
 
 def split_window(window: Box, axis_strides: Sequence[int], max_volume: int) -> Iterator[Box]:
-    """Split a window into windows of at most `max_volume` elements, in the order of their bytes in the file.
-
-    Args:
-        window: Box of a tensor.
-        axis_strides: Result of `file_strides`.
-        max_volume: Maximum number of elements, at least 1.
-    """
+    """Split a window into windows of at most `max_volume` elements, in the order of their bytes in the file."""
     # The axes closest together in the file are kept whole first, so that each part has few long runs of bytes.
     # E.g. window [4, 6] in C order and 8 elements: lengths 1 and 6, as 8 // 6 leaves 1 for axis 0.
     axes = sorted(range(len(window)), key=lambda axis: -axis_strides[axis])
@@ -448,13 +434,7 @@ def span_nbytes(copy: StridedCopy) -> int:
 def split_into_spans(
     copy: StridedCopy, max_nbytes: int, min_gap_nbytes: int
 ) -> Iterator[StridedCopy]:
-    """Split a copy into copies with one read each. A read includes short gaps of the file.
-
-    Args:
-        copy: The copy.
-        max_nbytes: Maximum span of a copy, at least its width.
-        min_gap_nbytes: Shorter gaps of the file are read too.
-    """
+    """Split a copy into copies with one read each. A read includes short gaps of the file."""
     # `inner` is the span of the loops from `number` on. They are read at once, with their gaps.
     inner = copy.width
     number = len(copy.dims)

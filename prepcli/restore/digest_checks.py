@@ -108,7 +108,7 @@ def check_tensors(
 
 
 class RecordedDigests:
-    """The recorded digests of a source's tensors, by the rows and columns that they cover."""
+    """The recorded digests of a source's tensors, by their rows and columns."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -131,7 +131,7 @@ class RecordedDigests:
 def check_before_reading(
     source: Source, streams: Iterable[Stream], memory_nbytes: int, progress: Progress
 ) -> None:
-    """Check the tensors that are read in another form than the one with a recorded digest.
+    """Check the tensors with recorded digests of another form than the one to read.
 
     Decoded and mapped tensors are made from stored ones, which are read here once more, completely. So are tensors of
     which other rows or columns are read: e.g. a plan without padding reads rows 0 to 5 of a tensor [8, 4], and the

@@ -102,14 +102,7 @@ class ItemReader(BoxReader):
         checksums: BlockChecksums | None = None,
         hint: str = RECREATE_HINT,
     ) -> None:
-        """Open the data files of an item.
-
-        Args:
-            item: The item.
-            manifest: Manifest of the checkpoint.
-            checksums: Recorded checksums, checked for every byte read.
-            hint: Advice in the error for a damaged checkpoint.
-        """
+        """Open the data files of an item."""
         self.manifest = manifest
         self.folder = item.folder
         self._checksums = checksums
@@ -180,7 +173,7 @@ class ItemReader(BoxReader):
         self.leaves = leaves
 
     def _jobs(self, number: int, parts: BoxArrays) -> Iterator[_ChunkJob]:
-        """Yield the reads of a leaf: one window each, or all windows of a chunk that is decoded as a whole."""
+        """Yield the reads of a leaf: one window each, or all windows of a chunk to decode."""
         array = self._item.arrays[number]
         is_direct = is_read_directly(self._item, number)
         for index, targets in _targets_by_chunk(array, parts):
@@ -283,11 +276,7 @@ def _targets_by_chunk(array: Array, parts: BoxArrays) -> Iterator[tuple[ChunkInd
     for box, out in parts.items():
         if not volume(box):
             continue
-        index_ranges: list[range] = []
-        for (low, high), length in zip(box, array.chunk_shape):
-            # E.g. low 5, high 9 in chunks of 4: chunks 1 and 2.
-            index_ranges.append(range(low // length, -(-high // length)))
-        for index in itertools.product(*index_ranges):
+        for index in array.grid.overlapping(box):
             corner = map(mul, index, array.chunk_shape)
             in_chunk = tuple((low - by, high - by) for (low, high), by in zip(box, corner))
             needed = intersection(in_chunk, full_box(array.chunk_shape))

@@ -25,7 +25,6 @@ from prepcli.planning.plan import EqualityCheck, Stream
 from prepcli.planning.tensor_match import (
     DEFAULT_MATCH_OPTIONS,
     VOCAB_ATOM,
-    TensorMatch,
     TensorUse,
     Vocabulary,
     not_equal_error,
@@ -106,13 +105,15 @@ class WeightsReader(BoxReader):
         config = source.config
         if not source.family.is_verbatim:
             config = with_vocabulary(config, self.vocabulary)
+        # The tensors that the checkpoint has lost before, and that no leaf takes.
+        dropped = [tensor.record(source.names.full_name(tensor.name)) for tensor in match.dropped]
         self.manifest = Manifest(
             config=config,
             tied=match.is_tied,
             scan=True,
             scan_axis=0,
             rules=source.tree_manifest.rules,
-            dropped=_dropped_records(source, match),
+            dropped=[*(source.manifest or NO_MANIFEST).earlier_drops.dropped, *dropped],
         )
         sizes = source.family.sizes(source.config)
         padded = {VOCAB_ATOM: padded_vocab_size}
@@ -122,7 +123,8 @@ class WeightsReader(BoxReader):
         self.leaves: dict[str, checkpoint_store.LeafSpec] = {}
         for name, leaf in self._leaves.items():
             # A digest covers a whole tensor, and a decoder starts at the first byte of a chunk.
-            is_whole = is_decoded or (verify and _has_digests(leaf))
+            has_digests = any(tensor.digests for tensor in leaf.tensors.values())
+            is_whole = is_decoded or (verify and has_digests)
             self.leaves[name] = checkpoint_store.LeafSpec(
                 leaf.axis_map.leaf_shape,
                 _common_dtype(leaf),
@@ -186,7 +188,7 @@ class WeightsReader(BoxReader):
                 yield from self._windows(tensor, tensor_targets)
 
     def _windows(self, tensor: SourceTensor, targets: Sequence[Target]) -> Iterator[WindowRead]:
-        """Yield reads of windows that cover the elements that the targets need."""
+        """Yield reads of windows with all elements of the targets."""
         duplicates = [duplicate.placement for duplicate in self._duplicates.get(tensor.name, ())]
         # In a remote file, another process of the job requests the bytes of a gap. The store would send them twice.
         min_gap_nbytes = 1 if self.is_remote else MIN_GAP_NBYTES
@@ -277,13 +279,6 @@ def _digested_rows(tensor: SourceTensor) -> Iterator[tuple[Range, str]]:
         yield (row, stop), ""
 
 
-def _dropped_records(source: Source, match: TensorMatch) -> list[Mapping[str, object]]:
-    """Return the records of the tensors that the checkpoint has lost before, or that no leaf takes."""
-    records = [*(source.manifest or NO_MANIFEST).earlier_drops.dropped]
-    records += [tensor.record(source.names.full_name(tensor.name)) for tensor in match.dropped]
-    return records
-
-
 def _has_padding(leaf: _LeafTensors, box: Box) -> bool:
     """Return whether a box of a leaf has elements of no tensor."""
     num_filled = 0
@@ -311,10 +306,6 @@ def _group_by_leaf(
     return leaves
 
 
-def _has_digests(leaf: _LeafTensors) -> bool:
-    return any(tensor.digests for tensor in leaf.tensors.values())
-
-
 def _read_unit_shape(leaf: _LeafTensors, *, is_whole: bool) -> tuple[int, ...]:
     """Return the read unit of a leaf: the shape of one index of each tensor's first dim."""
     # The unit is one index of the tensor's first axis. Example: the tensor (heads head_dim) embed of a leaf
@@ -322,7 +313,9 @@ def _read_unit_shape(leaf: _LeafTensors, *, is_whole: bool) -> tuple[int, ...]:
     single = {factor.atom for factor in leaf.axis_map.stacked_factors}
     rows = ""
     if not is_whole:
-        rows = _outermost_axis(leaf.axis_map)
+        # No axis if every one has a fixed index (`qkv=0`).
+        factors = [factor for dim in leaf.axis_map.source_dims for factor in dim.factors]
+        rows = next((factor.atom for factor in factors if factor.fixed is None), "")
     unit: list[int] = []
     for dim in leaf.axis_map.leaf_dims:
         factors = [factor for factor in dim if factor.atom not in single]
@@ -330,15 +323,6 @@ def _read_unit_shape(leaf: _LeafTensors, *, is_whole: bool) -> tuple[int, ...]:
             del factors[0]
         unit.append(math.prod(factor.extent for factor in factors))
     return tuple(unit)
-
-
-def _outermost_axis(axis_map: AxisMap) -> str:
-    """Return the name of the tensor's first axis, or an empty text if every axis has a fixed index (`qkv=0`)."""
-    for dim in axis_map.source_dims:
-        for factor in dim.factors:
-            if factor.fixed is None:
-                return factor.atom
-    return ""
 
 
 def _common_dtype(leaf: _LeafTensors) -> str:

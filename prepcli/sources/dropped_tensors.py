@@ -1,4 +1,4 @@
-"""Tensors that no output has: those that the user drops (`--drop`), and those that the index of a model does not name.
+"""Tensors outside of every output: dropped ones (`--drop`), and ones without an entry in the index of their model.
 
 One rule holds for each form of a checkpoint. A tensor is dropped if a pattern matches its name and the family of the
 source does not need it. A verbatim checkpoint needs none of its tensors, and nor does a multimodal model those of its
@@ -86,7 +86,7 @@ def matching_drops(name: str, source: Source, patterns: Sequence[str]) -> list[s
 
 
 def without_recorded_drops(source: Source, output: Manifest) -> Source:
-    """Return a source without the tensors that the manifest of an output of it records as dropped.
+    """Return a source without the tensors with a record as dropped in the manifest of its output.
 
     They are those of `--drop`, and those of multi-token prediction in outputs of earlier versions. Exports of such
     outputs have no record.
@@ -123,7 +123,7 @@ def with_recorded_text_part(source: Source, output: Manifest) -> Source:
 
 
 def _recorded_rules(output: Manifest) -> dict[str, str]:
-    """Return the names of the tensors that a manifest records as dropped, each with its rule."""
+    """Return the names of the tensors with a record as dropped, each with its rule."""
     recorded: dict[str, str] = {}
     for entry in output.dropped:
         name, rule = entry.get("name"), entry.get("rule")
@@ -141,7 +141,7 @@ def _unrecorded_rules(source: Source, output: Manifest) -> dict[str, str]:
 
 
 def _needed_names(source: Source) -> set[str]:
-    """Return the names of the tensors that the family of a source needs."""
+    """Return the names of the tensors in the family of a source."""
     if source.family.is_verbatim:
         return set()
     needed = set(tensor_uses(source_axis_maps(source), source.family.sizes(source.config)))

@@ -5,9 +5,9 @@ The manifest of a tree that prep wrote states its layout. Otherwise it is found 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from types import MappingProxyType
 
 from prepcli.algebra.axis_map import LAYER_ATOMS, AxisMap, ParsedAxisMap, Sizes, bind_row
@@ -23,13 +23,12 @@ from prepcli.models.parameters import (
     layout_rows,
     parameter_rows,
 )
-from prepcli.planning.arrays import Array, Locations, identity_axis_map, whole_array
+from prepcli.planning.arrays import Array, identity_axis_map, whole_array
 from prepcli.planning.libraries import LIBRARIES, LayoutScale, bind_scale
 from prepcli.planning.manifest_fields import Manifest, TensorRecords
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_rows import (
     QUANTIZATION,
-    PathLeaf,
     find_state_leaves,
     is_quantization_leaf,
     quantization_leaves,
@@ -44,7 +43,6 @@ from prepcli.planning.tensors import (
     TOWERS,
     TRAINING_STATE_RULE,
     find_slots,
-    itemsize,
     qualify,
 )
 from prepcli.sources.source import SourceTensor, recorded_digests
@@ -52,6 +50,22 @@ from prepcli.sources.source import SourceTensor, recorded_digests
 Leaves = Mapping[str, Array]  # by dotted name
 # Leaf path, its row, tensor name, stacked indices.
 LeafTensor = tuple[str, AxisMap, str, tuple[tuple[str, int], ...]]
+# Prefix of the parameters in a tree of parameters, in Flax variables, and in the items of trainers.
+ROOTS = (
+    "",
+    "params.",
+    *(library.item.root for library in LIBRARIES if library.item and library.item.root),
+)
+# The tree that prep writes, without its manifest.
+NATIVE_LAYOUT = "native"
+# End of the path of a leaf that Flax boxed with its logical axis names, e.g. `kernel.value`.
+BOXED_SUFFIX = ".value"
+# Layers of a stacked tree. Limits the memory that an invalid config can claim.
+MAX_LAYERS = 1 << 12
+MAX_LISTED = 4
+# Rule that drops leaves below the root that are not parameters.
+NON_PARAMETER_RULE = "not a parameter"
+ONE_MODEL_HINT = "are config.json and the weights of one model?"
 
 
 def recorded_shapes(names: TensorNames, manifest: Manifest) -> dict[str, Sequence[int]]:
@@ -114,9 +128,14 @@ def tensors_from_manifest(
     for slot in slots:
         state.extend(slot_tensors(slot))
     for state_leaf in state_leaves:
-        row = rows_by_path[state_leaf.path]
+        # A slot that lacks some parameters, or has some with reduced axes: one tensor per layer.
         leaf = leaves[state_leaf.name]
-        state.extend(_state_leaf_tensors(state_leaf, leaf, row, manifest.slots))
+        row = state_axis_map(state_leaf.path, rows_by_path[state_leaf.path], leaf.shape)
+        for name, indices in row.tensors():
+            place = (leaf.part(row, tuple(indices.items())),)
+            digests = recorded_digests(manifest.slots.get(state_leaf.slot, {}), name)
+            full_name = qualify(state_leaf.slot, name)
+            state.append(SourceTensor(full_name, leaf.dtype, row.source_shape, place, digests))
     state.extend(_quantization_tensors(leaves, manifest, folder))
     for name, leaf in leaves.items():
         if name not in matched and not is_quantization_leaf(name):
@@ -161,13 +180,15 @@ def _empty_tensors(names: TensorNames, manifest: Manifest) -> Iterator[SourceTen
             if dtype not in ITEM_BITS:
                 what = f"the manifest of {names.display_name(name)} is invalid"
                 raise DamagedError(what, f"its dtype is {dtype!r:.40}", GET_AGAIN_HINT)
-            digests = recorded_digests(manifest.tensors, name)
-            yield SourceTensor(name, dtype, shape, _no_bytes(name, dtype, shape), digests)
+            yield _empty_tensor(name, dtype, shape, manifest.tensors)
 
 
-def _no_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> Locations:
-    """Return the location of a tensor without elements: no byte of it is read."""
-    return (whole_array(name, dtype, shape, (0, 0)),)
+def _empty_tensor(
+    name: str, dtype: str, shape: tuple[int, ...], records: TensorRecords
+) -> SourceTensor:
+    """Return a tensor without elements: no byte of it is read."""
+    place = (whole_array(name, dtype, shape, (0, 0)),)
+    return SourceTensor(name, dtype, shape, place, recorded_digests(records, name))
 
 
 def _quantization_tensors(
@@ -186,9 +207,8 @@ def _quantization_tensors(
         types[name] = (dtype, tuple(record.get("shape", ())))
     for name, (dtype, shape) in types.items():
         if 0 in shape:
-            digests = recorded_digests(records, name)
-            location = _no_bytes(name, dtype, shape)
-            yield SourceTensor(qualify(QUANTIZATION, name), dtype, shape, location, digests)
+            tensor = _empty_tensor(name, dtype, shape, records)
+            yield replace(tensor, name=qualify(QUANTIZATION, name))
     for name, leaf_name, axis_map, indices in quantization_leaves(types):
         dtype, shape = types[name]
         leaf = leaves.get(leaf_name)
@@ -206,31 +226,6 @@ def verbatim_tensors(leaves: Leaves) -> tuple[SourceTensor, ...]:
     for name, leaf in leaves.items():
         tensors.append(replace(leaf_as_tensor(name, leaf, {}), name=name))
     return tuple(tensors)
-
-
-def _state_leaf_tensors(
-    state_leaf: PathLeaf, leaf: Array, row: AxisMap, records: Mapping[str, TensorRecords]
-) -> Iterator[SourceTensor]:
-    """Yield the tensors of a leaf of the optimizer state, one per layer.
-
-    The leaf is in an incomplete slot. A slot is a subtree of the optimizer state with one leaf per parameter, such as
-    `opt_state.adam.mu`. An incomplete slot lacks some of them, or has some with reduced axes. See
-    `planning.state_rows`.
-
-    Args:
-        state_leaf: Slot and parameter of the leaf.
-        leaf: The stored leaf.
-        row: The axis map of the parameter.
-        records: The manifest's records of tensors, by slot and name.
-    """
-    axis_map = state_axis_map(state_leaf.path, row, leaf.shape)
-    slot = state_leaf.slot
-    for name, indices in axis_map.tensors():
-        region = leaf.part(axis_map, tuple(indices.items()))
-        digests = recorded_digests(records.get(slot, {}), name)
-        yield SourceTensor(
-            qualify(slot, name), leaf.dtype, axis_map.source_shape, (region,), digests
-        )
 
 
 def iter_tensors(
@@ -280,39 +275,10 @@ def bound_leaf_tensors(rows: Mapping[str, ParsedAxisMap], sizes: Sizes) -> Itera
 def check_leaf_shape(
     name: str, leaf: Array, row: AxisMap, config_source: str, display_name: object
 ) -> None:
-    """Raise PrepError if a leaf has another shape than its row.
-
-    Args:
-        name: Name of the leaf.
-        leaf: The stored leaf.
-        row: Axis map of the leaf.
-        config_source: Where the sizes of the row come from, for the message.
-        display_name: Name of the checkpoint.
-    """
+    """Raise PrepError if a leaf has another shape than its row. The sizes of the row are from `config_source`."""
     if leaf.shape != row.leaf_shape:
         why = f"its shape is {list(leaf.shape)}, its {config_source} implies {list(row.leaf_shape)}"
-        raise PrepError(
-            f"{display_name}: the leaf {name} has the wrong shape",
-            why,
-            "are config.json and the weights of one model?",
-        )
-
-
-# Prefix of the parameters in a tree of parameters, in Flax variables, and in the items of trainers.
-ROOTS = (
-    "",
-    "params.",
-    *(library.item.root for library in LIBRARIES if library.item and library.item.root),
-)
-# The tree that prep writes, without its manifest.
-NATIVE_LAYOUT = "native"
-# End of the path of a leaf that Flax boxed with its logical axis names, e.g. `kernel.value`.
-BOXED_SUFFIX = ".value"
-# Layers of a stacked tree. Limits the memory that an invalid config can claim.
-MAX_LAYERS = 1 << 12
-MAX_LISTED = 4
-# Rule that drops leaves below the root that are not parameters.
-NON_PARAMETER_RULE = "not a parameter"
+        raise PrepError(f"{display_name}: the leaf {name} has the wrong shape", why, ONE_MODEL_HINT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,12 +398,17 @@ def match_foreign_tree(
         (name, leaf) for name, leaf in leaves.items() if not name.startswith(tree_format.root)
     ]
     scales = _scales_by_path(tree_format, family, config)
+    leaf_scales: dict[str, LayoutScale] = {}
+    for name in leaves:
+        path = name.removeprefix(tree_format.root).removesuffix(BOXED_SUFFIX)
+        if name.startswith(tree_format.root) and path in scales:
+            leaf_scales[name] = scales[path]
     return ForeignTree(
         tree_format,
         names,
         tensors,
         (*_extra_entries(outside), *ignored),
-        _scales_by_leaf(leaves, tree_format.root, scales),
+        leaf_scales,
         {name: scales[path] for path, _, name, _ in leaf_tensors if path in scales},
     )
 
@@ -452,8 +423,7 @@ def _split_non_parameters(
     state: list[tuple[str, Array]] = []
     for name, leaf in leaves.items():
         if layout.non_parameters and name.endswith(layout.non_parameters):
-            nbytes = math.prod(leaf.shape) * itemsize(leaf.dtype)
-            ignored.append(DroppedTensor(name, nbytes, NON_PARAMETER_RULE))
+            ignored.append(DroppedTensor(name, leaf.nbytes, NON_PARAMETER_RULE))
         elif not tree_format.root and name.partition(".")[0] in layout.state_keys:
             state.append((name, leaf))
         else:
@@ -476,18 +446,6 @@ def _scales_by_path(
     return scales
 
 
-def _scales_by_leaf(
-    leaves: Leaves, root: str, scales: Mapping[str, LayoutScale]
-) -> dict[str, LayoutScale]:
-    """Return the scale of each scaled leaf, by the leaf's whole name."""
-    scales_by_leaf: dict[str, LayoutScale] = {}
-    for name in leaves:
-        path = name.removeprefix(root).removesuffix(BOXED_SUFFIX)
-        if name.startswith(root) and path in scales:
-            scales_by_leaf[name] = scales[path]
-    return scales_by_leaf
-
-
 def _expected_leaf_tensors(
     tree_format: TreeFormat,
     family: Family,
@@ -506,11 +464,7 @@ def _expected_leaf_tensors(
         max_layers = MAX_LAYERS
     if (num_layers := max(sizes.get(atom, 0) for atom in LAYER_ATOMS)) > max_layers:
         why = f"its config has {num_layers:,} layers, the tree has {len(leaves):,} leaves"
-        raise PrepError(
-            f"{display_name} has too few layers",
-            why,
-            "are config.json and the weights of one model?",
-        )
+        raise PrepError(f"{display_name} has too few layers", why, ONE_MODEL_HINT)
     rows = tree_format.rows(family, config, recorded)
     leaf_tensors = list(bound_leaf_tensors(rows, sizes))
     for path, row, _, _ in leaf_tensors:
@@ -524,13 +478,9 @@ def _extra_entries(leaves: Iterable[tuple[str, Array]]) -> Iterator[DroppedTenso
     nbytes_by_key: dict[str, int] = {}
     for name, leaf in leaves:
         key = name.partition(".")[0]
-        leaf_nbytes = math.prod(leaf.shape) * itemsize(leaf.dtype)
-        nbytes_by_key[key] = nbytes_by_key.get(key, 0) + leaf_nbytes
+        nbytes_by_key[key] = nbytes_by_key.get(key, 0) + leaf.nbytes
     for key, nbytes in nbytes_by_key.items():
-        if key == OPT_STATE:
-            rule = OPT_STATE_RULE
-        else:
-            rule = TRAINING_STATE_RULE
+        rule = OPT_STATE_RULE if key == OPT_STATE else TRAINING_STATE_RULE
         yield DroppedTensor(key, nbytes, rule)
 
 
@@ -582,9 +532,14 @@ def _find_format(
         what = text("{} contradicts {}", Option("source_layout", layout), display_name)
         why = f"{why} in this layout"
         raise PrepError(what, why, text("{}", Option("source_layout", fitting.layout)))
-    names = dict.fromkeys(candidate.layout for candidate in candidates)
-    examples = _example_leaves(family, config, names)
-    hint = f"supported layouts: {examples}, below {_roots_text(roots)}"
+    # E.g. `native (layers.attn.q.weight)`.
+    examples: list[str] = []
+    for name in dict.fromkeys(candidate.layout for candidate in candidates):
+        rows = TreeFormat(name, "").rows(family, config)
+        path = next(filter(layer_atom_in, rows), "").format(**dict.fromkeys(LAYER_ATOMS, 0))
+        examples.append(f"{name} ({path})")
+    below = " or ".join(root.removesuffix(".") or "no root" for root in roots)
+    hint = f"supported layouts: {' or '.join(examples)}, below {below}"
     raise PrepError(f"{display_name} has no known layout", why, hint)
 
 
@@ -592,28 +547,9 @@ def _best_format(
     leaves: Leaves, family: Family, config: HFConfig, candidates: Iterable[TreeFormat]
 ) -> TreeFormat | None:
     """Return the candidate with the highest score, or None if none fits. The first one wins a tie."""
-    best = None
-    best_score = 0
-    for tree_format in candidates:
-        score = _score_format(tree_format, leaves, family, config)
-        if score > best_score:
-            best = tree_format
-            best_score = score
-    return best
-
-
-def _example_leaves(family: Family, config: HFConfig, layouts: Iterable[str]) -> str:
-    """Describe each layout by one of its leaves, as in `native (layers.attn.q.weight)`."""
-    examples: list[str] = []
-    for name in layouts:
-        rows = TreeFormat(name, "").rows(family, config)
-        path = next(filter(layer_atom_in, rows), "").format(**dict.fromkeys(LAYER_ATOMS, 0))
-        examples.append(f"{name} ({path})")
-    return " or ".join(examples)
-
-
-def _roots_text(roots: Collection[str]) -> str:
-    return " or ".join(root.removesuffix(".") or "no root" for root in roots)
+    scores = [(_score_format(each, leaves, family, config), each) for each in candidates]
+    score, best = max(scores, key=itemgetter(0))
+    return best if score else None
 
 
 def _score_format(tree_format: TreeFormat, leaves: Leaves, family: Family, config: HFConfig) -> int:

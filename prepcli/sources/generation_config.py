@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import HFConfig, JsonValue
@@ -77,168 +78,145 @@ def generation_defaults(
     if not isinstance(eos, list):
         eos = [eos]
     eos_ids = _known_ids(eos, vocab)
-    rules = _parse_rules(values, name, vocab, eos_ids)
-    stop_texts = _stop_texts(values, name)
+    fields = _Fields(values, name, vocab)
+    rules = fields.rules(eos_ids)
+    stop_texts = fields.stop_texts()
     notes = tuple(_rule_notes(values, rules, stop_texts, name))
     return GenerationDefaults(eos_ids, rules, stop_texts, notes)
 
 
 def _known_ids(listed: Sequence[object], vocab: int) -> tuple[int, ...]:
-    """Return the token ids of a list that are in the vocabulary."""
+    """Return the token ids of a list, without those outside of the vocabulary."""
     # `type` instead of `isinstance`: True is not a token id.
     return tuple(token for token in listed if type(token) is int and 0 <= token < vocab)
 
 
-def _parse_rules(
-    values: Mapping[str, JsonValue], name: str, vocab: int, eos_ids: tuple[int, ...]
-) -> TokenRules:
-    """Return the rules of a file. Raise PrepError if one is invalid."""
-    penalty = values.get("repetition_penalty")
-    if penalty is None:
-        penalty = 1.0
-    if not isinstance(penalty, int | float) or not penalty > 0:
-        raise _field_error("repetition_penalty", penalty, name)
-    # As in transformers, `min_new_tokens` takes precedence, also if it is 0.
-    min_length = 0
-    if values.get("min_new_tokens") is None:
-        min_length = _count(values, "min_length", name)
-    return TokenRules(
-        repetition_penalty=float(penalty),
-        no_repeat_ngram_size=_count(values, "no_repeat_ngram_size", name),
-        min_length=min_length,
-        min_new_tokens=_count(values, "min_new_tokens", name),
-        suppress_tokens=_token_list(values, "suppress_tokens", name, vocab=vocab),
-        begin_suppress_tokens=_token_list(values, "begin_suppress_tokens", name, vocab=vocab),
-        sequence_bias=_sequence_bias(values, name, vocab),
-        bad_words_ids=_bad_words(values, name, vocab, eos_ids),
-        forced_bos_token_id=next(
-            iter(_forced_ids(values, "forced_bos_token_id", name, vocab)), None
-        ),
-        forced_eos_token_id=_forced_ids(values, "forced_eos_token_id", name, vocab),
-        exponential_decay_length_penalty=_length_penalty(values, name),
-        remove_invalid_values=values.get("remove_invalid_values") is True,
-    )
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The fields of a file with this name. A method raises PrepError for an invalid value."""
 
+    values: Mapping[str, JsonValue]
+    name: str
+    vocab: int
 
-def _sequence(value: JsonValue, vocab: int) -> tuple[int, ...] | None:
-    """Return a sequence of token ids, or None for another value."""
-    if not isinstance(value, list) or not value:
-        return None
-    ids = _known_ids(value, vocab)
-    if len(ids) != len(value):
-        return None
-    return ids
+    def error(self, key: str) -> PrepError:
+        why = f"`{key}` is {self.values.get(key)!r:.60}"
+        return PrepError(f"{self.name} is invalid", why, "correct it, or remove the field")
 
+    def rules(self, eos_ids: tuple[int, ...]) -> TokenRules:
+        penalty = self.values.get("repetition_penalty")
+        if penalty is None:
+            penalty = 1.0
+        if not isinstance(penalty, int | float) or not penalty > 0:
+            raise self.error("repetition_penalty")
+        # As in transformers, `min_new_tokens` takes precedence, also if it is 0.
+        min_length = 0
+        if self.values.get("min_new_tokens") is None:
+            min_length = self.count("min_length")
+        return TokenRules(
+            repetition_penalty=float(penalty),
+            no_repeat_ngram_size=self.count("no_repeat_ngram_size"),
+            min_length=min_length,
+            min_new_tokens=self.count("min_new_tokens"),
+            suppress_tokens=self.tokens("suppress_tokens"),
+            begin_suppress_tokens=self.tokens("begin_suppress_tokens"),
+            sequence_bias=self.sequence_bias(),
+            bad_words_ids=self.bad_words(eos_ids),
+            forced_bos_token_id=next(iter(self.forced_ids("forced_bos_token_id")), None),
+            forced_eos_token_id=self.forced_ids("forced_eos_token_id"),
+            exponential_decay_length_penalty=self.length_penalty(),
+            remove_invalid_values=self.values.get("remove_invalid_values") is True,
+        )
 
-def _sequence_bias(
-    values: Mapping[str, JsonValue], name: str, vocab: int
-) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """Return the sequences of `sequence_bias`, a list such as `[[[5, 6], -2.0]]`."""
-    listed = values.get("sequence_bias")
-    # An empty dict is how transformers writes none.
-    if not listed:
-        return ()
-    biases: list[tuple[tuple[int, ...], float]] = []
-    for entry in listed if isinstance(listed, list) else [None]:
-        ids = None
-        bias = None
-        if isinstance(entry, list) and len(entry) == 2:
-            ids = _sequence(entry[0], vocab)
-            bias = entry[1]
-        if ids is None or not isinstance(bias, int | float) or isinstance(bias, bool):
-            raise _field_error("sequence_bias", listed, name)
-        biases.append((ids, float(bias)))
-    return tuple(biases)
+    def count(self, key: str) -> int:
+        """Return a number of tokens, or 0 if the field is absent."""
+        value = self.values.get(key)
+        if value is None:
+            return 0
+        if not isinstance(value, int) or value < 0:
+            raise self.error(key)
+        return value
 
+    def tokens(self, key: str) -> tuple[int, ...]:
+        """Return the tokens of a list within the vocabulary, or none if the field is absent."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            raise self.error(key)
+        return _known_ids(value, self.vocab)
 
-def _bad_words(
-    values: Mapping[str, JsonValue], name: str, vocab: int, eos_ids: tuple[int, ...]
-) -> tuple[tuple[int, ...], ...]:
-    """Return the sequences of `bad_words_ids`. As in transformers, an end token alone is not one."""
-    listed = values.get("bad_words_ids")
-    if not listed:
-        return ()
-    words: list[tuple[int, ...]] = []
-    for entry in listed if isinstance(listed, list) else [None]:
-        ids = _sequence(entry, vocab)
-        if ids is None:
-            raise _field_error("bad_words_ids", listed, name)
-        if not (len(ids) == 1 and ids[0] in eos_ids):
-            words.append(ids)
-    return tuple(words)
+    def sequence(self, key: str, value: JsonValue) -> tuple[int, ...]:
+        """Return a sequence of token ids in a field."""
+        if isinstance(value, list) and value:
+            ids = _known_ids(value, self.vocab)
+            if len(ids) == len(value):
+                return ids
+        raise self.error(key)
 
+    def entries(self, key: str) -> list[JsonValue]:
+        """Return the entries of a list. An empty dict is how transformers writes none."""
+        listed = self.values.get(key)
+        if not listed:
+            return []
+        if not isinstance(listed, list):
+            raise self.error(key)
+        return listed
 
-def _forced_ids(
-    values: Mapping[str, JsonValue], key: str, name: str, vocab: int
-) -> tuple[int, ...]:
-    """Return the token, or the tokens, of a field."""
-    value = values.get(key)
-    if value is None:
-        return ()
-    ids = _sequence(value if isinstance(value, list) else [value], vocab)
-    if ids is None:
-        raise _field_error(key, value, name)
-    return ids
+    def sequence_bias(self) -> tuple[tuple[tuple[int, ...], float], ...]:
+        """Return the sequences of a list such as `[[[5, 6], -2.0]]`."""
+        biases: list[tuple[tuple[int, ...], float]] = []
+        for entry in self.entries("sequence_bias"):
+            if not isinstance(entry, list) or len(entry) != 2:
+                raise self.error("sequence_bias")
+            ids, bias = entry
+            if not isinstance(bias, int | float) or isinstance(bias, bool):
+                raise self.error("sequence_bias")
+            biases.append((self.sequence("sequence_bias", ids), float(bias)))
+        return tuple(biases)
 
+    def bad_words(self, eos_ids: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the sequences of `bad_words_ids`. As in transformers, an end token alone is not one."""
+        words = [self.sequence("bad_words_ids", entry) for entry in self.entries("bad_words_ids")]
+        return tuple(ids for ids in words if not (len(ids) == 1 and ids[0] in eos_ids))
 
-def _length_penalty(values: Mapping[str, JsonValue], name: str) -> tuple[int, float] | None:
-    """Return the start and the factor of `exponential_decay_length_penalty`."""
-    key = "exponential_decay_length_penalty"
-    value = values.get(key)
-    if value is None:
-        return None
-    if isinstance(value, list) and len(value) == 2:
-        start, factor = value
-        if type(start) is int and start >= 0 and isinstance(factor, int | float):
-            return start, float(factor)
-    raise _field_error(key, value, name)
+    def forced_ids(self, key: str) -> tuple[int, ...]:
+        """Return the token, or the tokens, of a field."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        return self.sequence(key, value if isinstance(value, list) else [value])
 
+    def length_penalty(self) -> tuple[int, float] | None:
+        """Return the start and the factor of `exponential_decay_length_penalty`."""
+        key = "exponential_decay_length_penalty"
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if isinstance(value, list) and len(value) == 2:
+            start, factor = value
+            if type(start) is int and start >= 0 and isinstance(factor, int | float):
+                return start, float(factor)
+        raise self.error(key)
 
-def _stop_texts(values: Mapping[str, JsonValue], name: str) -> tuple[str, ...]:
-    """Return the texts of `stop_strings`: a text, or a list of texts."""
-    value = values.get("stop_strings")
-    if value is None:
-        return ()
-    listed = value if isinstance(value, list) else [value]
-    texts = tuple(text for text in listed if isinstance(text, str) and text)
-    if len(texts) != len(listed):
-        raise _field_error("stop_strings", value, name)
-    return texts
-
-
-def _count(values: Mapping[str, JsonValue], key: str, name: str) -> int:
-    """Return a number of tokens, or 0 if the field is absent."""
-    value = values.get(key)
-    if value is None:
-        return 0
-    if not isinstance(value, int) or value < 0:
-        raise _field_error(key, value, name)
-    return value
-
-
-def _token_list(
-    values: Mapping[str, JsonValue], key: str, name: str, *, vocab: int
-) -> tuple[int, ...]:
-    """Return the tokens of a list that are in the vocabulary, or none if the field is absent."""
-    value = values.get(key)
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise _field_error(key, value, name)
-    return _known_ids(value, vocab)
-
-
-def _field_error(key: str, value: JsonValue, name: str) -> PrepError:
-    why = f"`{key}` is {value!r:.60}"
-    return PrepError(f"{name} is invalid", why, "correct it, or remove the field")
+    def stop_texts(self) -> tuple[str, ...]:
+        """Return the texts of `stop_strings`: a text, or a list of texts."""
+        value = self.values.get("stop_strings")
+        if value is None:
+            return ()
+        listed = value if isinstance(value, list) else [value]
+        texts = tuple(text for text in listed if isinstance(text, str) and text)
+        if len(texts) != len(listed):
+            raise self.error("stop_strings")
+        return texts
 
 
 def _rule_notes(
     values: Mapping[str, JsonValue], rules: TokenRules, stop_texts: Sequence[str], name: str
 ) -> Iterator[str]:
-    """Yield a line about the rules that change tokens, and one about the fields that are not supported."""
+    """Yield a line about the rules that change tokens, and one about unsupported fields."""
     used: list[str] = []
-    for field in fields(TokenRules):
+    for field in dataclasses.fields(TokenRules):
         value = getattr(rules, field.name)
         if value != getattr(NO_RULES, field.name):
             used.append(f"{field.name} {value!s:.60}")

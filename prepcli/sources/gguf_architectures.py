@@ -338,9 +338,6 @@ def query_divisor(metadata: GgufMetadata, prefix: str) -> int | None:
 
     It is the width of a head, and in the 27B models the width of the model divided by its heads. The metadata does not
     have it. Source: `f_attention_scale` of llama.cpp (src/llama-model.cpp).
-
-    Returns:
-        The number, or None if the metadata does not have what it follows from.
     """
     layers = metadata.get(f"{prefix}.block_count")
     width = metadata.get(f"{prefix}.embedding_length")

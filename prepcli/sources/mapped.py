@@ -26,7 +26,6 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.maps import (
     MAX_NBYTES,
     MapCoverage,
-    MapLine,
     MapRow,
     TensorMap,
     bind_map,
@@ -48,7 +47,6 @@ from prepcli.stores.paths import AnyPath
 DROP_RULE = "drop line of --map"
 # Rule of the scales of weights that a map transposes, stacks or takes apart.
 SCALES_RULE = "--map changes the weights of the scales"
-# Key of the record of a map in manifests.
 # Key of the text of the map in the record of an export.
 CONTENT_KEY = "content"
 AtomSizes = dict[str, int | tuple[int, ...]]
@@ -120,6 +118,9 @@ def apply_map(source: Source, tensor_map: TensorMap) -> Source:
         types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in mapped}
         family = verbatim_family(types)
         names = TensorNames(family, is_prefixed=False)
+    dropped_tensors: list[DroppedTensor] = []
+    for name in sorted(dropped):
+        dropped_tensors.append(DroppedTensor(name, tensors[name].nbytes, DROP_RULE))
     result = replace(
         source,
         family=family,
@@ -128,7 +129,7 @@ def apply_map(source: Source, tensor_map: TensorMap) -> Source:
         tensor_map=tensor_map,
         tensors=mapped,
         tensor_file_names=_file_names(source, mapped),
-        extra_entries=(*source.extra_entries, *_dropped_tensors(dropped, tensors)),
+        extra_entries=(*source.extra_entries, *dropped_tensors),
     )
     return _without_useless_scales(result, tensors)
 
@@ -259,7 +260,7 @@ def _dtype_problems(rows: Sequence[MapRow], tensors: Mapping[str, SourceTensor])
 def _family_problems(
     family: Family, config: HFConfig, targets: Mapping[str, Sequence[MapRow]]
 ) -> list[str]:
-    """Return the problems of targets that the family does not have, or has and the map does not fill."""
+    """Return the problems of targets outside of the family, and of its tensors outside of the map."""
     names = detect_names(family, config, full_names=targets.keys())
     by_name = {names.bare_name(name): rows for name, rows in targets.items()}
     targets_of = {name: rows[0].target.source_shape for name, rows in by_name.items()}
@@ -361,9 +362,3 @@ def _file_names(source: Source, mapped: Sequence[SourceTensor]) -> tuple[str, ..
     for tensor, file_name in zip(source.tensors, source.tensor_file_names):
         name_of_file[file_position(tensor)[0]] = file_name
     return tuple(name_of_file[file_position(tensor)[0]] for tensor in mapped)
-
-
-def _dropped_tensors(
-    dropped: Mapping[str, MapLine], tensors: Mapping[str, SourceTensor]
-) -> list[DroppedTensor]:
-    return [DroppedTensor(name, tensors[name].nbytes, DROP_RULE) for name in sorted(dropped)]

@@ -51,6 +51,8 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
+# Rule of tensors that belong to removed layers.
+LAYERS_RULE = "--layers"
 
 
 def find_text_part(
@@ -69,7 +71,7 @@ def find_text_part(
 def multimodal_wrapper_prefix(
     config: HFConfig, full_names: Collection[str], drop: Sequence[str] = ()
 ) -> str:
-    """Return the prefix that a wrapper gave to all names of a multimodal model. Empty for any other model.
+    """Return the prefix of all names of a multimodal model from a wrapper. Empty for any other model.
 
     Args:
         config: Content of its config.json.
@@ -156,13 +158,7 @@ def with_bare_names(source: Source, names: TensorNames) -> Source:
 
 
 def _with_parameters(source: Source, model: Source, parameters: Collection[str]) -> Source:
-    """Return a source with some of its tensors as parameters, and the other ones as towers.
-
-    Args:
-        source: The source.
-        model: It has the family, the config and the names of the parameters.
-        parameters: Names of the parameters in the file, without the prefix of a wrapper.
-    """
+    """Return a source with some of its tensors as parameters, and the other ones as towers."""
     kept: list[tuple[SourceTensor, str]] = []
     towers: list[tuple[SourceTensor, str]] = []
     file_names = source.tensor_file_names or ("",) * len(source.tensors)
@@ -247,10 +243,6 @@ def with_towers(source: Source, other: Source) -> Source:
         wrapper=other.wrapper,
         tower_tensors=tuple(shift_file_numbers(tensor, first) for tensor in other.tower_tensors),
     )
-
-
-# Rule of tensors that belong to removed layers.
-LAYERS_RULE = "--layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,7 +480,7 @@ def _truncate_table(
 
 
 def _check_first_layers_are_stored(source: Source, truncated: HFConfig) -> None:
-    """Raise PrepError if a model of the first layers needs a tensor that the source does not have."""
+    """Raise PrepError if the source lacks a tensor of a model of the first layers."""
     names = missing_tensors(source.family, source.config, truncated)
     if names:
         what = text("{} is not supported for {}", Option("layers"), source.display_name)

@@ -33,6 +33,7 @@ SAVE_PARAMS = "save-params"
 # A run in a folder of models is two levels deep, and its steps three.
 MAX_SEARCH_DEPTH = 3
 MAX_FOLDERS_ABOVE = 4
+RowDigests = tuple[tuple[int, int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def find_source(source: RecordedSource, output: AnyPath, search: Sequence[Path])
 
 
 def find_quantized_source(manifest: Manifest, output: AnyPath) -> tuple[str, Manifest]:
-    """Find the quantised model that the decoded weights of an output come from.
+    """Find the quantised model of the decoded weights of an output.
 
     Outputs of outputs keep decoded weights, e.g. a resharded init. Their sources are followed to the first one without.
 
@@ -160,9 +161,6 @@ def _read_manifest(path: Path) -> Manifest:
         return NO_MANIFEST
 
 
-RowDigests = tuple[tuple[int, int, str], ...]
-
-
 def make_lock(
     source: Source,
     *,
@@ -171,15 +169,7 @@ def make_lock(
     digests: Mapping[str, RowDigests],
     progress: Progress,
 ) -> Lock:
-    """Return the lock of a source.
-
-    Args:
-        source: The checkpoint.
-        name: Its name in the lock.
-        revision: Its commit on the hub.
-        digests: Digests of all rows of each tensor, by its name in `source.all_tensors`.
-        progress: Receives the bytes of the files.
-    """
+    """Return the lock of a source."""
     paths = {**settings_files(source), **_weight_files(source)}
     sizes = {name: stat_file(path).st_size for name, path in paths.items()}
     published = _published_digests(source)

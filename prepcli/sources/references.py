@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,15 @@ CONVERSION_OPTIONS = {"config", "drop", "layers", "map", "quantized", "source_la
 
 # "rounded": outputs that the scale has changed. Otherwise they are refused. "all": exact ones, too.
 KeptScales = Literal["none", "rounded", "all"]
+# Values of `--step` other than a number.
+BEST = "best"
+LAST = "last"
+PARTIAL_SUFFIX = ".partial"
+MAX_LISTED_FOLDERS = 8
+MAX_NAME_CHARS = 100
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+_HUB_FILE = re.compile(rf"(?P<hub_id>{_HUB_ID.pattern})/(?P<file>[^@]+\.gguf)", re.ASCII)
+_PATH_STARTS = ("./", "../", "/", "~")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +128,6 @@ def advise_conversion(model: str) -> Iterator[None]:
         command = Command("save-init", model, *options)
         hint = text("{}, and name its output in {}", command, Key("model.path"))
         raise error.with_texts(hint=hint) from error.__cause__
-
-
-# Values of `--step` other than a number.
-BEST = "best"
-LAST = "last"
-PARTIAL_SUFFIX = ".partial"
-MAX_LISTED_FOLDERS = 8
-MAX_NAME_CHARS = 100
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
-_HUB_FILE = re.compile(rf"(?P<hub_id>{_HUB_ID.pattern})/(?P<file>[^@]+\.gguf)", re.ASCII)
-_PATH_STARTS = ("./", "../", "/", "~")
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,14 +270,6 @@ def _has_manifest(folder: Path) -> bool:
     return False
 
 
-def _has_outputs(folder: Path) -> bool:
-    """Return whether a folder contains outputs of prep: training runs, or folders with a manifest."""
-    if not folder.is_dir():
-        return False
-    children = _visible_folders(folder)
-    return any(_has_manifest(child) or (child / RECIPE_FILE).is_file() for child in children)
-
-
 def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
     """Return the reference to a run's step. Raise UsageError if a local run does not have it."""
     if isinstance(step, str) and step not in (BEST, LAST) and not STEP_NAME.fullmatch(step):
@@ -293,43 +282,27 @@ def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
         return _parse_step_url(run, str(step))
     folder = Path(run).expanduser()
     steps = saved_steps(folder)
-    number = _step_number(folder, step, steps)
+    if step == BEST:
+        number = best_step(folder)
+    elif step == LAST:
+        number = steps[-1] if steps else None
+    else:
+        number = int(step)
     if number is not None and number in steps:
         return RunStep(Path(run), number)
     if not steps and folder.is_dir() and is_begun_run(os.listdir(folder)):
         raise no_step_error(run)
-    if folder.is_dir():
-        missing = "it is not the folder of a run"
-    else:
-        missing = "the folder does not exist"
-    if steps:
-        why = f"its steps are {', '.join(map(str, steps))}"
-    else:
-        why = missing
+    missing = "it is not the folder of a run" if folder.is_dir() else "the folder does not exist"
+    why = f"its steps are {', '.join(map(str, steps))}" if steps else missing
     if steps and step == BEST:
         why = f"{why}; none has an evaluation loss"
         hint = text("{} records it", Key("checkpoint.best", "eval_loss"))
         raise usage_error(f"{run} has no best step", why, hint)
-    if step in (BEST, LAST):
-        what = f"{run} has no step"
-    else:
-        what = f"{run} has no step {step}"
+    what = f"{run} has no step" if step in (BEST, LAST) else f"{run} has no step {step}"
+    hint: str | Text = "name the folder of a run that has saved a step"
     if steps:
         hint = text("{}", Option("step", LAST))
-    else:
-        hint = "name the folder of a run that has saved a step"
     raise usage_error(what, why, hint)
-
-
-def _step_number(folder: Path, step: int | str, steps: Sequence[int]) -> int | None:
-    """Return the number of a step. None if there is no best or last one."""
-    if step == LAST:
-        if steps:
-            return steps[-1]
-        return None
-    if step == BEST:
-        return best_step(folder)
-    return int(step)
 
 
 def _parse_step_url(run: str, step: str) -> BucketUrl:
@@ -369,7 +342,12 @@ def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:
         raise _missing_path_error(name, reason, cwd)
     # A mistyped run would be looked up on the hub, and the error would be about the network.
     owner, slash, _ = name.partition("/")
-    if slash and _has_outputs(cwd / owner):
+    outputs: list[Path] = []
+    if slash and (cwd / owner).is_dir():
+        for child in _visible_folders(cwd / owner):
+            if _has_manifest(child) or (child / RECIPE_FILE).is_file():
+                outputs.append(child)
+    if outputs:
         reason = f"begins with the folder `{owner}/`, which has outputs of prep (`hf://{name}` would be on the hub)"
         raise _missing_path_error(name, reason, cwd)
     hub_id = _hub_id(name)
@@ -380,10 +358,7 @@ def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:
 
 def _hub_id(name: str) -> str:
     """Return the hub id of an alias, and any other name as it is."""
-    alias = ALIASES_BY_NAME.get(name)
-    if alias is None:
-        return name
-    return alias.hub_id
+    return ALIASES_BY_NAME[name].hub_id if name in ALIASES_BY_NAME else name
 
 
 def _repo_of_address(url: str, address: HubAddress, revision: str | None, cwd: Path) -> HubRepo:
@@ -484,10 +459,9 @@ def _missing_path_hint(path: str, target: Path, cwd: Path) -> str | Text:
 def _unknown_name_error(name: str, cwd: Path) -> PrepError:
     folder_names = [folder.name for folder in _visible_folders(cwd)]
     suggestion = suggest(name, [*ALIASES_BY_NAME, *folder_names])
+    hint: str | Text = text("{} lists the aliases", Command("models"))
     if suggestion:
         hint = f"did you mean `{suggestion}`?"
-    else:
-        hint = text("{} lists the aliases", Command("models"))
     return usage_error(
         f"no checkpoint called `{name}`",
         "not a folder here, not an alias, and a hub id has the form owner/name",

@@ -1,4 +1,4 @@
-"""Side files of a model: tokenizer, templates, licence and all other files that are neither config, weights nor code.
+"""Side files of a model: tokenizer, templates, licence and all other files except config, weights and code.
 
 A conversion copies them unread. Files in subfolders keep their place, e.g. `additional_chat_templates/tool_use.jinja`.
 Folders are of any origin: hidden files, links to folders, weights, other checkpoints and large folders are left.
@@ -39,49 +39,6 @@ from prepcli.stores.paths import (
 SNAPSHOTS = "snapshots"
 BLOBS = "blobs"
 MODEL_FOLDER_PREFIX = "models--"
-
-
-def resolve_small_file(path: AnyPath, root: AnyPath) -> Path:
-    """Return the real path of a file to copy or upload unparsed, or of its local copy if it is in a store.
-
-    Args:
-        path: The file, as it was listed.
-        root: The checkpoint named by the user, possibly a link. A file outside of it (next to the user's config) is
-            checked against its own folder.
-    """
-    if isinstance(path, StorePath):
-        return path.local().resolve()
-    if root.is_dir():
-        folder = root
-    else:
-        folder = root.parent
-    if folder not in path.parents:
-        folder = path.parent
-    # Compare real paths: the checkpoint may itself be named through a link, and a text such as
-    # `folder/../x` begins with the folder without lying in it.
-    real_path = path.resolve()
-    real_folder = folder.resolve()
-    if real_folder in real_path.parents:
-        return real_path
-    # All files of a snapshot in the Hugging Face cache are links to `../../blobs/HASH`. Other models'
-    # blobs stay out of reach.
-    model = real_folder.parent.parent
-    is_in_cache = model.name.startswith(MODEL_FOLDER_PREFIX)
-    is_snapshot = is_in_cache and real_folder.parent.name == SNAPSHOTS
-    if is_snapshot and model / BLOBS in real_path.parents:
-        return real_path
-    why = f"it leaves {folder}, and its bytes would be copied into the output"
-    what = f"{path} is a link to {_link_target(path, real_path)}"
-    raise PrepError(what, why, "replace the link by the file, or remove it")
-
-
-def _link_target(path: Path, real_path: Path) -> str:
-    if path.is_symlink():
-        return os.readlink(path)
-    # A parent folder of the path is the link.
-    return str(real_path)
-
-
 INDEX_FILES = (safetensors.INDEX_FILE, torch_files.INDEX_FILE, msgpack.INDEX_FILE)
 # A file of transformers' Trainer. A copy of it in another step would have the wrong step number.
 TRAINER_STATE_FILE = "trainer_state.json"
@@ -103,6 +60,39 @@ BYTECODE_FOLDER = "__pycache__"
 MAX_FILES = 1_000
 MAX_NBYTES = 256 << 20
 MAX_DEPTH = 8
+
+
+def resolve_small_file(path: AnyPath, root: AnyPath) -> Path:
+    """Return the real path of a file to copy or upload unparsed, or of its local copy if it is in a store.
+
+    Args:
+        path: The file, as it was listed.
+        root: The checkpoint named by the user, possibly a link. A file outside of it (next to the user's config) is
+            checked against its own folder.
+    """
+    if isinstance(path, StorePath):
+        return path.local().resolve()
+    folder = root if root.is_dir() else root.parent
+    if folder not in path.parents:
+        folder = path.parent
+    # Compare real paths: the checkpoint may itself be named through a link, and a text such as
+    # `folder/../x` begins with the folder without lying in it.
+    real_path = path.resolve()
+    real_folder = folder.resolve()
+    if real_folder in real_path.parents:
+        return real_path
+    # All files of a snapshot in the Hugging Face cache are links to `../../blobs/HASH`. Other models'
+    # blobs stay out of reach.
+    model = real_folder.parent.parent
+    is_in_cache = model.name.startswith(MODEL_FOLDER_PREFIX)
+    is_snapshot = is_in_cache and real_folder.parent.name == SNAPSHOTS
+    if is_snapshot and model / BLOBS in real_path.parents:
+        return real_path
+    why = f"it leaves {folder}, and its bytes would be copied into the output"
+    # Else a parent folder of the path is the link.
+    target = os.readlink(path) if path.is_symlink() else real_path
+    what = f"{path} is a link to {target}"
+    raise PrepError(what, why, "replace the link by the file, or remove it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +128,7 @@ class ListedFile:
 
 @dataclass(frozen=True, slots=True)
 class SelectedNames:
-    """Names of side files, and descriptions of the subfolders that are left, e.g. `onnx/ (weights)`."""
+    """Names of side files, and descriptions of the other subfolders, e.g. `onnx/ (weights)`."""
 
     copied: tuple[str, ...]
     left: tuple[str, ...]
@@ -169,9 +159,6 @@ def find_side_files(folder: AnyPath, patterns: Sequence[str] = ()) -> SideFiles:
     Args:
         folder: Folder of the model.
         patterns: Name patterns (`--copy`) of files to copy in any case.
-
-    Raises:
-        PrepError: The folder cannot be read, or a pattern matches a file of a subfolder with too many files.
     """
     if not folder.is_dir():
         return NO_SIDE_FILES
@@ -257,7 +244,7 @@ def select_side_files(files: Iterable[ListedFile], patterns: Sequence[str] = ())
 
 
 def unread_weights(names: Iterable[str], read_names: Collection[str]) -> list[str]:
-    """Return the weight files at the top of a folder that are not read, except those of a training run."""
+    """Return the unread weight files at the top of a folder, except those of a training run."""
     unread: list[str] = []
     for name in names:
         if "/" in name or is_hidden(name) or name in read_names:
@@ -268,7 +255,7 @@ def unread_weights(names: Iterable[str], read_names: Collection[str]) -> list[st
 
 
 def check_patterns(patterns: Sequence[str], copied: Sequence[SideFile], display_name: str) -> None:
-    """Raise UsageError for a pattern that matches none of the side files that are copied."""
+    """Raise UsageError for a pattern without a match among the copied side files."""
     for pattern in patterns:
         if not any(matches_any(file.name, [pattern]) for file in copied):
             what = text("{} matches no file of {}", Option("copy", pattern), display_name)
@@ -304,7 +291,7 @@ def _sort_by_kind(name: str, patterns: Sequence[str], copied: list[str], left: l
 
 
 def _omitted_folders(top: str, files: Sequence[ListedFile]) -> dict[str, str]:
-    """Return the subfolders that are not copied, with the reason. All files below them are left."""
+    """Return the subfolders to leave, with the reason. All files below them are left."""
     if len(files) > MAX_FILES:
         return {top: f"more than {MAX_FILES:,} files"}
     omitted: dict[str, str] = {}

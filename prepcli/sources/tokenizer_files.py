@@ -21,6 +21,8 @@ from prepcli.formats.tokenizer_files import (
 from prepcli.stores.paths import AnyPath
 
 ANOTHER_TOKENIZER_HINT = "use another tokenizer"
+# SentencePiece writes spaces as this character.
+SPACE = "\u2581"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,6 @@ def parse_tokenizer(path: AnyPath, data: bytes) -> JsonTokenizer:
         tokenizer = load_fast_tokenizer(path, data)
         growth = normalizer_growth(data)
     return JsonTokenizer(path, tokenizer, growth)
-
-
-# SentencePiece writes spaces as this character.
-SPACE = "\u2581"
 
 
 @dataclass(frozen=True, slots=True)

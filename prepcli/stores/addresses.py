@@ -35,6 +35,10 @@ _SITE_PAGES = {
     *("learn", "login", "metrics", "models", "new", "organizations", "papers", "posts", "pricing"),
     *("search", "settings", "spaces", "storage", "tasks"),
 }
+_URL = re.compile(r"(gs|s3)://([^/]+)(?:/(.*))?", re.DOTALL)
+# A superset of the valid names. The store refuses the rest.
+_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +90,6 @@ def parse_hub_address(text: str) -> HubAddress | None:
         revision=unquote(revision) if revision else None,
         path=unquote(match["path"] or ""),
     )
-
-
-_URL = re.compile(r"(gs|s3)://([^/]+)(?:/(.*))?", re.DOTALL)
-# A superset of the valid names. The store refuses the rest.
-_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}")
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass(frozen=True, slots=True)

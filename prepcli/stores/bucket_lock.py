@@ -27,7 +27,8 @@ from types import TracebackType
 from prepcli.core.errors import RERUN_HINT, PrepError
 from prepcli.core.json_values import load_json
 from prepcli.stores.byte_ranges import LOCK_FILE, ignore_note
-from prepcli.stores.conditional_objects import (
+from prepcli.stores.object_store import Bucket
+from prepcli.stores.object_writes import (
     ConditionsNotSupportedError,
     ObjectVersion,
     SmallObject,
@@ -35,7 +36,6 @@ from prepcli.stores.conditional_objects import (
     read_object,
     replace_object,
 )
-from prepcli.stores.object_store import Bucket
 
 # A lock expires after 10 missed renewals. `check` trusts the last renewal for UNSURE_S.
 # A write that it allows has at least 300 - 120 = 180 s until another plan may take the lock over.

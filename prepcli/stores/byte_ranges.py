@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from prepcli.core.errors import (
@@ -40,6 +40,24 @@ MAX_RETRY_AFTER_S = 300.0  # upper limit of the wait that a server asks for
 
 T = TypeVar("T")
 U = TypeVar("U")
+MAX_STALLED_TRIES = 8  # consecutive tries that bring almost no bytes
+# Time-outs without progress after which fewer tries are made.
+MAX_STALLED_TIMEOUTS = 4
+FIRST_WAIT_S = 0.5
+MAX_WAIT_S = 30.0
+# A request that brings fewer bytes made no progress.
+PROGRESS_NBYTES = MIN_PROGRESS_NBYTES
+DIRECT_READ_NBYTES = 1 << 20  # reads of this size bypass the cache
+PART_NBYTES = 4 << 20  # bytes of each concurrent request of a large read
+MAX_IN_FLIGHT = 4
+# Threads that read a remote checkpoint into arrays, each with one request of at most PART_NBYTES. Stores limit the rate
+# of a connection, on GCS and S3 to about 50 MiB/s. 16 connections fill a link of 6 Gbit/s.
+MAX_READ_THREADS = 16
+MIN_READ_AHEAD_NBYTES = 128 << 10  # doubled with each sequential read
+MAX_READ_AHEAD_NBYTES = 2 << 20
+# Limit for all cached ranges. A memory budget leaves this much next to its buffers.
+READ_AHEAD_CACHE_NBYTES = 6 << 20
+LOCK_FILE = ".prep-lock"  # files whose names begin with it belong to the lock, too
 
 
 def ignore_note(text: str) -> None:
@@ -235,27 +253,6 @@ def enforce_throughput(
             )
 
 
-MAX_STALLED_TRIES = 8  # consecutive tries that bring almost no bytes
-# Time-outs without progress after which fewer tries are made.
-MAX_STALLED_TIMEOUTS = 4
-FIRST_WAIT_S = 0.5
-MAX_WAIT_S = 30.0
-# A request that brings fewer bytes made no progress.
-PROGRESS_NBYTES = MIN_PROGRESS_NBYTES
-
-DIRECT_READ_NBYTES = 1 << 20  # reads of this size bypass the cache
-PART_NBYTES = 4 << 20  # bytes of each concurrent request of a large read
-MAX_IN_FLIGHT = 4
-# Threads that read a remote checkpoint into arrays, each with one request of at most PART_NBYTES. Stores limit the rate
-# of a connection, on GCS and S3 to about 50 MiB/s. 16 connections fill a link of 6 Gbit/s.
-MAX_READ_THREADS = 16
-MIN_READ_AHEAD_NBYTES = 128 << 10  # doubled with each sequential read
-MAX_READ_AHEAD_NBYTES = 2 << 20
-# Limit for all cached ranges. A memory budget leaves this much next to its buffers.
-READ_AHEAD_CACHE_NBYTES = 6 << 20
-LOCK_FILE = ".prep-lock"  # files whose names begin with it belong to the lock, too
-
-
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
     """A file of a remote checkpoint.
@@ -334,16 +331,9 @@ def read_range(
         offset: First byte.
         into: Destination.
         stop: Once set, the next failed request is not repeated.
-
-    Raises:
-        PrepError: The file is gone, changed or forbidden, or the requests made no progress in
-            MAX_STALLED_TRIES consecutive tries or MAX_STALLED_TIMEOUTS time-outs.
     """
-    stop = stop or threading.Event()
-    policy = reader.retry_policy
+    tries = FailedTries(reader.retry_policy, stop or threading.Event())
     done = 0
-    tries = 0
-    spent_s = 0.0
     while done < into.size:
         failure = RetryableError("the answers are cut short or come too slowly")
         began_s = time.monotonic()
@@ -353,38 +343,59 @@ def read_range(
             count = 0
             failure = error
         remaining = into.size - done
-        done = done + count
+        done += count
         # Enough bytes arrived: the limits count consecutive tries without progress. The last piece
         # of a range may be shorter than PROGRESS_NBYTES.
         if count >= min(PROGRESS_NBYTES, remaining):
-            tries = 0
-            spent_s = 0.0
+            tries.reset()
             continue
-        tries = tries + 1
-        spent_s = spent_s + time.monotonic() - began_s
-        is_too_late = spent_s >= MAX_STALLED_TIMEOUTS * policy.timeout_s
-        if tries == MAX_STALLED_TRIES or is_too_late or stop.is_set():
-            raise _gave_up_error(reader, file, failure, tries)
-        wait_s = _backoff_s(tries, failure)
-        max_tries = _expected_tries(tries, spent_s, policy)
-        policy.report_retry(f"{file.path}: {failure}", wait_s, tries=tries, max_tries=max_tries)
-        if stop.wait(wait_s):
-            raise _gave_up_error(reader, file, failure, tries)
+        spent_s = time.monotonic() - began_s
+        note = f"{file.path}: {failure}"
+        if not tries.wait_for_next(note, spent_s, retry_after_s=failure.retry_after_s):
+            raise _gave_up_error(reader, file, failure, tries.count)
 
 
-def _expected_tries(tries: int, spent_s: float, retry_policy: RetryPolicy) -> int:
-    """Return the number of tries until the error, if all take as long as before."""
-    tries_in_time = math.ceil(
-        tries * MAX_STALLED_TIMEOUTS * retry_policy.timeout_s / max(spent_s, 1e-9)
-    )
-    return max(tries + 1, min(MAX_STALLED_TRIES, tries_in_time))
+@dataclass(slots=True)
+class FailedTries:
+    """The failed tries of a request in a row. Every store has the same limits of tries and of their time.
+
+    Attributes:
+        policy: Time-out of a try, and the receiver of notes.
+        stop: Once set, there is no next try.
+        count: Number of failed tries.
+        spent_s: Seconds that they took.
+    """
+
+    policy: RetryPolicy
+    stop: threading.Event = field(default_factory=threading.Event)
+    count: int = 0
+    spent_s: float = 0.0
+
+    def reset(self) -> None:
+        """Forget the tries before a request that made progress."""
+        self.count = 0
+        self.spent_s = 0.0
+
+    def wait_for_next(self, failure: str, spent_s: float, *, retry_after_s: float = 0.0) -> bool:
+        """Count a failed try, note it and wait. Return False after the last try."""
+        self.count += 1
+        self.spent_s += spent_s
+        limit_s = MAX_STALLED_TIMEOUTS * self.policy.timeout_s
+        if self.count == MAX_STALLED_TRIES or self.spent_s >= limit_s or self.stop.is_set():
+            return False
+        wait_s = _backoff_s(self.count, retry_after_s)
+        # The number of tries until the error, if all take as long as before.
+        tries_in_time = math.ceil(self.count * limit_s / max(self.spent_s, 1e-9))
+        max_tries = max(self.count + 1, min(MAX_STALLED_TRIES, tries_in_time))
+        self.policy.report_retry(failure, wait_s, tries=self.count, max_tries=max_tries)
+        return not self.stop.wait(wait_s)
 
 
-def _backoff_s(tries: int, failure: RetryableError) -> float:
+def _backoff_s(tries: int, retry_after_s: float) -> float:
     """Return the seconds until the next try: exponential with jitter, at least the server's Retry-After."""
     # Jitter of 50 % spreads the retries of many processes over time.
     backoff_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1)) * random.uniform(0.5, 1)
-    return max(backoff_s, min(failure.retry_after_s, MAX_RETRY_AFTER_S))
+    return max(backoff_s, min(retry_after_s, MAX_RETRY_AFTER_S))
 
 
 def _gave_up_error(

@@ -25,6 +25,17 @@ MAX_NAME_NBYTES = 255
 _INVALID_CHARACTER = re.compile(r"[/\x00-\x1f\x7f]")
 # Errors of file systems without hard links, such as FAT and mounted buckets
 NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
+# Hint for an error of the operating system about a file.
+ACCESS_HINT = "check its permissions, and the free space of its disk"
+MAX_SMALL_FILE_NBYTES = 100_000_000
+MAX_CONFIG_NBYTES = 16 << 20
+MAX_LINE_NBYTES = 1 << 20
+# Bytes read at once of a line that is too long, and skipped.
+SKIPPED_PIECE_NBYTES = 1 << 20
+# A clone without Git LFS has such a text of at most 1,024 bytes in place of each large file:
+# https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+LFS_PREFIX = b"version https://git-lfs"
+MAX_LFS_POINTER_NBYTES = 1024
 
 
 def name_fault(name: str) -> str:
@@ -145,21 +156,8 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
-# Hint for an error of the operating system about a file.
-ACCESS_HINT = "check its permissions, and the free space of its disk"
-MAX_SMALL_FILE_NBYTES = 100_000_000
-MAX_CONFIG_NBYTES = 16 << 20
-MAX_LINE_NBYTES = 1 << 20
-# Bytes read at once of a line that is too long, and skipped.
-SKIPPED_PIECE_NBYTES = 1 << 20
-# A clone without Git LFS has such a text of at most 1,024 bytes in place of each large file:
-# https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
-LFS_PREFIX = b"version https://git-lfs"
-MAX_LFS_POINTER_NBYTES = 1024
-
-
 class CutShortError(ValueError):
-    """A file ends before its content does, e.g. after a download that was interrupted."""
+    """A file ends before its content does, e.g. after an interrupted download."""
 
 
 def open_regular_file(path: AnyPath, *, buffering: int = -1) -> BinaryIO:
@@ -222,7 +220,7 @@ def read_file_or_pipe(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> by
 
 
 def check_not_lfs_pointer(start: bytes, path: AnyPath) -> None:
-    """Raise DamagedError if a file is a pointer of Git LFS, and not the file that it stands for.
+    """Raise DamagedError if a file is a pointer of Git LFS, and not the file itself.
 
     Args:
         start: Its first bytes, all of them if there are at most MAX_LFS_POINTER_NBYTES.
@@ -234,12 +232,7 @@ def check_not_lfs_pointer(start: bytes, path: AnyPath) -> None:
 
 
 def read_regular_file(path: AnyPath, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
-    """Read a whole small file.
-
-    Raises:
-        PrepError: The file is larger than `max_nbytes`, or not a regular file.
-        OSError: The system refuses to read it.
-    """
+    """Read a whole small file."""
     if isinstance(path, StorePath):
         return _read_small_copy(path, max_nbytes)
     with open_regular_file(path, buffering=0) as file:
@@ -326,7 +319,7 @@ def stat_file(path: AnyPath) -> os.stat_result | StoreStat:
 
 
 def is_there(path: AnyPath, *, follow_links: bool = False) -> bool:
-    """Return whether a path is a file or folder of any kind. A path that the system refuses to look at is not."""
+    """Return whether a path is a file or folder of any kind. A path without access is not."""
     if isinstance(path, StorePath):
         return path.exists()
     return os.path.exists(path) if follow_links else os.path.lexists(path)

@@ -47,6 +47,11 @@ SHA256 = "sha256:"
 # SHA-1 of a small file with git's header, e.g. `blob 12\0` and 12 bytes.
 GIT_BLOB = "git:"
 PIECE_NBYTES = 4 << 20
+# huggingface_hub 1.x has no exception type for this error.
+WRONG_SIZE = "Consistency check failed"
+TOKEN_HINT = "`hf auth login`, or set HF_TOKEN"
+POLL_S = 0.5
+MAX_DOWNLOADS = 8  # concurrent downloads
 
 
 def check_download(path: Path, digest: str, display_name: str) -> None:
@@ -103,11 +108,6 @@ def _delete_from_cache(path: Path) -> None:
     # On file systems without links the snapshot holds the content itself.
     with suppress(FileNotFoundError):
         blob.unlink()
-
-
-# huggingface_hub 1.x has no exception type for this error.
-WRONG_SIZE = "Consistency check failed"
-TOKEN_HINT = "`hf auth login`, or set HF_TOKEN"
 
 
 @contextmanager
@@ -195,9 +195,7 @@ def page_url(hub_id: str, repo_type: str = "model") -> str:
     """Return the address of a repository's page, where access to it is requested."""
     from huggingface_hub.constants import ENDPOINT
 
-    if repo_type == "dataset":
-        return f"{ENDPOINT}/datasets/{hub_id}"
-    return f"{ENDPOINT}/{hub_id}"
+    return f"{ENDPOINT}/datasets/{hub_id}" if repo_type == "dataset" else f"{ENDPOINT}/{hub_id}"
 
 
 def _no_answer_error(what: str, error: NoAnswerError, repo_type: str, *, page: str) -> PrepError:
@@ -214,9 +212,7 @@ def _no_answer_error(what: str, error: NoAnswerError, repo_type: str, *, page: s
 def at_endpoint() -> str:
     """Return the address of the hub for messages, if it is not the default one."""
     endpoint = os.environ.get("HF_ENDPOINT")
-    if endpoint:
-        return f" at HF_ENDPOINT={endpoint}"
-    return ""
+    return f" at HF_ENDPOINT={endpoint}" if endpoint else ""
 
 
 def _status_error(
@@ -266,10 +262,6 @@ def is_hub_down(error: Exception) -> bool:
 
 def _is_server_trouble(status: int) -> bool:
     return status == 429 or status >= 500
-
-
-POLL_S = 0.5
-MAX_DOWNLOADS = 8  # concurrent downloads
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +335,7 @@ class HubListing:
         )
 
     def open_remote(self, names: Iterable[str]) -> StorePath:
-        """Return the folder of some files of the listed commit, which are read where they are.
+        """Return the folder of some files of the listed commit, to read them remotely.
 
         Small files are fetched whole, through the hub's cache.
         """
@@ -394,10 +386,7 @@ def list_repository(
     from huggingface_hub import HfApi
 
     api = HfApi()
-    if repo_type == "dataset":
-        list_info = api.dataset_info
-    else:
-        list_info = api.model_info
+    list_info = api.dataset_info if repo_type == "dataset" else api.model_info
     info = list_info(hub_id, revision=revision, files_metadata=True)
     files = info.siblings or ()
     # huggingface_hub copies the values of the answer without a check of their types.
@@ -425,10 +414,7 @@ def cached_snapshot(hub_id: str, revision: str | None, repo_type: str = "model")
     from huggingface_hub import snapshot_download
 
     # A file that every user of the cache has.
-    if repo_type == "dataset":
-        pattern = "README.md"
-    else:
-        pattern = "config.json"
+    pattern = "README.md" if repo_type == "dataset" else "config.json"
     return Path(
         snapshot_download(
             hub_id,

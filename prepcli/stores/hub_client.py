@@ -44,6 +44,14 @@ NO_RETRY_EXTENSION = "prep_once"  # extension of a request that the caller retri
 RETRYABLE_STATUSES = {408, 425, 429, *range(500, 600)}
 MALFORMED_ANSWER = "the hub's answer is malformed"
 CHECK_ENDPOINT = "a proxy or a login page may have answered: check the network and HF_ENDPOINT"
+HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
+MAX_REDIRECTS = 5
+# A store's answers for an expired signed URL.
+EXPIRED_URL_STATUSES = {400, 401, 403, 404, 410}
+# At most 19 digits: every size below 2**63 has at most 19, and longer numbers are not converted.
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-[0-9]{1,19}/([0-9]{1,19}|\*)")
+_COUNT = re.compile(r"[0-9]{1,19}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class NoAnswerError(OSError):
@@ -173,7 +181,7 @@ class _RetryingSender:
         return response
 
     def _read_body(self, request: Any, stream: bool, response: Any) -> Any:
-        """Read the body of a response. Wrap the body of a stream, which is read later."""
+        """Read the body of a response. Wrap the body of a stream for later."""
         response.stream = self._limit_stream(response.stream, request, stream)
         if stream or response.status_code in RETRYABLE_STATUSES:
             return response
@@ -224,18 +232,13 @@ class _RetryingSender:
         tries = failures[key] = failures.get(key, 0) + 1
         if tries == MAX_TRIES or _is_commit(request):
             failures.pop(key)
-            if tries > 1:
-                tries_text = f" ({tries} tries)"
-            else:
-                tries_text = ""
+            tries_text = f" ({tries} tries)" if tries > 1 else ""
             raise NoAnswerError(
                 failure + tries_text, response.status_code if response is not None else 0
             ) from error
+        server_wait_s = 0.0
         if response is not None:
             server_wait_s = min(retry_after_s(response.headers), MAX_RETRY_AFTER_S)
-        else:
-            server_wait_s = 0.0
-        if response is not None:
             response.headers.pop("retry-after", None)  # the library would wait a second time
             response.headers.pop("ratelimit", None)
         wait_s = max(self.retry_policy.backoff_s(tries), server_wait_s)
@@ -247,10 +250,7 @@ class _RetryingSender:
         if isinstance(error.__cause__, TimeoutError) and "fewer" in str(error):
             return f"{host} is too slow: {error}"
         if isinstance(error, self.http.TimeoutException):
-            if request.method in ("GET", "HEAD"):
-                factor = 1
-            else:
-                factor = WRITE_TIMEOUT_FACTOR
+            factor = 1 if request.method in ("GET", "HEAD") else WRITE_TIMEOUT_FACTOR
             return f"no answer from {host} for {self.retry_policy.timeout_s * factor:g} s"
         if isinstance(error, self.http.ConnectError):
             return f"cannot connect to {host}"
@@ -280,23 +280,6 @@ def _request_key(request: Any) -> tuple[str, str]:
 
 def _request_host(request: Any) -> str:
     return request.url.netloc.decode()
-
-
-HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
-MAX_REDIRECTS = 5
-# A store's answers for an expired signed URL.
-EXPIRED_URL_STATUSES = {
-    400,
-    401,
-    403,
-    404,
-    410,
-}
-
-# At most 19 digits: every size below 2**63 has at most 19, and longer numbers are not converted.
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-[0-9]{1,19}/([0-9]{1,19}|\*)")
-_COUNT = re.compile(r"[0-9]{1,19}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(slots=True)
@@ -481,10 +464,6 @@ def _failure_text(error: BaseException, url: str, retry_policy: RetryPolicy) -> 
     """Describe a failed request: the silent host, or the library's message."""
     if isinstance(error, TimeoutError) or type(error).__name__.endswith("Timeout"):
         return f"no answer from {urlsplit(url).netloc} for {retry_policy.timeout_s:g} s"
-    return _redacted_text(error)
-
-
-def _redacted_text(error: BaseException) -> str:
-    """Return the library's message without its (signed) URLs."""
+    # The library's message without its (signed) URLs.
     text = re.sub(r"https?://\S+", "…", str(error))
     return text or type(error).__name__

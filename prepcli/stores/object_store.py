@@ -29,6 +29,7 @@ from prepcli.stores.byte_ranges import (
     MAX_IN_FLIGHT,
     MAX_TRIES,
     WRITE_TIMEOUT_FACTOR,
+    FailedTries,
     RemoteFile,
     RetryableError,
     RetryPolicy,
@@ -100,16 +101,19 @@ class Bucket:
 
     Attributes:
         url: Bucket and key prefix.
-        retries: Retries of single requests by obstore, without reports.
-        retry_policy: Time-out and reported retries of requests.
-        connection: obstore's store. Created on first use.
+        retries: Retries by obstore of the parts of uploads and of conditional writes, without reports. Only obstore
+            can repeat a part.
+        retry_policy: Time-out and reported retries of all other requests.
         has_conditions: Whether the store has conditional writes. False after the first refused one.
     """
 
     url: ObjectStoreUrl
     retries: int = 0
     retry_policy: RetryPolicy = field(default=DEFAULT_RETRY_POLICY, compare=False)
-    connection: Any = field(default=None, repr=False, compare=False)
+    # Clients of obstore by number of retries and kind of limits, connected on first use.
+    connections: dict[tuple[int, bool], Any] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     has_conditions: bool = field(default=True, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[type[Bucket], tuple[ObjectStoreUrl, int, RetryPolicy]]:
@@ -123,12 +127,26 @@ class Bucket:
 
     @property
     def store(self) -> ObjectStore:
-        """The store of obstore, connected on first use."""
-        if self.connection is None:
+        """The client for requests that `retry_call` or `read_range` repeats, with limits of the time to answer."""
+        return self._connected(0, is_write=False)
+
+    @property
+    def write_store(self) -> ObjectStore:
+        """The client for requests with a long body that `retry_call` repeats."""
+        return self._connected(0, is_write=True)
+
+    @property
+    def upload_store(self) -> ObjectStore:
+        """The client for requests that obstore repeats."""
+        return self._connected(self.retries, is_write=self.retries > 0)
+
+    def _connected(self, retries: int, *, is_write: bool) -> ObjectStore:
+        kind = (retries, is_write)
+        if kind not in self.connections:
             _check_installed(self.url)
             with self.translate_errors("reach"):
-                self.connection = _connect(self.url, self.retries, self.retry_policy.timeout_s)
-        return self.connection
+                self.connections[kind] = _connect(self.url, self.retry_policy.timeout_s, *kind)
+        return self.connections[kind]
 
     def list_files(self) -> tuple[RemoteFile, ...]:
         """List all objects below the URL except locks, sorted by their path from there."""
@@ -195,21 +213,16 @@ class Bucket:
         """Call a function. Repeat it while the store does not answer or is busy. Raises the errors of obstore."""
         from obstore import exceptions
 
-        policy = self.retry_policy
-        spent_s = 0.0
-        tries = 0
+        tries = FailedTries(self.retry_policy)
         while True:
             began_s = time.monotonic()
-            tries = tries + 1
             try:
                 return call()
             except (exceptions.BaseError, OSError) as error:
-                spent_s += time.monotonic() - began_s
-                is_last_try = tries == MAX_TRIES or spent_s >= MAX_TRIES * policy.timeout_s
-                if is_last_try or status_of(error) in PERMANENT_STATUSES:
+                spent_s = time.monotonic() - began_s
+                is_answer = status_of(error) in PERMANENT_STATUSES
+                if is_answer or not tries.wait_for_next(self._failure_text(error), spent_s):
                     raise
-                policy.report_retry(self._failure_text(error), policy.backoff_s(tries), tries=tries)
-            time.sleep(policy.backoff_s(tries))
 
     def _failure_text(self, error: BaseException) -> str:
         """Describe a failed request: the HTTP status, the silent bucket, or obstore's message."""
@@ -308,20 +321,14 @@ class Bucket:
         return written
 
     def open_upload(self, path: str, size: int, parts_in_flight: int) -> Upload:
-        """Open an upload, in parts if the object is larger than one. See `complete_upload`.
-
-        Args:
-            path: Path of the object below the URL.
-            size: Number of bytes, or about the largest number.
-            parts_in_flight: Number of parts in flight at the same time.
-        """
+        """Open an upload, in parts if the object is larger than one. See `complete_upload`."""
         import obstore
 
         token = secrets.token_hex(8)
         with self.translate_errors("write"):
             # Not the writer's `with`: it would complete the object after an error.
             writer = obstore.open_writer(
-                self.store,
+                self.upload_store,
                 self.url.key(path),
                 attributes={TOKEN_KEY: token},
                 buffer_size=part_nbytes(size),
@@ -364,14 +371,16 @@ class Bucket:
         from obstore import exceptions
 
         with self.translate_errors("write"), suppress(FileNotFoundError, exceptions.NotFoundError):
-            self.call_with_timeout(lambda: self.store.delete(self.url.key(path)))
+            self.retry_call(
+                lambda: self.call_with_timeout(lambda: self.store.delete(self.url.key(path)))
+            )
 
     def delete_files(self, paths: Sequence[str]) -> None:
         """Delete objects, several at a time."""
         map_in_daemon_threads(self.delete, paths, num_threads=2 * MAX_IN_FLIGHT)
 
     def call_with_timeout(self, call: Callable[[], T]) -> T:
-        """Call a function with retries by obstore. Note when it takes longer than one time-out.
+        """Call a function. Note when it takes longer than one time-out.
 
         Raises:
             TimeoutError: It took MAX_WRITE_TIMEOUTS time-outs.
@@ -470,17 +479,17 @@ def client_settings(prefix: str, environ: Mapping[str, str]) -> dict[str, bool |
     return settings
 
 
-def _connect(url: ObjectStoreUrl, retries: int, timeout_s: float) -> ObjectStore:
-    """Return a client of a bucket with these retries and timeouts."""
+def _connect(url: ObjectStoreUrl, timeout_s: float, retries: int, is_write: bool) -> ObjectStore:
+    """Return a client of a bucket with these timeouts and retries. `is_write` for requests with a long body."""
     from obstore.store import GCSStore, S3Store
 
-    request_limit_s = timeout_s * (MAX_WRITE_TIMEOUTS if retries else WRITE_TIMEOUT_FACTOR)
+    request_limit_s = timeout_s * (MAX_WRITE_TIMEOUTS if is_write else WRITE_TIMEOUT_FACTOR)
     limits: dict[str, timedelta] = {
         "connect_timeout": timedelta(seconds=timeout_s),
         "timeout": timedelta(seconds=request_limit_s),
     }
     # For an upload, the limit would include the time to send the body.
-    if not retries:
+    if not is_write:
         limits["read_timeout"] = timedelta(seconds=timeout_s)
     client = limits | client_settings("AWS_" if url.scheme == "s3" else "GOOGLE_", os.environ)
     config: Any = {

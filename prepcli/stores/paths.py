@@ -44,6 +44,16 @@ if TYPE_CHECKING:
 _FOLDER_PREFIX = "prep-remote-"
 # Minimum age of an unlocked folder to remove: a new folder is not locked yet.
 _MIN_AGE_S = 60.0
+T = TypeVar("T")
+U = TypeVar("U")
+# Maximum size of a file to fetch whole. Tokenizers are smaller.
+SMALL_NBYTES = 64 << 20
+# A listing and an index are untrusted. These limits bound what they make this machine fetch.
+MAX_SMALL_FILES_NBYTES = 1 << 30  # total size of the files fetched whole
+MAX_INDEX_NBYTES = 1 << 30  # total size of the single reads, e.g. of the nodes of an OCDBT index
+MAX_PATH_NBYTES = 1024
+MAX_NAME_CHARS = 255
+COPY_HINT = "copy it to a local folder first"
 
 
 def create_temporary_folder() -> Path:
@@ -84,19 +94,6 @@ def _try_lock(folder: Path, min_age_s: float = -math.inf) -> int | None:
         pass
     os.close(fd)
     return None
-
-
-T = TypeVar("T")
-U = TypeVar("U")
-
-# Maximum size of a file to fetch whole. Tokenizers are smaller.
-SMALL_NBYTES = 64 << 20
-# A listing and an index are untrusted. These limits bound what they make this machine fetch.
-MAX_SMALL_FILES_NBYTES = 1 << 30  # total size of the files fetched whole
-MAX_INDEX_NBYTES = 1 << 30  # total size of the single reads, e.g. of the nodes of an OCDBT index
-MAX_PATH_NBYTES = 1024
-MAX_NAME_CHARS = 255
-COPY_HINT = "copy it to a local folder first"
 
 
 class StoreListing:
@@ -172,12 +169,7 @@ class StoreListing:
         return content.tobytes()
 
     def local_copy(self, file: RemoteFile) -> Path:
-        """Return a complete local copy of a small file. It is fetched once.
-
-        Raises:
-            PrepError: The file has more than SMALL_NBYTES, the copied ones are too large together, or a file cannot be
-                read or written.
-        """
+        """Return a complete local copy of a small file. It is fetched once."""
         copy = self.copies.get(file.path)
         if copy is None:
             copy = self.copies[file.path] = self._copy(file)
@@ -442,7 +434,7 @@ def read_all(reader: RangeReader, file: RemoteFile) -> bytes:
 
 
 def _check_is_small(reader: RangeReader, file: RemoteFile) -> None:
-    """Raise PrepError for a file that is too large to be fetched whole."""
+    """Raise PrepError for a file too large to fetch whole."""
     if file.size > SMALL_NBYTES:
         why = f"it has {format_bytes(file.size)}, the limit for settings and tokenizers is {format_bytes(SMALL_NBYTES)}"
         what = f"{file.path} of {reader.name} is too large"

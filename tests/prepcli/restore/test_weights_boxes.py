@@ -87,7 +87,8 @@ def test_boxes_of_every_format_equal_slices_of_the_init(
             whole = np.empty(leaf.shape, np.float32)
             init.read(name, {tuple((0, n) for n in leaf.shape): whole})
             parts = part_arrays(random_boxes(rng, leaf.shape), "float32")
-            reader._min_skipped_gap_nbytes = int(rng.choice([1, 64, 4096]))
+            min_gap_nbytes = int(rng.choice([1, 64, 4096]))
+            monkeypatch.setattr(weights_reader, "MIN_GAP_NBYTES", min_gap_nbytes)
             reader.read(name, parts)
             for box, part in parts.items():
                 np.testing.assert_array_equal(

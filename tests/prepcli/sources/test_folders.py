@@ -59,7 +59,7 @@ def memory_bucket(files: dict[str, bytes]) -> Bucket:
     store = MemoryStore()
     for name, data in files.items():
         store.put(f"at/{name}", data)
-    return Bucket(ObjectStoreUrl("gs", "bucket", "at"), connection=store)
+    return Bucket(ObjectStoreUrl("gs", "bucket", "at"), connections={(0, False): store})
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -12,8 +12,8 @@ import pytest
 from prepcli.core.errors import PrepError
 from prepcli.stores import bucket_lock
 from prepcli.stores.bucket_lock import BucketLock, check_lock, lock_owner
-from prepcli.stores.conditional_objects import publish_content
 from prepcli.stores.object_store import Bucket
+from prepcli.stores.object_writes import publish_content
 from tests.helpers.object_server import FakeObjectStore
 
 pytestmark = pytest.mark.waits

@@ -273,9 +273,9 @@ def test_list_files_does_not_retry_403(monkeypatch):
 
 def test_bucket_pickles_without_its_connection():
     bucket = Bucket(ObjectStoreUrl("gs", "bucket", "m"), 2)
-    bucket.connection = object()
+    bucket.connections[0, False] = object()
     assert pickle.loads(pickle.dumps(bucket)) == bucket
-    assert pickle.loads(pickle.dumps(bucket)).connection is None
+    assert pickle.loads(pickle.dumps(bucket)).connections == {}
 
 
 def test_redacted_error_text_removes_urls():
