@@ -145,8 +145,6 @@ Select = Callable[[Sequence[str]], Sequence[str]]
 
 
 def _names_matching(*patterns: str) -> Select:
-    """Return a function to select names by patterns, ignoring case."""
-
     def matches_any(name: str) -> bool:
         return any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
 
@@ -159,7 +157,6 @@ def _all_names_if(matches: Callable[[Sequence[str]], bool]) -> Select:
 
 
 def _adapter_config(names: Sequence[str]) -> Sequence[str]:
-    """Return the config of an adapter in a folder without a model."""
     if ADAPTER_CONFIG in names and CONFIG not in names:
         return [ADAPTER_CONFIG]
     return []

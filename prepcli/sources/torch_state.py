@@ -299,7 +299,6 @@ def _state_dict(path: AnyPath, optimizer: TorchObject) -> tuple[Group, Sequence[
 
 
 def _is_group(value: object) -> bool:
-    """Return whether a value is a group of parameters."""
     keys = value.get("params") if isinstance(value, dict) else None
     return isinstance(keys, list) and all(isinstance(key, int | str) for key in keys)
 
@@ -390,7 +389,6 @@ def _stamp(
 
 
 def _is_converted(entry: DroppedTensor) -> bool:
-    """Return whether an entry is a part of the training state."""
     return entry.rule == OPT_STATE_RULE or entry.name.startswith(GROUPS_PREFIX)
 
 

@@ -433,10 +433,7 @@ def _check_scale(path: AnyPath, settings: PeftSettings, scale: float) -> None:
     with np.errstate(all="ignore"):
         rounded = np.float32(scale)
     if not np.isfinite(rounded) or rounded == 0:
-        if settings.use_rslora:
-            divisor = "sqrt(r)"
-        else:
-            divisor = "r"
+        divisor = "sqrt(r)" if settings.use_rslora else "r"
         raise _invalid_error(
             path, f"lora_alpha / {divisor} is {scale:g}, which float32 cannot hold"
         )
