@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -12,16 +12,15 @@ from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.json_values import quote_name
 from prepcli.core.lists import join_names
 from prepcli.core.suggest import did_you_mean
-from prepcli.formats.manifest import again_hints, check_files, find_manifest_folder
+from prepcli.formats.manifest import again_hints, check_files
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.libraries import HF_LAYOUT
-from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.map_file import TensorMap
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import OPT_STATE_RULE
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
-from prepcli.sources.detect import Kind
+from prepcli.sources.detect import FORMATS
 from prepcli.sources.dropped_tensors import matching_drops
 from prepcli.sources.folders import CheckpointFiles
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
@@ -38,18 +37,6 @@ from prepcli.stores.reading import list_folder
 
 # A note names at most this many tensors that the index does not name.
 MAX_UNINDEXED_NAMES = 5
-# The module of `sources.openers` for each format. Its function `read` returns the source.
-OPENERS: Mapping[Kind, str] = {
-    "safetensors": "hf_folder",
-    "torch": "hf_folder",
-    "meta": "meta_folder",
-    "dcp": "dcp_folder",
-    "flax": "flax_tree",
-    "easylm": "flax_tree",
-    "orbax": "orbax_item",
-    "adapter": "peft_folder",
-    "gguf": "gguf_file",
-}
 # Formats of trees with several layouts.
 TREE_KINDS = ("orbax", "flax", "easylm", "dcp")
 # Entry for the training state of an output of prep on the hub.
@@ -90,7 +77,7 @@ def open_source(
     """
     display_name = located.display_name
     with again_hints(located.manifest):
-        check_recorded_files(located.files, located.manifest)
+        check_recorded_files(located)
         if layout is not None:
             _check_layout_option(located, layout)
         export_map = None if tensor_map else recorded_map(located.manifest)
@@ -196,7 +183,7 @@ def _check_layout_is_used(
 
 def read_source(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """Read the headers and settings of a checkpoint with the opener of its format. Only this opener is imported."""
-    opener = import_module(f"prepcli.sources.openers.{OPENERS[located.kind]}")
+    opener = import_module(f"prepcli.sources.openers.{FORMATS[located.kind].opener}")
     source = opener.read(located, hints)
     assert isinstance(source, Source)
     return source
@@ -284,23 +271,18 @@ def _split_unless_verbatim(source: Source, verbatim: bool | None, drop: Sequence
     return split_towers(source, drop)
 
 
-def check_recorded_files(files: CheckpointFiles, manifest: Manifest | None) -> None:
-    """Check the recorded files of a checkpoint, as far as they were fetched.
-
-    Args:
-        files: The files.
-        manifest: Manifest of an output of prep, else None.
+def check_recorded_files(located: LocatedCheckpoint) -> None:
+    """Check the recorded files of an output of prep, as far as they were fetched.
 
     Raises:
         DamagedError: A file differs from its record, or does not exist.
         PrepError: A file cannot be read.
     """
+    manifest = located.manifest
+    files = located.files
     if manifest is None:
         return
-    folder = find_manifest_folder(files.path)
-    # `OUTPUT/flax_model.msgpack` given by its own path: its manifest is in the same folder.
-    if files.path.is_file():
-        folder = files.path.parent
+    folder = located.manifest_folder
     records = manifest.files
     selected = {*records}
     # The rest of a model on the hub was not downloaded. What is absent here is not missing there.

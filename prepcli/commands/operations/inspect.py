@@ -41,6 +41,7 @@ from prepcli.planning.manifest_fields import VocabularyRecord
 from prepcli.planning.state_names import OPT_STATE
 from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
 from prepcli.sources.dequantized import DECODED_DTYPE, model_quantization
+from prepcli.sources.detect import Kind
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.mapped import read_map
@@ -67,7 +68,7 @@ class SourceSummary(TypedDict):
     revision: str | None
     files: int
     bytes: int
-    format: str
+    format: Kind
     family: str | None
     tensors: int
     chunks: int

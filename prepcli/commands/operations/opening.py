@@ -17,7 +17,7 @@ from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.engine.budget import parse_memory
 from prepcli.execution.staging import remove_leftover
 from prepcli.execution.workers import ONE_PROCESS, ProcessOptions
-from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder
+from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.tensor_match import MatchOptions
 from prepcli.restore.earlier_checkpoints import note_missing_file_digests
 from prepcli.sources.averages import use_averaged_params
@@ -201,11 +201,13 @@ def open_checkpoint(
     )
     lock, revision = _read_lock(common, checkpoint)
     located = locate(checkpoint, revision, step=common.step, access=access)
-    if isinstance(located.files.path, Path):
+    output = located.manifest_folder
+    if isinstance(output, Path):
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
-        remove_leftover(find_manifest_folder(located.files.path))
+        remove_leftover(output)
     verbatim = common.verbatim
     may_have_codes = is_kept or common.quantized == "decode"
+    may_have_codes = may_have_codes and located.may_be_quantized
     has_codes = may_have_codes and is_quantized(located.files.path)
     if is_kept and has_codes:
         verbatim = True

@@ -17,8 +17,8 @@ from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, P
 from prepcli.core.json_types import HFConfig
 from prepcli.core.json_values import quote_name
 from prepcli.engine.digest import digest
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder
-from prepcli.formats.orbax import OrbaxItem, find_item, item_metadata_file, read_item
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST
+from prepcli.formats.orbax import OrbaxItem, item_metadata_file, read_item
 from prepcli.formats.orbax_chunks import dotted_name
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family
@@ -100,8 +100,8 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """
     path = located.files.path
     manifest = located.manifest
-    folder = find_item(path) or path
-    manifest_folder = find_manifest_folder(folder)
+    folder = located.item or path
+    manifest_folder = located.manifest_folder
     item = read_item(folder)
     if manifest is None or manifest.is_for_trainer:
         if _has_state(hints, manifest):
@@ -202,7 +202,7 @@ def _read_foreign_item(item: OrbaxItem, located: LocatedCheckpoint, hints: Sourc
         _watched_files(item),
         _file_stamps(item, settings),
     )
-    root = find_manifest_folder(item.folder) if manifest else item.folder
+    root = located.manifest_folder if manifest else item.folder
     source = replace(source, root=root, blobs=blobs, extra_entries=extra_entries)
     if moments is None:
         return source

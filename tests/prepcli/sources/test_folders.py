@@ -14,6 +14,7 @@ from safetensors.numpy import save
 from prepcli.core.errors import PrepError
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.ocdbt import ValueLocation, read_ocdbt_index
+from prepcli.formats.orbax import find_item
 from prepcli.inspection.contents import read_contents
 from prepcli.sources.detect import detect
 from prepcli.sources.folders import OpenFolder
@@ -76,10 +77,17 @@ def open_remote_checkpoint(files: dict[str, bytes]) -> dict[str, tuple[int, ...]
     folder = OpenFolder(
         "gs://bucket/at", StoreListing(bucket.name, bucket, bucket.list_files()).root
     )
-    kind = detect(folder)
+    kind = detect(folder).kind
     checkpoint_files = folder.fetch(kind)
     manifest = read_manifest(find_manifest_folder(checkpoint_files.path))
-    located = LocatedCheckpoint("gs://bucket/at", "m", kind, checkpoint_files, manifest)
+    located = LocatedCheckpoint(
+        "gs://bucket/at",
+        "m",
+        kind,
+        checkpoint_files,
+        manifest,
+        item=find_item(checkpoint_files.path),
+    )
     source = open_source(located)
     read_contents(located)
     return {tensor.name: tuple(tensor.shape) for tensor in source.tensors}
