@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub.hf_api import RepoSibling
 from obstore.store import MemoryStore
 from safetensors.numpy import save
 
@@ -16,14 +17,16 @@ from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.ocdbt import ValueLocation, read_ocdbt_index
 from prepcli.formats.orbax import find_item
 from prepcli.inspection.contents import read_contents
-from prepcli.sources.detect import detect
-from prepcli.sources.folders import OpenFolder
+from prepcli.sources.detect import Kind, detect
+from prepcli.sources.folders import Access, HubFolder, OpenFolder
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.opening import open_source
 from prepcli.stores import byte_ranges
+from prepcli.stores.hub import HubListing
 from prepcli.stores.object_store import Bucket
 from prepcli.stores.object_url import ObjectStoreUrl
 from prepcli.stores.paths import StoreListing
+from prepcli.stores.retries import DEFAULT_RETRY_POLICY
 from tests.helpers.orbax_items import write_ocdbt_index
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import make_checkpoint, read_tensors
@@ -221,3 +224,20 @@ def count_rejected(files: dict[str, bytes], count: int, seed: int) -> int:
 def test_fuzzed_checkpoint_opens_or_raises_prep_error(folder: Path, item: Path, seed: int):
     assert count_rejected(contents(folder), 75, seed) > 25
     assert count_rejected(contents(item), 50, seed) > 12
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "commit", "why"),
+    [
+        ("safetensors", "model.safetensors", None, "the hub did not report a commit"),
+        ("torch", "pytorch_model.bin", "abc123", "the hub lists no size of pytorch_model.bin"),
+    ],
+)
+def test_stream_error_names_missing_commit_or_size(
+    kind: Kind, weights: str, commit: str | None, why: str
+):
+    files = {weights: RepoSibling(weights)}
+    listing = HubListing("owner/name", None, commit, files, DEFAULT_RETRY_POLICY)
+    with pytest.raises(PrepError, match="cannot stream owner/name") as caught:
+        HubFolder(listing, Access(stream=True)).fetch(kind)
+    assert caught.value.why == why
