@@ -108,12 +108,8 @@ def open_source(
             folder = source.root if source.root.is_dir() else source.root.parent
             check_headers(folder, source.manifest, source.file_stamps)
         source = _with_store_stamps(_with_omitted(source, located.files))
-        is_recorded = source.manifest is not None and bool(source.manifest.tensors)
-        lacks_digests = is_recorded and not all(tensor.digests for tensor in source.tensors)
-        if export_map is None and hints.verbatim and lacks_digests:
-            # The manifest has the digests of the model's tensors, and not of the names in these files.
-            model = open_source(located, config_path, verbatim=None, kept_scales="all")
-            source = _made_from(source, model)
+        if export_map is None and hints.verbatim:
+            source = _with_model_digests(source, located, config_path)
         if located.kind in ("safetensors", "torch"):
             source = without_unused_quantization(source)
         # The opener of GGUF files has already decoded the weights.
@@ -130,8 +126,17 @@ def open_source(
         return source
 
 
-def _made_from(source: Source, model: Source) -> Source:
-    """Return a source whose tensors are checked by the digests of another view of the same files."""
+def _with_model_digests(
+    source: Source, located: LocatedCheckpoint, config_path: Path | None
+) -> Source:
+    """Return a verbatim source whose tensors are checked by the digests of the model in the same files.
+
+    The manifest may have the digests of the model's tensors, and not of the names in these files.
+    """
+    is_recorded = source.manifest is not None and bool(source.manifest.tensors)
+    if not is_recorded or all(tensor.digests for tensor in source.tensors):
+        return source
+    model = open_source(located, config_path, verbatim=None, kept_scales="all")
     stored = tuple(tensor for tensor in model.all_tensors if tensor.digests)
     # A name that both views have need not be of the same bytes.
     tensors = tuple(replace(tensor, digests=(), made_from=stored) for tensor in source.tensors)

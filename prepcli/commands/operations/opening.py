@@ -201,13 +201,11 @@ def open_checkpoint(
     )
     lock, revision = _read_lock(common, checkpoint)
     located = locate(checkpoint, revision, step=common.step, access=access)
-    output = located.manifest_folder
-    if isinstance(output, Path):
+    if isinstance(output := located.manifest_folder, Path):
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
         remove_leftover(output)
     verbatim = common.verbatim
-    may_have_codes = is_kept or common.quantized == "decode"
-    may_have_codes = may_have_codes and located.may_be_quantized
+    may_have_codes = located.may_be_quantized and (is_kept or common.quantized == "decode")
     has_codes = may_have_codes and is_quantized(located.files.path)
     if is_kept and has_codes:
         verbatim = True

@@ -176,9 +176,17 @@ def add_item_state(
             other_counts[leaf] = count
     if source.manifest is not None:
         _check_written_leaves(source, source.manifest, leaves, other_counts, num_updates)
+    # E.g. the moments of a value head.
+    parameters = {tensor.name for tensor in source.tensors}
+    other_moments = [
+        f"{tree.format.root}{tensor.name}"
+        for tree in moments.trees.values()
+        for tensor in tree.tensors
+        if tensor.name not in parameters
+    ]
     left_out = [
         *_unread_parts(moments, leaves),
-        *_other_moments(source, moments),
+        *other_moments,
         *(f"{leaf.removesuffix(BOXED_SUFFIX)} {count}" for leaf, count in other_counts.items()),
     ]
     others: list[DroppedTensor] = []
@@ -251,15 +259,6 @@ def _part(name: str, adam: str) -> str:
             break
         num_shared += 1
     return ".".join(keys[: num_shared + 1])
-
-
-def _other_moments(source: Source, moments: MomentTrees) -> Iterator[str]:
-    """Yield the leaves of moments and averages without a parameter, e.g. of a value head."""
-    parameters = {tensor.name for tensor in source.tensors}
-    for tree in moments.trees.values():
-        for tensor in tree.tensors:
-            if tensor.name not in parameters:
-                yield f"{tree.format.root}{tensor.name}"
 
 
 def _moment_tensors(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family
 from prepcli.planning.arrays import Array
 from prepcli.planning.item_storage import METADATA_FILE
-from prepcli.planning.layout_scales import LayoutScale, recorded_scale, scaled_digests
+from prepcli.planning.layout_scales import LayoutScale, recorded_scale
 from prepcli.planning.manifest_fields import Manifest, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensor_match import TensorNames
@@ -32,7 +32,7 @@ from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel, select_family
-from prepcli.sources.openers.hf_folder import make_source
+from prepcli.sources.openers.hf_folder import make_source, with_recorded_digests
 from prepcli.sources.openers.item_state import (
     MomentTrees,
     add_item_state,
@@ -44,11 +44,9 @@ from prepcli.sources.source import (
     CONFIG,
     HF_FOLDER,
     Source,
-    SourceTensor,
     Wrapper,
     file_position,
     read_config,
-    recorded_digests,
 )
 from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.tree_tensors import (
@@ -70,22 +68,9 @@ NO_ARRAY_RULE = "not an array"
 NO_SCALES: Mapping[str, LayoutScale] = MappingProxyType({})
 # Small files of a model, in a folder that may contain unrelated files.
 MODEL_FILES = {
-    *(
-        "added_tokens.json",
-        "chat_template.jinja",
-        "generation_config.json",
-        "merges.txt",
-        "special_tokens_map.json",
-    ),
-    *(
-        "spiece.model",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "vocab.json",
-        "vocab.txt",
-    ),
-}
+    "added_tokens.json", "chat_template.jinja", "generation_config.json", "merges.txt", "special_tokens_map.json",
+    "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+}  # fmt: skip
 
 
 def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
@@ -179,10 +164,13 @@ def _read_foreign_item(item: OrbaxItem, located: LocatedCheckpoint, hints: Sourc
             DroppedTensor(dotted_name(entry.path), 0, NO_ARRAY_RULE) for entry in item.non_arrays
         )
     else:
+        records = manifest or NO_MANIFEST
         match_trees = partial(_match_trees, family, config, display_name, hints, manifest)
         tree, moments = match_trees(leaves)
-        if manifest is not None and _keeps_scales(hints, manifest):
-            scale_records = manifest.scales
+        # The scaled values of an output are read as they are stored, if the hints say so.
+        kept = {"none": False, "rounded": bool(records.lost_values), "all": bool(records.scales)}
+        if kept[hints.kept_scales]:
+            scale_records = records.scales
             _check_scales(tree, moments, scale_records, display_name)
         elif tree.scales:
             # The layout is known only after the match. The leaves with a scale are then read through it.
@@ -192,9 +180,15 @@ def _read_foreign_item(item: OrbaxItem, located: LocatedCheckpoint, hints: Sourc
             blobs, leaves = stored_leaves(item, scales)
             tree, moments = match_trees(leaves)
         names = tree.names
-        tensors = _with_recorded_digests(tree, manifest or NO_MANIFEST, scale_records)
+        tensors = with_recorded_digests(tree.tensors, names, manifest, scale_records)
         extra_entries = tree.extra_entries
-    side_files = SideFiles(_model_files(config_path, hints.copied_files))
+    model_files: list[SideFile] = []
+    if config_path is not None:
+        # The files of the model next to its config, e.g. the tokenizer, and those that match a pattern.
+        for file in find_side_files(config_path.parent, hints.copied_files).copied:
+            if file.name in MODEL_FILES or matches_any(file.name, hints.copied_files):
+                model_files.append(file)
+    side_files = SideFiles(tuple(model_files))
     source = make_source(
         located,
         FolderModel(config_path, config, family, names, side_files),
@@ -207,24 +201,6 @@ def _read_foreign_item(item: OrbaxItem, located: LocatedCheckpoint, hints: Sourc
     if moments is None:
         return source
     return add_item_state(source, moments, leaves, scale_records)
-
-
-def _keeps_scales(hints: SourceHints, manifest: Manifest) -> bool:
-    """Return whether to read the scaled values of an output as they are stored."""
-    if hints.kept_scales == "rounded":
-        return manifest.lost_values > 0
-    return hints.kept_scales == "all" and bool(manifest.scales)
-
-
-def _model_files(config_path: AnyPath | None, patterns: Sequence[str]) -> tuple[SideFile, ...]:
-    """Return the files of the model next to its config, e.g. the tokenizer, and those that match a pattern."""
-    if config_path is None:
-        return ()
-    model_files: list[SideFile] = []
-    for file in find_side_files(config_path.parent, patterns).copied:
-        if file.name in MODEL_FILES or matches_any(file.name, patterns):
-            model_files.append(file)
-    return tuple(model_files)
 
 
 def _match_trees(
@@ -312,21 +288,6 @@ def _check_scales(
             what = f"the manifest of {display_name} records another scale than its layout has"
             why = f"the values of {quote_name(name)} are said to be {recorded.formula}"
             raise DamagedError(what, why, GET_AGAIN_HINT)
-
-
-def _with_recorded_digests(
-    tree: ForeignTree, manifest: Manifest, scale_records: Mapping[str, ScaleRecord]
-) -> tuple[SourceTensor, ...]:
-    """Return the tensors of a tree with their digests: of the scaled values if the tensor has a scale record."""
-    tensors: list[SourceTensor] = []
-    for tensor in tree.tensors:
-        name = tree.names.full_name(tensor.name)
-        if name in scale_records:
-            digests = scaled_digests(scale_records[name], tensor.shape[0])
-        else:
-            digests = recorded_digests(manifest.tensors, name)
-        tensors.append(replace(tensor, digests=digests))
-    return tuple(tensors)
 
 
 def find_config(folder: AnyPath, path: AnyPath) -> AnyPath | None:
