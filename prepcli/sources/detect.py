@@ -326,12 +326,7 @@ def _find_item(names: Sequence[str]) -> str | None:
 
 
 def detect_file(path: AnyPath, display_name: str, *, allow_gguf: bool = False) -> Kind:
-    """Detect the format of a single local file: Flax or EasyLM, by its first bytes, or GGUF, by its name.
-
-    Raises:
-        DamagedError: The file is a pointer of Git LFS.
-        PrepError: The format is another one.
-    """
+    """Detect the format of a single local file: Flax or EasyLM, by its first bytes, or GGUF, by its name."""
     # The open refuses a pointer, whatever its name. No byte is read.
     read_bytes(path, nbytes=0)
     if (kind := sniff_msgpack_kind(path)) is not None:
@@ -358,12 +353,7 @@ def detect_gguf(name: str, display_name: str, *, is_allowed: bool) -> Kind:
 def apply_rules(
     names: Sequence[str], *, allow_quantized: bool = False
 ) -> tuple[Kind | Refusal | None, Sequence[str]]:
-    """Return the verdict of the first rule that selects any of the names, with the selected names.
-
-    Args:
-        names: Names at the top of a folder.
-        allow_quantized: Skip the rules that refuse quantised weights.
-    """
+    """Return the verdict of the first rule that selects any of the names, with the selected names."""
     for select, verdict in RULES:
         if allow_quantized and isinstance(verdict, Refusal) and verdict.is_quantized:
             continue

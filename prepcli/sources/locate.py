@@ -129,12 +129,7 @@ def locate(
 
 
 def open_folder(reference: Reference, access: Access) -> OpenFolder | HubFolder:
-    """List the files of a checkpoint.
-
-    Raises:
-        PrepError: The checkpoint cannot be reached.
-        UsageError: The reference is a URL, and `access` excludes URLs.
-    """
+    """List the files of a checkpoint."""
     match reference:
         case LocalPath() | RunStep():
             return OpenFolder(reference.display_name, reference.path)

@@ -277,12 +277,7 @@ def _split_unless_verbatim(source: Source, verbatim: bool | None, drop: Sequence
 
 
 def check_recorded_files(located: LocatedCheckpoint) -> None:
-    """Check the recorded files of an output of prep, as far as they were fetched.
-
-    Raises:
-        DamagedError: A file differs from its record, or does not exist.
-        PrepError: A file cannot be read.
-    """
+    """Check the recorded files of an output of prep, as far as they were fetched."""
     manifest = located.manifest
     files = located.files
     if manifest is None:

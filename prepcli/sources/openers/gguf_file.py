@@ -91,15 +91,7 @@ class _NamedDecoder:
 
 
 def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
-    """Read the header of a GGUF file, or the headers of all parts.
-
-    Args:
-        located: The checkpoint: the file, or one of the files of a model in parts.
-        hints: User-supplied facts about the checkpoint.
-
-    Raises:
-        PrepError: The file is broken, or its architecture or one of its types is not supported.
-    """
+    """Read the header of a GGUF file, or the headers of all parts."""
     path = located.files.path
     display_name = located.display_name
     # All parts of `m-00001-of-00003.gguf`, or the file itself.

@@ -156,17 +156,7 @@ def add_item_state(
     leaves: Mapping[str, Array],
     scale_records: Mapping[str, ScaleRecord],
 ) -> Source:
-    """Return the source of an item with its training state.
-
-    Args:
-        source: The parameters of the item.
-        moments: The moments.
-        leaves: Leaves of the item, by dotted name.
-        scale_records: Records of scaled tensors, if they are read as they are stored.
-
-    Raises:
-        PrepError: A counter is missing or invalid.
-    """
+    """Return the source of an item with its training state."""
     num_updates = _read_counter(source, leaves, f"{moments.adam}.count")
     # E.g. after skipped steps. The schedule of prep is at the number of updates.
     other_counts: dict[str, int] = {}
@@ -305,11 +295,7 @@ def _read_counter(source: Source, leaves: Mapping[str, Array], name: str) -> int
 
 
 def with_state_item(item: OrbaxItem) -> OrbaxItem:
-    """Return an item of parameters with the arrays of the optimizer state in the item next to it, if there is one.
-
-    Raises:
-        PrepError: The other item is invalid, or both have an array of one name.
-    """
+    """Return an item of parameters with the arrays of the optimizer state in the item next to it, if there is one."""
     name = STATE_ITEMS.get(item.folder.name)
     if name is None or item_metadata_file(item.folder.parent / name) is None:
         return item

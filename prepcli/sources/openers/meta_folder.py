@@ -97,15 +97,7 @@ _LAYER_TENSOR = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)")
 
 
 def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
-    """Read the headers and the config of Meta's or Mistral's files. No pickled code is run.
-
-    Args:
-        located: The checkpoint.
-        hints: User-supplied facts about the checkpoint.
-
-    Raises:
-        PrepError: A file is missing, broken or not supported.
-    """
+    """Read the headers and the config of Meta's or Mistral's files. No pickled code is run."""
     path = located.files.path
     if hints.verbatim and (path / MISTRAL_FILE).exists():
         return hf_folder.read(located, hints)

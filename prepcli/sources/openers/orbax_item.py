@@ -74,15 +74,7 @@ MODEL_FILES = {
 
 
 def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
-    """Read the index, config and manifest of an Orbax item.
-
-    Args:
-        located: The checkpoint: an item, a step folder or a run folder with steps.
-        hints: User-supplied facts about the checkpoint.
-
-    Raises:
-        PrepError: The item is broken or not supported.
-    """
+    """Read the index, config and manifest of an Orbax item."""
     path = located.files.path
     manifest = located.manifest
     folder = located.item or path
@@ -291,12 +283,7 @@ def _check_scales(
 
 
 def find_config(folder: AnyPath, path: AnyPath) -> AnyPath | None:
-    """Return the config.json closest to an item, if there is one.
-
-    Args:
-        folder: Folder of the item. It, its `hf` folder and its parents (with theirs) are searched.
-        path: The user's checkpoint argument. The search ends at its parent.
-    """
+    """Return the config.json closest to an item, if there is one."""
     folder = folder.absolute()
     top = path.absolute().parent
     # The search ends at the parent of what the user named: a config.json further up may describe
