@@ -368,7 +368,6 @@ def _find_member(text: str, start: int, key: str) -> int:
 
 
 def _skip_space(text: str, position: int) -> int:
-    """Return the position of the next character other than a space."""
     while text[position] in _SPACE:
         position += 1
     return position

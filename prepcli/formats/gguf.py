@@ -233,7 +233,6 @@ class _Cursor:
 
     @property
     def header(self) -> memoryview:
-        """The bytes up to the current offset."""
         return memoryview(self._buffer)[: self.offset]
 
     @property
@@ -275,7 +274,6 @@ class _Cursor:
                 self.offset = start + nbytes
 
     def number(self, number_format: str) -> Any:
-        """Return the next number in a format of `struct`."""
         return struct.unpack(number_format, self.take(struct.calcsize(number_format)))[0]
 
     def string(self, max_nbytes: int) -> str:
@@ -321,7 +319,12 @@ def _read_header(path: AnyPath, cursor: _Cursor) -> tuple[GgufMetadata, tuple[Gg
             metadata[key] = _read_value(cursor)
         except ValueError as error:
             raise ValueError(f"the key {quote_name(key)}: {error}") from error
-    alignment = _alignment(metadata)
+    alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
+    # `type`, because True is an int for `isinstance`.
+    is_power = type(alignment) is int and alignment > 0 and not alignment & (alignment - 1)
+    if type(alignment) is not int or not is_power or alignment > MAX_ALIGNMENT:
+        what = f"the key `{ALIGNMENT_KEY}` is {alignment!r:.40}"
+        raise ValueError(f"{what}, not a power of two up to {MAX_ALIGNMENT:,}")
     tensors = _read_tensors(cursor, tensor_count, alignment)
     return metadata, tensors
 
@@ -358,20 +361,6 @@ def _read_array(cursor: _Cursor) -> GgufArray:
     else:
         raise ValueError(f"an array of type {item_type:,} is not supported")
     return GgufArray(item_type, count, bytes(cursor.header[start:]))
-
-
-def _alignment(metadata: GgufMetadata) -> int:
-    alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
-    # `type`, because True is an int for `isinstance`.
-    if (
-        type(alignment) is not int
-        or not 0 < alignment <= MAX_ALIGNMENT
-        or alignment & (alignment - 1)
-    ):
-        raise ValueError(
-            f"the key `{ALIGNMENT_KEY}` is {alignment!r:.40}, not a power of two up to {MAX_ALIGNMENT:,}"
-        )
-    return alignment
 
 
 def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> tuple[GgufTensor, ...]:

@@ -114,7 +114,6 @@ def encode_lock(lock: Lock) -> bytes:
 
 
 def _entry_lines(entries: Mapping[str, LockedFile] | Mapping[str, LockedTensor]) -> str:
-    """Return a JSON object with one entry per line."""
     lines: list[str] = []
     for name, entry in entries.items():
         lines.append(f"{json.dumps(name)}:{entry.model_dump_json(exclude_none=True)}")

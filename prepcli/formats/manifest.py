@@ -205,8 +205,11 @@ def find_manifest_folder(path: PathT) -> PathT:
     Return `path` itself if it has no item.
     """
     item = find_item(path)
-    if item is None:
-        return path
+    return path if item is None else item_manifest_folder(item)
+
+
+def item_manifest_folder(item: PathT) -> PathT:
+    """Return the folder with the manifest of an item: itself, its training step or its export."""
     if (item / MANIFEST_FILE).exists():
         return item
     # A training step has its manifest next to the item: RUN/10/state and RUN/10/prep-manifest.json.

@@ -153,10 +153,7 @@ def _read_positive(params: JsonObject, key: str, default: float | None) -> float
 
 def _intermediate_size(params: JsonObject, hidden_size: int) -> int:
     """Return `8/3 * hidden_size * ffn_dim_multiplier`, rounded up to a multiple of `multiple_of`."""
-    if "multiple_of" in params:
-        multiple = _read_positive_int(params, "multiple_of")
-    else:
-        multiple = 256
+    multiple = _read_positive_int(params, "multiple_of") if "multiple_of" in params else 256
     if params.get("ffn_dim_multiplier") is None:
         factor = 1.0
     else:
@@ -183,10 +180,7 @@ def _max_position_embeddings(params: JsonObject, rope_theta: float, is_llama_3: 
 
 def _rope_scaling(params: JsonObject) -> JsonObject:
     """Return the rotary scaling of LLaMA 3.1, or of 3.2: its models are narrower and have a larger factor."""
-    if _read_positive_int(params, "dim") < 4096:
-        factor = 32.0
-    else:
-        factor = 8.0
+    factor = 32.0 if _read_positive_int(params, "dim") < 4096 else 8.0
     return {
         "rope_type": "llama3",
         "factor": _read_positive(params, "rope_scaling_factor", factor),

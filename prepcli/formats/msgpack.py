@@ -233,7 +233,6 @@ class _Cursor:
         return data
 
     def take_uint(self, nbytes: int) -> int:
-        """Return the next big-endian unsigned integer."""
         return int.from_bytes(self.take(nbytes), "big")
 
     def skip(self, count: int) -> int:
@@ -336,7 +335,6 @@ class _ParseState:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep, at {_quote_path(path)}")
 
     def array_at(self, path: KeyPath, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
-        """Return an array in C order at an offset of the file."""
         array = whole_array(".".join(path), dtype, shape, (self.file_number, offset))
         return replace(array, path=path)
 

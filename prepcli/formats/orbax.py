@@ -100,6 +100,11 @@ class OrbaxNonArray:
     value_type: str
     text: str = ""  # content of a string
 
+    @property
+    def is_string(self) -> bool:
+        """Whether the leaf is a string."""
+        return self.value_type == "string"
+
 
 @dataclass(frozen=True, slots=True)
 class OrbaxItem:
@@ -196,18 +201,18 @@ def _find_item_of_step(step: PathT) -> PathT | None:
 
 def list_checkpoint_folders(path: AnyPath) -> list[AnyPath]:
     """Return the subfolders with weights of any format or with files of prep. Steps are omitted."""
-    children = [child for child in _list_subfolders(path) if not child.name.isdigit()]
-    return [child for child in children if not child.name.startswith(".") and _is_checkpoint(child)]
-
-
-def _is_checkpoint(folder: AnyPath) -> bool:
-    if folder.name.endswith(".partial"):
-        return False
-    try:
-        names = list_folder(folder)
-    except PrepError:  # a folder of someone else
-        return False
-    return any(name in CHECKPOINT_FILES or Path(name).suffix in READABLE_SUFFIXES for name in names)
+    folders: list[AnyPath] = []
+    for child in _list_subfolders(path):
+        is_hidden = child.name.startswith(".") or child.name.endswith(".partial")
+        if is_hidden or child.name.isdigit():
+            continue
+        try:
+            names = list_folder(child)
+        except PrepError:  # a folder of someone else
+            continue
+        if any(n in CHECKPOINT_FILES or Path(n).suffix in READABLE_SUFFIXES for n in names):
+            folders.append(child)
+    return folders
 
 
 def _list_subfolders(path: PathT) -> list[PathT]:
@@ -256,6 +261,7 @@ def read_item(folder: AnyPath) -> OrbaxItem:
     metas: list[ArrayMeta] = []
     tables: list[StoredChunks] = []
     codec_names: list[tuple[str, ...]] = []
+    # All documents are parsed before the chunks of any array, which take more memory.
     zarrs = [
         parse_zarr_document(quote_name(name), storage.zarr, document)
         for name, document in zip(names, documents)
@@ -289,20 +295,16 @@ def _require_item(folder: AnyPath) -> str:
     """Return the name of the metadata file of an item. Raise PrepError if the folder is not a finished item."""
     for part in folder.absolute().parts:
         if _UNFINISHED_MARK in part:
-            raise PrepError(
-                f"{folder} is a checkpoint that Orbax did not finish",
-                f"its folder is {part}",
-                "use an earlier step, or save it again",
-            )
+            what = f"{folder} is a checkpoint that Orbax did not finish"
+            hint = "use an earlier step, or save it again"
+            raise PrepError(what, f"its folder is {part}", hint)
     # Raises an error for a folder that does not exist or cannot be read.
     list_folder(folder)
     metadata_file = item_metadata_file(folder)
     if metadata_file is None:
-        raise PrepError(
-            f"{folder} is not an Orbax checkpoint",
-            f"it has no {METADATA_FILE}",
-            f"pass the folder that contains {METADATA_FILE}, e.g. STEP/default",
-        )
+        what = f"{folder} is not an Orbax checkpoint"
+        hint = f"pass the folder that contains {METADATA_FILE}, e.g. STEP/default"
+        raise PrepError(what, f"it has no {METADATA_FILE}", hint)
     return metadata_file
 
 
@@ -359,47 +361,39 @@ def _parse_leaf(folder: AnyPath, entry: Any) -> _TreeLeaf:
             "key_metadata": [_, *_] as keys,
             "value_metadata": {"value_type": str(value_type)} as value,
         }:
-            path = tuple(_parse_path_part(folder, key) for key in keys)
-            return _TreeLeaf(path, value_type, value.get("skip_deserialize") is True)
-    raise _broken_file_error(folder / METADATA_FILE, "it describes a leaf without a path or a type")
-
-
-def _parse_path_part(folder: AnyPath, key: Any) -> str | int:
-    # Orbax's KeyType: 1 is an index of a sequence, 2 a key of a dict. Nine digits bound the list that a
-    # hostile index can ask for.
-    match key:
-        case {"key": str(part), "key_type": 1} if re.fullmatch("0|[1-9][0-9]{0,8}", part):
-            return int(part)
-        case {"key": str(part), "key_type": 2}:
-            return part
-    raise _broken_file_error(
-        folder / METADATA_FILE, f"{quote_name(str(key))} is not a part of a path"
-    )
+            is_empty = value.get("skip_deserialize") is True
+        case _:
+            why = "it describes a leaf without a path or a type"
+            raise _broken_file_error(folder / METADATA_FILE, why)
+    path: list[str | int] = []
+    for key in keys:
+        # Orbax's KeyType: 1 is an index of a sequence, 2 a key of a dict. Nine digits bound the list that a
+        # hostile index can ask for.
+        match key:
+            case {"key": str(part), "key_type": 1} if re.fullmatch("0|[1-9][0-9]{0,8}", part):
+                path.append(int(part))
+            case {"key": str(part), "key_type": 2}:
+                path.append(part)
+            case _:
+                why = f"{quote_name(str(key))} is not a part of a path"
+                raise _broken_file_error(folder / METADATA_FILE, why)
+    return _TreeLeaf(tuple(path), value_type, is_empty)
 
 
 def _read_non_arrays(folder: AnyPath, leaves: Sequence[_TreeLeaf]) -> tuple[OrbaxNonArray, ...]:
-    """Return the empty leaves and the strings of a tree, with the texts of the strings."""
-    empty_leaves: list[OrbaxNonArray] = []
-    strings: list[_TreeLeaf] = []
-    for leaf in leaves:
-        if leaf.is_empty:
-            empty_leaves.append(OrbaxNonArray(leaf.path, leaf.value_type))
-        elif leaf.value_type == "string":
-            strings.append(leaf)
+    """Return the empty leaves, then the strings of a tree with their texts."""
+    others = [OrbaxNonArray(leaf.path, leaf.value_type) for leaf in leaves if leaf.is_empty]
+    strings = [leaf for leaf in leaves if not leaf.is_empty and not leaf.is_array]
     # Orbax writes the file of strings only if the tree has some.
-    texts: JsonObject = {}
-    if strings:
-        texts = _read_json(folder / STRINGS_FILE)
-    text_leaves: list[OrbaxNonArray] = []
+    texts = _read_json(folder / STRINGS_FILE) if strings else {}
     for leaf in strings:
         name = dotted_name(leaf.path)
         content = texts.get(name)
         if not isinstance(content, str):
-            raise _broken_file_error(
-                folder / STRINGS_FILE, f"it has no text for {quote_name(name)}"
-            )
-        text_leaves.append(OrbaxNonArray(leaf.path, leaf.value_type, content))
-    return (*empty_leaves, *text_leaves)
+            why = f"it has no text for {quote_name(name)}"
+            raise _broken_file_error(folder / STRINGS_FILE, why)
+        others.append(OrbaxNonArray(leaf.path, leaf.value_type, content))
+    return tuple(others)
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -451,14 +445,15 @@ def encode_item_metadata(
         entries = iter_index_entries(tables, file_names, storage, compression)
         files = encode_ocdbt_index(entries, now_ns, node_nbytes)
     if storage == LEVANTER:
-        files[LEVANTER_METADATA_FILE] = _encode_json(_levanter_metadata(step, now_ns))
+        # Levanter compares the times of checkpoints of one step, and writes them without a time zone.
+        time = datetime.fromtimestamp(now_ns // 10**9, UTC).replace(tzinfo=None).isoformat()
+        # The first step of Levanter is step 0, so that the last one is the number of finished steps minus 1.
+        metadata = {"step": max(0, step - 1), "timestamp": time, "is_temporary": False}
+        files[LEVANTER_METADATA_FILE] = _encode_json(metadata)
         return files
     files[METADATA_FILE] = _encode_json(_tree_metadata(arrays, non_arrays, storage))
     files[CHECKPOINT_METADATA_FILE] = _encode_json(_checkpoint_metadata(_HANDLER, now_ns))
-    texts: dict[str, str] = {}
-    for leaf in non_arrays:
-        if leaf.value_type == "string":
-            texts[dotted_name(leaf.path)] = leaf.text
+    texts = {dotted_name(each.path): each.text for each in non_arrays if each.is_string}
     if texts:
         files[STRINGS_FILE] = _encode_json(texts)
     # Orbax on Google Cloud Storage takes an item without this marker for unfinished.
@@ -475,37 +470,25 @@ def encode_step_metadata(item_names: Iterable[str], now_ns: int) -> dict[str, by
 def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
     """Raise PrepError if an Orbax checkpoint cannot have these leaves."""
     if not arrays:
+        what = "cannot write an Orbax checkpoint without arrays"
         raise PrepError(
-            "cannot write an Orbax checkpoint without arrays",
-            "the tree contains no arrays",
-            "add an array, or write another format",
+            what, "the tree contains no arrays", "add an array, or write another format"
         )
     for meta in arrays:
         if meta.dtype not in ZARR_TYPESTRS:
-            raise PrepError(
-                f"{meta.name} is {meta.dtype}",
-                f"zarr v2 of TensorStore supports {', '.join(ZARR_TYPESTRS)}",
-                text("cast it: {}", Option("dtype", "bfloat16")),
-            )
+            why = f"zarr v2 of TensorStore supports {', '.join(ZARR_TYPESTRS)}"
+            hint = text("cast it: {}", Option("dtype", "bfloat16"))
+            raise PrepError(f"{meta.name} is {meta.dtype}", why, hint)
         if len(meta.chunk_shape) != len(meta.shape) or min(meta.chunk_shape, default=1) < 1:
-            raise PrepError(
-                f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}",
-                "each axis needs a chunk extent of at least 1",
-                BUG_HINT,
-            )
+            what = f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}"
+            raise PrepError(what, "each axis needs a chunk extent of at least 1", BUG_HINT)
     paths = [leaf.path for leaf in (*arrays, *non_arrays)]
     if () in paths:
-        raise PrepError(
-            "cannot write a single array",
-            "an Orbax tree needs a key for each array",
-            "write a dict of arrays",
-        )
+        why = "an Orbax tree needs a key for each array"
+        raise PrepError("cannot write a single array", why, "write a dict of arrays")
     if names := find_name_clash(paths):
-        raise PrepError(
-            "the tree has two leaves with clashing names",
-            f"{names[0]} and {names[1]}",
-            "rename one of them",
-        )
+        what = "the tree has two leaves with clashing names"
+        raise PrepError(what, f"{names[0]} and {names[1]}", "rename one of them")
 
 
 def _tree_metadata(
@@ -521,8 +504,10 @@ def _tree_metadata(
                 "write_shape": leaf.chunk_shape,
             }
         else:
-            skip = leaf.value_type != "string"
-            value_metadata = {"value_type": leaf.value_type, "skip_deserialize": skip}
+            value_metadata = {
+                "value_type": leaf.value_type,
+                "skip_deserialize": not leaf.is_string,
+            }
         keys: list[dict[str, object]] = []
         for part in leaf.path:
             keys.append({"key": str(part), "key_type": 1 if isinstance(part, int) else 2})
@@ -548,13 +533,6 @@ def _checkpoint_metadata(handlers: str | dict[str, str], now_ns: int) -> dict[st
         "commit_timestamp_nsecs": now_ns,
         "custom_metadata": {},
     }
-
-
-def _levanter_metadata(step: int, now_ns: int) -> dict[str, object]:
-    # Levanter compares the times of checkpoints of one step, and writes them without a time zone.
-    time = datetime.fromtimestamp(now_ns // 10**9, UTC).replace(tzinfo=None)
-    # The first step of Levanter is step 0, so that the last one is the number of finished steps minus 1.
-    return {"step": max(0, step - 1), "timestamp": time.isoformat(), "is_temporary": False}
 
 
 def _encode_json(document: object) -> bytes:

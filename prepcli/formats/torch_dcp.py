@@ -254,7 +254,6 @@ def _read_metadata(path: AnyPath) -> tuple[dict[str, PickledCall], _Ranges, str]
 
 
 def _attributes(value: object) -> dict[str, object]:
-    """Return the attributes of a pickled dataclass."""
     state = value.state if isinstance(value, PickledCall) else None
     if not isinstance(state, PickledMapping):
         raise ValueError("it has an object without attributes")
@@ -309,7 +308,6 @@ class _BoxArchive:
 
     @property
     def box(self) -> Box:
-        """The box in the tensor."""
         return tuple((first, first + extent) for first, extent in zip(self.start, self.shape))
 
 
@@ -545,7 +543,6 @@ def _pickle_properties(dtype: str) -> bytes:
 
 
 def _pickle_size(numbers: Iterable[int]) -> bytes:
-    """Return a pickled `torch.Size`."""
     return pickle_call("torch Size", [pickle_value(tuple(numbers))])
 
 

@@ -132,11 +132,9 @@ class _PickleMachine:
         self.memo: dict[int, object] = {}
 
     def push(self, value: object) -> None:
-        """Push a value."""
         self.stack.append(value)
 
     def push_mark(self) -> None:
-        """Push a mark (MARK)."""
         self.stacks_below.append(self.stack)
         self.stack = []
 
@@ -174,14 +172,12 @@ class _PickleMachine:
         return values
 
     def drop(self) -> None:
-        """Pop the top value or mark (POP)."""
         if self.stack:
             self.stack.pop()
         else:
             self.pop_to_mark()
 
     def push_int(self, value: int) -> None:
-        """Push an integer of any size (LONG1, LONG4)."""
         if value.bit_length() > MAX_INT_BITS:
             raise ValueError(f"a number in it has more than {MAX_INT_BITS:,} bits")
         self.push(value)
@@ -198,13 +194,11 @@ class _PickleMachine:
         self.push(value)
 
     def push_from_memo(self, number: int) -> None:
-        """Push an object of the memo (BINGET)."""
         if number not in self.memo:
             raise ValueError(f"it refers to object {number:,}, which is not in the memo")
         self.push(self.memo[number])
 
     def memoize(self, number: int) -> None:
-        """Store the top value in the memo (BINPUT)."""
         self.memo[number] = self.top()
 
     def push_name(self, module: str, name: str) -> None:
@@ -237,7 +231,6 @@ class _PickleMachine:
             self.push(PickledMapping())
 
     def extend_list(self, values: list[object]) -> None:
-        """Append values to the list on the stack (APPENDS)."""
         self.top(list).extend(values)
 
     def set_items(self, values: list[object]) -> None:
@@ -262,7 +255,6 @@ class _PickleMachine:
             raise ValueError(f"it sets the state of a {type(target).__name__}")
 
     def check_protocol(self, protocol: int) -> None:
-        """Raise ValueError for an unknown protocol (PROTO)."""
         if protocol not in PROTOCOLS:
             raise ValueError(f"it has protocol {protocol}, supported: 0 to {PROTOCOLS[-1]}")
 
@@ -271,7 +263,6 @@ _Execute = Callable[[_PickleMachine, Any], object]
 
 
 def _opcodes(execute: _Execute, *names: str) -> dict[str, _Execute]:
-    """Return table entries of opcodes that do the same."""
     return dict.fromkeys(names, execute)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import JsonObject, JsonValue, parse_json, quote_name
 from prepcli.formats.codecs import CODECS, COMPRESSORS, CRC32C_NBYTES, Crc32c, codec_of
-from prepcli.planning.item_storage import ZARR2, ZARR3, ChunkKeys, Compression, ZarrVersion
+from prepcli.planning.item_storage import ZARR2, ChunkKeys, Compression, ZarrVersion
 from prepcli.planning.tensors import ITEM_BITS
 
 RESAVE_HINT = (
@@ -190,6 +190,10 @@ def _zero(dtype: str) -> object:
     return 0.0
 
 
+class _UnsupportedError(ValueError):
+    """A valid document of an array that prep does not read. The text follows the name of the array."""
+
+
 def parse_zarr_document(name: str, version: ZarrVersion, text: bytes) -> ZarrArray:
     """Parse the metadata document of an array.
 
@@ -203,13 +207,13 @@ def parse_zarr_document(name: str, version: ZarrVersion, text: bytes) -> ZarrArr
     """
     try:
         document = parse_json(text)
+        if not isinstance(document, dict):
+            raise ValueError("it is not a JSON object")
+        return _parse_v2(name, document) if version == ZARR2 else _parse_v3(name, document)
+    except _UnsupportedError as error:
+        raise PrepError(f"{name} {error}", SUPPORTED_STORAGE, RESAVE_HINT) from error
     except ValueError as error:
         raise broken_document_error(name, version, str(error)) from error
-    if not isinstance(document, dict):
-        raise broken_document_error(name, version, "it is not a JSON object")
-    if version == ZARR2:
-        return _parse_v2(name, document)
-    return _parse_v3(name, document)
 
 
 def broken_document_error(name: str, version: ZarrVersion, why: str) -> PrepError:
@@ -225,26 +229,20 @@ def _parse_v2(name: str, document: JsonObject) -> ZarrArray:
     if method is not None:
         codec_names = tuple(codec.name for codec in CODECS.values() if codec.zarr2_id == method)
         if not codec_names:
-            raise _unsupported_storage_error(
-                f"{name} is stored compressed with {quote_name(str(method))}"
-            )
+            raise _UnsupportedError(f"is stored compressed with {quote_name(str(method))}")
     if document.get("filters"):
-        raise _unsupported_storage_error(f"{name} is stored with filters")
+        raise _UnsupportedError("is stored with filters")
     order = document.get("order")
     if order != "C":
-        raise _unsupported_storage_error(f"{name} is stored in order {quote_name(str(order))}")
+        raise _UnsupportedError(f"is stored in order {quote_name(str(order))}")
     separator = document.get("dimension_separator")
     if separator not in (None, ZARR2.chunk_keys.separator):
-        raise _unsupported_storage_error(
-            f"the chunks of {name} are named with {quote_name(str(separator))}"
-        )
+        raise _UnsupportedError(f"has chunks that are named with {quote_name(str(separator))}")
     typestr = document.get("dtype")
-    dtype = None
-    if isinstance(typestr, str):
-        if typestr.startswith(">"):
-            raise _unsupported_storage_error(f"{name} is stored big endian")
-        dtype = _DTYPES.get(typestr)
-    shape, chunk_shape = _parse_shapes(name, ZARR2, document.get("shape"), document.get("chunks"))
+    if isinstance(typestr, str) and typestr.startswith(">"):
+        raise _UnsupportedError("is stored big endian")
+    dtype = _DTYPES.get(typestr) if isinstance(typestr, str) else None
+    shape, chunk_shape = _parse_shapes(document.get("shape"), document.get("chunks"))
     return ZarrArray(
         shape,
         chunk_shape,
@@ -258,57 +256,56 @@ def _parse_v2(name: str, document: JsonObject) -> ZarrArray:
 
 def _parse_v3(name: str, document: JsonObject) -> ZarrArray:
     if (document.get("zarr_format"), document.get("node_type")) != (3, "array"):
-        raise broken_document_error(name, ZARR3, "it does not describe an array of zarr 3")
+        raise ValueError("it does not describe an array of zarr 3")
     if document.get("storage_transformers"):
-        raise _unsupported_storage_error(f"{name} is stored with storage transformers")
-    grid_name, grid = _parse_extension(name, document.get("chunk_grid"), "chunk_grid")
+        raise _UnsupportedError("is stored with storage transformers")
+    grid_name, grid = _parse_extension(document.get("chunk_grid"), "chunk_grid")
     if grid_name != "regular":
-        raise _unsupported_storage_error(f"{name} has the chunk grid {quote_name(grid_name)}")
-    shape, chunk_shape = _parse_shapes(name, ZARR3, document.get("shape"), grid.get("chunk_shape"))
+        raise _UnsupportedError(f"has the chunk grid {quote_name(grid_name)}")
+    shape, chunk_shape = _parse_shapes(document.get("shape"), grid.get("chunk_shape"))
     stored_dtype = document.get("data_type")
-    dtype = None
-    if isinstance(stored_dtype, str) and stored_dtype in ZARR_TYPESTRS:
-        dtype = stored_dtype
-    dtype = _require_dtype(name, dtype, stored_dtype)
-    codecs = _parse_codecs(name, document.get("codecs"))
+    is_known = isinstance(stored_dtype, str) and stored_dtype in ZARR_TYPESTRS
+    dtype = _require_dtype(name, str(stored_dtype) if is_known else None, stored_dtype)
+    codecs = _parse_codecs(document.get("codecs"))
     sharding = None
     # With shards, the outer chunk grid counts shards, and the codec states the chunks.
     if codecs and codecs[0][0] == "sharding_indexed":
         if len(codecs) > 1:
-            raise _unsupported_storage_error(
-                f"the shards of {name} are stored with {quote_name(codecs[1][0])}"
-            )
+            raise _UnsupportedError(f"has shards that are stored with {quote_name(codecs[1][0])}")
         _, settings = codecs[0]
-        chunk_shape, sharding = _parse_sharding(name, chunk_shape, settings)
-        codecs = _parse_codecs(name, settings.get("codecs"))
+        chunk_shape, sharding = _parse_sharding(chunk_shape, settings)
+        codecs = _parse_codecs(settings.get("codecs"))
+    kind, key_settings = _parse_extension(document.get("chunk_key_encoding"), "chunk_key_encoding")
+    separator = key_settings.get("separator", "/" if kind == "default" else ".")
+    if kind not in ("default", "v2") or separator not in ("/", "."):
+        encoding = f"{quote_name(kind)} with {quote_name(str(separator))}"
+        raise _UnsupportedError(f"has chunks that are named as {encoding}")
     return ZarrArray(
         shape,
         chunk_shape,
         dtype,
-        _byte_codec_names(name, codecs),
+        _byte_codec_names(codecs),
         sharding,
         _is_zero(document.get("fill_value")),
-        _parse_chunk_keys(name, document),
+        ChunkKeys(kind == "default", str(separator)),
     )
 
 
 def _parse_sharding(
-    name: str, shard_shape: tuple[int, ...], settings: JsonObject
+    shard_shape: tuple[int, ...], settings: JsonObject
 ) -> tuple[tuple[int, ...], ZarrSharding]:
     """Return the chunk shape within a shard, and the storage of shards."""
-    _, chunk_shape = _parse_shapes(name, ZARR3, list(shard_shape), settings.get("chunk_shape"))
+    _, chunk_shape = _parse_shapes(list(shard_shape), settings.get("chunk_shape"))
     if any(extent % chunk_extent for extent, chunk_extent in zip(shard_shape, chunk_shape)):
-        why = f"chunks {list(chunk_shape)} do not divide shards {list(shard_shape)}"
-        raise broken_document_error(name, ZARR3, why)
-    index_codecs = _byte_codec_names(name, _parse_codecs(name, settings.get("index_codecs")))
+        raise ValueError(f"chunks {list(chunk_shape)} do not divide shards {list(shard_shape)}")
+    index_codecs = _byte_codec_names(_parse_codecs(settings.get("index_codecs")))
     if index_codecs not in ((), (Crc32c.name,)):
-        raise _unsupported_storage_error(
-            f"the shards of {name} have an index that is stored with {', '.join(index_codecs)}"
+        raise _UnsupportedError(
+            f"has shards with an index that is stored with {', '.join(index_codecs)}"
         )
     location = settings.get("index_location", "end")
     if location not in ("start", "end"):
-        why = f"the index of a shard is at its {quote_name(str(location))}"
-        raise broken_document_error(name, ZARR3, why)
+        raise ValueError(f"the index of a shard is at its {quote_name(str(location))}")
     chunks_per_shard = tuple(extent // chunk for extent, chunk in zip(shard_shape, chunk_shape))
     return chunk_shape, ZarrSharding(
         shard_shape, chunks_per_shard, bool(index_codecs), location == "end"
@@ -319,13 +316,13 @@ def _parse_sharding(
 _Extension = tuple[str, JsonObject]
 
 
-def _parse_codecs(name: str, value: JsonValue) -> list[_Extension]:
+def _parse_codecs(value: JsonValue) -> list[_Extension]:
     if not isinstance(value, list):
-        raise broken_document_error(name, ZARR3, "it has no list of codecs")
-    return [_parse_extension(name, codec, "codec") for codec in value]
+        raise ValueError("it has no list of codecs")
+    return [_parse_extension(codec, "codec") for codec in value]
 
 
-def _parse_extension(name: str, value: JsonValue, what: str) -> _Extension:
+def _parse_extension(value: JsonValue, what: str) -> _Extension:
     match value:
         case {"name": str(kind), "configuration": dict(settings)}:
             return kind, settings
@@ -333,69 +330,39 @@ def _parse_extension(name: str, value: JsonValue, what: str) -> _Extension:
             return kind, {}
         case str(kind):
             return kind, {}
-    raise broken_document_error(name, ZARR3, f"it has a {what} without a name")
+    raise ValueError(f"it has a {what} without a name")
 
 
-def _byte_codec_names(name: str, codecs: Sequence[_Extension]) -> tuple[str, ...]:
+def _byte_codec_names(codecs: Sequence[_Extension]) -> tuple[str, ...]:
     """Return the names of the bytes-to-bytes codecs: at most one compressor, then at most one checksum."""
     if not codecs or codecs[0][0] != "bytes":
         first_codec = "has no zarr codec"
         if codecs:
             first_codec = f"has {quote_name(codecs[0][0])} as its first zarr codec"
-        raise _unsupported_storage_error(
-            f"{name} {first_codec}; an array must begin with the codec `bytes`"
-        )
+        raise _UnsupportedError(f"{first_codec}; an array must begin with the codec `bytes`")
     if codecs[0][1].get("endian", "little") != "little":
-        raise _unsupported_storage_error(f"{name} is stored big endian")
+        raise _UnsupportedError("is stored big endian")
     by_name = {codec.zarr3_name: codec for codec in CODECS.values() if codec.zarr3_name}
     names = [codec_name for codec_name, _ in codecs[1:]]
     known = [by_name[codec_name] for codec_name in names if codec_name in by_name]
     kinds = [codec.is_checksum for codec in known]
     if len(known) < len(names) or kinds not in ([], [False], [True], [False, True]):
-        raise _unsupported_storage_error(
-            f"{name} is stored with {', '.join(map(quote_name, names))}"
-        )
+        raise _UnsupportedError(f"is stored with {', '.join(map(quote_name, names))}")
     return tuple(codec.name for codec in known)
 
 
-def _parse_chunk_keys(name: str, document: JsonObject) -> ChunkKeys:
-    kind, settings = _parse_extension(
-        name, document.get("chunk_key_encoding"), "chunk_key_encoding"
-    )
-    separator = settings.get("separator", "/" if kind == "default" else ".")
-    if kind not in ("default", "v2") or separator not in ("/", "."):
-        raise _unsupported_storage_error(
-            f"the chunks of {name} are named as {quote_name(kind)} with {quote_name(str(separator))}"
-        )
-    return ChunkKeys(kind == "default", str(separator))
-
-
-def _parse_shapes(
-    name: str, version: ZarrVersion, shape: Any, chunk_shape: Any
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _parse_shapes(shape: Any, chunk_shape: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of an array and of its chunks."""
-    shape_extents = _parse_shape(shape)
-    chunk_extents = _parse_shape(chunk_shape)
-    if (
-        shape_extents is None
-        or chunk_extents is None
-        or len(shape_extents) != len(chunk_extents)
-        or 0 in chunk_extents
-        or len(shape_extents) > MAX_DIMS
-        or math.prod(chunk_extents) >> MAX_CHUNK_BITS
-    ):
-        needs = f"equal ranks of at most {MAX_DIMS}, and chunks of 1 to 2**{MAX_CHUNK_BITS} - 1 elements"
-        shapes = f"shape {shape!s:.100} and chunk shape {chunk_shape!s:.100}"
-        raise broken_document_error(
-            name, version, f"{shapes} must be lists of extents with {needs}"
-        )
-    return shape_extents, chunk_extents
-
-
-def _parse_shape(value: Any) -> tuple[int, ...] | None:
-    if isinstance(value, list) and all(type(n) is int and n >= 0 for n in value):
-        return tuple(value)
-    return None
+    are_lists = isinstance(shape, list) and isinstance(chunk_shape, list)
+    if are_lists and all(type(n) is int and n >= 0 for n in (*shape, *chunk_shape)):
+        has_rank = len(shape) == len(chunk_shape) <= MAX_DIMS
+        if has_rank and 0 not in chunk_shape and not math.prod(chunk_shape) >> MAX_CHUNK_BITS:
+            return tuple(shape), tuple(chunk_shape)
+    needs = (
+        f"equal ranks of at most {MAX_DIMS}, and chunks of 1 to 2**{MAX_CHUNK_BITS} - 1 elements"
+    )
+    shapes = f"shape {shape!s:.100} and chunk shape {chunk_shape!s:.100}"
+    raise ValueError(f"{shapes} must be lists of extents with {needs}")
 
 
 def _require_dtype(name: str, dtype: str | None, stored_dtype: Any) -> str:
@@ -410,12 +377,7 @@ def _require_dtype(name: str, dtype: str | None, stored_dtype: Any) -> str:
 
 def _is_zero(fill_value: Any) -> bool:
     """Return whether a fill value is 0 in all bits. A missing fill value counts as 0."""
+    is_number = isinstance(fill_value, int | float)
     return (
-        fill_value is None
-        or fill_value is False
-        or (isinstance(fill_value, int | float) and str(fill_value) in ("0", "0.0"))
+        fill_value is None or fill_value is False or (is_number and str(fill_value) in ("0", "0.0"))
     )
-
-
-def _unsupported_storage_error(what: str) -> PrepError:
-    return PrepError(what, SUPPORTED_STORAGE, RESAVE_HINT)

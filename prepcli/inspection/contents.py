@@ -15,7 +15,7 @@ from prepcli.core.json_values import HFConfig
 from prepcli.engine.blobs import DerivedArrays
 from prepcli.formats.codecs import CODECS
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.orbax import OrbaxNonArray, find_item, read_item
+from prepcli.formats.orbax import OrbaxNonArray, read_item
 from prepcli.formats.orbax_chunks import dotted_name
 from prepcli.models.parameters import VERBATIM, Family
 from prepcli.models.registry import FAMILIES
@@ -192,7 +192,7 @@ def read_contents(
         UsageError: `dequantize` is set, and no weight is quantised.
         PrepError: The checkpoint is broken or not supported.
     """
-    check_recorded_files(located.files, located.manifest)
+    check_recorded_files(located)
     if located.kind == "gguf":
         return _gguf_contents(located, config_path)
     if located.kind == "meta":
@@ -354,7 +354,7 @@ def _with_adapter_settings(contents: CheckpointContents) -> CheckpointContents:
 def _orbax_contents(located: LocatedCheckpoint) -> CheckpointContents:
     """Return the contents of an Orbax checkpoint."""
     path = located.files.path
-    item = read_item(find_item(path) or path)
+    item = read_item(located.item or path)
     manifest = located.manifest or NO_MANIFEST
     config_path = find_config(item.folder, path)
     near_config = read_config(config_path) if config_path else {}

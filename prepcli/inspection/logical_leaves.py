@@ -92,10 +92,7 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
             name = names.bare_name(name)
         entries[name] = entry
     sizes = family.sizes(config)
-    if is_item:
-        is_tied = layout.tied
-    else:
-        is_tied = family.is_tied(config, entries)
+    is_tied = layout.tied if is_item else family.is_tied(config, entries)
     shapes = {name: entry.shape for name, entry in entries.items()}
     rows = parameter_rows(family, config, layout.scan, layout.scan_axis, shapes)
     for path, row in rows.items():
@@ -255,7 +252,6 @@ def _first_missing(family: Family, config: HFConfig, shapes: StoredShapes) -> st
 
 
 def _has_file_names(contents: CheckpointContents) -> bool:
-    """Return whether the tensors have the names of transformers."""
     if contents.kind == "dcp":
         return find_marked_library({entry.name for entry in contents.entries}) is None
     return contents.kind in MULTIMODAL_KINDS

@@ -67,14 +67,8 @@ def build_tree(entries: Iterable[SourceTensor]) -> tuple[TreeNode, ...]:
 def tree_rows(nodes: Sequence[TreeNode], depth: int = 0) -> Iterator[tuple[str, str, str, str]]:
     """Yield (name, shape, dtype, size) of each node, with names indented by depth."""
     for node in nodes:
-        if node.tensors > 1:
-            times = f"{node.tensors} x "
-        else:
-            times = ""
-        if node.dtype:
-            shape = f"{times}{list(node.shape)}"
-        else:
-            shape = ""
+        times = f"{node.tensors} x " if node.tensors > 1 else ""
+        shape = f"{times}{list(node.shape)}" if node.dtype else ""
         yield f"{'  ' * depth}{node.name}", shape, node.dtype, format_bytes(node.nbytes)
         yield from tree_rows(node.children, depth + 1)
 

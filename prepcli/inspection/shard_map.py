@@ -32,7 +32,6 @@ class _PictureSide:
 
     @property
     def drawn_parts(self) -> list[int | None]:
-        """Numbers of the drawn parts. None marks the omitted ones."""
         if self.elided:
             return [0, None, self.n_parts - 1]
         return list(range(self.n_parts))
@@ -85,10 +84,7 @@ def _picture_sides(spec: Spec, shard: Sequence[int]) -> tuple[_PictureSide, _Pic
     """
     cut = [i for i, parts in enumerate(spec.shards_per_dim) if parts > 1][-2:]
     only_last = len(cut) == 1 and 0 < cut[0] == len(spec.shards_per_dim) - 1
-    if only_last:
-        dims = [None, *cut]
-    else:
-        dims = [*cut, None, None]
+    dims = [None, *cut] if only_last else [*cut, None, None]
     down = _picture_side(spec, dims[0])
     across = _picture_side(spec, dims[1])
     longest = max(len(across.label(part, shard)) for part in across.drawn_parts)
@@ -134,7 +130,6 @@ def _cell_devices(
 
 
 def _part_number(box: Box, dim: int | None, shard: Sequence[int]) -> int:
-    """Return the number of the part of a side that a box is in."""
     if dim is None:
         return 0
     return box[dim][0] // shard[dim]

@@ -115,10 +115,7 @@ def compute_stats(
             if values.dtype.kind not in "iuc" and values.dtype.itemsize < 4:
                 values = values.astype(np.float32)
             accumulator.add(values)
-        if accumulator.finite:
-            mean = accumulator.total / accumulator.finite
-        else:
-            mean = math.nan
+        mean = accumulator.total / accumulator.finite if accumulator.finite else math.nan
     finite_mean = None
     if math.isfinite(mean):
         finite_mean = mean
@@ -162,10 +159,7 @@ def _entry_values(
 ) -> Iterator[np.ndarray]:
     """Yield the values of an entry, chunk by chunk, without padding beyond its edge."""
     # A file may hold other bytes than 0 and 1, which are undefined values of a NumPy bool.
-    if entry.dtype == "bool":
-        dtype = np.dtype(np.uint8)
-    else:
-        dtype = numpy_dtype(entry.dtype)
+    dtype = np.dtype(np.uint8) if entry.dtype == "bool" else numpy_dtype(entry.dtype)
     array = entry.placement[0].array
     if array.is_contiguous or not _is_in_chunks(entry):
         for _, data in runs.read_in_element_order(entry):

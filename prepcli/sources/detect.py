@@ -33,13 +33,40 @@ from prepcli.formats.torch_files import (
     detect_torch_kind,
     select_model_files,
 )
-from prepcli.quantized.formats import QUANTIZATION_KEYS
+from prepcli.quantized.formats import QUANTIZATION_FILES, QUANTIZATION_KEYS
 from prepcli.sources.quantization import has_quantized_tensors
 from prepcli.sources.references import CONFIG
 from prepcli.stores.files import MAX_CONFIG_NBYTES, read_bytes
 from prepcli.stores.paths import AnyPath
 
 Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm", "adapter", "gguf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of checkpoints.
+
+    Attributes:
+        title: Name in messages.
+        opener: Module of `sources.openers`. Its function `read` returns the source of a located checkpoint.
+    """
+
+    title: str
+    opener: str
+
+
+# Each format has a row here, and in RULES if it is detected by the names in a folder.
+FORMATS: Mapping[Kind, Format] = {
+    "safetensors": Format("safetensors", "hf_folder"),
+    "torch": Format("PyTorch", "hf_folder"),
+    "meta": Format("PyTorch in Meta's layout", "meta_folder"),
+    "dcp": Format("torch distributed checkpoint", "dcp_folder"),
+    "flax": Format("Flax msgpack", "flax_tree"),
+    "easylm": Format("EasyLM stream", "flax_tree"),
+    "orbax": Format("orbax", "orbax_item"),
+    "adapter": Format("adapter of PEFT", "peft_folder"),
+    "gguf": Format("GGUF", "gguf_file"),
+}
 
 MAX_LISTED = 6
 # Folders above the metadata file of an Orbax item: its step and the item itself.
@@ -140,13 +167,27 @@ TRAINING_FILES = Refusal(
     "name the folder that the model itself was saved to",
 )
 
+
+@dataclass(frozen=True, slots=True)
+class Detected:
+    """Format of a checkpoint, and facts about its files that were read to detect it.
+
+    Attributes:
+        kind: The format.
+        item: Path of an Orbax item within the checkpoint. None for other formats.
+        may_be_quantized: Whether settings of a quantisation tool may be among the files.
+    """
+
+    kind: Kind
+    item: str | None = None
+    may_be_quantized: bool = True
+
+
 # Top-level names -> names that a rule applies to.
 Select = Callable[[Sequence[str]], Sequence[str]]
 
 
 def _names_matching(*patterns: str) -> Select:
-    """Return a function to select names by patterns, ignoring case."""
-
     def matches_any(name: str) -> bool:
         return any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
 
@@ -159,7 +200,6 @@ def _all_names_if(matches: Callable[[Sequence[str]], bool]) -> Select:
 
 
 def _adapter_config(names: Sequence[str]) -> Sequence[str]:
-    """Return the config of an adapter in a folder without a model."""
     if ADAPTER_CONFIG in names and CONFIG not in names:
         return [ADAPTER_CONFIG]
     return []
@@ -206,7 +246,9 @@ RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
 )
 
 
-def detect(folder: Folder, *, allow_adapters: bool = False, allow_quantized: bool = False) -> Kind:
+def detect(
+    folder: Folder, *, allow_adapters: bool = False, allow_quantized: bool = False
+) -> Detected:
     """Detect the format of a checkpoint. Of its contents, only the config is read.
 
     The headers of weights are read too if there are settings of a quantisation tool, unless `allow_quantized`.
@@ -224,8 +266,9 @@ def detect(folder: Folder, *, allow_adapters: bool = False, allow_quantized: boo
     names = folder.names()
     # Not one of RULES, which see only names at the top: the metadata of a run's item is two folders
     # below it.
-    if _has_item(names):
-        return "orbax"
+    item = _find_item(names)
+    if item is not None:
+        return Detected("orbax", item)
     top_names = sorted(name for name in names if "/" not in name)
     verdict, selected_names = apply_rules(top_names, allow_quantized=allow_quantized)
     is_settings_file = isinstance(verdict, Refusal) and verdict.is_quantized
@@ -237,14 +280,19 @@ def detect(folder: Folder, *, allow_adapters: bool = False, allow_quantized: boo
             top_names, folder.display_name
         )
     if verdict is ADAPTER and allow_adapters:
-        return "adapter"
+        return Detected("adapter")
     if isinstance(verdict, Refusal):
         raise verdict.error(selected_names, folder.display_name)
+    may_be_quantized = any(name in QUANTIZATION_FILES for name in top_names)
     if CONFIG in top_names:
-        _check_config(folder, allow_quantized=allow_quantized)
+        quantisation = _read_quantisation(folder)
+        may_be_quantized = may_be_quantized or bool(quantisation)
+        if quantisation and not allow_quantized and not _has_only_dense_tensors(folder):
+            why = f"{CONFIG} has a {quantisation}"
+            raise _quantised_refusal(why).error((), folder.display_name)
     if verdict == "safetensors" and _is_native_mistral(folder, top_names):
-        return "meta"
-    return verdict
+        return Detected("meta", may_be_quantized=may_be_quantized)
+    return Detected(verdict, may_be_quantized=may_be_quantized)
 
 
 def _is_native_mistral(folder: Folder, top_names: Sequence[str]) -> bool:
@@ -264,8 +312,8 @@ def _is_native_mistral(folder: Folder, top_names: Sequence[str]) -> bool:
         return False
 
 
-def _has_item(names: Sequence[str]) -> bool:
-    """Return whether the files of an Orbax item, or of a checkpoint of Levanter, are among these."""
+def _find_item(names: Sequence[str]) -> str | None:
+    """Return the path of an Orbax item, or of a checkpoint of Levanter, with files among these."""
     listed = set(names)
     for name in names:
         folder, slash, file = name.rpartition("/")
@@ -273,17 +321,12 @@ def _has_item(names: Sequence[str]) -> bool:
         if markers is None or (slash and folder.count("/") >= MAX_ITEM_DEPTH):
             continue
         if all(f"{folder}{slash}{marker}" in listed for marker in markers):
-            return True
-    return False
+            return folder
+    return None
 
 
 def detect_file(path: AnyPath, display_name: str, *, allow_gguf: bool = False) -> Kind:
-    """Detect the format of a single local file: Flax or EasyLM, by its first bytes, or GGUF, by its name.
-
-    Raises:
-        DamagedError: The file is a pointer of Git LFS.
-        PrepError: The format is another one.
-    """
+    """Detect the format of a single local file: Flax or EasyLM, by its first bytes, or GGUF, by its name."""
     # The open refuses a pointer, whatever its name. No byte is read.
     read_bytes(path, nbytes=0)
     if (kind := sniff_msgpack_kind(path)) is not None:
@@ -310,12 +353,7 @@ def detect_gguf(name: str, display_name: str, *, is_allowed: bool) -> Kind:
 def apply_rules(
     names: Sequence[str], *, allow_quantized: bool = False
 ) -> tuple[Kind | Refusal | None, Sequence[str]]:
-    """Return the verdict of the first rule that selects any of the names, with the selected names.
-
-    Args:
-        names: Names at the top of a folder.
-        allow_quantized: Skip the rules that refuse quantised weights.
-    """
+    """Return the verdict of the first rule that selects any of the names, with the selected names."""
     for select, verdict in RULES:
         if allow_quantized and isinstance(verdict, Refusal) and verdict.is_quantized:
             continue
@@ -324,33 +362,23 @@ def apply_rules(
     return None, ()
 
 
-def _check_config(folder: Folder, *, allow_quantized: bool) -> None:
-    """Raise PrepError if config.json cannot be parsed, or describes quantised weights that are not allowed."""
+def _read_quantisation(folder: Folder) -> str:
+    """Return the quantisation that config.json describes, e.g. `quantization_config: gptq`. Empty if there is none.
+
+    Raise PrepError if config.json cannot be parsed.
+    """
     content = folder.read(CONFIG, 0, MAX_CONFIG_NBYTES + 1)
     try:
         if len(content) > MAX_CONFIG_NBYTES:
             raise ValueError(f"it has more than {MAX_CONFIG_NBYTES:,} bytes")
-        config = load_json(content)
+        config: Any = load_json(content)
     except ValueError as error:
         raise DamagedError(
             f"{folder.display_name} has a broken {CONFIG}", str(error), BROKEN_CONFIG_HINT
         ) from error
-    quantisation = _find_quantisation(config)
-    if quantisation and not allow_quantized and not _has_only_dense_tensors(folder):
-        raise _quantised_refusal(f"{CONFIG} has a {quantisation}").error((), folder.display_name)
-
-
-def _has_only_dense_tensors(folder: Folder) -> bool:
-    """Return whether no tensor is quantised. Settings of a quantisation tool are then left over."""
-    headers = folder.open_headers()
-    return headers is not None and not has_quantized_tensors(headers)
-
-
-def _find_quantisation(config: Any) -> str:
-    """Return `quantization_config: gptq` or similar. Empty if not quantised."""
-    # Multimodal models have the key under text_config.
     if not isinstance(config, Mapping):
         return ""
+    # Multimodal models have the key under text_config.
     text_config = config.get("text_config")
     sections = [config, text_config if isinstance(text_config, Mapping) else {}]
     for section, key in product(sections, QUANTIZATION_KEYS):
@@ -358,6 +386,12 @@ def _find_quantisation(config: Any) -> str:
             method = value.get("quant_method") if isinstance(value, Mapping) else None
             return f"{key}: {method or 'no quant_method'}"
     return ""
+
+
+def _has_only_dense_tensors(folder: Folder) -> bool:
+    """Return whether no tensor is quantised. Settings of a quantisation tool are then left over."""
+    headers = folder.open_headers()
+    return headers is not None and not has_quantized_tensors(headers)
 
 
 def _subfolders_error(folder: Folder, names: Sequence[str]) -> PrepError | None:

@@ -272,7 +272,6 @@ def open_hub_folder(repo: HubRepo, access: Access) -> OpenFolder | HubFolder:
 
 
 def _offline_reason(access: Access) -> Text:
-    """Return which setting disables network access."""
     if access.offline:
         return text("{} disables network access", Option("offline", True))
     variable = f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
@@ -468,6 +467,5 @@ def files_to_download(names: Sequence[str], patterns: Sequence[str] = ()) -> lis
 
 
 def _select_weights(names: Sequence[str]) -> list[str]:
-    """Select the files of the preferred weight format."""
     weights = [name for name in names if name.endswith(".safetensors")]
     return weights or select_torch_files(names) or select_flax_files(names)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import assert_never
 
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.formats.manifest import find_manifest_folder, read_manifest, read_manifest_of_file
+from prepcli.formats.manifest import item_manifest_folder, read_manifest, read_manifest_of_file
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.sources.detect import Kind, detect, detect_file, detect_gguf
+from prepcli.sources.detect import Detected, Kind, detect, detect_file, detect_gguf
 from prepcli.sources.folders import (
     DEFAULT_ACCESS,
     Access,
@@ -44,6 +44,8 @@ class LocatedCheckpoint:
         manifest: Manifest of an output of prep, else None.
         part: EasyLM part in the name, as `params` in `params::PATH`.
         access: How the checkpoint was accessed. Opening it gives notes to the same receiver.
+        item: The Orbax item that the path is or holds. None for other formats.
+        may_be_quantized: Whether settings of a quantisation tool may be among the files.
     """
 
     display_name: str
@@ -53,6 +55,17 @@ class LocatedCheckpoint:
     manifest: Manifest | None
     part: str = ""
     access: Access = DEFAULT_ACCESS
+    item: AnyPath | None = None
+    may_be_quantized: bool = True
+
+    @property
+    def manifest_folder(self) -> AnyPath:
+        """Folder of the manifest, if there is one: of the item, its step or export, or of the files."""
+        if self.item is not None:
+            return item_manifest_folder(self.item)
+        path = self.files.path
+        # `OUTPUT/flax_model.msgpack` given by its own path: its manifest is in the same folder.
+        return path.parent if path.is_file() else path
 
 
 def locate(
@@ -80,19 +93,28 @@ def locate(
     folder = open_folder(reference, access)
     if isinstance(folder, OpenFolder) and folder.path.is_file():
         kind = detect_file(folder.path, reference.display_name, allow_gguf=access.allow_gguf)
+        detected = Detected(kind)
     elif isinstance(reference, HubRepo) and reference.file:
         kind = detect_gguf(reference.file, reference.display_name, is_allowed=access.allow_gguf)
+        detected = Detected(kind)
     else:
-        kind = detect(
+        detected = detect(
             folder,
             allow_adapters=access.allow_adapters,
             allow_quantized=access.allow_quantized,
         )
+        kind = detected.kind
     # Only now, with a known and supported format, are files fetched: a refused model costs a listing.
     files = folder.fetch(kind)
-    manifest = _read_manifest(files.path)
-    if kind in ("safetensors", "torch") and (remark := unused_quantization_note(files.path)):
-        access.note(remark)
+    item = None if detected.item is None else files.path / detected.item
+    if files.path.is_file():
+        manifest = read_manifest_of_file(files.path)
+    else:
+        manifest = read_manifest(files.path if item is None else item_manifest_folder(item))
+    if kind in ("safetensors", "torch") and detected.may_be_quantized:
+        remark = unused_quantization_note(files.path)
+        if remark:
+            access.note(remark)
     return LocatedCheckpoint(
         display_name=reference.display_name,
         model_name=_recorded_name(reference, files, manifest) or reference.model_name,
@@ -101,16 +123,13 @@ def locate(
         manifest=manifest,
         part=reference.part if isinstance(reference, LocalPath) else "",
         access=access,
+        item=item,
+        may_be_quantized=detected.may_be_quantized,
     )
 
 
 def open_folder(reference: Reference, access: Access) -> OpenFolder | HubFolder:
-    """List the files of a checkpoint.
-
-    Raises:
-        PrepError: The checkpoint cannot be reached.
-        UsageError: The reference is a URL, and `access` excludes URLs.
-    """
+    """List the files of a checkpoint."""
     match reference:
         case LocalPath() | RunStep():
             return OpenFolder(reference.display_name, reference.path)
@@ -120,13 +139,6 @@ def open_folder(reference: Reference, access: Access) -> OpenFolder | HubFolder:
             return open_bucket_folder(reference, access)
         case _:
             assert_never(reference)
-
-
-def _read_manifest(path: AnyPath) -> Manifest | None:
-    """Read the manifest of a folder, or the one that records a single file."""
-    if path.is_file():
-        return read_manifest_of_file(path)
-    return read_manifest(find_manifest_folder(path))
 
 
 def _recorded_name(reference: Reference, files: CheckpointFiles, manifest: Manifest | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -10,16 +10,15 @@ from pathlib import Path
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text, did_you_mean, join_names
 from prepcli.core.json_values import quote_name
-from prepcli.formats.manifest import again_hints, check_files, find_manifest_folder
+from prepcli.formats.manifest import again_hints, check_files
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.libraries import HF_LAYOUT
-from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.maps import TensorMap
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
-from prepcli.sources.detect import Kind
+from prepcli.sources.detect import FORMATS
 from prepcli.sources.dropped_tensors import UNINDEXED_RULE, matching_drops, unindexed_names
 from prepcli.sources.folders import CheckpointFiles
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
@@ -34,18 +33,6 @@ from prepcli.stores.paths import SMALL_NBYTES, StorePath, fetch_copies, is_remot
 
 # A note names at most this many tensors that the index does not name.
 MAX_UNINDEXED_NAMES = 5
-# The module of `sources.openers` for each format. Its function `read` returns the source.
-OPENERS: Mapping[Kind, str] = {
-    "safetensors": "hf_folder",
-    "torch": "hf_folder",
-    "meta": "meta_folder",
-    "dcp": "dcp_folder",
-    "flax": "flax_tree",
-    "easylm": "flax_tree",
-    "orbax": "orbax_item",
-    "adapter": "peft_folder",
-    "gguf": "gguf_file",
-}
 # Formats of trees with several layouts.
 TREE_KINDS = ("orbax", "flax", "easylm", "dcp")
 # Entry for the training state of an output of prep on the hub.
@@ -86,7 +73,7 @@ def open_source(
     """
     display_name = located.display_name
     with again_hints(located.manifest):
-        check_recorded_files(located.files, located.manifest)
+        check_recorded_files(located)
         if layout is not None:
             _check_layout_option(located, layout)
         export_map = None if tensor_map else recorded_map(located.manifest)
@@ -117,12 +104,8 @@ def open_source(
             folder = source.root if source.root.is_dir() else source.root.parent
             check_headers(folder, source.manifest, source.file_stamps)
         source = _with_store_stamps(_with_omitted(source, located.files))
-        is_recorded = source.manifest is not None and bool(source.manifest.tensors)
-        lacks_digests = is_recorded and not all(tensor.digests for tensor in source.tensors)
-        if export_map is None and hints.verbatim and lacks_digests:
-            # The manifest has the digests of the model's tensors, and not of the names in these files.
-            model = open_source(located, config_path, verbatim=None, kept_scales="all")
-            source = _made_from(source, model)
+        if export_map is None and hints.verbatim:
+            source = _with_model_digests(source, located, config_path)
         if located.kind in ("safetensors", "torch"):
             source = without_unused_quantization(source)
         # The opener of GGUF files has already decoded the weights.
@@ -139,8 +122,17 @@ def open_source(
         return source
 
 
-def _made_from(source: Source, model: Source) -> Source:
-    """Return a source whose tensors are checked by the digests of another view of the same files."""
+def _with_model_digests(
+    source: Source, located: LocatedCheckpoint, config_path: Path | None
+) -> Source:
+    """Return a verbatim source whose tensors are checked by the digests of the model in the same files.
+
+    The manifest may have the digests of the model's tensors, and not of the names in these files.
+    """
+    is_recorded = source.manifest is not None and bool(source.manifest.tensors)
+    if not is_recorded or all(tensor.digests for tensor in source.tensors):
+        return source
+    model = open_source(located, config_path, verbatim=None, kept_scales="all")
     stored = tuple(tensor for tensor in model.all_tensors if tensor.digests)
     # A name that both views have need not be of the same bytes.
     tensors = tuple(replace(tensor, digests=(), made_from=stored) for tensor in source.tensors)
@@ -192,7 +184,7 @@ def _check_layout_is_used(
 
 def read_source(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """Read the headers and settings of a checkpoint with the opener of its format. Only this opener is imported."""
-    opener = import_module(f"prepcli.sources.openers.{OPENERS[located.kind]}")
+    opener = import_module(f"prepcli.sources.openers.{FORMATS[located.kind].opener}")
     source = opener.read(located, hints)
     assert isinstance(source, Source)
     return source
@@ -280,23 +272,13 @@ def _split_unless_verbatim(source: Source, verbatim: bool | None, drop: Sequence
     return split_towers(source, drop)
 
 
-def check_recorded_files(files: CheckpointFiles, manifest: Manifest | None) -> None:
-    """Check the recorded files of a checkpoint, as far as they were fetched.
-
-    Args:
-        files: The files.
-        manifest: Manifest of an output of prep, else None.
-
-    Raises:
-        DamagedError: A file differs from its record, or does not exist.
-        PrepError: A file cannot be read.
-    """
+def check_recorded_files(located: LocatedCheckpoint) -> None:
+    """Check the recorded files of an output of prep, as far as they were fetched."""
+    manifest = located.manifest
+    files = located.files
     if manifest is None:
         return
-    folder = find_manifest_folder(files.path)
-    # `OUTPUT/flax_model.msgpack` given by its own path: its manifest is in the same folder.
-    if files.path.is_file():
-        folder = files.path.parent
+    folder = located.manifest_folder
     records = manifest.files
     selected = {*records}
     # The rest of a model on the hub was not downloaded. What is absent here is not missing there.

@@ -21,7 +21,7 @@ from prepcli.models.module_order import module_order, optimizer_groups
 from prepcli.models.param_tree import param_leaves
 from prepcli.planning.arrays import Array
 from prepcli.planning.libraries import AdamNumbers, AdamSettings, find_marked_library
-from prepcli.planning.plan import DroppedTensor, SourceFile
+from prepcli.planning.plan import SourceFile
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.planning.tensors import MOMENTS, OPT_STATE_RULE, qualify
 from prepcli.sources.adam_state import (
@@ -42,6 +42,7 @@ from prepcli.sources.source import (
     read_json_object,
     recorded_digests,
     stored_axis_maps,
+    stored_tensor,
 )
 from prepcli.stores.paths import AnyPath
 
@@ -88,8 +89,13 @@ def read_trainer_checkpoint(source: Source) -> Source:
     readable = replace(source, blobs=(*source.byte_sources, path))
     steps = _archived_entries(tensors, STEP_ENTRY, "the step", file_number)
     moments = [_archived_entries(tensors, entry, entry, file_number) for entry in ENTRIES]
+    state_path = source.root / TRAINER_STATE_FILE
+    step = read_json_object(state_path, MAX_TRAINER_STATE_NBYTES).get("global_step")
+    if type(step) is not int or not 0 <= step <= MAX_COUNT:
+        why = f"global_step is {step!r:.40}"
+        raise DamagedError(f"{state_path} is broken", why, GET_AGAIN_HINT)
     numbers = AdamNumbers(
-        step=_global_step(source),
+        step=step,
         settings=_read_settings(str(path), groups),
         num_updates=_num_updates(readable, steps),
     )
@@ -135,10 +141,21 @@ def read_dcp_state(source: Source) -> Source:
     names = [source.file_name(parameter) for parameter in trained_tensors(source)]
     num_updates = _num_updates(source, _dcp_entries(source, names, tensors, STEP_ENTRY))
     settings = _read_settings(name, groups)
-    others = tuple(entry for entry in source.extra_entries if not _is_converted(entry))
+    others = tuple(
+        entry
+        for entry in source.extra_entries
+        if entry.rule != OPT_STATE_RULE and not entry.name.startswith(GROUPS_PREFIX)
+    )
     left_out = dict.fromkeys(_part(entry.name) for entry in others)
     left_out |= dict.fromkeys(_other_parameters(source, names, tensors))
-    left_out |= dict.fromkeys(decay_differences(source, _decayed_names(groups)))
+    # Groups without names of parameters have no decayed ones.
+    decays: dict[str, float] = {}
+    for group in groups:
+        for name_or_number in group["params"] if isinstance(group.get("params"), list) else ():
+            if isinstance(name_or_number, str):
+                decays[name_or_number] = group["weight_decay"]
+    decayed = [parameter for parameter, decay in decays.items() if decay]
+    left_out |= dict.fromkeys(decay_differences(source, decayed))
     moments = [_dcp_entries(source, names, tensors, entry) for entry in ENTRIES]
     return add_training_state(
         replace(source, extra_entries=others),
@@ -276,32 +293,21 @@ def _optimizer_path(source: Source) -> AnyPath:
     raise PrepError(what, why, WITHOUT_STATE_HINT)
 
 
-def _global_step(source: Source) -> int:
-    """Return the number of the last step."""
-    state = read_json_object(source.root / TRAINER_STATE_FILE, MAX_TRAINER_STATE_NBYTES)
-    step = state.get("global_step")
-    if type(step) is not int or not 0 <= step <= MAX_COUNT:
-        what = f"{source.root / TRAINER_STATE_FILE} is broken"
-        raise DamagedError(what, f"global_step is {step!r:.40}", GET_AGAIN_HINT)
-    return step
-
-
 def _state_dict(path: AnyPath, optimizer: TorchObject) -> tuple[Group, Sequence[Group]]:
     """Return `state` and `param_groups` of the optimizer's state dict."""
+
+    def is_group(value: object) -> bool:
+        keys = value.get("params") if isinstance(value, dict) else None
+        return isinstance(keys, list) and all(isinstance(key, int | str) for key in keys)
+
     root = optimizer.root
     if isinstance(root, dict):
         entries = root.get("state")
         groups = root.get("param_groups")
-        if isinstance(entries, dict) and isinstance(groups, list) and all(map(_is_group, groups)):
+        if isinstance(entries, dict) and isinstance(groups, list) and all(map(is_group, groups)):
             return entries, groups
     what = f"{path} is no state of an optimizer"
     raise DamagedError(what, "it lacks state or param_groups", GET_AGAIN_HINT)
-
-
-def _is_group(value: object) -> bool:
-    """Return whether a value is a group of parameters."""
-    keys = value.get("params") if isinstance(value, dict) else None
-    return isinstance(keys, list) and all(isinstance(key, int | str) for key in keys)
 
 
 def _parameter_keys(
@@ -389,11 +395,6 @@ def _stamp(
 # --- Torch distributed checkpoints ---
 
 
-def _is_converted(entry: DroppedTensor) -> bool:
-    """Return whether an entry is a part of the training state."""
-    return entry.rule == OPT_STATE_RULE or entry.name.startswith(GROUPS_PREFIX)
-
-
 def _part(name: str) -> str:
     """Return the part of a checkpoint with an entry: its first key, or the whole name in the optimizer.
 
@@ -429,20 +430,8 @@ def _dcp_entries(
         if name not in tensors:
             why = "the parameter was frozen, or the optimizer is not AdamW"
             raise PrepError(f"{source.display_name} has no {name}", why, WITHOUT_STATE_HINT)
-        tensor = tensors[name]
-        location = (tensor,)
-        entries[parameter] = SourceTensor(name, tensor.dtype, tensor.shape, location)
+        entries[parameter] = stored_tensor(tensors[name])
     return entries
-
-
-def _decayed_names(groups: Sequence[Group]) -> list[str]:
-    """Return the parameters with weight decay. Empty for groups without names of parameters."""
-    decays: dict[str, float] = {}
-    for group in groups:
-        names = group.get("params")
-        if isinstance(names, list):
-            decays |= {name: group["weight_decay"] for name in names if isinstance(name, str)}
-    return [name for name, decay in decays.items() if decay]
 
 
 def _dcp_groups(folder: DcpFolder) -> list[Group]:

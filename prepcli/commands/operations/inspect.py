@@ -50,6 +50,7 @@ from prepcli.planning.tensor_match import (
 from prepcli.planning.tensors import OPT_STATE
 from prepcli.restore.digest_checks import check_tensors
 from prepcli.sources.dequantized import DECODED_DTYPE
+from prepcli.sources.detect import Kind
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.mapped import read_map
@@ -158,7 +159,7 @@ class SourceSummary(TypedDict):
     revision: str | None
     files: int
     bytes: int
-    format: str
+    format: Kind
     family: str | None
     tensors: int
     chunks: int

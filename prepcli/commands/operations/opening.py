@@ -18,7 +18,7 @@ from prepcli.engine.budget import parse_memory
 from prepcli.execution.folder_store import remove_leftover
 from prepcli.execution.output_paths import check_local_path
 from prepcli.execution.workers import ONE_PROCESS, ProcessOptions
-from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder
+from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.tensor_match import MatchOptions
 from prepcli.restore.digest_checks import note_missing_file_digests
 from prepcli.sources.dropped_tensors import drop_tensors
@@ -189,11 +189,11 @@ def open_checkpoint(
         lock = read_lock(common.lock)
         revision = pinned_revision(checkpoint, revision, lock)
     located = locate(checkpoint, revision, step=common.step, access=access)
-    if isinstance(located.files.path, Path):
+    if isinstance(output := located.manifest_folder, Path):
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
-        remove_leftover(find_manifest_folder(located.files.path))
+        remove_leftover(output)
     verbatim = common.verbatim
-    may_have_codes = is_kept or common.quantized == "decode"
+    may_have_codes = located.may_be_quantized and (is_kept or common.quantized == "decode")
     has_codes = may_have_codes and is_quantized(located.files.path)
     if is_kept and has_codes:
         verbatim = True

@@ -34,6 +34,7 @@ from prepcli.models.partition import device_boxes, num_replicas, shard_shape
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE
 from prepcli.planning.tensors import OPT_STATE, PARAMS
+from prepcli.sources.detect import FORMATS
 from prepcli.sources.references import CONFIG
 from prepcli.sources.source import SourceTensor
 
@@ -53,18 +54,9 @@ MAX_ROWS = 2000
 OPTIONAL_COLUMNS = ("offset", "chunks", "file", "chunk", "size")
 # Lines about entries other than arrays. A malformed index may list any number of them.
 MAX_NON_ARRAYS = 24
+
+
 # Titles of storage formats. The title of any other format is its name.
-FORMAT_TITLES = {
-    "torch": "PyTorch",
-    "meta": "PyTorch in Meta's layout",
-    "dcp": "torch distributed checkpoint",
-    "flax": "Flax msgpack",
-    "easylm": "EasyLM stream",
-    "adapter": "adapter of PEFT",
-    "gguf": "GGUF",
-}
-
-
 def tensors_report(selected: SelectedTensors, ui: Ui, *, tree: bool = False) -> Report:
     """Return the table of tensors, or their tree or statistics."""
     checkpoint = selected.checkpoint
@@ -312,7 +304,7 @@ def header_lines(contents: CheckpointContents, source: SourceSummary) -> list[st
     )
     size = f"{format_bytes(sum(entry.nbytes for entry in contents.entries))} {', '.join(source['dtypes'])}".rstrip()
     model = "  ".join([source["name"], _family_text(contents), size_in_values, size])
-    kind = FORMAT_TITLES.get(source["format"], source["format"])
+    kind = FORMATS[source["format"]].title
     stored = [
         f"{kind}, {count_text(source['files'], 'file')}, {count_text(source['tensors'], 'tensor')}"
     ]

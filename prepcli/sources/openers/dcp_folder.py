@@ -47,15 +47,7 @@ NOT_A_TENSOR_RULE = "not a tensor"
 
 
 def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
-    """Read the metadata and the config of a torch distributed checkpoint.
-
-    Args:
-        located: The checkpoint.
-        hints: User-supplied facts about the checkpoint.
-
-    Raises:
-        PrepError: A file is broken or not supported.
-    """
+    """Read the metadata and the config of a torch distributed checkpoint."""
     path = located.files.path
     folder = read_dcp_folder(path)
     state: tuple[Array, ...] = ()
@@ -180,11 +172,7 @@ def match_dcp_tree(
     *,
     library: Library,
 ) -> ForeignTree:
-    """Match the tensors of a checkpoint with the state dict of a library, e.g. torchtitan.
-
-    Raises:
-        PrepError: The family has no such layout, or a tensor has the wrong shape.
-    """
+    """Match the tensors of a checkpoint with the state dict of a library, e.g. torchtitan."""
     (layout,) = library.layouts
     if layout not in family.layouts:
         why = f"its tensors have the names of {layout}, and prep has no layout of it for {family.name}"

@@ -48,15 +48,7 @@ SETTINGS_SUFFIXES = {
 
 
 def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
-    """Read the headers and the config of a Flax file or an EasyLM stream, or of a folder with such files.
-
-    Args:
-        located: The checkpoint.
-        hints: User-supplied facts about the checkpoint.
-
-    Raises:
-        PrepError: A file is broken or not supported.
-    """
+    """Read the headers and the config of a Flax file or an EasyLM stream, or of a folder with such files."""
     path = located.files.path
     display_name = located.display_name
     kind: MsgpackKind = "easylm" if located.kind == "easylm" else "flax"

@@ -39,7 +39,7 @@ from prepcli.sources.openers.hf_folder import make_source
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import NO_SIDE_FILES
 from prepcli.sources.source import MadeFiles, Source, SourceTensor, file_stamps, read_config
-from prepcli.stores.paths import AnyPath, map_files
+from prepcli.stores.paths import map_files
 
 ARCHITECTURE_KEY = "general.architecture"
 SPLIT_KEY = "split.count"
@@ -73,7 +73,7 @@ class _NamedDecoder:
     axis_map: AxisMap | None = None
 
     def location(self, file: int, start: int, number: int) -> Location:
-        """Return the location of a tensor in the blob of decoded tensors."""
+        """Return where tensor `number` of `names` is in the blob `file`, in which the decoder starts at `start`."""
         name = self.names[number]
         dtype = self.decoder.dtype
         if self.axis_map is None:
@@ -84,21 +84,20 @@ class _NamedDecoder:
 
 
 def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
-    """Read the header of a GGUF file, or the headers of all parts.
-
-    Args:
-        located: The checkpoint: the file, or one of the files of a model in parts.
-        hints: User-supplied facts about the checkpoint.
-
-    Raises:
-        PrepError: The file is broken, or its architecture or one of its types is not supported.
-    """
+    """Read the header of a GGUF file, or the headers of all parts."""
     path = located.files.path
     display_name = located.display_name
-    paths = _part_paths(path, display_name)
+    # All parts of `m-00001-of-00003.gguf`, or the file itself.
+    paths = tuple(path.with_name(name) for name in part_names(path.name))
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing:
+        raise PrepError(
+            f"{display_name} is a part of a model",
+            f"it has {count_text(len(paths), 'part')}, and {missing[0]} is missing",
+            "put all parts into one folder",
+        )
     headers = map_files(read_gguf_header, paths)
-    _check_parts(headers, display_name)
-    header = replace(headers[0], tensors=_all_tensors(headers))
+    header = _join_parts(headers, display_name)
     architecture = _read_architecture(header, display_name)
     if hints.config_path is None:
         config = _config_of_metadata(header, architecture, display_name)
@@ -125,21 +124,12 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     )
 
 
-def _part_paths(path: AnyPath, display_name: str) -> tuple[AnyPath, ...]:
-    """Return the files of a model: all parts of `m-00001-of-00003.gguf`, or the file itself."""
-    paths = tuple(path.with_name(name) for name in part_names(path.name))
-    missing = [part.name for part in paths if not part.is_file()]
-    if missing:
-        raise PrepError(
-            f"{display_name} is a part of a model",
-            f"it has {count_text(len(paths), 'part')}, and {missing[0]} is missing",
-            "put all parts into one folder",
-        )
-    return paths
+def _join_parts(headers: Sequence[GgufHeader], display_name: str) -> GgufHeader:
+    """Return the first header with the tensors of all parts.
 
-
-def _check_parts(headers: Sequence[GgufHeader], display_name: str) -> None:
-    """Raise DamagedError if files are not the parts of one model, in their order."""
+    Raise DamagedError if the files are not the parts of one model, in their order.
+    """
+    tensors: dict[str, GgufTensor] = {}
     for number, header in enumerate(headers):
         count = header.metadata.get(SPLIT_KEY, 1)
         position = header.metadata.get(SPLIT_NUMBER_KEY, 0)
@@ -149,20 +139,6 @@ def _check_parts(headers: Sequence[GgufHeader], display_name: str) -> None:
                 f"the key `{SPLIT_KEY}` is {count!r:.40}, and `{SPLIT_NUMBER_KEY}` is {position!r:.40}",
                 GET_AGAIN_HINT,
             )
-    expected = headers[0].metadata.get(SPLIT_TENSORS_KEY)
-    num_tensors = sum(len(header.tensors) for header in headers)
-    if len(headers) > 1 and expected is not None and expected != num_tensors:
-        raise DamagedError(
-            f"{display_name} has {count_text(num_tensors, 'tensor')}",
-            f"the key `{SPLIT_TENSORS_KEY}` is {expected!r:.40}",
-            GET_AGAIN_HINT,
-        )
-
-
-def _all_tensors(headers: Sequence[GgufHeader]) -> tuple[GgufTensor, ...]:
-    """Return the tensors of all parts. Raise DamagedError if two have one name."""
-    tensors: dict[str, GgufTensor] = {}
-    for header in headers:
         for tensor in header.tensors:
             if tensor.name in tensors:
                 raise DamagedError(
@@ -171,7 +147,14 @@ def _all_tensors(headers: Sequence[GgufHeader]) -> tuple[GgufTensor, ...]:
                     GET_AGAIN_HINT,
                 )
             tensors[tensor.name] = tensor
-    return tuple(tensors.values())
+    expected = headers[0].metadata.get(SPLIT_TENSORS_KEY)
+    if len(headers) > 1 and expected is not None and expected != len(tensors):
+        raise DamagedError(
+            f"{display_name} has {count_text(len(tensors), 'tensor')}",
+            f"the key `{SPLIT_TENSORS_KEY}` is {expected!r:.40}",
+            GET_AGAIN_HINT,
+        )
+    return replace(headers[0], tensors=tuple(tensors.values()))
 
 
 def _read_architecture(header: GgufHeader, display_name: str) -> GgufArchitecture:
@@ -314,7 +297,15 @@ def _tensor_decoders(
         shape = tensor.shape
         if name in architecture.rows:
             row = architecture.rows[name].format(layer=layer)
-            yield _mapped_decoder(decoder, tensor, bind_row(parse_row(row), sizes))
+            axis_map = bind_row(parse_row(row), sizes)
+            if shape != axis_map.leaf_shape:
+                raise DamagedError(
+                    f"{quote_name(tensor.name)} has shape {[*shape]}",
+                    f"the config needs {[*axis_map.leaf_shape]}",
+                    GET_AGAIN_HINT,
+                )
+            ((full_name, _),) = axis_map.tensors()
+            yield _NamedDecoder(decoder, (full_name,), axis_map.source_shape, axis_map)
             continue
         if name in VECTORS_OF_MATRICES and len(shape) == 1:
             shape = (1, *shape)
@@ -339,18 +330,6 @@ def _unsupported_type_error(tensor: GgufTensor, types: Iterable[str]) -> PrepErr
         f"GGUF types that are decoded for such a tensor: {', '.join(types)}",
         "use a file of another quantisation of the same model",
     )
-
-
-def _mapped_decoder(decoder: GgufDecoder, tensor: GgufTensor, axis_map: AxisMap) -> _NamedDecoder:
-    """Return the decoder for one part of a tensor, which may be transposed."""
-    if tensor.shape != axis_map.leaf_shape:
-        raise DamagedError(
-            f"{quote_name(tensor.name)} has shape {[*tensor.shape]}",
-            f"the config needs {[*axis_map.leaf_shape]}",
-            GET_AGAIN_HINT,
-        )
-    ((name, _),) = axis_map.tensors()
-    return _NamedDecoder(decoder, (name,), axis_map.source_shape, axis_map)
 
 
 def _split_layer(name: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from prepcli.formats.safetensors import read_adapter_files, read_safetensors_fol
 from prepcli.formats.torch_dcp import read_dcp_folder
 from prepcli.formats.torch_files import read_torch_folder
 from prepcli.planning.arrays import Array
-from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.libraries import scaled_digests
+from prepcli.planning.manifest_fields import NOTHING, Manifest, ScaleRecord
 from prepcli.planning.plan import SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.detect import Kind
@@ -131,13 +132,22 @@ def file_tensors(
 
 
 def with_recorded_digests(
-    tensors: Iterable[SourceTensor], names: TensorNames, manifest: Manifest | None
+    tensors: Iterable[SourceTensor],
+    names: TensorNames,
+    manifest: Manifest | None,
+    scale_records: Mapping[str, ScaleRecord] = NOTHING,
 ) -> tuple[SourceTensor, ...]:
-    """Return the tensors of a tree in the order of their bytes, with the digests in the manifest."""
+    """Return the tensors of a tree in the order of their bytes, with the digests in the manifest.
+
+    A tensor with a scale record is read as it is stored, and has the digests of the scaled values.
+    """
     records = (manifest or NO_MANIFEST).tensors
     recorded: list[SourceTensor] = []
     for tensor in sorted(tensors, key=file_position):
-        digests = recorded_digests(records, names.full_name(tensor.name))
+        name = names.full_name(tensor.name)
+        digests = recorded_digests(records, name)
+        if name in scale_records:
+            digests = scaled_digests(scale_records[name], tensor.shape[0])
         recorded.append(replace(tensor, digests=digests))
     return tuple(recorded)
 

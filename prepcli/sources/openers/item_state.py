@@ -164,17 +164,7 @@ def add_item_state(
     leaves: Mapping[str, Array],
     scale_records: Mapping[str, ScaleRecord],
 ) -> Source:
-    """Return the source of an item with its training state.
-
-    Args:
-        source: The parameters of the item.
-        moments: The moments.
-        leaves: Leaves of the item, by dotted name.
-        scale_records: Records of scaled tensors, if they are read as they are stored.
-
-    Raises:
-        PrepError: A counter is missing or invalid.
-    """
+    """Return the source of an item with its training state."""
     num_updates = _read_counter(source, leaves, f"{moments.adam}.count")
     # E.g. after skipped steps. The schedule of prep is at the number of updates.
     other_counts: dict[str, int] = {}
@@ -184,9 +174,17 @@ def add_item_state(
             other_counts[leaf] = count
     if source.manifest is not None:
         _check_written_leaves(source, source.manifest, leaves, other_counts, num_updates)
+    # E.g. the moments of a value head.
+    parameters = {tensor.name for tensor in source.tensors}
+    other_moments = [
+        f"{tree.format.root}{tensor.name}"
+        for tree in moments.trees.values()
+        for tensor in tree.tensors
+        if tensor.name not in parameters
+    ]
     left_out = [
         *_unread_parts(moments, leaves),
-        *_other_moments(source, moments),
+        *other_moments,
         *(f"{leaf.removesuffix(BOXED_SUFFIX)} {count}" for leaf, count in other_counts.items()),
     ]
     others: list[DroppedTensor] = []
@@ -261,15 +259,6 @@ def _part(name: str, adam: str) -> str:
     return ".".join(keys[: num_shared + 1])
 
 
-def _other_moments(source: Source, moments: MomentTrees) -> Iterator[str]:
-    """Yield the leaves of moments and averages without a parameter, e.g. of a value head."""
-    parameters = {tensor.name for tensor in source.tensors}
-    for tree in moments.trees.values():
-        for tensor in tree.tensors:
-            if tensor.name not in parameters:
-                yield f"{tree.format.root}{tensor.name}"
-
-
 def _moment_tensors(
     source: Source, moments: MomentTrees, scale_records: Mapping[str, ScaleRecord]
 ) -> Iterator[SourceTensor]:
@@ -314,11 +303,7 @@ def _read_counter(source: Source, leaves: Mapping[str, Array], name: str) -> int
 
 
 def with_state_item(item: OrbaxItem) -> OrbaxItem:
-    """Return an item of parameters with the arrays of the optimizer state in the item next to it, if there is one.
-
-    Raises:
-        PrepError: The other item is invalid, or both have an array of one name.
-    """
+    """Return an item of parameters with the arrays of the optimizer state in the item next to it, if there is one."""
     name = STATE_ITEMS.get(item.folder.name)
     if name is None or item_metadata_file(item.folder.parent / name) is None:
         return item

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
@@ -60,22 +60,9 @@ ROPE_FREQUENCIES = "rope.freqs"
 NATIVE_FAMILIES = (FAMILY.name, "mistral")
 
 
-@dataclass(frozen=True, slots=True)
-class MetaTensorRule:
-    """Mapping of one of Meta's tensors to the Hugging Face tensor.
-
-    Attributes:
-        row: Axis map, with Meta's dims on the left and the dims of Hugging Face on the right.
-        shard_axis: Dim sharded over files. None if each file has the whole tensor.
-    """
-
-    row: str
-    shard_axis: int | None
-
-
 _LAYER = "layers.{layers}."
+# Dim of each of Meta's tensors that is sharded over files. None if each file has the whole tensor.
 _SHARD_AXES: Mapping[str, int | None] = {
-    # LLaMA 1 and 2 shard axis 1, LLaMA 3 axis 0. The shape decides.
     EMBEDDING: 1,
     f"{_LAYER}attention_norm.weight": None,
     f"{_LAYER}attention.wq.weight": 0,
@@ -91,31 +78,18 @@ _SHARD_AXES: Mapping[str, int | None] = {
 }
 
 
-def _tensor_rules() -> dict[str, MetaTensorRule]:
-    """Return the rule of each of Meta's tensors. The state dict of torchtitan has the same tensors."""
-    parameters = FAMILY.layouts[TORCHTITAN_LAYOUT].parameters
-    rules: dict[str, MetaTensorRule] = {}
-    for name, shard_axis in _SHARD_AXES.items():
-        parameter = parameters[META_NAMES.get(name, name)]
-        rules[name] = MetaTensorRule(parameter.row, shard_axis)
-    return rules
-
-
-META_TENSOR_RULES: Mapping[str, MetaTensorRule] = _tensor_rules()
+# Axis map of each of Meta's tensors, with Meta's dims on the left and the dims of Hugging Face on the right. The state
+# dict of torchtitan has the same tensors.
+_ROWS: Mapping[str, str] = {
+    name: FAMILY.layouts[TORCHTITAN_LAYOUT].parameters[META_NAMES.get(name, name)].row
+    for name in _SHARD_AXES
+}
 
 _LAYER_TENSOR = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)")
 
 
 def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
-    """Read the headers and the config of Meta's or Mistral's files. No pickled code is run.
-
-    Args:
-        located: The checkpoint.
-        hints: User-supplied facts about the checkpoint.
-
-    Raises:
-        PrepError: A file is missing, broken or not supported.
-    """
+    """Read the headers and the config of Meta's or Mistral's files. No pickled code is run."""
     path = located.files.path
     if hints.verbatim and (path / MISTRAL_FILE).exists():
         return hf_folder.read(located, hints)
@@ -270,13 +244,15 @@ class _ShardedTensors:
             match = _LAYER_TENSOR.fullmatch(name)
             pattern = _LAYER + match[2] if match else name
             first, blob = shards[0]
-            if pattern not in META_TENSOR_RULES:
+            if pattern not in _ROWS:
                 yield (
                     first.offset,
                     SourceTensor(name, first.dtype, first.shape, (first.in_file(blob),)),
                 )
                 continue
-            axis_map = self._axis_map(pattern)
+            if pattern not in self._axis_maps:
+                self._axis_maps[pattern] = bind_row(parse_row(_ROWS[pattern]), self._sizes)
+            axis_map = self._axis_maps[pattern]
             indices = {"layers": int(match[1])} if match else {}
             placement = (self._placement(pattern, axis_map, indices, shards),)
             yield (
@@ -285,13 +261,6 @@ class _ShardedTensors:
                     axis_map.tensor_name(indices), first.dtype, axis_map.source_shape, placement
                 ),
             )
-
-    def _axis_map(self, pattern: str) -> AxisMap:
-        if pattern not in self._axis_maps:
-            self._axis_maps[pattern] = bind_row(
-                parse_row(META_TENSOR_RULES[pattern].row), self._sizes
-            )
-        return self._axis_maps[pattern]
 
     def _check_shards(self, name: str, shards: Sequence[tuple[Array, int]]) -> None:
         """Raise PrepError unless each file has a shard, all of one dtype."""
@@ -316,7 +285,10 @@ class _ShardedTensors:
         shards: Sequence[tuple[Array, int]],
     ) -> Location:
         """Return where a tensor is stored: its location in a single file, else one chunk per file."""
-        axis = self._shard_axis(pattern, axis_map, shards[0][0])
+        axis = _SHARD_AXES[pattern]
+        # LLaMA 1 and 2 shard the columns of the embedding, LLaMA 3 its rows.
+        if pattern == EMBEDDING and shards[0][0].shape[1:] == axis_map.leaf_shape[1:]:
+            axis = 0
         chunk_shape = self._shard_shape(axis_map, axis)
         for tensor, _ in shards:
             if tensor.shape != chunk_shape:
@@ -345,12 +317,6 @@ class _ShardedTensors:
         first = parts[0][0]
         array = Array(first.name, first.dtype, axis_map.leaf_shape, chunk_shape, chunks)
         return MappedArray(axis_map, tuple(indices.items()), array)
-
-    def _shard_axis(self, pattern: str, axis_map: AxisMap, first: Array) -> int | None:
-        """Return the sharded dim. LLaMA 1 and 2 shard the columns of the embedding, LLaMA 3 its rows."""
-        if pattern == EMBEDDING and first.shape[1:] == axis_map.leaf_shape[1:]:
-            return 0
-        return META_TENSOR_RULES[pattern].shard_axis
 
     def _shard_shape(self, axis_map: AxisMap, axis: int | None) -> tuple[int, ...]:
         """Return the shape of each file's shard. Raise PrepError if the heads are not divisible by the files."""

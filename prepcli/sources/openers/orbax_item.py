@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -16,14 +16,14 @@ from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, P
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import HFConfig, quote_name
 from prepcli.engine.digest import digest
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder
-from prepcli.formats.orbax import OrbaxItem, find_item, item_metadata_file, read_item
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST
+from prepcli.formats.orbax import OrbaxItem, item_metadata_file, read_item
 from prepcli.formats.orbax_chunks import dotted_name
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family
 from prepcli.planning.arrays import Array
 from prepcli.planning.item_storage import METADATA_FILE
-from prepcli.planning.libraries import LayoutScale, recorded_scale, scaled_digests
+from prepcli.planning.libraries import LayoutScale, recorded_scale
 from prepcli.planning.manifest_fields import Manifest, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensor_match import TensorNames
@@ -38,7 +38,7 @@ from prepcli.sources.foreign_trees import (
 )
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel, select_family
-from prepcli.sources.openers.hf_folder import make_source
+from prepcli.sources.openers.hf_folder import make_source, with_recorded_digests
 from prepcli.sources.openers.item_state import (
     MomentTrees,
     add_item_state,
@@ -50,11 +50,9 @@ from prepcli.sources.side_files import SideFile, SideFiles, find_side_files, mat
 from prepcli.sources.source import (
     HF_FOLDER,
     Source,
-    SourceTensor,
     Wrapper,
     file_position,
     read_config,
-    recorded_digests,
 )
 from prepcli.stores.buffers import Blob
 from prepcli.stores.files import read_small_file, stat_file
@@ -68,38 +66,17 @@ NO_ARRAY_RULE = "not an array"
 NO_SCALES: Mapping[str, LayoutScale] = MappingProxyType({})
 # Small files of a model, in a folder that may contain unrelated files.
 MODEL_FILES = {
-    *(
-        "added_tokens.json",
-        "chat_template.jinja",
-        "generation_config.json",
-        "merges.txt",
-        "special_tokens_map.json",
-    ),
-    *(
-        "spiece.model",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "vocab.json",
-        "vocab.txt",
-    ),
-}
+    "added_tokens.json", "chat_template.jinja", "generation_config.json", "merges.txt", "special_tokens_map.json",
+    "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+}  # fmt: skip
 
 
 def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
-    """Read the index, config and manifest of an Orbax item.
-
-    Args:
-        located: The checkpoint: an item, a step folder or a run folder with steps.
-        hints: User-supplied facts about the checkpoint.
-
-    Raises:
-        PrepError: The item is broken or not supported.
-    """
+    """Read the index, config and manifest of an Orbax item."""
     path = located.files.path
     manifest = located.manifest
-    folder = find_item(path) or path
-    manifest_folder = find_manifest_folder(folder)
+    folder = located.item or path
+    manifest_folder = located.manifest_folder
     item = read_item(folder)
     if manifest is None or manifest.is_for_trainer:
         if _has_state(hints, manifest):
@@ -177,10 +154,13 @@ def _read_foreign_item(item: OrbaxItem, located: LocatedCheckpoint, hints: Sourc
             DroppedTensor(dotted_name(entry.path), 0, NO_ARRAY_RULE) for entry in item.non_arrays
         )
     else:
+        records = manifest or NO_MANIFEST
         match_trees = partial(_match_trees, family, config, display_name, hints, manifest)
         tree, moments = match_trees(leaves)
-        if manifest is not None and _keeps_scales(hints, manifest):
-            scale_records = manifest.scales
+        # The scaled values of an output are read as they are stored, if the hints say so.
+        kept = {"none": False, "rounded": bool(records.lost_values), "all": bool(records.scales)}
+        if kept[hints.kept_scales]:
+            scale_records = records.scales
             _check_scales(tree, moments, scale_records, display_name)
         elif tree.scales:
             # The layout is known only after the match. The leaves with a scale are then read through it.
@@ -190,9 +170,15 @@ def _read_foreign_item(item: OrbaxItem, located: LocatedCheckpoint, hints: Sourc
             blobs, leaves = stored_leaves(item, scales)
             tree, moments = match_trees(leaves)
         names = tree.names
-        tensors = _with_recorded_digests(tree, manifest or NO_MANIFEST, scale_records)
+        tensors = with_recorded_digests(tree.tensors, names, manifest, scale_records)
         extra_entries = tree.extra_entries
-    side_files = SideFiles(_model_files(config_path, hints.copied_files))
+    model_files: list[SideFile] = []
+    if config_path is not None:
+        # The files of the model next to its config, e.g. the tokenizer, and those that match a pattern.
+        for file in find_side_files(config_path.parent, hints.copied_files).copied:
+            if file.name in MODEL_FILES or matches_any(file.name, hints.copied_files):
+                model_files.append(file)
+    side_files = SideFiles(tuple(model_files))
     source = make_source(
         located,
         FolderModel(config_path, config, family, names, side_files),
@@ -200,29 +186,11 @@ def _read_foreign_item(item: OrbaxItem, located: LocatedCheckpoint, hints: Sourc
         _watched_files(item),
         _file_stamps(item, settings),
     )
-    root = find_manifest_folder(item.folder) if manifest else item.folder
+    root = located.manifest_folder if manifest else item.folder
     source = replace(source, root=root, blobs=blobs, extra_entries=extra_entries)
     if moments is None:
         return source
     return add_item_state(source, moments, leaves, scale_records)
-
-
-def _keeps_scales(hints: SourceHints, manifest: Manifest) -> bool:
-    """Return whether to read the scaled values of an output as they are stored."""
-    if hints.kept_scales == "rounded":
-        return manifest.lost_values > 0
-    return hints.kept_scales == "all" and bool(manifest.scales)
-
-
-def _model_files(config_path: AnyPath | None, patterns: Sequence[str]) -> tuple[SideFile, ...]:
-    """Return the files of the model next to its config, e.g. the tokenizer, and those that match a pattern."""
-    if config_path is None:
-        return ()
-    model_files: list[SideFile] = []
-    for file in find_side_files(config_path.parent, patterns).copied:
-        if file.name in MODEL_FILES or matches_any(file.name, patterns):
-            model_files.append(file)
-    return tuple(model_files)
 
 
 def _match_trees(
@@ -312,28 +280,8 @@ def _check_scales(
             raise DamagedError(what, why, GET_AGAIN_HINT)
 
 
-def _with_recorded_digests(
-    tree: ForeignTree, manifest: Manifest, scale_records: Mapping[str, ScaleRecord]
-) -> tuple[SourceTensor, ...]:
-    """Return the tensors of a tree with their digests: of the scaled values if the tensor has a scale record."""
-    tensors: list[SourceTensor] = []
-    for tensor in tree.tensors:
-        name = tree.names.full_name(tensor.name)
-        if name in scale_records:
-            digests = scaled_digests(scale_records[name], tensor.shape[0])
-        else:
-            digests = recorded_digests(manifest.tensors, name)
-        tensors.append(replace(tensor, digests=digests))
-    return tuple(tensors)
-
-
 def find_config(folder: AnyPath, path: AnyPath) -> AnyPath | None:
-    """Return the config.json closest to an item, if there is one.
-
-    Args:
-        folder: Folder of the item. It, its `hf` folder and its parents (with theirs) are searched.
-        path: The user's checkpoint argument. The search ends at its parent.
-    """
+    """Return the config.json closest to an item, if there is one."""
     folder = folder.absolute()
     top = path.absolute().parent
     # The search ends at the parent of what the user named: a config.json further up may describe

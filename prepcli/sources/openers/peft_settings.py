@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import HFConfig
@@ -43,107 +42,62 @@ from prepcli.stores.paths import AnyPath
 MERGE_HINT = "PEFT's `merge_and_unload()` merges other adapters"
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadField:
-    """A field whose value prep does not use.
-
-    Attributes:
-        reason: Why no value has an effect, or why other values are not supported.
-        values: The supported values, the first one for adapters without the field. None means all.
-    """
-
-    reason: str
-    values: tuple[object, ...] | None = None
-
-
-def _only(*values: object, reason: str) -> UnreadField:
-    return UnreadField(reason, values)
-
-
-# With the supported values an adapter is plain LoRA: alpha / r times B A is added to a weight.
-UNREAD_FIELDS: Mapping[str, UnreadField] = {
-    "peft_type": _only("LORA", reason="only LoRA adapters are supported"),
-    "bias": _only("none", None, reason="trained biases are not supported"),
-    "lora_bias": _only(False, None, reason="a bias of B is not supported"),
-    "use_dora": _only(False, None, reason="DoRA also trains the norm of each weight"),
-    "use_qalora": _only(False, None, reason="QALoRA averages groups of inputs"),
-    "use_bdlora": _only(None, False, reason="BD-LoRA has matrices of diagonal blocks"),
-    "velora_config": _only(None, {}, reason="VeLoRA trains A with compressed inputs"),
-    "kasa_config": _only(None, {}, reason="KaSA changes the weights of the base model"),
-    "monteclora_config": _only(None, {}, reason="MonteCLoRA adds random samples to A"),
-    "arrow_config": _only(None, {}, reason="Arrow routes tokens between several adapters"),
-    "alora_invocation_tokens": _only(
-        None, [], reason="aLoRA adapts only tokens after its invocation"
+# Fields that prep does not read, with their supported values and the reason why others are not supported. With these
+# values an adapter is plain LoRA: alpha / r times B A is added to a weight.
+SUPPORTED_VALUES: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "peft_type": (("LORA",), "only LoRA adapters are supported"),
+    "bias": (("none", None), "trained biases are not supported"),
+    "lora_bias": ((False, None), "a bias of B is not supported"),
+    "use_dora": ((False, None), "DoRA also trains the norm of each weight"),
+    "use_qalora": ((False, None), "QALoRA averages groups of inputs"),
+    "use_bdlora": ((None, False), "BD-LoRA has matrices of diagonal blocks"),
+    "velora_config": ((None, {}), "VeLoRA trains A with compressed inputs"),
+    "kasa_config": ((None, {}), "KaSA changes the weights of the base model"),
+    "monteclora_config": ((None, {}), "MonteCLoRA adds random samples to A"),
+    "arrow_config": ((None, {}), "Arrow routes tokens between several adapters"),
+    "alora_invocation_tokens": ((None, []), "aLoRA adapts only tokens after its invocation"),
+    "trainable_token_indices": ((None, [], {}), "trained rows of an embedding are not supported"),
+    "layers_to_transform": ((None, []), "adapters of some layers are not supported"),
+    "layer_replication": ((None, []), "repeated layers are not supported"),
+    "megatron_config": ((None, {}), "modules of Megatron are not supported"),
+    "enable_lora": ((None, []), "parts of a fused weight are not supported"),
+    "init_lora_weights": (
+        (True, False, None, "gaussian", "eva", "orthogonal"),
+        "this initialisation changes the weights of the base model, or freezes a matrix",
     ),
-    "trainable_token_indices": _only(
-        None, [], {}, reason="trained rows of an embedding are not supported"
-    ),
-    "layers_to_transform": _only(None, [], reason="adapters of some layers are not supported"),
-    "layer_replication": _only(None, [], reason="repeated layers are not supported"),
-    "megatron_config": _only(None, {}, reason="modules of Megatron are not supported"),
-    "enable_lora": _only(None, [], reason="parts of a fused weight are not supported"),
-    "init_lora_weights": _only(
-        *(True, False, None, "gaussian", "eva", "orthogonal"),
-        reason="this initialisation changes the weights of the base model, or freezes a matrix",
-    ),
-    "task_type": UnreadField("the head of a task is in modules_to_save"),
-    "auto_mapping": UnreadField("it names the Python class of the model"),
-    "peft_version": UnreadField("each field is checked by itself"),
-    "revision": UnreadField("the base model is the one that the command or the recipe names"),
-    "inference_mode": UnreadField("PEFT sets it again when it loads an adapter"),
-    "runtime_config": UnreadField("it chooses where PEFT computes"),
-    "merge_weights": UnreadField("it is a mode of evaluation of the first versions of PEFT"),
-    "megatron_core": UnreadField("only megatron_config uses it"),
-    "layers_pattern": UnreadField("only layers_to_transform uses it"),
-    "qalora_group_size": UnreadField("only use_qalora uses it"),
-    "loftq_config": UnreadField("only the initialisation uses it"),
-    "eva_config": UnreadField("only the initialisation uses it"),
-    "corda_config": UnreadField("only the initialisation uses it"),
-    "lora_ga_config": UnreadField("only the initialisation uses it"),
 }
+# Fields without an effect on the values: names and versions, modes of PEFT, and settings of the fields above or of the
+# initialisation.
+IGNORED_FIELDS = {
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config", "merge_weights",
+    "megatron_core", "layers_pattern", "qalora_group_size", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config",
+}  # fmt: skip
 
 
-def check_unread_fields(
-    folder: AnyPath, content: Mapping[str, object], read_fields: Mapping[str, object]
-) -> None:
-    """Check the fields of an adapter_config.json that prep does not read.
-
-    Args:
-        folder: Folder of the adapter.
-        content: Content of its adapter_config.json.
-        read_fields: Fields that prep reads.
-
-    Raises:
-        PrepError: A field has an unsupported value, or is unknown and set.
-    """
-    for name, field in UNREAD_FIELDS.items():
-        if name in content and field.values is not None:
-            _check_value(folder, name, content[name], field)
+def _check_unread_fields(folder: AnyPath, content: Mapping[str, object]) -> None:
+    """Raise PrepError for a field with an unsupported value, or one that is unknown and set."""
+    for name, (values, reason) in SUPPORTED_VALUES.items():
+        # 0 == False in Python, but an integer is not a boolean setting.
+        value = content.get(name)
+        is_supported = any(type(value) is type(each) and value == each for each in values)
+        if name in content and not is_supported:
+            what = f"{folder}: {name} = {value_text(value)} is not supported"
+            raise PrepError(what, reason, MERGE_HINT)
+    known = IGNORED_FIELDS | SUPPORTED_VALUES.keys() | PeftSettings.model_fields.keys()
     for name, value in content.items():
         # An empty value is the default of every field that turns something on.
-        if name not in UNREAD_FIELDS and name not in read_fields and value:
+        if name not in known and value:
             what = f"{folder}: {name[:60]!r} = {value_text(value)} is unknown"
             why = "a setting of adapters may change the model or its training"
             hint = "remove it from adapter_config.json if it changes neither"
             raise PrepError(what, why, hint)
 
 
-def _check_value(folder: AnyPath, name: str, value: object, field: UnreadField) -> None:
-    """Raise PrepError for an unsupported value."""
-    for supported in field.values or ():
-        # 0 == False in Python, but an integer is not a boolean setting.
-        if type(value) is type(supported) and value == supported:
-            return
-    what = f"{folder}: {name} = {value_text(value)} is not supported"
-    raise PrepError(what, field.reason, MERGE_HINT)
-
-
 def value_text(value: object) -> str:
     """Return a short text of a value. Python refuses to print integers of thousands of digits."""
     if isinstance(value, int) and abs(value) >= 10**30:
-        if value > 0:
-            return "an integer above 10^30"
-        return "an integer below -10^30"
+        return "an integer above 10^30" if value > 0 else "an integer below -10^30"
     try:
         return f"{value!r:.60}"
     except ValueError:
@@ -157,19 +111,8 @@ MAX_RANK = 2**31 - 1
 MAX_SHOWN = 3  # faults of one file in a message
 
 
-def _false_if_null(value: object) -> object:
-    if value is None:
-        return False
-    return value
-
-
-def _empty_if_null(value: object) -> object:
-    if value is None:
-        return {}
-    return value
-
-
-Flag = Annotated[bool, BeforeValidator(_false_if_null)]
+Flag = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
+_EMPTY_IF_NULL = BeforeValidator(lambda value: {} if value is None else value)
 Rank = Annotated[int, Field(ge=1, le=MAX_RANK)]
 Alpha = Annotated[float, Field(gt=0)]
 # A regular expression, or ends of module names.
@@ -177,7 +120,7 @@ ModuleNames = str | list[str] | None
 
 
 class PeftSettings(BaseModel):
-    """The content of an adapter_config.json. `UNREAD_FIELDS` has its other fields."""
+    """The content of an adapter_config.json. `SUPPORTED_VALUES` and `IGNORED_FIELDS` have its other fields."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -189,10 +132,8 @@ class PeftSettings(BaseModel):
     base_model_name_or_path: str | None = None
     target_modules: ModuleNames = None
     exclude_modules: ModuleNames = None
-    rank_pattern: Annotated[dict[str, Rank], BeforeValidator(_empty_if_null)] = Field(
-        default_factory=dict[str, int]
-    )
-    alpha_pattern: Annotated[dict[str, Alpha], BeforeValidator(_empty_if_null)] = Field(
+    rank_pattern: Annotated[dict[str, Rank], _EMPTY_IF_NULL] = Field(default_factory=dict[str, int])
+    alpha_pattern: Annotated[dict[str, Alpha], _EMPTY_IF_NULL] = Field(
         default_factory=dict[str, float]
     )
     modules_to_save: list[str] | None = None
@@ -251,7 +192,7 @@ def read_settings(folder: AnyPath) -> PeftSettings:
         )
     check_files(folder, read_manifest(folder) or NO_MANIFEST)
     content = read_config(path)
-    check_unread_fields(folder, content, PeftSettings.model_fields)
+    _check_unread_fields(folder, content)
     try:
         settings = PeftSettings.model_validate(content)
     except ValidationError as error:
@@ -382,9 +323,8 @@ def check_settings(folder: AnyPath, settings: PeftSettings, tensors: Iterable[Ar
     modules = [tensor.name.rpartition(".")[0] for tensor in tensors]
     for name in settings.modules_to_save or ():
         if not any(module.endswith(name) for module in modules):
-            what = f"{path} does not belong to the tensors next to it"
             why = f"modules_to_save has {name!r:.80}, and no tensor is of such a module"
-            raise PrepError(what, why, "get or export the adapter again")
+            raise _mismatch_error(path, why)
     for tensor in tensors:
         match = MATRIX_NAME.fullmatch(tensor.name)
         if match is None or len(tensor.shape) != 2:
@@ -399,16 +339,13 @@ def check_settings(folder: AnyPath, settings: PeftSettings, tensors: Iterable[Ar
             r_text = value_text(expected)
             key = "r" if find_pattern(settings.rank_pattern, [module]) is None else "rank_pattern"
             why = f"{key} is {r_text}, but {tensor.name} is {shape}, which has the rank {rank}"
-            raise PrepError(
-                f"{path} does not belong to the tensors next to it",
-                why,
-                "get or export the adapter again",
-            )
+            raise _mismatch_error(path, why)
         _check_scale(path, settings, settings.scaling_of(module))
+        what = f"they have an adapter of {module}"
         if not _selects_module(settings.target_modules, module, if_unset=True):
-            raise _not_selected_error(path, module, "target_modules does not list it")
+            raise _mismatch_error(path, f"{what}, but target_modules does not list it")
         if _selects_module(settings.exclude_modules, module, if_unset=False):
-            raise _not_selected_error(path, module, "exclude_modules lists it")
+            raise _mismatch_error(path, f"{what}, but exclude_modules lists it")
 
 
 def _selects_module(names: ModuleNames, module: str, *, if_unset: bool) -> bool:
@@ -421,11 +358,9 @@ def _selects_module(names: ModuleNames, module: str, *, if_unset: bool) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _not_selected_error(path: AnyPath, module: str, why: str) -> PrepError:
+def _mismatch_error(path: AnyPath, why: str) -> PrepError:
     what = f"{path} does not belong to the tensors next to it"
-    return PrepError(
-        what, f"they have an adapter of {module}, but {why}", "get or export the adapter again"
-    )
+    return PrepError(what, why, "get or export the adapter again")
 
 
 def _check_scale(path: AnyPath, settings: PeftSettings, scale: float) -> None:
@@ -433,10 +368,7 @@ def _check_scale(path: AnyPath, settings: PeftSettings, scale: float) -> None:
     with np.errstate(all="ignore"):
         rounded = np.float32(scale)
     if not np.isfinite(rounded) or rounded == 0:
-        if settings.use_rslora:
-            divisor = "sqrt(r)"
-        else:
-            divisor = "r"
+        divisor = "sqrt(r)" if settings.use_rslora else "r"
         raise _invalid_error(
             path, f"lora_alpha / {divisor} is {scale:g}, which float32 cannot hold"
         )
@@ -446,16 +378,12 @@ def _describe_faults(error: ValidationError) -> str:
     """Describe the first invalid keys."""
     faults: dict[str, str] = {}
     for item in error.errors(include_url=False, include_context=False):
+        fault = "is missing"
+        if item["type"] != "missing":
+            fault = f"is {value_text(item['input'])}, it {item['msg'].removeprefix('Input ')}"
         key = str(item["loc"][0])
-        faults.setdefault(key, f"{key} {_describe_fault(item)}")
+        faults.setdefault(key, f"{key} {fault}")
     return "; ".join(list(faults.values())[:MAX_SHOWN])
-
-
-def _describe_fault(item: ErrorDetails) -> str:
-    if item["type"] == "missing":
-        return "is missing"
-    message = item["msg"].removeprefix("Input ")
-    return f"is {value_text(item['input'])}, it {message}"
 
 
 def _invalid_error(path: AnyPath, why: str) -> PrepError:

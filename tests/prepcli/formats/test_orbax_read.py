@@ -241,7 +241,7 @@ def test_overlapping_chunks_are_rejected(item):
         ({"dtype": ">f4"}, "`params.w` is stored big endian"),
         ({"dtype": "int2"}, "`params.w` is `int2`"),
         ({"dtype": [["x", "<f4"]]}, "`params.w` is `[['x', '<f4']]`"),
-        ({"dimension_separator": "/"}, "the chunks of `params.w` are named with `/`"),
+        ({"dimension_separator": "/"}, "`params.w` has chunks that are named with `/`"),
         ({"shape": [4, -6]}, "the .zarray of `params.w` is broken"),
         ({"shape": [4]}, "the .zarray of `params.w` is broken"),
         ({"shape": [4, True]}, "the .zarray of `params.w` is broken"),

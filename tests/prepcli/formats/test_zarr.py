@@ -7,13 +7,14 @@ import json
 from typing import Any
 
 import pytest
+import tensorstore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
 from prepcli.formats.orbax_chunks import ArrayMeta
-from prepcli.formats.zarr import ZarrArray, parse_zarr_document
-from prepcli.planning.item_storage import ZARR2, ZARR3
+from prepcli.formats.zarr import ZARR_TYPESTRS, ZarrArray, encode_zarr_document, parse_zarr_document
+from prepcli.planning.item_storage import ZARR2, ZARR3, Compression
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.zarr_items import StorageForm, document
 
@@ -124,11 +125,11 @@ def test_missing_is_zero_follows_fill_value(fill: Any, is_zero: bool):
         ({"storage_transformers": [1]}, "w is stored with storage transformers"),
         (
             {"chunk_key_encoding": codec("default", separator="-")},
-            "the chunks of w are named as `default` with `-`",
+            "w has chunks that are named as `default` with `-`",
         ),
         (
             {"chunk_key_encoding": {"name": "base64"}},
-            "the chunks of w are named as `base64` with `.`",
+            "w has chunks that are named as `base64` with `.`",
         ),
         ({"codecs": []}, "w has no zarr codec; an array must begin with the codec `bytes`"),
         ({"codecs": 3}, "the zarr.json of w is broken"),
@@ -142,7 +143,7 @@ def test_missing_is_zero_follows_fill_value(fill: Any, is_zero: bool):
         ({"codecs": [BYTES, codec("zlib")]}, "w is stored with `zlib`"),
         ({"codecs": [BYTES, codec("crc32c"), codec("zstd")]}, "w is stored with `crc32c`, `zstd`"),
         ({"codecs": [BYTES, codec("zstd"), codec("zstd")]}, "w is stored with `zstd`, `zstd`"),
-        ({"codecs": [*sharding(), codec("zstd")]}, "the shards of w are stored with `zstd`"),
+        ({"codecs": [*sharding(), codec("zstd")]}, "w has shards that are stored with `zstd`"),
         (
             {"codecs": sharding(codecs=sharding())},
             "w has `sharding_indexed` as its first zarr codec; an array must begin with the codec `bytes`",
@@ -152,7 +153,7 @@ def test_missing_is_zero_follows_fill_value(fill: Any, is_zero: bool):
         ({"codecs": sharding(index_location="middle")}, "the zarr.json of w is broken"),
         (
             {"codecs": sharding(index_codecs=[BYTES, codec("gzip")])},
-            "the shards of w have an index that is stored with gzip",
+            "w has shards with an index that is stored with gzip",
         ),
     ],
 )
@@ -219,3 +220,41 @@ def test_changed_documents_are_rejected_or_parsed(count: int):
             assert array.chunk_keys.key((0,) * len(array.shape))
 
     check()
+
+
+FORMS = [((), ()), ((5,), (2,)), ((0, 3), (1, 3)), ((4, 6, 2), (4, 3, 1))]
+COMPRESSIONS = [None, Compression("zstd", 3)]
+
+
+def tensorstore_document(
+    driver: str, document: str, metadata: dict[str, Any], **spec: Any
+) -> bytes:
+    """Return the document that TensorStore writes for an array."""
+    spec |= {"driver": driver, "kvstore": "memory://", "metadata": metadata}
+    kvstore = tensorstore.open(spec, create=True).result().kvstore
+    assert kvstore is not None
+    return kvstore[document]
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)
+@pytest.mark.parametrize("dtype", ZARR_TYPESTRS)
+@pytest.mark.parametrize(("shape", "chunk"), FORMS)
+def test_zarray_equals_the_document_of_tensorstore(
+    shape: Any, chunk: Any, dtype: str, compression: Compression | None
+):
+    compressor = None if compression is None else {"id": "zstd", "level": 3}
+    metadata = {"shape": shape, "chunks": chunk, "compressor": compressor}
+    expected = tensorstore_document("zarr", ".zarray", metadata, dtype=dtype)
+    assert encode_zarr_document(ZARR2, shape, dtype, chunk, compression) == expected
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)
+@pytest.mark.parametrize("dtype", ZARR_TYPESTRS)
+def test_zarr_json_equals_the_document_of_tensorstore(dtype: str, compression: Compression | None):
+    codecs: list[dict[str, Any]] = [{"name": "bytes"}]
+    if compression is not None:
+        codecs.append({"name": "zstd", "configuration": {"level": 3}})
+    grid = {"name": "regular", "configuration": {"chunk_shape": [2, 3]}}
+    metadata = {"shape": [4, 3], "chunk_grid": grid, "data_type": dtype, "codecs": codecs}
+    expected = tensorstore_document("zarr3", "zarr.json", metadata)
+    assert encode_zarr_document(ZARR3, (4, 3), dtype, (2, 3), compression) == expected

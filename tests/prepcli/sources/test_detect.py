@@ -27,7 +27,7 @@ def fill(folder: Path, *names: str, config: object = None) -> Path:
 
 
 def detect_folder(folder: Path) -> Kind:
-    return detect(OpenFolder("./m", folder))
+    return detect(OpenFolder("./m", folder)).kind
 
 
 def detect_error(path: Path, display_name: str = "./m") -> PrepError:
@@ -219,7 +219,7 @@ class ListedFolder:
     ],
 )
 def test_detect_reads_no_file_without_a_config(names: list[str], kind: str) -> None:
-    assert detect(ListedFolder(*names)) == kind
+    assert detect(ListedFolder(*names)).kind == kind
 
 
 def test_config_with_braces_is_quoted_in_the_error(tmp_path: Path) -> None:

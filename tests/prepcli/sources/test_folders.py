@@ -8,19 +8,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub.hf_api import RepoSibling
 from obstore.store import MemoryStore
 from safetensors.numpy import save
 
 from prepcli.core.errors import PrepError
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.ocdbt import ValueLocation, read_ocdbt_index
+from prepcli.formats.orbax import find_item
 from prepcli.inspection.contents import read_contents
-from prepcli.sources.detect import detect
-from prepcli.sources.folders import OpenFolder
+from prepcli.sources.detect import Kind, detect
+from prepcli.sources.folders import Access, HubFolder, OpenFolder
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.opening import open_source
 from prepcli.stores import byte_ranges
 from prepcli.stores.addresses import ObjectStoreUrl
+from prepcli.stores.byte_ranges import DEFAULT_RETRY_POLICY
+from prepcli.stores.hub import HubListing
 from prepcli.stores.object_store import Bucket
 from prepcli.stores.paths import StoreListing
 from tests.helpers.orbax_items import write_ocdbt_index
@@ -76,10 +80,17 @@ def open_remote_checkpoint(files: dict[str, bytes]) -> dict[str, tuple[int, ...]
     folder = OpenFolder(
         "gs://bucket/at", StoreListing(bucket.name, bucket, bucket.list_files()).root
     )
-    kind = detect(folder)
+    kind = detect(folder).kind
     checkpoint_files = folder.fetch(kind)
     manifest = read_manifest(find_manifest_folder(checkpoint_files.path))
-    located = LocatedCheckpoint("gs://bucket/at", "m", kind, checkpoint_files, manifest)
+    located = LocatedCheckpoint(
+        "gs://bucket/at",
+        "m",
+        kind,
+        checkpoint_files,
+        manifest,
+        item=find_item(checkpoint_files.path),
+    )
     source = open_source(located)
     read_contents(located)
     return {tensor.name: tuple(tensor.shape) for tensor in source.tensors}
@@ -213,3 +224,20 @@ def count_rejected(files: dict[str, bytes], count: int, seed: int) -> int:
 def test_fuzzed_checkpoint_opens_or_raises_prep_error(folder: Path, item: Path, seed: int):
     assert count_rejected(contents(folder), 75, seed) > 25
     assert count_rejected(contents(item), 50, seed) > 12
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "commit", "why"),
+    [
+        ("safetensors", "model.safetensors", None, "the hub did not report a commit"),
+        ("torch", "pytorch_model.bin", "abc123", "the hub lists no size of pytorch_model.bin"),
+    ],
+)
+def test_stream_error_names_missing_commit_or_size(
+    kind: Kind, weights: str, commit: str | None, why: str
+):
+    files = {weights: RepoSibling(weights)}
+    listing = HubListing("owner/name", None, commit, files, DEFAULT_RETRY_POLICY)
+    with pytest.raises(PrepError, match="cannot stream owner/name") as caught:
+        HubFolder(listing, Access(stream=True)).fetch(kind)
+    assert caught.value.why == why

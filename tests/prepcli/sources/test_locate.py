@@ -121,7 +121,12 @@ def test_alias_resolves_to_its_hub_id(cwd: Path, downloads: list[object]) -> Non
     located = locate("llama-3-8b")
     local_files = CheckpointFiles(cwd / "abc123", commit="abc123")
     assert located == LocatedCheckpoint(
-        "meta-llama/Meta-Llama-3-8B", "llama-3-8b", "safetensors", local_files, None
+        "meta-llama/Meta-Llama-3-8B",
+        "llama-3-8b",
+        "safetensors",
+        local_files,
+        None,
+        may_be_quantized=False,
     )
     assert downloads == [("meta-llama/Meta-Llama-3-8B", None, False)]
 

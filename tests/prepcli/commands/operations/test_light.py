@@ -30,7 +30,7 @@ UNUSED_MODULES = (
     "trainer.recipe",
     "prepcli.models.families.llama",
     "prepcli.sources.openers.gguf_file",
-    "prepcli.sources.openers.hf_folder",
+    "prepcli.sources.openers.meta_folder",
     "prepcli.commands.pages.report_page",
 )
 SCRIPT = """

@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.sources.openers.peft_settings import UNREAD_FIELDS, PeftSettings, read_settings
+from prepcli.sources.openers.peft_settings import (
+    IGNORED_FIELDS,
+    SUPPORTED_VALUES,
+    PeftSettings,
+    read_settings,
+)
 from tests.helpers.lazy_modules import lazy_module
 
 peft = lazy_module("peft")
+UNREAD_FIELDS = IGNORED_FIELDS | SUPPORTED_VALUES.keys()
 
 
 def other_values() -> dict[str, Any]:
@@ -93,24 +99,24 @@ def test_every_field_of_peft_is_read_or_has_a_reason(tmp_path: Path):
     names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
     values = other_values()
     assert names == values.keys()
-    assert names <= PeftSettings.model_fields.keys() | UNREAD_FIELDS.keys()
+    assert names <= PeftSettings.model_fields.keys() | UNREAD_FIELDS
     assert PeftSettings.model_fields.keys() <= names
     assert PeftSettings.model_fields.keys().isdisjoint(UNREAD_FIELDS)
     # Fields of the first versions.
-    assert UNREAD_FIELDS.keys() - names == {"enable_lora", "merge_weights"}
+    assert UNREAD_FIELDS - names == {"enable_lora", "merge_weights"}
     for name, value in values.items():
         needed = dict(NEEDED.get(name, {}))
         default = read_config(tmp_path, **needed)
         if name in PeftSettings.model_fields:
             settings = read_config(tmp_path, **{**needed, name: value})
             assert getattr(settings, name) == value != getattr(default, name), name
-        elif UNREAD_FIELDS[name].values is None:
+        elif name in IGNORED_FIELDS:
             assert read_config(tmp_path, **{**needed, name: value}) == default, name
         else:
             with pytest.raises(PrepError) as caught:
                 read_config(tmp_path, **{name: value})
             assert f"{tmp_path}: {name} = " in caught.value.what
-            assert caught.value.why == UNREAD_FIELDS[name].reason
+            assert caught.value.why == SUPPORTED_VALUES[name][1]
             assert "merge_and_unload" in str(caught.value.hint)
 
 

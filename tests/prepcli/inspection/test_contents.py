@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import prepcli as prep
+from prepcli.formats.orbax import find_item
 from prepcli.inspection.contents import MAX_PATH_PARTS, name_path, read_contents
 from prepcli.planning.arrays import whole_array
 from prepcli.sources.folders import CheckpointFiles
@@ -70,7 +71,7 @@ def test_first_places_in_a_store_are_the_same(tmp_path: Path, monkeypatch: pytes
         located = locate(folder)
         local = read_contents(located)
         root, _ = store_of(read_files(Path(folder)))
-        stored = read_contents(replace(located, files=CheckpointFiles(root)))
+        stored = read_contents(replace(located, files=CheckpointFiles(root), item=find_item(root)))
         places = [stored.first_place(entry) for entry in stored.entries]
         assert places == [local.first_place(entry) for entry in local.entries]
 
