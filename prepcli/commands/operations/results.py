@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_VALUE_WIDTH = 200
 
 
-class HtmlTable:
+class _HtmlTable:
     """Base of the results: notebooks show their fields as a table."""
 
     __slots__ = ()
@@ -57,7 +57,7 @@ def _value_text(name: str, value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion(HtmlTable):
+class Conversion(_HtmlTable):
     """A finished output, or with `dry_run=True` the plan of one.
 
     Attributes:
@@ -88,7 +88,7 @@ class Conversion(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class LockedModel(HtmlTable):
+class LockedModel(_HtmlTable):
     """A written lock file.
 
     Attributes:
@@ -116,7 +116,7 @@ LinkStatus = Literal["proven", "holds", "not proven", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class ChainLink(HtmlTable):
+class ChainLink(_HtmlTable):
     """An output and one of its sources.
 
     Attributes:
@@ -144,7 +144,7 @@ class ChainLink(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class Chain(HtmlTable):
+class Chain(_HtmlTable):
     """The way of a model from its first checkpoint to an output. True in a condition if every link holds.
 
     Attributes:
@@ -176,7 +176,7 @@ class Chain(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class MapSuggestion(HtmlTable):
+class MapSuggestion(_HtmlTable):
     """The rows of a suggested map. True in a condition if every tensor of both checkpoints has one.
 
     Attributes:
@@ -203,7 +203,7 @@ class MapSuggestion(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundtripWay(HtmlTable):
+class RoundtripWay(_HtmlTable):
     """A model after conversions and the way back.
 
     Attributes:
@@ -226,7 +226,7 @@ class RoundtripWay(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class Roundtrip(HtmlTable):
+class Roundtrip(_HtmlTable):
     """A certificate of conversions and their ways back. True in a condition if no way changed a bit.
 
     Attributes:
@@ -251,7 +251,7 @@ class Roundtrip(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSummary(HtmlTable):
+class TensorSummary(_HtmlTable):
     """A tensor or leaf as a checkpoint stores it.
 
     Attributes:
@@ -268,7 +268,7 @@ class TensorSummary(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection(HtmlTable):
+class Inspection(_HtmlTable):
     """The tensors of a checkpoint.
 
     Attributes:
@@ -286,7 +286,7 @@ class Inspection(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class Generation(HtmlTable):
+class Generation(_HtmlTable):
     """Generated continuations.
 
     Attributes:
@@ -317,7 +317,7 @@ class Generation(HtmlTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationScores(HtmlTable):
+class EvaluationScores(_HtmlTable):
     """Scores over the predicted tokens of data.
 
     Attributes:
@@ -367,7 +367,7 @@ class Evaluation(EvaluationScores):
 
 
 @dataclass(frozen=True, slots=True)
-class NewTokens(HtmlTable):
+class NewTokens(_HtmlTable):
     """The next tokens of a prompt.
 
     Attributes:
@@ -383,7 +383,7 @@ class NewTokens(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizedData(HtmlTable):
+class TokenizedData(_HtmlTable):
     """The tokens of the training data or of the evaluation data of a recipe, or of one of its sources.
 
     Attributes:
@@ -409,7 +409,7 @@ class TokenizedData(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenization(HtmlTable):
+class Tokenization(_HtmlTable):
     """The tokens of a recipe after the work of a process.
 
     Attributes:
@@ -426,7 +426,7 @@ class Tokenization(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingRun(HtmlTable):
+class TrainingRun(_HtmlTable):
     """A finished or stopped training run.
 
     Attributes:
@@ -464,7 +464,7 @@ class TrainingRun(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class RunsReport(HtmlTable):
+class RunsReport(_HtmlTable):
     """The page of training runs.
 
     Attributes:
@@ -482,7 +482,7 @@ class RunsReport(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan(HtmlTable):
+class StepPlan(_HtmlTable):
     """The plan of a training step on one mesh.
 
     Attributes:
