@@ -131,12 +131,9 @@ class OpenedConversion:
             accounting["changed_values"] = sum(cast.get("changed", 0) for cast in manifest.casts)
             details |= self._report(plan, out, result, manifest, accounting["changed_values"])
             if share.count > 1:
-                workers = common.process_options.num_workers
-                details["processes"] = {
-                    "count": share.count,
-                    "index": share.index,
-                    "workers": workers,
-                }
+                processes = {"count": share.count, "index": share.index}
+                num_workers = common.process_options.num_workers
+                details["processes"] = {**processes, "workers": num_workers}
         return Conversion(
             path=Path(out),
             bytes_read=result.read_nbytes,
