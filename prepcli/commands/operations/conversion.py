@@ -92,10 +92,7 @@ class OpenedConversion:
         """
         common = self.common
         source = self.source
-        settings = planned.plan.settings | (source.manifest or NO_MANIFEST).earlier_drops
-        if origin := origin_record(source.manifest, self.located.files.commit):
-            settings |= Manifest(origin=origin)
-        plan = replace(planned.plan, settings=settings)
+        plan = _with_origin(planned.plan, source, self.located)
         check_output_paths(plan)
         if self.url is None:
             out: Path | str = common.out or Path(planned.default_out_name)
@@ -262,6 +259,14 @@ def _execute(
             result = executor.run()
             manifest = executor.read_manifest()
     return result, manifest, pool.share
+
+
+def _with_origin(plan: Plan, source: Source, located: LocatedCheckpoint) -> Plan:
+    """Return the plan with the identity of its source in the manifest of the output, and with its earlier drops."""
+    settings = plan.settings | (source.manifest or NO_MANIFEST).earlier_drops
+    if origin := origin_record(source.manifest, located.files.commit):
+        settings |= Manifest(origin=origin)
+    return replace(plan, settings=settings)
 
 
 # --- The plan for the user
