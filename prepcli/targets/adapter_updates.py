@@ -161,7 +161,7 @@ def _weight_modules(source: Source) -> dict[str, str]:
 
 
 def _module_key(name: str, source: Source) -> str:
-    """Return the part of a module's name that is equal in all classes of transformers with this module.
+    """Return the common part of a module's names in all classes of transformers.
 
     E.g. `model.vision_tower.encoder.layers.0.mlp.fc1` is `vision_tower.vision_model.encoder.layers.0.mlp.fc1` in older
     versions, with the key `vision_tower.encoder.layers.0.mlp.fc1`.

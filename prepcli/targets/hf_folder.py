@@ -259,7 +259,7 @@ def _copied_files(folder: Path, names: Sequence[str]) -> tuple[SmallFile, ...]:
 
 
 def _loaded_files(files: Sequence[SmallFile]) -> dict[str, SmallFile]:
-    """Return the tokenizer files that a load of a folder with these files uses, by path."""
+    """Return the used tokenizer files of a folder with these files, by path."""
     by_path = {file.path: file for file in files}
     single = [PATH_PREFIX + name for name in SINGLE_FILES if PATH_PREFIX + name in by_path]
     paths = single[:1] or [PATH_PREFIX + name for name in TOKENIZERS]

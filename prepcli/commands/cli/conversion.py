@@ -17,6 +17,7 @@ from prepcli.commands.cli.option_groups import (
     OptionalCheckpointArgument,
     OutputOptions,
     ProgressOptions,
+    SharingOptions,
     expand_option_groups,
 )
 from prepcli.commands.operations.options import (
@@ -28,7 +29,6 @@ from prepcli.commands.operations.options import (
     RemoveTokensOptions,
     ReshardOptions,
     SaveInitOptions,
-    SharingOptions,
 )
 
 if TYPE_CHECKING:

@@ -20,7 +20,16 @@ from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypedDict,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import typer
 from typer.core import TyperCommand
@@ -28,9 +37,10 @@ from typer.core import TyperCommand
 from prepcli.commands.console.progress_displays import Mode
 from prepcli.commands.console.ui import Ui, open_ui
 from prepcli.commands.operations.operation import choices_of, minimum_of
+from prepcli.commands.operations.options import option
 from prepcli.core.errors import UsageError, usage_error
 from prepcli.core.formatting import shorten
-from prepcli.core.option_spec import REQUIRED, OptionSpec, PathLike, option_specs
+from prepcli.core.option_spec import REQUIRED, OptionSpec, PathLike, PositiveInt, option_specs
 from prepcli.planning.shares import launcher_share
 
 # Limit of numbers in options: sizes in bytes computed from them must fit the integers of every library.
@@ -129,6 +139,24 @@ def _empty_value_error(parameter: Any) -> Exception:
     name = f"`{option_name(parameter)}`" if is_option else parameter.metavar
     hint = f"give {name} a value" if parameter.required else f"remove {name}, or give it a value"
     return usage_error(f"{name} is empty", "a shell variable in the command may be unset", hint)
+
+
+class SharingOptions(TypedDict, total=False):
+    """How a command divides its work among processes."""
+
+    processes: Annotated[
+        str | None,
+        option(
+            "N/I",
+            "Write as process I (from 0) of N. Default: from the variables of SLURM or JAX.",
+            environment="PREP_PROCESSES",
+            position=45,
+        ),
+    ]
+    workers: Annotated[
+        PositiveInt,
+        option("N", "Use N processes on this host.", default=1, maximum=256, position=46),
+    ]
 
 
 # --- Options and arguments of several commands

@@ -17,6 +17,7 @@ from prepcli.commands.cli.option_groups import (
     OptionalCheckpointArgument,
     OutputOptions,
     ProgressOptions,
+    SharingOptions,
     complete_recipe,
     complete_recipe_or_checkpoint,
     complete_shipped_recipe,
@@ -39,7 +40,7 @@ from prepcli.commands.operations.inspection_options import (
     RecipesOptions,
     ReportOptions,
 )
-from prepcli.commands.operations.options import SharingOptions, flag, option
+from prepcli.commands.operations.options import flag, option
 from prepcli.core.errors import usage_error
 from prepcli.core.observer import LEAVES, SLABS
 

@@ -94,10 +94,7 @@ class OpenedConversion:
         """
         common = self.common
         source = self.source
-        settings = planned.plan.settings | (source.manifest or NO_MANIFEST).earlier_drops
-        if origin := origin_record(source.manifest, self.located.files.commit):
-            settings |= Manifest(origin=origin)
-        plan = replace(planned.plan, settings=settings)
+        plan = _with_origin(planned.plan, source, self.located)
         check_output_paths(plan)
         if self.url is None:
             out: Path | str = common.out or Path(planned.default_out_name)
@@ -133,12 +130,9 @@ class OpenedConversion:
             accounting["changed_values"] = sum(cast.get("changed", 0) for cast in manifest.casts)
             details |= self._report(plan, out, result, manifest, accounting["changed_values"])
             if share.count > 1:
-                workers = common.process_options.num_workers
-                details["processes"] = {
-                    "count": share.count,
-                    "index": share.index,
-                    "workers": workers,
-                }
+                processes = {"count": share.count, "index": share.index}
+                num_workers = common.process_options.num_workers
+                details["processes"] = {**processes, "workers": num_workers}
         return Conversion(
             path=Path(out),
             bytes_read=result.read_nbytes,
@@ -267,6 +261,14 @@ def _execute(
             result = run.run()
             manifest = run.read_manifest()
     return result, manifest, pool.share
+
+
+def _with_origin(plan: Plan, source: Source, located: LocatedCheckpoint) -> Plan:
+    """Return the plan with the identity of its source in the manifest of the output, and with its earlier drops."""
+    settings = plan.settings | (source.manifest or NO_MANIFEST).earlier_drops
+    if origin := origin_record(source.manifest, located.files.commit):
+        settings |= Manifest(origin=origin)
+    return replace(plan, settings=settings)
 
 
 # --- The plan for the user

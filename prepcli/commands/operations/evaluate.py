@@ -417,13 +417,9 @@ def _evaluate(
         observer.note("compiling for the first batch")
         results = _compute_results(options, datasets, opened, loaded, observer)
         compute_s = time.monotonic() - started_s
-        sources: dict[str, EvaluationScores] = {}
-        for name, dataset in datasets.items():
-            metrics = target_metrics(
-                options, dataset, source, opened, loaded=loaded, observer=observer
-            )
-            num_sequences = min(dataset.n_rows, options["limit"] or dataset.n_rows)
-            sources[name] = _make_scores(results[name], num_sequences, metrics)
+        sources = _score_sources(
+            options, datasets, results, source, opened, loaded=loaded, observer=observer
+        )
     num_sequences = sum(scores.sequences for scores in sources.values())
     observer.note(
         f"{count_text(num_sequences, 'sequence')} in {format_duration(compute_s)}, compilation included"
@@ -467,6 +463,25 @@ def _compute_results(
                 on_progress=notes.on_progress,
             )
     return results
+
+
+def _score_sources(
+    options: EvaluateOptions,
+    datasets: Mapping[str, Dataset],
+    results: Mapping[str, EvaluationResult],
+    source: Source,
+    opened: OpenedModel,
+    *,
+    loaded: LoadedModel,
+    observer: Observer,
+) -> dict[str, EvaluationScores]:
+    """Return the scores of each source of data, with the metrics of its generated targets."""
+    sources: dict[str, EvaluationScores] = {}
+    for name, dataset in datasets.items():
+        metrics = target_metrics(options, dataset, source, opened, loaded=loaded, observer=observer)
+        num_sequences = min(dataset.n_rows, options["limit"] or dataset.n_rows)
+        sources[name] = _make_scores(results[name], num_sequences, metrics)
+    return sources
 
 
 def _make_scores(

@@ -311,9 +311,7 @@ def _generate_batches(
         for start in range(0, count, batch_size):
             batch = prompts.batch(start, start + batch_size)
             push = partial(stream.push, start) if stream else None
-            batch_stops = None
-            if stop_finders is not None:
-                batch_stops = stop_finders[start : start + batch_size]
+            batch_stops = stop_finders and stop_finders[start : start + batch_size]
             # All batches have the same number of rows, so that one compiled step serves the last one too.
             output_ids += generator.generate(
                 *batch,

@@ -114,7 +114,7 @@ class GenerationModel:
         return self.opened.model
 
     def encode(self, prompts: Sequence[Prompt], ids: Sequence[list[int]] = ()) -> EncodedPrompts:
-        """Return prompts, and prompts that are token ids, as inputs of the generator."""
+        """Return prompts, as text or as token ids, as inputs of the generator."""
         from trainer.training.datasets import decoder_start_token_id
 
         encoded = [self.encoder.encode(prompt) for prompt in prompts] if self.encoder else []
@@ -187,7 +187,7 @@ class GenerationModel:
         )
 
     def note_doubtful_inputs(self, longest: int, observer: Observer) -> None:
-        """Note a text that exceeds the positions of the model, and a tokenizer that is probably another model's."""
+        """Note a text beyond the positions of the model, and a tokenizer of probably another model."""
         self.note_long_text("a prompt and its new tokens may have", longest, observer)
         if self.tokenizer and (
             remark := self.tokenizer.smaller_vocabulary_note(self.model.true_vocab_size)

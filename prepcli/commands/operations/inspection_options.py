@@ -200,7 +200,7 @@ class SuggestMapOptions(SourceOptions, total=False):
 
 
 class SuggestMapArguments(TypedDict):
-    """The argument of `suggest_map` that is an option of its command."""
+    """The argument of `suggest_map` with an option of its command."""
 
     out: Annotated[
         PathLike | None, option("FILE", "Write to FILE. Default: NAME.map.", position=40)

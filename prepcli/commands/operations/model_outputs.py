@@ -224,7 +224,7 @@ def _residual_stream(model: Any, ids: Any, states: tuple[Any, ...]) -> tuple[Any
 
 
 def missing_reference_packages() -> list[str]:
-    """Return the names of the packages that a comparison with transformers needs and that are not installed."""
+    """Return the names of the missing packages for a comparison with transformers."""
     return [name for name in REFERENCE_PACKAGES if find_spec(name) is None]
 
 

@@ -169,7 +169,7 @@ def check_mutually_exclusive(options: Mapping[str, object]) -> None:
 
 
 def reject_without(option: Option, value: object, needed: Option, why: str) -> None:
-    """Raise UsageError if `option` is set. It requires `needed`, which the caller knows to be not set."""
+    """Raise UsageError if `option` is set. It requires `needed`, and the caller knows that to be unset."""
     if _is_set(value):
         raise usage_error(
             text("{} has no effect without {}", option, needed),

@@ -138,7 +138,7 @@ STRICT = flag(
 
 
 class StrictOptions(TypedDict, total=False):
-    """Whether differences that are only noted are errors."""
+    """Whether noted differences are errors."""
 
     strict: Annotated[bool, STRICT]
 
@@ -595,21 +595,3 @@ class AddTokensOptions(ConversionOptions, DropOptions, StrictOptions, total=Fals
 
 class RemoveTokensOptions(SourceOptions, RerunOptions, DropOptions, StrictOptions, total=False):
     """Options of `remove_tokens`."""
-
-
-class SharingOptions(TypedDict, total=False):
-    """How a command divides its work among processes."""
-
-    processes: Annotated[
-        str | None,
-        option(
-            "N/I",
-            "Write as process I (from 0) of N. Default: from the variables of SLURM or JAX.",
-            environment="PREP_PROCESSES",
-            position=45,
-        ),
-    ]
-    workers: Annotated[
-        PositiveInt,
-        option("N", "Use N processes on this host.", default=1, maximum=256, position=46),
-    ]

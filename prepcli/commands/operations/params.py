@@ -390,7 +390,7 @@ def _build_computation(
     options: Any,
     progress: Progress | Observer | None,
 ) -> tuple[Tree, Computation]:
-    """Load or draw the parameters of a module, and build the `Computation` that it runs."""
+    """Load or draw the parameters of a module, and build its `Computation`."""
     from trainer.flax_modules.computation import Computation
 
     param_dtype = options.get("param_dtype", "float32")

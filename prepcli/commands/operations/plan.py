@@ -156,7 +156,7 @@ def _recipe_path(target: str) -> Path:
 
 
 def _check_name(name: str) -> None:
-    """Raise UsageError for a misspelled name of a shipped recipe that is not a path, alias, hub id or preset."""
+    """Raise UsageError for a misspelled name of a shipped recipe, but no path, alias, hub id or preset."""
     if (
         NAME_SIGNS & {*name}
         or os.path.exists(name)

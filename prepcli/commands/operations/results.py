@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_VALUE_WIDTH = 200
 
 
-class HtmlTable:
+class _HtmlTable:
     """Base of the results: notebooks show their fields as a table."""
 
     __slots__ = ()
@@ -58,7 +58,7 @@ def _value_text(name: str, value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion(HtmlTable):
+class Conversion(_HtmlTable):
     """A finished output, or with `dry_run=True` the plan of one.
 
     Attributes:
@@ -89,7 +89,7 @@ class Conversion(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class LockedModel(HtmlTable):
+class LockedModel(_HtmlTable):
     """A written lock file.
 
     Attributes:
@@ -117,7 +117,7 @@ LinkStatus = Literal["proven", "holds", "not proven", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class ChainLink(HtmlTable):
+class ChainLink(_HtmlTable):
     """An output and one of its sources.
 
     Attributes:
@@ -145,7 +145,7 @@ class ChainLink(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class Chain(HtmlTable):
+class Chain(_HtmlTable):
     """The way of a model from its first checkpoint to an output. True in a condition if every link holds.
 
     Attributes:
@@ -177,7 +177,7 @@ class Chain(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class MapSuggestion(HtmlTable):
+class MapSuggestion(_HtmlTable):
     """The rows of a suggested map. True in a condition if every tensor of both checkpoints has one.
 
     Attributes:
@@ -204,7 +204,7 @@ class MapSuggestion(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundtripWay(HtmlTable):
+class RoundtripWay(_HtmlTable):
     """A model after conversions and the way back.
 
     Attributes:
@@ -227,7 +227,7 @@ class RoundtripWay(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class Roundtrip(HtmlTable):
+class Roundtrip(_HtmlTable):
     """A certificate of conversions and their ways back. True in a condition if no way changed a bit.
 
     Attributes:
@@ -252,7 +252,7 @@ class Roundtrip(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSummary(HtmlTable):
+class TensorSummary(_HtmlTable):
     """A tensor or leaf as a checkpoint stores it.
 
     Attributes:
@@ -269,7 +269,7 @@ class TensorSummary(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection(HtmlTable):
+class Inspection(_HtmlTable):
     """The tensors of a checkpoint.
 
     Attributes:
@@ -287,7 +287,7 @@ class Inspection(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class Generation(HtmlTable):
+class Generation(_HtmlTable):
     """Generated continuations.
 
     Attributes:
@@ -318,7 +318,7 @@ class Generation(HtmlTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationScores(HtmlTable):
+class EvaluationScores(_HtmlTable):
     """Scores over the predicted tokens of data.
 
     Attributes:
@@ -368,7 +368,7 @@ class Evaluation(EvaluationScores):
 
 
 @dataclass(frozen=True, slots=True)
-class NewTokens(HtmlTable):
+class NewTokens(_HtmlTable):
     """The next tokens of a prompt.
 
     Attributes:
@@ -384,7 +384,7 @@ class NewTokens(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizedData(HtmlTable):
+class TokenizedData(_HtmlTable):
     """The tokens of the training data or of the evaluation data of a recipe, or of one of its sources.
 
     Attributes:
@@ -410,7 +410,7 @@ class TokenizedData(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenization(HtmlTable):
+class Tokenization(_HtmlTable):
     """The tokens of a recipe after the work of a process.
 
     Attributes:
@@ -427,7 +427,7 @@ class Tokenization(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingRun(HtmlTable):
+class TrainingRun(_HtmlTable):
     """A finished or stopped training run.
 
     Attributes:
@@ -465,7 +465,7 @@ class TrainingRun(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class RunsReport(HtmlTable):
+class RunsReport(_HtmlTable):
     """The page of training runs.
 
     Attributes:
@@ -483,7 +483,7 @@ class RunsReport(HtmlTable):
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan(HtmlTable):
+class StepPlan(_HtmlTable):
     """The plan of a training step on one mesh.
 
     Attributes:

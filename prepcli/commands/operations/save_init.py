@@ -232,16 +232,10 @@ def plan_orbax_item(
     next_command = f"prep reshard {OUT_PLACEHOLDER} --mesh DP,FSDP,MP"
     if command == "reshard":
         next_command = f"prep verify {OUT_PLACEHOLDER}"
-    suffix = "init"
-    mesh = layout.partitioning.mesh
-    if mesh is not None and command == "reshard":
-        suffix = folder_suffix(mesh)
-    elif layout.is_training_step and command == "save-init":
-        suffix = "step"
     meshes = {"from": source.tree_manifest.mesh, "to": plan.settings.mesh}
     return PlannedConversion(
         plan,
-        f"{located.model_name}-{suffix}",
+        f"{located.model_name}-{_output_suffix(command, layout)}",
         notes=notes,
         fields={"leaves": len(plan.leaves), "layout": NATIVE_TREE, "mesh": meshes},
         next_command=next_command,
@@ -258,6 +252,14 @@ def check_index_size(plan: Plan) -> None:
             "use a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules")
         )
         raise usage_error(what, why, hint)
+
+
+def _output_suffix(command: str, layout: OrbaxLayout) -> str:
+    """Return the end of the output's default name."""
+    mesh = layout.partitioning.mesh
+    if mesh is not None and command == "reshard":
+        return folder_suffix(mesh)
+    return "step" if layout.is_training_step and command == "save-init" else "init"
 
 
 def _converted_part(

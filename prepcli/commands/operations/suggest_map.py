@@ -102,7 +102,7 @@ class Relation:
 
 
 class TensorTree:
-    """The tensors of a checkpoint that a row can name, and the values of those without a relation."""
+    """The tensors of a checkpoint with a name for a row, and the values of the unrelated ones."""
 
     def __init__(
         self, source: Source, memory_nbytes: int, observer: Observer, cast_to: str = ""
@@ -166,7 +166,7 @@ class Relations:
     _num_views: int = 0
 
     def find(self) -> None:
-        """Relate each tensor to the only one with its values, or to the one that has its name too."""
+        """Relate each tensor to the only one with its values, or to the one with its name too."""
         for name, (dtype, shape, digest) in self.first.keys.items():
             if self.target.keys.get(name) == (dtype, shape, digest):
                 key = (dtype, shape, f"{digest} {name}")

@@ -192,23 +192,27 @@ def plan_add_tokens(
         ),
         name=name,
     )
-    count, ids = _count_with_ids(vocabulary.true_size, len(tokens))
-    values = "the mean of their pieces" if options["init"] == "mean" else options["init"]
-    notes = [f"{count} added: {ids}, rows of {values}"]
-    padding = vocabulary.stored_size - vocabulary.true_size
-    if padding:
-        rows = count_text(padding, "row")
-        notes.append(f"padding of {rows} is replaced: by tokens, then by zeros")
     next_command = f"prep pad-vocab {OUT_PLACEHOLDER}"
     if source.tree_manifest:
         next_command = f"prep verify {OUT_PLACEHOLDER}"
     return PlannedConversion(
         plan,
         name,
-        notes=notes,
+        notes=_notes(options["init"], vocabulary, added),
         fields={"added_tokens": added},
         next_command=next_command,
     )
+
+
+def _notes(init: str, vocabulary: Vocabulary, added: AddedTokensRecord) -> list[str]:
+    count, ids = _count_with_ids(vocabulary.true_size, added["count"])
+    values = "the mean of their pieces" if init == "mean" else init
+    notes = [f"{count} added: {ids}, rows of {values}"]
+    padding = vocabulary.stored_size - vocabulary.true_size
+    if padding:
+        rows = count_text(padding, "row")
+        notes.append(f"padding of {rows} is replaced: by tokens, then by zeros")
+    return notes
 
 
 def _change_files(

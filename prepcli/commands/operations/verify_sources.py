@@ -101,7 +101,7 @@ def collect_model(source: Source, other: Source | None = None) -> VerifiedModel:
 
 
 def unused_tensors(model: VerifiedModel, other: VerifiedModel) -> Iterator[LeftOutTensor]:
-    """Yield the tensors outside of the model, such as buffers, that the other checkpoint does not have."""
+    """Yield the tensors outside of the model, such as buffers, without a counterpart in the other checkpoint."""
     other_names = {tensor.name for tensor in other.source.tensors}
     duplicates = {check.name for check in model.match.checks}
     source = model.source

@@ -77,7 +77,7 @@ def _note_lines(lines: Sequence[str], ui: Ui) -> None:
 
 
 def conversion_report(conversion: Conversion, level: int) -> Report:
-    """Return the text that a command prints about a conversion.
+    """Return the printed text about a conversion.
 
     At the verbosity LEAVES and above, the JSON object lists the leaves of the output.
     """

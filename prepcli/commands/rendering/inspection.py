@@ -296,7 +296,7 @@ def _stats_fields(statistics: TensorStats | None) -> dict[str, object] | None:
 
 
 def header_lines(contents: CheckpointContents, source: SourceSummary) -> list[str]:
-    """Describe the model and its storage in one line each, and the first entries that are not arrays."""
+    """Describe the model and its storage in one line each, and the first entries other than arrays."""
     size_in_values = (
         f"{source['parameters']:,} parameters"
         if source["parameters"]

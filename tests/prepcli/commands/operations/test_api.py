@@ -25,12 +25,12 @@ NOT_EXPORTED = (
     "GenerateArguments",
     "Minimum",
     "OptionSpec",
-    "SharingOptions",
     "SourceTreeOptions",
     "StorageOptions",
     "TokenizeArguments",
     "TrainArguments",
     "TreeOptions",
+    "_HtmlTable",
 )
 
 
