@@ -11,7 +11,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.execution.checkpoint_manager import CheckpointManager
-from prepcli.sources.mapped import _file_names
+from prepcli.execution.hub_push import _file_names
 from tests.helpers.run_cli import exported_tensors, run_failing, run_ok
 from tests.helpers.tiny_checkpoints import assert_same, make_checkpoint, read_tensors
 
