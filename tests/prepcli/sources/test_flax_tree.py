@@ -23,7 +23,7 @@ from prepcli.sources.source import match_source_tensors, source_axis_maps, store
 from tests.helpers.golden_flax import FILES, FOLDER, LLAMA, decode_msgpack
 from tests.helpers.memory_stores import store_of
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.stored_arrays import read_tensor
+from tests.helpers.stored_arrays import tensor_bytes
 from tests.prepcli.formats.test_msgpack import fuzzed_file
 
 CONFIG: dict[str, Any] = json.loads((LLAMA / "hf/config.json").read_text())
@@ -92,7 +92,7 @@ def test_arrays_in_pieces_are_read_from_a_store():
     assert any(isinstance(array.chunks, ArrayParts) for array in folder.tensors)
     with open_blobs(folder.files) as files:
         for array in folder.tensors:
-            content = read_tensor(files, stored_tensor(array)).tobytes()
+            content = tensor_bytes(files, stored_tensor(array))
             assert content == values.pop(array.name).tobytes()
     assert not values
 
