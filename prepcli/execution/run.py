@@ -314,17 +314,16 @@ class Run(ABC):
 
     def note_unit(self, number: int, note: UnitNote) -> None:
         """Write the note of a durable unit. Called in one of several threads."""
-        self.write_note(DONE_FOLDER, number, note)
-        self.notes[number] = note
+        self.notes[number] = self.write_note(DONE_FOLDER, number, note)
 
-    def write_note(self, folder: str, number: int, note: UnitNote) -> None:
-        """Write the note of a unit, or of its durable part."""
+    def write_note(self, folder: str, number: int, note: UnitNote) -> UnitNote:
+        """Write the note of a unit, or of its durable part, with its size and the state of the source. Return it."""
         nbytes = sum(self.plan.streams[stream].nbytes for stream in note.digests)
         if note.prefix:
             nbytes += note.prefix.nbytes
         note = replace(note, nbytes=nbytes, source=self.source_digest)
-        content = note.encode(self.request.run_id)
-        self.store.write(f"{folder}/{number}", content)
+        self.store.write(f"{folder}/{number}", note.encode(self.request.run_id))
+        return note
 
     def add_result(self, result: ConversionResult) -> None:
         """Add the bytes of a pipeline to the result."""

@@ -73,19 +73,15 @@ def check_values(
 ) -> None:
     """Compare an output of prep with its recorded digests, before statistics of its values are shown.
 
-    A bucket sends the bytes twice: statistics are of leaves as they are stored, and digests of tensors.
-
     Raises:
         DamagedError: A tensor differs from its digest.
     """
     if located.manifest is None:
         return
     # Quantised weights have digests as they are stored, and scaled values as they are scaled.
-    verbatim = True if is_quantized(located.files.path) else None
+    verbatim = is_quantized(located.files.path) or None
     source = open_source(located, verbatim=verbatim, kept_scales="all")
-    tensors = source.all_tensors
-    if names is not None:
-        tensors = _named_tensors(source, names)
+    tensors = source.all_tensors if names is None else _named_tensors(source, names)
     check_tensors(
         source,
         tensors,

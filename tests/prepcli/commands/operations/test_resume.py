@@ -19,6 +19,7 @@ from prepcli.engine.budget import Budget
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import ConversionResult, Pipeline
 from prepcli.execution import compress, finalize, folder_run
+from prepcli.execution import run as execution_run
 from prepcli.execution.unit_notes import decode_record, encode_record
 from prepcli.planning import work_units
 from tests.helpers.faults import COMMANDS as PLAIN
@@ -278,6 +279,15 @@ def test_compressed_chunks_are_read_back(sources: FaultSources, monkeypatch):
     for path in Path("out.partial/d").iterdir():
         flip_bit(path, path.stat().st_size // 2)
     assert run("compress") == 0
+    assert read_files(Path("out")) == expected
+
+
+def test_undisturbed_run_reads_the_source_once(
+    sources: FaultSources, monkeypatch: pytest.MonkeyPatch
+):
+    expected = sources.expected(COMMANDS["save-init"])
+    monkeypatch.setattr(execution_run, "find_outdated", kill)
+    assert run("save-init") == 0
     assert read_files(Path("out")) == expected
 
 
