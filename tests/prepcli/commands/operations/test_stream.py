@@ -149,7 +149,8 @@ def test_killed_stream_resumes_without_rereading(files, tmp_path: Path):
         site.store.requests.clear()
         site.store.delay_s = 0.15
         running = site.start_prep(*SAVE_INIT, *options, "--out", "killed")
-        wait_until(lambda: len(site.store.requests) >= 14, running)
+        notes = tmp_path / "killed.partial/.prep/done"
+        wait_until(lambda: notes.is_dir() and any(notes.iterdir()), running)
         running.send_signal(signal.SIGKILL)
         running.communicate()
         assert not (tmp_path / "killed").exists()
