@@ -28,8 +28,8 @@ from bench.published import published_config
 from prepcli.core.tables import format_table
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.execution.finalize import content_record, read_small_file, write_last_files
-from prepcli.execution.request import make_run_identity
-from prepcli.execution.unit_notes import UnitNote, all_checksums, all_digests
+from prepcli.execution.run import make_run_identity
+from prepcli.execution.run_store import UnitNote, all_checksums, all_digests
 from prepcli.planning.chunk_placement import ChunkExtent, chunk_extents
 from prepcli.planning.manifest_fields import FileRecord
 from prepcli.planning.plan import Plan, SmallFile

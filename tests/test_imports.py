@@ -70,10 +70,8 @@ PURE_MODULES = {
             "sky",
             "slurm",
             "tpu",
-            "yaml_documents",
             "gke",
             "hardware",
-            "tpu_topologies",
         )
     ),
 }

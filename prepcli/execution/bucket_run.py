@@ -36,16 +36,16 @@ from prepcli.execution.finalize import (
 from prepcli.execution.object_compressor import compression_threads
 from prepcli.execution.object_writer import ObjectWriter
 from prepcli.execution.output_paths import RETRIES
-from prepcli.execution.request import ExecutionRequest
-from prepcli.execution.run import Run
-from prepcli.execution.run_store import DONE_FOLDER, RUN_FILE
-from prepcli.execution.signals import PARENT_VARIABLE
-from prepcli.execution.source_checks import parse_source_state
-from prepcli.execution.unit_notes import (
+from prepcli.execution.run import ExecutionRequest, Run
+from prepcli.execution.run_store import (
+    DONE_FOLDER,
+    RUN_FILE,
     UnitNote,
     all_checksums,
     all_digests,
 )
+from prepcli.execution.signals import PARENT_VARIABLE
+from prepcli.execution.source_checks import parse_source_state
 from prepcli.formats.codecs import codec_of
 from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error
 from prepcli.planning.manifest_fields import FileRecord, Manifest

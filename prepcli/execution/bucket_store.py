@@ -37,9 +37,10 @@ from prepcli.execution.run_store import (
     RUN_FILE,
     SOURCE_FILE,
     Claim,
+    decode_record,
+    encode_record,
     other_run_error,
 )
-from prepcli.execution.unit_notes import decode_record, encode_record
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, decode_manifest
 from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.manifest_fields import Manifest

@@ -24,11 +24,15 @@ from prepcli.engine.no_follow import check_no_symlinks
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.finalize import data_folder, finalize_folder, output_nbytes_to_compress
 from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_work_folder
-from prepcli.execution.request import ExecutionRequest
-from prepcli.execution.run import Run
-from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER
+from prepcli.execution.run import ExecutionRequest, Run
+from prepcli.execution.run_store import (
+    DONE_FOLDER,
+    PART_FOLDER,
+    UnitNote,
+    all_checksums,
+    all_digests,
+)
 from prepcli.execution.source_checks import parse_source_state
-from prepcli.execution.unit_notes import UnitNote, all_checksums, all_digests
 from prepcli.execution.written_data import (
     check_data_files,
     check_unchanged,

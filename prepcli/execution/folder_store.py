@@ -32,9 +32,10 @@ from prepcli.execution.run_store import (
     RUN_FILE,
     SOURCE_FILE,
     Claim,
+    decode_record,
+    encode_record,
     other_run_error,
 )
-from prepcli.execution.unit_notes import decode_record, encode_record
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.stores.files import MAX_NAME_NBYTES, fsync_path
 

@@ -12,7 +12,7 @@ from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.object_assembler import ObjectAssembler, Piece, PieceLimits
 from prepcli.execution.finalize import output_path
 from prepcli.execution.object_compressor import ObjectCompressor
-from prepcli.execution.unit_notes import UnitNote
+from prepcli.execution.run_store import UnitNote
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import ChunkExtent, chunk_extents
 from prepcli.planning.object_files import streams_of_spans

@@ -11,19 +11,19 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from prepcli.core import version
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.json_values import JsonObject
 from prepcli.engine.budget import Budget, anonymous_nbytes
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import digest, digest_pieces
 from prepcli.engine.pipeline import ConversionResult, PipelineUnit
 from prepcli.execution.finalize import check_small_files
-from prepcli.execution.request import ExecutionRequest, make_run_identity
-from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, PUBLISH, Claim, Store
+from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, PUBLISH, Claim, Store, UnitNote
 from prepcli.execution.signals import PARENT_VARIABLE, note_durable_work
 from prepcli.execution.source_checks import (
     IntegrityChecker,
@@ -32,14 +32,15 @@ from prepcli.execution.source_checks import (
     source_changed_error,
     touched_files,
 )
-from prepcli.execution.unit_notes import UnitNote
+from prepcli.execution.workers import WorkerPool
 from prepcli.execution.written_data import StreamReader, find_outdated
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import chunk_extents, count_blocks
-from prepcli.planning.plan import Stream
+from prepcli.planning.plan import Plan, Stream, encode_text, iter_text
 from prepcli.planning.slabs import split_streams
 from prepcli.planning.work_units import WorkUnit, order_units
 from prepcli.restore.digest_checks import check_before_reading, find_transformed
+from prepcli.sources.source import Source
 from prepcli.stores.paths import AnyPath
 
 LOOK_S = 0.2
@@ -429,3 +430,46 @@ class Run(ABC):
 def _prepend(first: PipelineUnit, units: Iterator[PipelineUnit]) -> Iterator[PipelineUnit]:
     yield first
     yield from units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionRequest:
+    """A plan to execute in a folder or below a URL.
+
+    `allow_overflow` decides between an error and infinities. No other option changes a byte of the output.
+
+    Attributes:
+        plan: The plan of the whole output.
+        run_id: Digest of the plan. It identifies the run in notes and manifests.
+        source: The opened source of the plan.
+        pool: The workers of this process, its share of the plan, its memory and its progress.
+        overwrite: Replace an existing output.
+        restart: Delete what an unfinished earlier run has written, and write it again.
+        allow_overflow: Cast out-of-range values to infinity.
+        note: Prints a line for the user.
+    """
+
+    plan: Plan
+    run_id: str
+    source: Source
+    pool: WorkerPool
+    overwrite: bool
+    restart: bool
+    allow_overflow: bool
+    note: Callable[[str], None]
+
+
+def plan_digest(plan: Plan) -> str:
+    """Return the digest of a plan. Equal digests imply equal outputs, given unchanged sources."""
+    return "xxh3:" + digest_pieces(piece.encode() for piece in iter_text(plan))
+
+
+def make_run_identity(plan: Plan, run_id: str) -> dict[str, object]:
+    """Return the identity of a run, given the digest of its plan. Runs with equal identities write equal bytes."""
+    source_digest = digest(encode_text(plan.source_files).encode())
+    return {
+        "request": plan.request,
+        "source": source_digest,
+        "plan": run_id,
+        "prep": version(),
+    }

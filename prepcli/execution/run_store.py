@@ -15,17 +15,31 @@ the run below `.prep/`:
 2. A note marks a unit as durable. It is written after the bytes of the unit are. It is whole or absent, and has
    a checksum of itself.
 3. The output gets its name in one step, once all units have notes and all other files are durable.
+
+A note is a JSON object with a checksum of itself. A torn or damaged note counts as none: its unit is written again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import base64
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.core.json_values import JsonObject
+from prepcli.core.json_values import JsonObject, load_json
+from prepcli.engine.background_sync import StreamPrefix
+from prepcli.engine.checksum_recorder import ChecksumArray
+from prepcli.engine.digest import CHECKSUM_DTYPE, digest
+from prepcli.engine.pipeline import EMPTY_DIGEST
+from prepcli.planning.chunk_placement import chunk_extents, count_blocks
+from prepcli.planning.plan import Plan
+from prepcli.stores.byte_ranges import RemoteFile
 
 RUN_FILE = "run.json"
 SOURCE_FILE = "source.json"
@@ -35,6 +49,8 @@ CLAIMS_FOLDER = "claims"
 PUBLISH = "publish"  # the claim of the process that publishes
 
 Claim = AbstractContextManager[object]
+CHECKSUM_KEY = "checksum"  # key in each record, covers all other keys
+_NO_NUMBERS: ChecksumArray = np.empty(0, np.uint64)
 
 
 class Store(Protocol):
@@ -113,3 +129,161 @@ def other_run_error(
         why = f"it was started by `{earlier_identity.get('request')}`, this is `{run_identity.get('request')}`"
     hint = text("{} deletes it", Option("restart", True))
     return PrepError(f"{name} belongs to another run", why, hint)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitNote:
+    """Result of a unit of work, or of the durable part of a large one.
+
+    Attributes:
+        digests: Digests of its durable streams, by number.
+        blocks: Numbers of the checksum blocks recorded while its bytes are written.
+        sums: Checksum of each of these blocks.
+        session: Session of the processes in a folder. See `FolderStore`.
+        writer: Host and number of the process.
+        source: Digest of the state of the source's files when the process joined.
+        objects: The written objects, in a bucket.
+        lengths: Compressed lengths of the chunks in each object, by file number. Empty without compression.
+        prefix: The partly durable stream. None in the note of a complete unit.
+        nbytes: Number of durable bytes, as they are read.
+    """
+
+    digests: Mapping[int, str]
+    blocks: ChecksumArray = field(default_factory=lambda: _NO_NUMBERS)
+    sums: ChecksumArray = field(default_factory=lambda: _NO_NUMBERS)
+    session: str = ""
+    writer: str = ""
+    source: str = ""
+    objects: tuple[RemoteFile, ...] = ()
+    lengths: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])
+    prefix: StreamPrefix | None = None
+    nbytes: int = 0
+
+    def encode(self, run_id: str) -> bytes:
+        """Return the content of the note.
+
+        Args:
+            run_id: Digest of the plan. A process that still runs may note a unit in the state of a later run.
+        """
+        known = np.stack([self.blocks.astype(CHECKSUM_DTYPE), self.sums.astype(CHECKSUM_DTYPE)])
+        content: dict[str, object] = {
+            "run": run_id,
+            "session": self.session,
+            "writer": self.writer,
+            "source": self.source,
+            "objects": [[file.path, file.size, file.digest] for file in self.objects],
+            "digests": dict(self.digests),
+            "checksums": base64.b64encode(known.tobytes()).decode(),
+            "lengths": dict(self.lengths),
+            "nbytes": self.nbytes,
+        }
+        if self.prefix:
+            prefix = self.prefix
+            content["prefix"] = [prefix.stream_number, prefix.nbytes, prefix.digest]
+        return encode_record(content)
+
+    @classmethod
+    def decode(cls, data: bytes | None, run_id: str) -> UnitNote | None:
+        """Return the note, or None if it is missing, damaged, of another version or of another run."""
+        try:
+            content = decode_record(data or b"")
+            if content.get("run") != run_id:
+                return None
+            return _parse_note(content)
+        except ValueError:
+            return None
+
+
+def _parse_note(content: JsonObject) -> UnitNote | None:
+    match content:
+        case {
+            "session": str(session),
+            "writer": str(writer),
+            "source": str(source),
+            "objects": list(objects),
+            "digests": dict(digests),
+            "checksums": str(checksums),
+            "lengths": dict(lengths),
+            "nbytes": int(nbytes),
+        }:
+            known = np.frombuffer(base64.b64decode(checksums), CHECKSUM_DTYPE).reshape(2, -1)
+            return UnitNote(
+                {int(number): str(text) for number, text in digests.items()},
+                known[0],
+                known[1],
+                session,
+                writer,
+                source,
+                tuple(map(_parse_object, objects)),
+                {int(file): _parse_lengths(entry) for file, entry in lengths.items()},
+                _parse_prefix(content.get("prefix")),
+                nbytes,
+            )
+    return None
+
+
+def _parse_object(entry: object) -> RemoteFile:
+    match entry:
+        case [str(path), int(size), str(text)]:
+            return RemoteFile(path, size, text)
+    raise ValueError("it has an invalid object")
+
+
+def _parse_lengths(entry: object) -> list[int]:
+    match entry:
+        case list(lengths):
+            return list(map(int, lengths))
+    raise ValueError("it has invalid lengths")
+
+
+def _parse_prefix(entry: object) -> StreamPrefix | None:
+    match entry:
+        case [int(number), int(nbytes), str(text)]:
+            return StreamPrefix(number, nbytes, text)
+    return None
+
+
+def all_digests(plan: Plan, notes: Collection[UnitNote]) -> dict[int, str]:
+    """Return the digests of all streams of a plan, by number, from the notes of all units."""
+    digests: dict[int, str] = {}
+    for number, stream in enumerate(plan.streams):
+        if not stream.nbytes:
+            digests[number] = EMPTY_DIGEST
+    for note in notes:
+        digests |= note.digests
+    return digests
+
+
+def all_checksums(plan: Plan, notes: Iterable[UnitNote]) -> ChecksumArray:
+    """Return the checksums of all blocks in notes, by block number. 0 is unknown."""
+    sums: ChecksumArray = np.zeros(count_blocks(chunk_extents(plan.leaves)), np.uint64)
+    for note in notes:
+        sums[note.blocks.astype(np.int64)] = note.sums
+    return sums
+
+
+# Records
+
+
+def encode_record(content: Mapping[str, object]) -> bytes:
+    """Return the bytes of a record: the content as JSON, with its checksum."""
+    return json.dumps({**content, CHECKSUM_KEY: _checksum(content)}).encode()
+
+
+def decode_record(data: bytes) -> JsonObject:
+    """Return the JSON object in the bytes of a record. Raise ValueError if they are damaged."""
+    try:
+        content = load_json(data)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or content.pop(CHECKSUM_KEY, None) not in (
+        None,
+        _checksum(content),
+    ):
+        raise ValueError("it is not a file that prep wrote")
+    return content
+
+
+def _checksum(content: Mapping[str, object]) -> str:
+    """Return the checksum of a record's content after a JSON round trip, which converts keys to text."""
+    return digest(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())

@@ -24,13 +24,13 @@ from prepcli.execution.finalize import data_folder, finalize_folder
 from prepcli.execution.folder_run import check_free_space, open_sink
 from prepcli.execution.folder_store import FolderStore
 from prepcli.execution.output_paths import remove_path
-from prepcli.execution.request import make_run_identity, plan_digest
+from prepcli.execution.run import make_run_identity, plan_digest
 from prepcli.execution.run_storage import StepSave, joint_work
-from prepcli.execution.unit_notes import UnitNote
+from prepcli.execution.run_store import UnitNote
 from prepcli.execution.written_data import StreamReader
 from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.plan import Plan
-from prepcli.planning.shares import divide_streams, subplan
+from prepcli.planning.work_units import divide_streams, subplan
 from prepcli.stores.files import io_error
 
 MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf or shard that is fetched

@@ -29,7 +29,7 @@ from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES, anonymous_nbytes
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.signals import PARENT_VARIABLE, Stopped, block_signals
 from prepcli.execution.written_data import CHECK_TASK
-from prepcli.planning.shares import Share
+from prepcli.planning.work_units import Share
 
 # Above the memory of a Python process that has only imported prep.
 MAX_BASELINE_NBYTES = 64 * MIB

@@ -9,7 +9,15 @@ from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import did_you_mean
 from prepcli.core.json_values import JsonObject
 from prepcli.core.process_address import DEFAULT_PORT
-from prepcli.launch.hardware import Hardware, Training, number_of_chips, plain_hardware
+from prepcli.launch.hardware import (
+    TPU_GENERATIONS,
+    Hardware,
+    TpuGeneration,
+    Training,
+    num_chips,
+    number_of_chips,
+    plain_hardware,
+)
 from prepcli.launch.job import (
     NOT_RUN,
     RESTARTABLE_CODES,
@@ -19,10 +27,9 @@ from prepcli.launch.job import (
     check_label,
     comment,
     fill_template,
+    yaml_text,
 )
 from prepcli.launch.options import GkeOptions
-from prepcli.launch.tpu_topologies import TPU_GENERATIONS, TpuGeneration, num_chips
-from prepcli.launch.yaml_documents import yaml_text
 from prepcli.models.slices import num_slices
 
 # Folder of the recipe and the start script in a container.

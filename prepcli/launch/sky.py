@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from prepcli.core.errors import STOPPED, Option, text, usage_error
 from prepcli.core.json_values import JsonObject
 from prepcli.core.process_address import DEFAULT_PORT
-from prepcli.launch.hardware import GKE, Hardware, Training, plain_hardware, tpu_vm_hardware
+from prepcli.launch.hardware import (
+    GKE,
+    RUNTIME_VERSIONS,
+    Hardware,
+    Training,
+    plain_hardware,
+    tpu_vm_hardware,
+)
 from prepcli.launch.job import (
     NOT_RUN,
     RESTARTABLE,
@@ -22,10 +29,9 @@ from prepcli.launch.job import (
     check_texts,
     comment,
     fill_template,
+    yaml_text,
 )
 from prepcli.launch.options import SkyOptions
-from prepcli.launch.tpu_topologies import RUNTIME_VERSIONS
-from prepcli.launch.yaml_documents import yaml_text
 
 # First version with `recover_on_exit_codes`.
 MIN_VERSION = "0.11.2"

@@ -6,6 +6,7 @@ import shlex
 
 from prepcli.core.errors import Option, text, usage_error
 from prepcli.core.formatting import did_you_mean
+from prepcli.launch.hardware import RUNTIME_VERSIONS
 from prepcli.launch.job import (
     NOT_RUN,
     RESTARTABLE,
@@ -16,7 +17,6 @@ from prepcli.launch.job import (
     fill_template,
 )
 from prepcli.launch.options import TpuOptions
-from prepcli.launch.tpu_topologies import RUNTIME_VERSIONS
 
 RESOURCES = "gcloud compute tpus queued-resources"
 VM = "gcloud compute tpus tpu-vm"

@@ -1,23 +1,30 @@
-"""Units of work of an output: streams that one process moves together. Units depend on the plan alone.
+"""Divide the work of an output: into units, which depend on the plan alone, or into one share per process.
 
-In an object store, one process assembles an object, and moves every tensor with a byte in it. A unit is then the
-smallest set of streams and data files without a connection to the rest.
+A unit has the streams that one process moves together. In an object store, one process assembles an object, and moves
+every tensor with a byte in it. A unit is then the smallest set of streams and data files without a connection to the
+rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import heapq
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prepcli.algebra.grids import FilePosition
+from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.launchers import JAX_VARIABLES, MAX_PROCESSES, SLURM, detect_launcher
 from prepcli.planning.plan import Plan, Stream
-from prepcli.planning.shares import stream_groups
 
 # Smaller tensors of a folder are joined to units of 1/256 of the output, within these limits: a kill loses little, and
 # the notes cost less than the bytes.
 JOINED_SHARE = 256
 MIN_JOINED_NBYTES = 16 << 10
 MAX_JOINED_NBYTES = 64 << 20
+# Launchers of processes that share a folder. TPU pods, e.g., often have a disk per host.
+SHARING_LAUNCHERS = (JAX_VARIABLES, SLURM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +157,150 @@ class _Groups:
 def _file_member(number: int) -> str:
     """Return the name of a data file in the sets. No tensor has it: it begins with NUL."""
     return f"\0{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of one output that process number `index`, from 0, of `count` processes writes."""
+
+    count: int = 1
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.count}/{self.index}"
+
+    def split(self, workers: int) -> tuple[Share, ...]:
+        """Return the shares of `workers` processes that replace this one."""
+        first = self.index * workers
+        return tuple(Share(self.count * workers, first + worker) for worker in range(workers))
+
+
+SINGLE_PROCESS = Share()
+
+
+def parse_share(value: str) -> Share:
+    """Parse the value of `--processes`.
+
+    Args:
+        value: `N/I`: process I, from 0, of N.
+
+    Returns:
+        The share.
+
+    Raises:
+        UsageError: The value has another form, or I is not below N.
+    """
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", value.strip(), re.ASCII)
+    if match is None:
+        why = "the expected form is N/I: process I, from 0, of N"
+        what = text("{} is invalid", Option("processes", value))
+        hint = text("write as process 0 of 4 with {}", Option("processes", "4/0"))
+        raise usage_error(what, why, hint)
+    count = int(match[1])
+    index = int(match[2])
+    if not 0 <= index < count <= MAX_PROCESSES:
+        hint = text(
+            "number the processes of 4 from {} to {}",
+            Option("processes", "4/0"),
+            Option("processes", "4/3"),
+        )
+        if count < index:
+            swapped = Option("processes", f"{index}/{count}")
+            hint = text("write as process {} of {} with {}", count, index, swapped)
+        why = f"N is at most {MAX_PROCESSES:,}, and I is at least 0 and below N"
+        raise usage_error(text("{} is out of range", Option("processes", value)), why, hint)
+    return Share(count, index)
+
+
+def launcher_share(environ: Mapping[str, str]) -> tuple[Share, str]:
+    """Return the share assigned to this process by a launcher, and the launcher's name.
+
+    Without a launcher there is one process, and the name is empty.
+    """
+    process = detect_launcher(environ, SHARING_LAUNCHERS)
+    if process is None:
+        return SINGLE_PROCESS, ""
+    return Share(process.count, process.index), process.launcher
+
+
+def requested_share(value: str | None, environ: Mapping[str, str]) -> tuple[Share, str]:
+    """Return the share given by `--processes`, or else by a launcher, and the launcher's name."""
+    if value is None:
+        return launcher_share(environ)
+    return parse_share(value), ""
+
+
+def divide_streams(
+    plan: Plan, count: int, *, durable: Container[int] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """Divide the streams of a plan among processes.
+
+    All streams of a tensor go to one process, together with the tensors to compare with it. The largest groups are
+    assigned first, each to the process with the fewest bytes, e.g. groups of 5, 4, 3 and 2 bytes -> 5 + 2 and 4 + 3.
+
+    Args:
+        plan: The plan.
+        count: Number of processes.
+        durable: Numbers of durable streams. They are divided separately, in the same way: reading them back costs
+            less than writing the pending ones.
+
+    Returns:
+        The stream numbers of each process, ascending. They depend on the arguments alone.
+    """
+    pending_groups: list[list[int]] = []
+    durable_groups: list[list[int]] = []
+    for group in stream_groups(plan):
+        if all(number in durable for number in group):
+            durable_groups.append(group)
+        else:
+            pending_groups.append(group)
+    pending_shares = _balance_groups(plan, pending_groups, count)
+    durable_shares = _balance_groups(plan, durable_groups, count)
+    shares: list[tuple[int, ...]] = []
+    for index in range(count):
+        shares.append(tuple(sorted(pending_shares[index] + durable_shares[index])))
+    return tuple(shares)
+
+
+def _balance_groups(plan: Plan, groups: Iterable[list[int]], count: int) -> list[list[int]]:
+    """Assign groups of streams to `count` processes, the largest first, each to the process with the fewest bytes."""
+    sized_groups: list[tuple[int, list[int]]] = []
+    for group in groups:
+        nbytes = sum(plan.streams[number].nbytes for number in group)
+        # Groups are sorted by descending size, then by their first stream number.
+        sized_groups.append((-nbytes, group))
+    sized_groups.sort()
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, process) for process in range(count)]
+    for negative_nbytes, group in sized_groups:
+        load, process = heapq.heappop(loads)
+        shares[process] += group
+        heapq.heappush(loads, (load - negative_nbytes, process))
+    return shares
+
+
+def stream_groups(plan: Plan) -> list[list[int]]:
+    """Return the groups of stream numbers to keep together: all streams of a tensor and of tensors equal to it."""
+    # union-find: tensor name -> another tensor of the same group
+    # Only the process that reads both tensors of a check can compare their digests.
+    parents: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while parents.get(name, name) != name:
+            name = parents[name]
+        return name
+
+    for check in plan.checks:
+        parents[root(check.name)] = root(check.duplicate_of)
+    groups: dict[str, list[int]] = {}
+    for number, stream in enumerate(plan.streams):
+        groups.setdefault(root(stream.name), []).append(number)
+    return list(groups.values())
+
+
+def subplan(plan: Plan, stream_numbers: Container[int]) -> Plan:
+    """Return a plan with some of a plan's streams and the checks of their tensors. Files and leaves stay the same."""
+    streams = [stream for number, stream in enumerate(plan.streams) if number in stream_numbers]
+    names = {stream.name for stream in streams}
+    checks = [check for check in plan.checks if check.name in names]
+    return dataclasses.replace(plan, streams=tuple(streams), checks=tuple(checks))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from prepcli.launch.tpu_topologies import TPU_GENERATIONS
+from prepcli.launch.hardware import TPU_GENERATIONS
 
 # Chips of a host along x, and along y.
 HOST_BOUND = 2

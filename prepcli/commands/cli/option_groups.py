@@ -41,7 +41,7 @@ from prepcli.commands.operations.options import option
 from prepcli.core.errors import UsageError, usage_error
 from prepcli.core.formatting import shorten
 from prepcli.core.option_spec import REQUIRED, OptionSpec, PathLike, PositiveInt, option_specs
-from prepcli.planning.shares import launcher_share
+from prepcli.planning.work_units import launcher_share
 
 # Limit of numbers in options: sizes in bytes computed from them must fit the integers of every library.
 MAX_INTEGER = (1 << 63) - 1

@@ -205,7 +205,7 @@ def tokenize(
     """
     from prepcli.commands.operations.data import tokenize_shard
     from prepcli.commands.rendering.runs import tokenization_report
-    from prepcli.planning.shares import requested_share
+    from prepcli.planning.work_units import requested_share
 
     ui = output_options.open_console("tokenize")
     share, _ = requested_share(sharing["processes"], os.environ)

@@ -29,7 +29,7 @@ from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.folder_run import FolderRun
 from prepcli.execution.output_paths import check_output_paths, parse_out_url
-from prepcli.execution.request import ExecutionRequest, plan_digest
+from prepcli.execution.run import ExecutionRequest, plan_digest
 from prepcli.execution.workers import (
     WorkerPool,
 )
@@ -42,7 +42,7 @@ from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
-from prepcli.planning.shares import Share, requested_share
+from prepcli.planning.work_units import Share, requested_share
 from prepcli.sources.locate import LocatedCheckpoint, check_stream
 from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import prediction_vocabulary

@@ -64,8 +64,8 @@ from prepcli.planning.item_storage import OCDBT
 from prepcli.planning.libraries import DCP_FORMAT, HF_LAYOUT, find_library
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan
-from prepcli.planning.shares import requested_share
 from prepcli.planning.tensors import OPT_STATE_RULE
+from prepcli.planning.work_units import requested_share
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, stored_axis_maps
 from prepcli.stores.byte_ranges import retry_policy_from_env

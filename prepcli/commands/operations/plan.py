@@ -23,7 +23,7 @@ from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.inspection.contents import CheckpointContents, read_contents, read_mapped_contents
-from prepcli.launch.tpu_topologies import TPU_GENERATIONS, find_topology
+from prepcli.launch.hardware import TPU_GENERATIONS, find_topology
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import ANY_ACCELERATOR
 from prepcli.models.memory_estimate import estimate_memory

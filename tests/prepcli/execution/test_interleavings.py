@@ -17,11 +17,9 @@ from prepcli.engine.budget import make_budget
 from prepcli.engine.pipeline import PipelineUnit
 from prepcli.execution.folder_store import FolderStore, remove_work_folder
 from prepcli.execution.run import Run
-from prepcli.execution.run_store import DONE_FOLDER
-from prepcli.execution.unit_notes import UnitNote
+from prepcli.execution.run_store import DONE_FOLDER, UnitNote
 from prepcli.planning.plan import Plan, Stream
-from prepcli.planning.shares import Share
-from prepcli.planning.work_units import WorkUnit
+from prepcli.planning.work_units import Share, WorkUnit
 from tests.helpers.interleaving import ANY, COARSE, FINE, Process, World, explore, simulated, step
 from tests.helpers.plans import flat
 from tests.helpers.slow_cases import slow_except

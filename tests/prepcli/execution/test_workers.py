@@ -17,7 +17,7 @@ from prepcli.execution.workers import (
     worker_argv,
     worker_memory_nbytes,
 )
-from prepcli.planning.shares import Share
+from prepcli.planning.work_units import Share
 
 OWN = [
     "--workers",

@@ -17,7 +17,7 @@ from prepcli.core.option_spec import with_defaults
 from prepcli.launch.gke import FILES_FOLDER, gke_manifest
 from prepcli.launch.job import LaunchedCommand, LaunchJob
 from prepcli.launch.options import GkeOptions
-from prepcli.planning.shares import Share, launcher_share
+from prepcli.planning.work_units import Share, launcher_share
 from tests.helpers.kubernetes_schemas import ConfigMap, JobSet
 from tests.helpers.launched_jobs import train_command
 from tests.helpers.scripts import install_recorders, run_script, texts, words

@@ -5,8 +5,12 @@ from __future__ import annotations
 import subprocess
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prepcli.core.errors import UsageError
+from prepcli.core.json_values import JsonObject
 from prepcli.launch.job import (
     RESTARTABLE,
     RESTARTABLE_CODES,
@@ -16,8 +20,10 @@ from prepcli.launch.job import (
     check_label,
     comment,
     parse_env,
+    yaml_text,
 )
 from tests.helpers.launched_jobs import train_command
+from tests.helpers.scripts import texts
 
 
 def test_line_of_a_training_has_another_path_of_the_recipe():
@@ -89,3 +95,37 @@ def test_check_label_hint_is_a_valid_label(name: str):
 def test_as_label_keeps_letters_and_digits(text: str, label: str):
     assert as_label(text) == label
     check_label(label)
+
+
+any_text = st.one_of(
+    texts,
+    texts.map("{}\n".format),
+    st.sampled_from(["yes", "y", "1", "1e3", "~", "a: b", "a\n\n b\n", "\ta\n", "a\x85b\n"]),
+)
+values = st.recursive(
+    st.one_of(any_text, st.integers(), st.booleans()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(any_text, inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(any_text, values, min_size=1, max_size=3))
+def test_yaml_text_reads_back_as_the_value(value: JsonObject):
+    assert list(yaml.safe_load_all(yaml_text([value, value]))) == [value, value]
+
+
+def test_yaml_text_is_in_block_style_with_quoted_values():
+    shared: JsonObject = {"cpu": "8"}
+    text = yaml_text(
+        [
+            {"a1": [{"b1": 1, "y": "x y"}, "1e3"], "script": "set -e\n\nexec prep\n", "e1": {}},
+            {"requests": shared, "limits": shared, "null": "é" * 200},
+        ]
+    )
+    long = "é" * 200
+    assert text == (
+        'a1:\n- b1: 1\n  "y": "x y"\n- "1e3"\nscript: |\n  set -e\n\n  exec prep\ne1: {}\n'
+        f'---\nrequests:\n  cpu: "8"\nlimits:\n  cpu: "8"\n\'null\': "{long}"\n'
+    )

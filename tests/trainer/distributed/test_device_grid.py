@@ -15,7 +15,7 @@ import pytest
 from jax.experimental import mesh_utils
 
 from prepcli.core.errors import UsageError
-from prepcli.launch.tpu_topologies import TPU_GENERATIONS
+from prepcli.launch.hardware import TPU_GENERATIONS
 from prepcli.models.mesh import Mesh, parse_mesh
 from tests.helpers.tpu_devices import FakeTpu, make_tpu_devices
 from trainer.distributed.device_grid import arrange_devices

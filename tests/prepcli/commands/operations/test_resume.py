@@ -20,7 +20,7 @@ from prepcli.engine.files import Files
 from prepcli.engine.pipeline import ConversionResult, Pipeline
 from prepcli.execution import compress, finalize, folder_run
 from prepcli.execution import run as execution_run
-from prepcli.execution.unit_notes import decode_record, encode_record
+from prepcli.execution.run_store import decode_record, encode_record
 from prepcli.planning import work_units
 from tests.helpers.faults import COMMANDS as PLAIN
 from tests.helpers.faults import (

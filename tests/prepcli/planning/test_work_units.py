@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, PrepError, UsageError
 from prepcli.planning.plan import EqualityCheck, Fill, Plan, Stream
-from prepcli.planning.shares import (
+from prepcli.planning.work_units import (
     SINGLE_PROCESS,
     Share,
     divide_streams,

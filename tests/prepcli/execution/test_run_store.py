@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prepcli.engine.background_sync import StreamPrefix
-from prepcli.execution.unit_notes import UnitNote, decode_record, encode_record
+from prepcli.execution.run_store import UnitNote, decode_record, encode_record
 from prepcli.stores.byte_ranges import RemoteFile
 
 NOTE = UnitNote(
