@@ -21,6 +21,30 @@ MAX_NBYTES = (1 << 63) - 1
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", re.ASCII)
 _BY_LOWER_CASE = {unit.lower(): nbytes for unit, nbytes in UNITS.items()}
+MAX_NAMES = 20
+# Eight lines of a terminal with 80 columns. With what failed and a hint, a message has about ten lines.
+MAX_CHARS = 640
+# 19 digits hold every signed 64-bit integer.
+_NUMBER = re.compile("[0-9]{1,19}")
+# Similarity from 0 to 1 that a suggestion needs.
+CUTOFF = 0.6
+# Newline, tab, and the zero-width joiners of letters.
+UNESCAPED = "\n\t\u200c\u200d"
+# Marks around a part of a text. `escape_marks` escapes them in the text itself.
+MARK_START = "⟦"
+MARK_END = "⟧"
+_UNUSUAL = re.compile(r"[^ -~\n\t]")  # only these characters are inspected one by one
+# Longer than most paths. A longer word is a value from an option or a file.
+MAX_WORD_CHARS = 240
+SHORT_WORD_CHARS = 100
+MAX_WHAT_CHARS = 400
+# The list of the keys of a recipe's table is shorter.
+MAX_LINE_CHARS = 800
+# The rows of a terminal of the usual size.
+MAX_LINES = 24
+# A hint may be a command to copy, with the paths of the user.
+MAX_HINT_CHARS = 2000
+_LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS + 1},}}")
 
 
 def parse_bytes(size: str, option: str) -> int:
@@ -181,11 +205,6 @@ def _three_digits(value: float) -> str:
     return f"{value:.0f}"
 
 
-MAX_NAMES = 20
-# Eight lines of a terminal with 80 columns. With what failed and a hint, a message has about ten lines.
-MAX_CHARS = 640
-
-
 def join_names(
     names: Iterable[str],
     total: int | None = None,
@@ -234,10 +253,6 @@ def count_text(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {plural or noun + 's'}"
 
 
-# 19 digits hold every signed 64-bit integer.
-_NUMBER = re.compile("[0-9]{1,19}")
-
-
 def parse_decimal(text: str) -> int | None:
     """Return the number of a text of at most 19 digits, or None for any other text.
 
@@ -247,10 +262,6 @@ def parse_decimal(text: str) -> int | None:
     if _NUMBER.fullmatch(text):
         return int(text)
     return None
-
-
-# Similarity from 0 to 1 that a suggestion needs.
-CUTOFF = 0.6
 
 
 def suggest(text: str, candidates: Collection[str]) -> str | None:
@@ -273,16 +284,6 @@ def did_you_mean(text: str, candidates: Collection[str]) -> str:
     if suggestion:
         return f"did you mean `{suggestion}`?"
     return ""
-
-
-# Newline, tab, and the zero-width joiners of letters.
-UNESCAPED = "\n\t\u200c\u200d"
-
-# Marks around a part of a text. `escape_marks` escapes them in the text itself.
-MARK_START = "⟦"
-MARK_END = "⟧"
-
-_UNUSUAL = re.compile(r"[^ -~\n\t]")  # only these characters are inspected one by one
 
 
 def printable(text: str) -> str:
@@ -316,20 +317,6 @@ def _escape_char(char: str) -> str:
     if char.isprintable() or char in UNESCAPED or category(char) == "Zs":
         return char
     return ascii(char)[1:-1]
-
-
-# Longer than most paths. A longer word is a value from an option or a file.
-MAX_WORD_CHARS = 240
-SHORT_WORD_CHARS = 100
-MAX_WHAT_CHARS = 400
-# The list of the keys of a recipe's table is shorter.
-MAX_LINE_CHARS = 800
-# The rows of a terminal of the usual size.
-MAX_LINES = 24
-# A hint may be a command to copy, with the paths of the user.
-MAX_HINT_CHARS = 2000
-
-_LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS + 1},}}")
 
 
 def bounded_error(error: PrepError) -> PrepError:

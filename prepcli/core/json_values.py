@@ -36,6 +36,26 @@ HFConfig: TypeAlias = Mapping[str, JsonValue]
 MAX_DEPTH = 100
 # Floats end at 1.8e308: a larger integer cannot become a float.
 MAX_INTEGER_DIGITS = 300
+NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+# Returns the place and the kind of the first fault, e.g. ".w.shape is 'x'", or empty for a value of the type.
+_Check = Callable[[Any], str]
+# Characters of a value in a message.
+MAX_VALUE_CHARS = 60
+_LENIENT = "a value of another type is no fault"
+_OMITTABLE = "null is a fault"
+T = TypeVar("T")
+# Type of a key that never makes a file invalid: the attribute of a malformed value is the default of the class.
+Lenient = Annotated[T, _LENIENT]
+# Type of a key that may be missing, and then has the attribute None. A file with the value null is invalid.
+Omittable = Annotated[T | None, _OMITTABLE]
 
 
 def load_json(data: bytes) -> Any:
@@ -104,17 +124,6 @@ def _parse_integer(digits: str) -> int:
 _DECODER = json.JSONDecoder(parse_int=_parse_integer)
 
 
-NAMES = {
-    dict: "an object",
-    list: "a list",
-    str: "a string",
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    type(None): "null",
-}
-
-
 def json_type_name(value: object) -> str:
     """Return the JSON name of a value's type with its article, e.g. `a list`."""
     return NAMES.get(type(value)) or f"a value of type {type(value).__name__}"
@@ -175,20 +184,6 @@ def _reject_constant(text: str) -> NoReturn:
 _STRICT_DECODER = json.JSONDecoder(
     object_pairs_hook=_unique_object, parse_int=_parse_count, parse_constant=_reject_constant
 )
-
-
-# Returns the place and the kind of the first fault, e.g. ".w.shape is 'x'", or empty for a value of the type.
-_Check = Callable[[Any], str]
-# Characters of a value in a message.
-MAX_VALUE_CHARS = 60
-
-_LENIENT = "a value of another type is no fault"
-_OMITTABLE = "null is a fault"
-T = TypeVar("T")
-# Type of a key that never makes a file invalid: the attribute of a malformed value is the default of the class.
-Lenient = Annotated[T, _LENIENT]
-# Type of a key that may be missing, and then has the attribute None. A file with the value null is invalid.
-Omittable = Annotated[T | None, _OMITTABLE]
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)

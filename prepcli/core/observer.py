@@ -18,6 +18,15 @@ Clock = Callable[[], float]
 LINE_INTERVAL_S = 10.0
 # Ten times per second looks continuous, also over a slow connection.
 REDRAW_INTERVAL_S = 0.1
+# Verbosity: -q, default, -v (one line per leaf), -vv (one line per slab).
+QUIET = -1
+NORMAL = 0
+LEAVES = 1
+SLABS = 2
+Segment = tuple[str, str]  # text and rich style
+Line = Sequence[Segment]
+# The clock of a display changes each second.
+TICK_S = 1.0
 
 
 @runtime_checkable
@@ -59,16 +68,6 @@ class NullProgress:
 
     def end(self) -> None:
         """Ignore the call."""
-
-
-# Verbosity: -q, default, -v (one line per leaf), -vv (one line per slab).
-QUIET = -1
-NORMAL = 0
-LEAVES = 1
-SLABS = 2
-
-Segment = tuple[str, str]  # text and rich style
-Line = Sequence[Segment]
 
 
 @runtime_checkable
@@ -249,10 +248,6 @@ def observer_of(progress: Progress | Observer | None) -> Observer:
     if isinstance(progress, Observer):
         return progress
     return SilentObserver(progress or NullProgress())
-
-
-# The clock of a display changes each second.
-TICK_S = 1.0
 
 
 @contextmanager

@@ -55,6 +55,30 @@ FORMAT_VERSION = 1
 
 # An adapter's record of its base model has this key. `restore.digest_checks.sample_digest` computes the value.
 SAMPLE_DIGEST_KEY = "sample_digest"
+# The manifest of a checkpoint that prep did not write: it is false, and every attribute has its default.
+NO_MANIFEST = Manifest()
+# The folder and the bytes of `unwritten_manifest`.
+_UNWRITTEN: ContextVar[tuple[AnyPath, bytes] | None] = ContextVar(
+    "unwritten_manifest", default=None
+)
+READ_NBYTES = 1 << 20
+# Pieces of a file in a store that are in memory at the same time.
+PIECES_IN_FLIGHT = 16
+# Files that Orbax or Levanter, not prep, names in an item.
+ITEM_FILES = {
+    METADATA_FILE,
+    LEVANTER_METADATA_FILE,
+    ZARR2.document,
+    ZARR3.document,
+    OCDBT_MANIFEST,
+    "_CHECKPOINT_METADATA",
+    "commit_success.txt",
+}
+ITEM_DATA_FOLDER = "d"
+NO_RECORD: FileRecord = {"bytes": 0}
+# Characters of a recorded command in a message. A manifest may come from anywhere.
+MAX_REQUEST_LENGTH = 300
+RECREATE_HINT = "create the checkpoint again, or use an earlier one"
 
 
 def origin_record(manifest: Manifest | None, commit: str | None) -> OriginRecord:
@@ -85,15 +109,6 @@ def step_fields(manifest: Manifest) -> Manifest:
 def adapter_fields(manifest: Manifest) -> Manifest:
     """Return the keys of a checkpoint of adapters: their settings and their base. Empty for other checkpoints."""
     return Manifest(**{key: manifest[key] for key in ("lora", "base") if key in manifest})
-
-
-# The manifest of a checkpoint that prep did not write: it is false, and every attribute has its default.
-NO_MANIFEST = Manifest()
-
-# The folder and the bytes of `unwritten_manifest`.
-_UNWRITTEN: ContextVar[tuple[AnyPath, bytes] | None] = ContextVar(
-    "unwritten_manifest", default=None
-)
 
 
 @contextmanager
@@ -264,23 +279,6 @@ def _find_record_fault(record: TensorRecord) -> str:
     return ""
 
 
-READ_NBYTES = 1 << 20
-# Pieces of a file in a store that are in memory at the same time.
-PIECES_IN_FLIGHT = 16
-# Files that Orbax or Levanter, not prep, names in an item.
-ITEM_FILES = {
-    METADATA_FILE,
-    LEVANTER_METADATA_FILE,
-    ZARR2.document,
-    ZARR3.document,
-    OCDBT_MANIFEST,
-    "_CHECKPOINT_METADATA",
-    "commit_success.txt",
-}
-ITEM_DATA_FOLDER = "d"
-NO_RECORD: FileRecord = {"bytes": 0}
-
-
 def record_file(path: AnyPath) -> FileRecord:
     """Return size and XXH3-128 of a file. Raise PrepError if it cannot be read."""
     state = xxhash.xxh3_128()
@@ -419,11 +417,6 @@ def _pieces_between(ranges: Iterable[Range], size: int) -> Iterator[Range]:
         for start in range(position, min(first, size), READ_NBYTES):
             yield start, min(start + READ_NBYTES, first, size)
         position = stop
-
-
-# Characters of a recorded command in a message. A manifest may come from anywhere.
-MAX_REQUEST_LENGTH = 300
-RECREATE_HINT = "create the checkpoint again, or use an earlier one"
 
 
 def again_hint(manifest: Manifest | None) -> str:

@@ -67,6 +67,14 @@ _NUMBERED_STREAM = re.compile(rf"({'|'.join(STREAM_FILES)})_\d+")
 
 MsgpackKind = Literal["flax", "easylm"]
 KeyPath = tuple[str, ...]  # keys from the root of a tree to a leaf
+# First bytes with a count in their low bits: 0x8N map, 0x9N array, 0xa0 to 0xbf text.
+_FIX_TYPES: dict[int, tuple[Literal["map", "array", "text"], int]] = {
+    0x8: ("map", 15),
+    0x9: ("array", 15),
+    0xA: ("text", 31),
+    0xB: ("text", 31),
+}
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,13 +289,6 @@ def _read_token(cursor: _Cursor) -> _MsgpackHeader:
     )
 
 
-# First bytes with a count in their low bits: 0x8N map, 0x9N array, 0xa0 to 0xbf text.
-_FIX_TYPES: dict[int, tuple[Literal["map", "array", "text"], int]] = {
-    0x8: ("map", 15),
-    0x9: ("array", 15),
-    0xA: ("text", 31),
-    0xB: ("text", 31),
-}
 _SIZED_TYPES: dict[int, tuple[Literal["map", "array", "text", "bytes", "extension"], int]] = {
     **{0xC4 + i: ("bytes", 1 << i) for i in range(3)},
     **{0xC7 + i: ("extension", 1 << i) for i in range(3)},
@@ -296,7 +297,6 @@ _SIZED_TYPES: dict[int, tuple[Literal["map", "array", "text", "bytes", "extensio
     **{0xDC + i: ("array", 2 << i) for i in range(2)},
     **{0xDE + i: ("map", 2 << i) for i in range(2)},
 }
-_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 _NUMBER_FORMATS = {
     0xCA: ">f",
     0xCB: ">d",

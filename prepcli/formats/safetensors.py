@@ -87,6 +87,11 @@ _COMMON_ENTRY = re.compile(
     rb'[ ]*+"shape"[ ]*+:[ ]*+\[((?:%b(?:,[ ]*+%b)*+)?+)\][ ]*+,'
     rb'[ ]*+"data_offsets"[ ]*+:[ ]*+\[(%b),[ ]*+(%b)\][ ]*+\}[ \t\r\n]*+([,}])' % ((_NUMBER,) * 4)
 )
+PAGE_NBYTES = 4096
+ALIGN_NBYTES = 8
+LayoutEntry: TypeAlias = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, nbytes
+# File name, entries in layout order, page offset.
+ShardContents: TypeAlias = tuple[str, Sequence[LayoutEntry], int | None]
 
 
 def read_safetensors_header(path: AnyPath, file_number: int) -> FileHeader:
@@ -358,14 +363,6 @@ def _wrong_size_error(path: AnyPath, expected_nbytes: int, actual_nbytes: int) -
         hint = GET_AGAIN_HINT
     why = f"its header promises {expected_nbytes:,} bytes, the file has {actual_nbytes:,}"
     return DamagedError(what, why, hint)
-
-
-PAGE_NBYTES = 4096
-ALIGN_NBYTES = 8
-
-LayoutEntry: TypeAlias = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, nbytes
-# File name, entries in layout order, page offset.
-ShardContents: TypeAlias = tuple[str, Sequence[LayoutEntry], int | None]
 
 
 @dataclass(frozen=True, slots=True)

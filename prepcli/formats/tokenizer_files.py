@@ -32,6 +32,47 @@ SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
 VOCABULARY_FILES = ("vocab.json", "vocab.txt")
 # Far above any tokenizer, and below what a small machine can hold.
 MAX_TOKENIZER_NBYTES = 1_000_000_000
+# Module of the exception that a panic of Rust code raises. It is no `Exception`.
+PANIC_MODULE = "pyo3_runtime"
+MAX_CHARS = 300
+# The `tokenizers` library allocates the normalized text without a limit, and aborts the process if
+# the allocation fails. A tokenizer of some kilobytes can request any amount: each of k nested
+# replacements multiplies the text. The growth is therefore computed before a text is encoded.
+# Ordinary normalizers replace a space by the three bytes of U+2581, which is far below this factor.
+MAX_GROWTH = 16
+# Maximum normalized bytes of a text if the normalizer grows texts more than that.
+MAX_GROWN_NBYTES = 1 << 28
+# Each map reads the whole text. Tokenizers have one map, of the SentencePiece model that they were made from.
+MAX_MAPS = 16
+# Longest keys that are searched one by one. Longer keys count with the longest text of the map.
+MAX_SEARCHED_NBYTES = 2
+BLOCK_NBYTES = 1 << 20
+# A unit of the trie (Darts-clone, double array) has 32 bits: label in 0-7, leaf flag in 8, wide flag in 9, offset from
+# 10 on. The unit of a leaf holds its value in 0-30, with bit 31 set.
+LABEL_MASK = np.uint32(1 << 31 | 0xFF)
+VALUE_MASK = np.uint32((1 << 31) - 1)
+LEAF_FLAG = np.uint32(1 << 8)
+WIDE_FLAG = np.uint32(1 << 9)
+# Wire types of protobuf. The key of a field has its number in the upper bits and its wire type in the lowest three.
+VARINT = 0
+EIGHT_BYTES = 1
+LENGTH = 2
+FOUR_BYTES = 5
+FIXED_NBYTES = {EIGHT_BYTES: 8, FOUR_BYTES: 4}
+PIECES_FIELD = 1
+TRAINER_FIELD = 2
+SPACE_SUFFIX_FIELD = 24  # of the settings of the trainer: `treat_whitespace_as_suffix`
+TEXT_FIELD = 1
+SCORE_FIELD = 2
+TYPE_FIELD = 3
+# Types of pieces. The texts of the last three are found before a model splits the other text.
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+# A byte of a varint has 7 bits. The highest bit says that another byte follows.
+CONTINUED = 0x80
+MAX_VARINT_NBYTES = 10
 
 
 def load_fast_tokenizer(file: AnyPath, data: bytes) -> Tokenizer:
@@ -79,11 +120,6 @@ def load_sentencepiece(file: AnyPath, data: bytes) -> Any:
     return processor
 
 
-# Module of the exception that a panic of Rust code raises. It is no `Exception`.
-PANIC_MODULE = "pyo3_runtime"
-MAX_CHARS = 300
-
-
 @contextmanager
 def library_errors(what: str, hint: str) -> Iterator[None]:
     """Turn every error of a library in the block into a PrepError.
@@ -110,17 +146,6 @@ def library_errors(what: str, hint: str) -> Iterator[None]:
         if type(error).__module__ != PANIC_MODULE:
             raise
         raise PrepError(what, f"its library stopped with: {error!s:.{MAX_CHARS}}", hint) from error
-
-
-# The `tokenizers` library allocates the normalized text without a limit, and aborts the process if
-# the allocation fails. A tokenizer of some kilobytes can request any amount: each of k nested
-# replacements multiplies the text. The growth is therefore computed before a text is encoded.
-# Ordinary normalizers replace a space by the three bytes of U+2581, which is far below this factor.
-MAX_GROWTH = 16
-# Maximum normalized bytes of a text if the normalizer grows texts more than that.
-MAX_GROWN_NBYTES = 1 << 28
-# Each map reads the whole text. Tokenizers have one map, of the SentencePiece model that they were made from.
-MAX_MAPS = 16
 
 
 def normalizer_growth(tokenizer_json: bytes) -> float:
@@ -207,18 +232,6 @@ def _text_nbytes(value: JsonValue) -> int:
     return len(value.encode("utf-8", "surrogatepass"))
 
 
-# Longest keys that are searched one by one. Longer keys count with the longest text of the map.
-MAX_SEARCHED_NBYTES = 2
-BLOCK_NBYTES = 1 << 20
-
-# A unit of the trie (Darts-clone, double array) has 32 bits: label in 0-7, leaf flag in 8, wide flag in 9, offset from
-# 10 on. The unit of a leaf holds its value in 0-30, with bit 31 set.
-LABEL_MASK = np.uint32(1 << 31 | 0xFF)
-VALUE_MASK = np.uint32((1 << 31) - 1)
-LEAF_FLAG = np.uint32(1 << 8)
-WIDE_FLAG = np.uint32(1 << 9)
-
-
 def charsmap_growth(encoded: str) -> float:
     """Return an upper bound of the bytes that a map makes of one byte.
 
@@ -292,28 +305,6 @@ def _offsets(units: np.ndarray) -> np.ndarray:
     """Return the offset of each unit. A wide one is in units of 256."""
     offsets = units >> np.uint32(10)
     return np.where(units & WIDE_FLAG, offsets << np.uint32(8), offsets)
-
-
-# Wire types of protobuf. The key of a field has its number in the upper bits and its wire type in the lowest three.
-VARINT = 0
-EIGHT_BYTES = 1
-LENGTH = 2
-FOUR_BYTES = 5
-FIXED_NBYTES = {EIGHT_BYTES: 8, FOUR_BYTES: 4}
-PIECES_FIELD = 1
-TRAINER_FIELD = 2
-SPACE_SUFFIX_FIELD = 24  # of the settings of the trainer: `treat_whitespace_as_suffix`
-TEXT_FIELD = 1
-SCORE_FIELD = 2
-TYPE_FIELD = 3
-# Types of pieces. The texts of the last three are found before a model splits the other text.
-NORMAL = 1
-UNKNOWN = 2
-CONTROL = 3
-USER_DEFINED = 4
-# A byte of a varint has 7 bits. The highest bit says that another byte follows.
-CONTINUED = 0x80
-MAX_VARINT_NBYTES = 10
 
 
 def encode_pieces(texts: Iterable[str]) -> bytes:

@@ -63,6 +63,35 @@ _UTF8 = 1 << 11
 MAX_DIRECTORY_NBYTES = 16 << 20
 # Payloads start at a multiple of this offset in their archive, as PyTorch aligns them.
 ALIGNMENT = 64
+MAX_DIMS = 64
+# Contiguous runs of a view: each is read separately.
+MAX_RUNS = 1 << 18
+INT64_LIMIT = 1 << 63
+# Nesting of a tensor in parameters and subclasses. A pickle may repeat the outermost one.
+MAX_WRAPS = 8
+MAX_FLAGS = 16
+UTILS_MODULE = "torch._utils."
+PARAMETER_REBUILDERS = {
+    f"{UTILS_MODULE}_rebuild_parameter",
+    f"{UTILS_MODULE}_rebuild_parameter_with_state",
+}
+# Qualified name -> number of arguments.
+TENSOR_REBUILDERS = {
+    f"{UTILS_MODULE}_rebuild_tensor": 4,
+    f"{UTILS_MODULE}_rebuild_tensor_v2": 6,
+    f"{UTILS_MODULE}_rebuild_tensor_v3": 7,
+}
+TYPED_TENSOR_REBUILDER = "torch._tensor._rebuild_from_type_v2"
+TENSOR_TYPES = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter"}
+_REBUILDERS = frozenset({*TENSOR_REBUILDERS, *PARAMETER_REBUILDERS, TYPED_TENSOR_REBUILDER})
+SIZE_TYPE = "torch.Size"
+SETTINGS_TYPES = {  # types of settings and counters next to tensors
+    "torch.device", "builtins.set", "builtins.frozenset", "builtins.complex", "builtins.bytearray", "builtins.slice",
+    "builtins.range", "_codecs.encode", "argparse.Namespace", "pathlib.PosixPath", "numpy.dtype", "numpy.ndarray",
+    "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+}  # fmt: skip
+_NOT_BUILT = "it is not built as PyTorch builds a tensor"
 
 
 class ZipArchive:
@@ -332,14 +361,6 @@ def _central_header(raw_name: bytes, nbytes: int, checksum: int, offset: int) ->
     return header + raw_name + extra
 
 
-MAX_DIMS = 64
-# Contiguous runs of a view: each is read separately.
-MAX_RUNS = 1 << 18
-INT64_LIMIT = 1 << 63
-# Nesting of a tensor in parameters and subclasses. A pickle may repeat the outermost one.
-MAX_WRAPS = 8
-MAX_FLAGS = 16
-
 # Type of a storage -> dtype of its elements. An untyped storage counts bytes.
 STORAGES = {
     **{f"torch.{kind}Storage": dtype for kind, dtype in STORAGE_DTYPES.items()},
@@ -353,27 +374,6 @@ DTYPES = {
         *STORAGE_DTYPES.values(), "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
         "float8_e5m2fnuz", "float8_e8m0fnu",
     )
-}  # fmt: skip
-UTILS_MODULE = "torch._utils."
-PARAMETER_REBUILDERS = {
-    f"{UTILS_MODULE}_rebuild_parameter",
-    f"{UTILS_MODULE}_rebuild_parameter_with_state",
-}
-# Qualified name -> number of arguments.
-TENSOR_REBUILDERS = {
-    f"{UTILS_MODULE}_rebuild_tensor": 4,
-    f"{UTILS_MODULE}_rebuild_tensor_v2": 6,
-    f"{UTILS_MODULE}_rebuild_tensor_v3": 7,
-}
-TYPED_TENSOR_REBUILDER = "torch._tensor._rebuild_from_type_v2"
-TENSOR_TYPES = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter"}
-_REBUILDERS = frozenset({*TENSOR_REBUILDERS, *PARAMETER_REBUILDERS, TYPED_TENSOR_REBUILDER})
-SIZE_TYPE = "torch.Size"
-SETTINGS_TYPES = {  # types of settings and counters next to tensors
-    "torch.device", "builtins.set", "builtins.frozenset", "builtins.complex", "builtins.bytearray", "builtins.slice",
-    "builtins.range", "_codecs.encode", "argparse.Namespace", "pathlib.PosixPath", "numpy.dtype", "numpy.ndarray",
-    "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
 }  # fmt: skip
 ALLOWED_NAMES = frozenset(
     {*MAPPING_TYPES, *STORAGES, *DTYPES, *_REBUILDERS, *TENSOR_TYPES, SIZE_TYPE, *SETTINGS_TYPES}
@@ -393,7 +393,6 @@ UNSUPPORTED_NAMES: Mapping[str, str] = {
     **{f"torch.{kind}Storage": "it holds quantised tensors" for kind in
        ("QUInt8", "QInt8", "QInt32", "QUInt4x2", "QUInt2x4")},
 }  # fmt: skip
-_NOT_BUILT = "it is not built as PyTorch builds a tensor"
 
 
 class TorchArchive:

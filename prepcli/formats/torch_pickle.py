@@ -35,6 +35,12 @@ MAPPING_TYPES = {
     "collections.Counter",
     "builtins.dict",
 }
+_T = TypeVar("_T")
+PROTO = b"\x80\x02"
+STORAGE_DTYPES: Mapping[str, str] = {
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
+    "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
+}  # fmt: skip
 
 
 class UnexpectedNameError(ValueError):
@@ -111,9 +117,6 @@ def _iter_opcodes(data: bytes) -> Iterator[tuple[pickletools.OpcodeInfo, Any, in
         if stream.tell() == len(data):
             raise CutShortError("it is cut short") from error
         raise ValueError(f"its pickle is invalid: {error!s:.{MAX_MESSAGE_CHARS}}") from error
-
-
-_T = TypeVar("_T")
 
 
 class _PickleMachine:
@@ -315,11 +318,6 @@ _OPCODES: Mapping[str, _Execute] = {
 
 # Writing. Each function returns the opcodes of one value in protocol 2. `torch.load(weights_only=True)` reads them.
 
-PROTO = b"\x80\x02"
-STORAGE_DTYPES: Mapping[str, str] = {
-    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
-    "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
-}  # fmt: skip
 _STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 SUPPORTED_DTYPES = frozenset(_STORAGE_NAMES)
 

@@ -22,6 +22,25 @@ from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.stores.files import io_error
 from prepcli.stores.paths import AnyPath, fetch_copies
 
+SENTENCEPIECE_TOKENIZER = "tokenizer.model"
+# In order of precedence: the first one in a folder is loaded.
+SINGLE_FILES = (
+    TOKENIZER_FILE,
+    SENTENCEPIECE_TOKENIZER,
+    "spiece.model",
+)
+TOKENIZERS = (*SINGLE_FILES, "vocab.json", "merges.txt", "vocab.txt")
+# Other files of a folder that belong to its tokenizer.
+TOKENIZER_SETTINGS = (
+    *(
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+    ),
+)
+PATH_PREFIX = f"{HF_FOLDER}/"
+
 
 def copied_files(
     side_files: Iterable[SideFile],
@@ -123,26 +142,6 @@ def output_config(
 
 
 # --- Tokenizers of runs and adapters
-
-
-SENTENCEPIECE_TOKENIZER = "tokenizer.model"
-# In order of precedence: the first one in a folder is loaded.
-SINGLE_FILES = (
-    TOKENIZER_FILE,
-    SENTENCEPIECE_TOKENIZER,
-    "spiece.model",
-)
-TOKENIZERS = (*SINGLE_FILES, "vocab.json", "merges.txt", "vocab.txt")
-# Other files of a folder that belong to its tokenizer.
-TOKENIZER_SETTINGS = (
-    *(
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-    ),
-)
-PATH_PREFIX = f"{HF_FOLDER}/"
 
 
 def tokenizer_folder(tokenizer: str | None, config: str | None) -> Path:

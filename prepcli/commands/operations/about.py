@@ -14,6 +14,16 @@ from prepcli.core.process_address import ProcessSettings, process_address, singl
 from prepcli.engine.machine import cgroup_memory_limit, package_versions, system_memory
 from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, Alias
 
+SUFFIX = ".md"
+# Variables of each setting, in order of precedence. The token may also be in a file.
+SETTING_VARIABLES = {
+    "HF_HOME": ("HF_HOME", "XDG_CACHE_HOME"),
+    "HF_HUB_CACHE": ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"),
+    "HF_TOKEN": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
+    "HF_HUB_OFFLINE": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+}
+HIDDEN_VALUE = "(set, not shown)"
+
 
 def list_aliases(family: str | None = None) -> list[Alias]:
     """Return the aliases of one family, or of all families.
@@ -32,7 +42,6 @@ def list_aliases(family: str | None = None) -> list[Alias]:
 
 
 PACKAGE = Path(__file__).parents[2]
-SUFFIX = ".md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +114,6 @@ def _page_title(path: Path) -> str:
 
 
 # --- The environment
-
-
-# Variables of each setting, in order of precedence. The token may also be in a file.
-SETTING_VARIABLES = {
-    "HF_HOME": ("HF_HOME", "XDG_CACHE_HOME"),
-    "HF_HUB_CACHE": ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"),
-    "HF_TOKEN": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
-    "HF_HUB_OFFLINE": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
-}
-HIDDEN_VALUE = "(set, not shown)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,13 @@ from prepcli.execution.signals import handle_interrupts
 if TYPE_CHECKING:
     from trainer.data.chat_prompts import ChatPrompt
     from trainer.generation.generator import Generator
+DEFAULT_ANSWER_TOKENS = 1024
+# Slots of prompts are powers of two from here on, so that few lengths of a conversation are compiled.
+LEAST_SLOTS = 256
+EXIT = "/exit"
+RESET = "/reset"
+INTRODUCTION = f"Ctrl-D or {EXIT} ends, {RESET} starts again, Ctrl-C stops an answer"
+PROMPT = "> "
 
 
 @dataclass(frozen=True)
@@ -61,15 +68,6 @@ class ChatResult:
     mesh: str | None
     dtype: str
     seconds: float
-
-
-DEFAULT_ANSWER_TOKENS = 1024
-# Slots of prompts are powers of two from here on, so that few lengths of a conversation are compiled.
-LEAST_SLOTS = 256
-EXIT = "/exit"
-RESET = "/reset"
-INTRODUCTION = f"Ctrl-D or {EXIT} ends, {RESET} starts again, Ctrl-C stops an answer"
-PROMPT = "> "
 
 
 class ChatObserver(RunObserver, Protocol):

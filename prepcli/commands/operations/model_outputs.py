@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from jax import Array
 
     from trainer.nn.model_spec import ForwardConfig
+REFERENCE_PACKAGES = ("torch", "transformers")
+# Longer prompts are computed with attention in tiles, because the scores of all pairs of tokens may exceed the memory.
+MAX_DENSE_TOKENS = 2048
+# Tokens whose logits are on the device at the same time: 134 MB for a vocabulary of 131,072.
+BLOCK_TOKENS = 256
+# Types of models whose hidden states in transformers begin after the first layer.
+STATES_WITHOUT_EMBEDDING = {"mamba", "mamba2"}
 
 
 def temporary_folder() -> Path:
@@ -51,15 +58,6 @@ def file_array(shape: tuple[int, ...]) -> np.ndarray:
             return np.memmap(file, np.float32, "r+", shape=shape)
     except OSError as error:
         raise io_error(temporary_folder(), error) from error
-
-
-REFERENCE_PACKAGES = ("torch", "transformers")
-# Longer prompts are computed with attention in tiles, because the scores of all pairs of tokens may exceed the memory.
-MAX_DENSE_TOKENS = 2048
-# Tokens whose logits are on the device at the same time: 134 MB for a vocabulary of 131,072.
-BLOCK_TOKENS = 256
-# Types of models whose hidden states in transformers begin after the first layer.
-STATES_WITHOUT_EMBEDDING = {"mamba", "mamba2"}
 
 
 @dataclass(frozen=True, slots=True)

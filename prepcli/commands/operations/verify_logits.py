@@ -52,6 +52,18 @@ NUM_TOP = 5
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 Float64Array = npt.NDArray[np.float64]
+DEFAULT_TOLERANCE = 1e-3
+# Rounding in float32 differs by less, and rounding to bfloat16 by more: 2^-9 is 0.002.
+LAYER_TOLERANCE = 1e-3
+OUT_OF_MEMORY_HINT = text(
+    "the devices need 4 bytes of memory per parameter: {} takes more of them", Option("mesh")
+)
+RANDOM_LENGTHS = (16, 512)
+RANDOM_SEED = 0
+EMBEDDING = "embedding"
+FINAL_NORM = "final norm"
+# Prompts by their name in messages.
+Prompts = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +155,6 @@ def _relative_difference(a: np.ndarray, b: np.ndarray) -> float:
     if difference == 0:
         return 0.0
     return difference / max(largest, SMALLEST_NORMAL)
-
-
-DEFAULT_TOLERANCE = 1e-3
-# Rounding in float32 differs by less, and rounding to bfloat16 by more: 2^-9 is 0.002.
-LAYER_TOLERANCE = 1e-3
-OUT_OF_MEMORY_HINT = text(
-    "the devices need 4 bytes of memory per parameter: {} takes more of them", Option("mesh")
-)
-RANDOM_LENGTHS = (16, 512)
-RANDOM_SEED = 0
-EMBEDDING = "embedding"
-FINAL_NORM = "final norm"
-# Prompts by their name in messages.
-Prompts = Mapping[str, Sequence[int]]
 
 
 @public
