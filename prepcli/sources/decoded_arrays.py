@@ -163,7 +163,8 @@ class _StoredChunk:
 
     def __init__(self, value: StoredValue, path: AnyPath) -> None:
         self.memory_nbytes = 0
-        self._path = path
+        # The file on a server, if the value is a part of one
+        self._remote: StorePath | None = None
         self._fd = -1
         self._offset = 0
         self._block = memoryview(b"")
@@ -175,6 +176,7 @@ class _StoredChunk:
         self.nbytes = value.nbytes
         self._offset = value.offset
         if isinstance(path, StorePath):
+            self._remote = path
             self.memory_nbytes = min(value.nbytes, REMOTE_BLOCK_NBYTES)
         else:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -184,11 +186,11 @@ class _StoredChunk:
         if self._fd >= 0:
             return os.pread(self._fd, min(count, self.nbytes - offset), self._offset + offset)
         start = offset - self._block_start
-        if isinstance(self._path, StorePath) and not 0 <= start < len(self._block):
+        if self._remote is not None and not 0 <= start < len(self._block):
             # The old block is freed first: `memory_nbytes` counts one block.
             self._block = memoryview(b"")
             block = np.empty(min(REMOTE_BLOCK_NBYTES, self.nbytes - offset), np.uint8)
-            self._path.read_at(self._offset + offset, block)
+            self._remote.read_at(self._offset + offset, block)
             self._block = block.data
             self._block_start = offset
             start = 0
