@@ -33,7 +33,7 @@ from prepcli.execution.run_store import UnitNote, all_checksums, all_digests
 from prepcli.planning.chunk_placement import ChunkExtent, chunk_extents
 from prepcli.planning.manifest_fields import FileRecord
 from prepcli.planning.plan import Plan, SmallFile
-from prepcli.planning.work_units import WorkUnit, find_work_units
+from prepcli.planning.work_units import WorkUnit, find_bucket_units
 from prepcli.stores.byte_ranges import RemoteFile
 
 MIB = 1 << 20
@@ -74,7 +74,7 @@ def measure(model: Path, mesh: str) -> list[str | int]:
     started_s = time.process_time()
     plan = prep.save_init(model, mesh=mesh, out="gs://bucket/out", dry_run=True).plan
     assert plan is not None
-    units = find_work_units(plan)
+    units = find_bucket_units(plan)
     planned_s = time.process_time()
     notes: list[UnitNote] = []
     for data in encode_notes(plan, units):

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from prepcli.algebra.boxes import Box, strides
 from prepcli.algebra.grids import ChunkGrid, StridedChunks
 from prepcli.engine.budget import anonymous_nbytes
-from prepcli.execution.run_storage import decode_boxes, encode_boxes
+from prepcli.execution.training_storage import decode_boxes, encode_boxes
 from prepcli.formats.orbax import encode_item_metadata
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
 from prepcli.planning.arrays import Array, MappedArray, identity_axis_map, whole_array

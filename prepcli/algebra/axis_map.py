@@ -29,7 +29,7 @@ A row of another library's tree may end with a change of values, `RowScale`:
 
 No I/O, no jax.
 
-`row_text.parse_row` makes a `ParsedAxisMap` of the text, without sizes. `bind_row` adds the sizes. Two layers,
+`rows.parse_row` makes a `ParsedAxisMap` of the text, without sizes. `bind_row` adds the sizes. Two layers,
 four heads, two heads of keys, and three elements per head:
 
 >>> from prepcli.algebra.rows import parse_row

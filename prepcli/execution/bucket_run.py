@@ -52,7 +52,7 @@ from prepcli.planning.manifest_fields import FileRecord, Manifest
 from prepcli.planning.object_files import OBJECT_NBYTES
 from prepcli.planning.plan import SmallFile
 from prepcli.planning.slabs import min_buffer_nbytes
-from prepcli.planning.work_units import find_work_units
+from prepcli.planning.work_units import find_bucket_units
 from prepcli.stores import object_store
 from prepcli.stores.bucket_lock import BucketLock, check_lock, is_locked_by
 from prepcli.stores.byte_ranges import RemoteFile, retry_policy_from_env
@@ -98,7 +98,7 @@ class BucketRun(Run):
             num_compressing=self._num_compressing,
         )
         self.bucket_store = BucketStore(self.bucket, request.run_id, request.note)
-        super().__init__(request, self.bucket_store, find_work_units(plan), budget)
+        super().__init__(request, self.bucket_store, find_bucket_units(plan), budget)
         self._writer: ObjectWriter | None = None
 
     def read_manifest(self) -> Manifest:
@@ -182,14 +182,13 @@ class BucketRun(Run):
         with suppress(PrepError):
             has_state = bool(self.bucket_store.list_state())
             if has_state or is_locked_by(self.bucket, self.request.run_id):
-                with BucketLock(self.bucket, self.request.run_id, note=self.note):
+                with BucketLock(self.bucket, self.request.run_id, note=self.say):
                     self.bucket_store.delete_state()
 
     # Notes
 
     def check_earlier_notes(self) -> None:
-        """Forget notes of other sessions: their objects are deleted."""
-        self.earlier_notes.clear()
+        """Do nothing: `look` believes no note of another session, and its units are written again."""
 
     def read_note(self, folder: str, number: int) -> UnitNote | None:
         """Return the note of a unit in this session. See `Run.read_note`."""
@@ -212,7 +211,7 @@ class BucketRun(Run):
             else:
                 self.add_note(number, note)
         if num_invalid and not self.has_begun:
-            self.note(f"{num_invalid} parts written by another run or version: writing again")
+            self.say(f"{num_invalid} parts written by another run or version: writing again")
         if not self.has_begun and self.pool.share.index == 0:
             self.result.resumed_nbytes = sum(self.units[number].nbytes for number in self.notes)
 

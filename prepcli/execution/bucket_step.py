@@ -30,8 +30,8 @@ from prepcli.execution.finalize import (
     read_small_file,
     write_last_files,
 )
-from prepcli.execution.run_storage import StepSave
 from prepcli.execution.step_writer import MEMORY_NBYTES, NOTE_STEM
+from prepcli.execution.training_storage import StepSave
 from prepcli.execution.written_data import readback_stream
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.manifest_fields import FileRecord

@@ -54,7 +54,7 @@ from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes
-from prepcli.planning.work_units import find_stream_units
+from prepcli.planning.work_units import find_folder_units
 
 # A larger unit has a note of its durable part, so that a kill loses about a second of work.
 LARGE_UNIT_NBYTES = 1 << 30
@@ -76,14 +76,14 @@ class FolderRun(Run):
             kept_nbytes=max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams)),
         )
         self.folder_store = FolderStore(out)
-        super().__init__(request, self.folder_store, find_stream_units(plan), budget)
+        super().__init__(request, self.folder_store, find_folder_units(plan), budget)
         self.out = out
         folder = data_folder(plan, self.folder_store.folder)
         self.files = [folder / file.path for file in plan.files]
         self._recorder = ChecksumRecorder(chunk_extents(plan.leaves))
         self._opened = ExitStack()
         self._sink: Files | None = None
-        self._reader: RunReader | None = None
+        self._source_reader: RunReader | None = None
         # Notes of the durable parts that this process continues, and notes of units that are not synced yet
         self._parts: dict[int, UnitNote] = {}
         self._unsynced: dict[int, UnitNote] = {}
@@ -196,19 +196,19 @@ class FolderRun(Run):
         touched = self.find_touched(source_at_start, self.source_at_join, batch.values())
         if touched:
             names = ", ".join(path.name for path in touched)
-            self.note(f"{names} may have changed since {self.store.name} was started: comparing")
+            self.say(f"{names} may have changed since {self.store.name} was started: comparing")
         digests: dict[int, str] = {}
         for note in batch.values():
             digests |= note.digests
         # A missing or short file is made whole, with zeros.
         self._open_files()
-        damaged = find_damaged(self.reader, digests, files=self.files)
+        damaged = find_damaged(self.readback, digests, files=self.files)
         if touched:
-            damaged |= find_outdated(self.reader, digests, source=self.source)
+            damaged |= find_outdated(self.readback, digests, source=self.source)
         num_damaged = len(damaged)
         for number, note in batch.items():
             prefix = note.prefix
-            if prefix and (touched or not self.reader.has_prefix(prefix, self.files)):
+            if prefix and (touched or not self.readback.has_prefix(prefix, self.files)):
                 # A prefix has no digest of the source's bytes to compare with a changed source.
                 num_damaged += 1
                 note = replace(note, prefix=None)
@@ -216,7 +216,7 @@ class FolderRun(Run):
             self._renew(folder, number, replace(note, digests=intact, session=self.session))
         if num_damaged:
             count = len(digests) + sum(note.prefix is not None for note in batch.values())
-            self.note(
+            self.say(
                 f"{num_damaged} of {count} tensors in {self.store.name} are damaged:"
                 " writing them again"
             )
@@ -239,12 +239,12 @@ class FolderRun(Run):
 
     def _open_files(self) -> tuple[Files, RunReader]:
         """Open the output's data files and the source's files, once."""
-        if self._sink is None or self._reader is None:
+        if self._sink is None or self._source_reader is None:
             self._sink = self._opened.enter_context(open_sink(self.plan, self.folder_store.folder))
-            self._reader = self._opened.enter_context(
+            self._source_reader = self._opened.enter_context(
                 open_blobs(self.source.byte_sources, self.budget.cache_nbytes)
             )
-        return self._sink, self._reader
+        return self._sink, self._source_reader
 
     def write_units(self, units: Iterator[PipelineUnit]) -> None:
         """Write units at their offsets. See `Run.write_units`."""
@@ -323,7 +323,7 @@ class FolderRun(Run):
         # earlier run left there. In new files they are zero. Chunks to compress have no gaps.
         if not store.is_first_session and not self.plan.compression:
             zero_gaps(self.plan, self.files)
-        check_data_files(self.plan, self.files, digests=digests, reader=self.reader)
+        check_data_files(self.plan, self.files, digests=digests, reader=self.readback)
         stamps = read_stamps(self.files)
         finalize_folder(
             self.plan,

@@ -74,7 +74,7 @@ class Run(ABC):
         self.plan = request.plan
         self.source = request.source
         self.pool = request.pool
-        self.note = request.note
+        self.say = request.note
         self.store = store
         self.units = units
         self.budget = budget
@@ -86,8 +86,7 @@ class Run(ABC):
         self.source_at_join: SourceState = []
         self.source_digest = ""
         self._num_blocks = count_blocks(chunk_extents(self.plan.leaves))
-        # The reader reads the plan's streams back.
-        self.reader = StreamReader(self.plan.streams, budget, self.pool.progress)
+        self.readback = StreamReader(self.plan.streams, budget, self.pool.progress)
         self.integrity = IntegrityChecker(
             self.plan, self.source, allow_overflow=request.allow_overflow
         )
@@ -169,7 +168,7 @@ class Run(ABC):
 
     @abstractmethod
     def write_units(self, units: Iterator[PipelineUnit]) -> None:
-        """Write units, and note them by `note_units`."""
+        """Write units, and note them by `note_unit`."""
 
     @abstractmethod
     def publish(self) -> None:
@@ -224,7 +223,7 @@ class Run(ABC):
                 done_nbytes += part.nbytes
         if done_nbytes and not self.has_begun:
             sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
-            self.note(f"resuming {self.store.name}: {sizes} are durable")
+            self.say(f"resuming {self.store.name}: {sizes} are durable")
         self.pool.progress.begin(self.plan.command, total_nbytes, done_nbytes)
         self._shows_progress = True
         self.has_begun = True
@@ -342,7 +341,7 @@ class Run(ABC):
         self.pool.check()
         count = len(self.units) - len(self.notes)
         if count and not self._has_said_waiting:
-            self.note(f"waiting for {count_text(count, 'part')} of other processes")
+            self.say(f"waiting for {count_text(count, 'part')} of other processes")
             self._has_said_waiting = True
         time.sleep(self.look_s())
         self.look()
@@ -391,8 +390,8 @@ class Run(ABC):
         touched = self.find_touched(baseline, now, notes)
         if touched:
             names = ", ".join(path.name for path in touched)
-            self.note(f"{names} may have changed while it was read: comparing")
-            if find_outdated(self.reader, digests, source=self.source):
+            self.say(f"{names} may have changed while it was read: comparing")
+            if find_outdated(self.readback, digests, source=self.source):
                 raise source_changed_error(touched, self.source)
 
     def _publish(self) -> None:

@@ -4,11 +4,11 @@ Any number of processes work on one output, on one or several hosts, and exchang
 the run below `.prep/`:
 
     run.json      identity of the run, written before anything else
-    source.json   inode and change time of the source's files when the run began
+    source.json   inode and change time of the source's files when the run began. In a bucket also its session
     done/N        note of the complete unit N
     part/N        folder only: note of the durable part of a large unit N
     claims/N      the process that works on unit N
-    session       folder only: number of the session
+    session       folder only: the session, and the state of the source when it began
 
 1. The bytes and the places of a unit are a function of the plan. Units may be written twice: a claim only avoids double
    work.
@@ -17,6 +17,7 @@ the run below `.prep/`:
 3. The output gets its name in one step, once all units have notes and all other files are durable.
 
 A note is a JSON object with a checksum of itself. A torn or damaged note counts as none: its unit is written again.
+A session is a time in which processes run together. A note is believed in the session in which it was written.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class UnitNote:
         digests: Digests of its durable streams, by number.
         blocks: Numbers of the checksum blocks recorded while its bytes are written.
         sums: Checksum of each of these blocks.
-        session: Session of the processes in a folder. See `FolderStore`.
+        session: Session of its writer.
         writer: Host and number of the process.
         source: Digest of the state of the source's files when the process joined.
         objects: The written objects, in a bucket.

@@ -22,9 +22,6 @@ from prepcli.stores.buffers import Blob
 from prepcli.stores.files import io_error
 from prepcli.stores.paths import AnyPath, is_remote, local_copy
 
-# File in the work folder, with the state of the source when the run began.
-SOURCE_STATE_FILE = "source.json"
-
 # An unfinished output of other bytes is in the way of the same command.
 RESTART_HINT = text("{} with {}", RERUN_HINT, Option("restart", True))
 

@@ -25,8 +25,8 @@ from prepcli.execution.folder_run import check_free_space, open_sink
 from prepcli.execution.folder_store import FolderStore
 from prepcli.execution.output_paths import remove_path
 from prepcli.execution.run import make_run_identity, plan_digest
-from prepcli.execution.run_storage import StepSave, joint_work
 from prepcli.execution.run_store import UnitNote
+from prepcli.execution.training_storage import StepSave, joint_work
 from prepcli.execution.written_data import StreamReader
 from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.plan import Plan

@@ -1,1 +1,1 @@
-"""Plan conversions: index algebra, chunk grids, slabs, plans and coverage checks. Pure data and arithmetic."""
+"""Plan conversions: arrays, leaves, chunk placement, slabs, units of work and coverage checks. Pure data."""

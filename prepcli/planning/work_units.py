@@ -42,7 +42,7 @@ class WorkUnit:
     nbytes: int
 
 
-def find_work_units(plan: Plan) -> tuple[WorkUnit, ...]:
+def find_bucket_units(plan: Plan) -> tuple[WorkUnit, ...]:
     """Return the units of a plan, in the order of their data files. Tensors without elements and files have none."""
     groups = _Groups()
     file_members = [_file_member(number) for number in range(len(plan.files))]
@@ -76,7 +76,7 @@ def find_work_units(plan: Plan) -> tuple[WorkUnit, ...]:
     return tuple(units)
 
 
-def find_stream_units(plan: Plan) -> tuple[WorkUnit, ...]:
+def find_folder_units(plan: Plan) -> tuple[WorkUnit, ...]:
     """Return the units of a plan with shared data files: each writes at offsets of them.
 
     All streams of a tensor are in one unit, together with the tensors to compare with it. Consecutive small tensors are

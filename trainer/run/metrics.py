@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from prepcli.core.errors import Key, text, usage_error
 from prepcli.execution.checkpoint_manager import CheckpointManager
-from prepcli.execution.run_storage import RunStorage
+from prepcli.execution.training_storage import RunStorage
 from prepcli.formats.run_steps import score_group
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.stores.files import io_error

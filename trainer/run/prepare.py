@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.core.errors import Key, PrepError, text
 from prepcli.core.json_values import HFConfig
-from prepcli.execution.run_storage import TOKENS_FOLDER
+from prepcli.execution.training_storage import TOKENS_FOLDER
 from prepcli.formats.run_steps import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.folders import make_access

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prepcli.core.errors import Key
 from prepcli.core.observer import Observer
-from prepcli.execution.run_storage import TOKENS_FOLDER
+from prepcli.execution.training_storage import TOKENS_FOLDER
 from prepcli.formats.lock_file import Lock
 from prepcli.models.mesh import parse_mesh
 from prepcli.sources.folders import make_access

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import HFConfig
 from prepcli.core.observer import RunObserver
-from prepcli.execution.run_storage import RunStorage
+from prepcli.execution.training_storage import RunStorage
 from trainer.recipe import LoadedRecipe, Recipe
 from trainer.training.token_functions import NO_TOKEN_FUNCTIONS, TokenFunctions
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.core.observer import Observer
-from prepcli.execution.run_storage import RunStorage
+from prepcli.execution.training_storage import RunStorage
 from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
     RECREATE_HINT,

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from prepcli.core.errors import FAILED, STOPPED, Option, PrepError, text
 from prepcli.core.observer import Observer
 from prepcli.engine.digest import digest
-from prepcli.execution.bucket_storage import BucketStorage
-from prepcli.execution.folder_storage import FolderStorage
 from prepcli.execution.output_paths import parse_out_url
-from prepcli.execution.run_storage import TOKENS_FOLDER, RunStorage, joint_work
+from prepcli.execution.training_bucket import BucketStorage
+from prepcli.execution.training_folder import FolderStorage
+from prepcli.execution.training_storage import TOKENS_FOLDER, RunStorage, joint_work
 from prepcli.stores.byte_ranges import retry_policy_from_env
 from prepcli.stores.files import io_error, not_regular_error, write_file
 from trainer.data.store_journal import read_journal

@@ -18,13 +18,13 @@ from prepcli.core.observer import RunObserver
 from prepcli.core.unexpected import label_errors
 from prepcli.engine.machine import free_memory
 from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule, StepExports
-from prepcli.execution.run_storage import joint_work
 from prepcli.execution.signals import (
     note_durable_work,
     raise_on_signal,
     raise_stop,
     remember_signal,
 )
+from prepcli.execution.training_storage import joint_work
 from prepcli.formats.run_steps import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.folders import make_access

@@ -22,8 +22,8 @@ from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, St
 from prepcli.planning.slabs import split_streams
 from prepcli.planning.work_units import (
     WorkUnit,
-    find_stream_units,
-    find_work_units,
+    find_bucket_units,
+    find_folder_units,
     order_units,
 )
 from tests.helpers.plans import flat
@@ -99,7 +99,7 @@ def test_chunks_of_several_tensors_are_in_objects_of_their_own():
     for leaf in plan.leaves:
         files[leaf.name] = {chunks.chunks.file for chunks in leaf.placed_chunks}
     assert files == {"m": {0}, "n": {1}}
-    assert [(unit.files, len(unit.streams)) for unit in find_work_units(plan)] == [
+    assert [(unit.files, len(unit.streams)) for unit in find_bucket_units(plan)] == [
         ((0,), 4),
         ((1,), 4),
     ]
@@ -115,7 +115,7 @@ def test_files_of_other_formats_are_unchanged(folder: Path):
 def test_units_have_no_file_in_common(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(object_files, "OBJECT_NBYTES", LIMIT_NBYTES)
     plan = plan_object_files(plan_of(folder, "save_init", mesh="1,2,2", pad_vocab="8"))
-    units = find_work_units(plan)
+    units = find_bucket_units(plan)
     assert len(units) > 5
     assert sorted(file for unit in units for file in unit.files) == [*range(len(plan.files))]
     assert sorted(s for unit in units for s in unit.streams) == [*range(len(plan.streams))]
@@ -132,12 +132,12 @@ def test_tensors_without_elements_and_files_have_no_unit():
     plan = stacked_plan()
     empty = Stream("empty", "float32", (0, 6), (0, 0), (), ())
     with_empty = replace(plan, streams=(*plan.streams, empty))
-    assert find_work_units(with_empty) == find_work_units(plan)
+    assert find_bucket_units(with_empty) == find_bucket_units(plan)
 
 
 def test_new_rows_follow_the_rows_that_they_average(folder: Path):
     plan = plan_of(folder, "pad_vocab", multiple=8, init="mean")
-    for unit in find_work_units(plan):
+    for unit in find_bucket_units(plan):
         rows: dict[str, int] = {}
         for number in unit.streams:
             stream = plan.streams[number]
@@ -167,7 +167,7 @@ def test_large_units_come_first_with_several_processes():
 
 def test_units_of_a_folder_hold_all_streams_of_a_tensor(folder: Path):
     plan = plan_of(folder, "pad_vocab", multiple=8, init="mean")
-    units = find_stream_units(plan)
+    units = find_folder_units(plan)
     numbers = [number for unit in units for number in unit.streams]
     assert sorted(numbers) == list(range(len(plan.streams)))
     names = [{plan.streams[number].name for number in unit.streams} for unit in units]

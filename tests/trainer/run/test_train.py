@@ -19,7 +19,7 @@ from prepcli.commands.console.ui import Ui, open_ui
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.core.observer import NullProgress
 from prepcli.execution.checkpoint_manager import CheckpointManager
-from prepcli.execution.folder_storage import FolderStorage
+from prepcli.execution.training_folder import FolderStorage
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors

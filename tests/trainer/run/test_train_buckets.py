@@ -14,7 +14,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.execution.run_storage import TOKENS_FOLDER
+from prepcli.execution.training_storage import TOKENS_FOLDER
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_steps
 from tests.helpers.fork_server import ForkedProcess
@@ -222,7 +222,7 @@ def test_other_objects_are_not_a_run(store: FakeObjectStore, capsys: pytest.Capt
     assert list(store.objects) == [f"{PREFIX}photo.png"]
 
 
-# tests/prepcli/execution/test_bucket_storage.py saves from several processes. test_train_processes.py trains in two.
+# tests/prepcli/execution/test_training_bucket.py saves from several processes. test_train_processes.py trains in two.
 @pytest.mark.slow
 def test_one_process_resumes_a_save_of_two_processes(store: FakeObjectStore):
     """The two processes have resumed a step of one process before."""

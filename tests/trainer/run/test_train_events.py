@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import OK
-from prepcli.execution.run_storage import TOKENS_FOLDER
+from prepcli.execution.training_storage import TOKENS_FOLDER
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest
 from prepcli.formats.run_steps import best_step, manifest_score, saved_steps
 from tests.helpers.fork_server import PREP, run_python

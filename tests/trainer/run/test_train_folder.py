@@ -11,8 +11,8 @@ from prepcli.commands.console.ui import open_ui
 from prepcli.commands.operations.recipes import shipped_recipe
 from prepcli.core.errors import FAILED, STOPPED, PrepError
 from prepcli.core.process_group import SingleProcess
-from prepcli.execution import folder_storage
-from prepcli.execution.folder_storage import FolderStorage
+from prepcli.execution import training_folder
+from prepcli.execution.training_folder import FolderStorage
 from tests.helpers.thread_groups import run_together
 from trainer.distributed.hosts import PROBE_PREFIX
 from trainer.recipe import load_recipe
@@ -73,7 +73,7 @@ def test_hold_run_accepts_a_read_only_run(tmp_path: Path, monkeypatch: pytest.Mo
     def refuse(path: Path, locked_path: Path) -> int:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(folder_storage, "acquire_lock", refuse)
+    monkeypatch.setattr(training_folder, "acquire_lock", refuse)
     with hold_run(FolderStorage(tmp_path), SingleProcess(), pytest.fail):
         pass
     with pytest.raises(PrepError, match="Read-only file system"):

@@ -18,8 +18,8 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.execution.folder_store import remove_work_folder
 from prepcli.execution.locks import acquire_lock
 from prepcli.execution.output_paths import is_same_file, remove_path
-from prepcli.execution.run_storage import StepSave
 from prepcli.execution.step_writer import FolderStep, write_step
+from prepcli.execution.training_storage import StepSave
 from prepcli.formats.manifest import RECREATE_HINT
 from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader

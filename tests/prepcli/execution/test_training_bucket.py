@@ -18,10 +18,10 @@ from prepcli.core.errors import PrepError
 from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf, HostShard, LeafSpec
-from prepcli.execution import bucket_step, bucket_storage
-from prepcli.execution.bucket_storage import BucketStorage
+from prepcli.execution import bucket_step, training_bucket
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.step_writer import MEMORY_NBYTES
+from prepcli.execution.training_bucket import BucketStorage
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.manifest_fields import Manifest
@@ -69,7 +69,7 @@ def test_files_of_a_run_are_moved_in_pieces(
     """The metrics of a long run are larger than the files that are fetched whole."""
     for module, name in (
         (object_store, "DOWNLOAD_PIECE_NBYTES"),
-        (bucket_storage, "STORED_PIECE_NBYTES"),
+        (training_bucket, "STORED_PIECE_NBYTES"),
     ):
         monkeypatch.setattr(module, name, 1000)
     monkeypatch.setattr(paths, "SMALL_NBYTES", 1000)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.execution import folder_storage
-from prepcli.execution.folder_storage import LOCK, FolderStorage
+from prepcli.execution import training_folder
+from prepcli.execution.training_folder import LOCK, FolderStorage
 from prepcli.formats.run_steps import RECIPE_FILE
 
 
@@ -47,18 +47,18 @@ def test_acquire_is_refused_while_another_holds_the_run(tmp_path: Path):
 
 def test_acquire_does_not_take_a_removed_lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A failed start removes the folder after this one has opened the lock file in it."""
-    folder, acquire_lock = tmp_path / "run", folder_storage.acquire_lock
+    folder, acquire_lock = tmp_path / "run", training_folder.acquire_lock
     failed = acquired(folder)
 
     def acquire_late(path: Path, locked_path: Path) -> int:
-        monkeypatch.setattr(folder_storage, "acquire_lock", acquire_lock)
+        monkeypatch.setattr(training_folder, "acquire_lock", acquire_lock)
         failed.release()
         fd = acquire_lock(path, locked_path)
         path.unlink()
         folder.rmdir()
         return fd
 
-    monkeypatch.setattr(folder_storage, "acquire_lock", acquire_late)
+    monkeypatch.setattr(training_folder, "acquire_lock", acquire_late)
     second = acquired(folder)
     assert [path.name for path in folder.iterdir()] == [LOCK]
     with pytest.raises(PrepError, match="is locked"):
