@@ -56,7 +56,7 @@ MAX_JOIN_TRIES = 100
 
 
 class FolderStore:
-    """A `Store` in a folder. Leaving the context leaves the run.
+    """A `Store` in a folder.
 
     Attributes:
         out: Final path of the output.
@@ -92,12 +92,6 @@ class FolderStore:
         self.is_first_session = False
         self._lock_fd = -1
         self._folder_stat: os.stat_result | None = None
-
-    def __enter__(self) -> FolderStore:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.leave()
 
     @property
     def name(self) -> str:

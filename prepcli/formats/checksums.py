@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,6 @@ import numpy.typing as npt
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_values import JsonObject
 from prepcli.engine.digest import CHECKSUM_DTYPE, checksum, digest
-from prepcli.engine.no_follow import write_no_follow
 from prepcli.planning.arrays import BLOCK_NBYTES, Array, LeafBlocks, assign_block_numbers
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.stores.files import read_small_file
@@ -73,13 +71,6 @@ def encode_checksums(
         "digest": digest(data),
     }
     return data, record
-
-
-def write_checksums(folder: Path, sums: npt.NDArray[np.uint64]) -> dict[str, str | int]:
-    """Write the checksum file into `folder` and return its record for the manifest."""
-    data, record = encode_checksums(sums)
-    write_no_follow(folder / CHECKSUMS_FILE, data)
-    return record
 
 
 def read_checksums(

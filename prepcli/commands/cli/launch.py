@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +29,7 @@ from prepcli.launch.options import (
 )
 
 if TYPE_CHECKING:
-    from prepcli.commands.operations.launch import LaunchedScript
+    pass
 
 SEPARATOR = "--"
 
@@ -166,12 +165,8 @@ def slurm(
       prep launch slurm run.toml --setup 'source env/bin/activate' -- --set seed=1
       prep launch slurm --array 8 -- save-init llama-13b --mesh 1,64,4
     """
-    from prepcli.commands.operations.launch import launch_script
-    from prepcli.commands.rendering.environment import script_report
-
     command = launched_command(context, recipe, words or ())
-    ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_script("slurm", command, options)))
+    return _launch("slurm", command, options, output_options)
 
 
 @expand_option_groups
@@ -192,12 +187,8 @@ def tpu(
       prep launch tpu run.toml --accelerator v4-64 --zone us-central2-b --spot
       prep launch tpu --accelerator v4-8 --zone us-central2-b -- eval m --data d
     """
-    from prepcli.commands.operations.launch import launch_script
-    from prepcli.commands.rendering.environment import script_report
-
     command = launched_command(context, recipe, words or ())
-    ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_script("tpu", command, options)))
+    return _launch("tpu", command, options, output_options)
 
 
 @expand_option_groups
@@ -216,12 +207,8 @@ def gke(
       prep launch gke run.toml --image I --devices-per-node 8 -- --out gs://B/RUN
       prep launch gke --image I --nodes 4 --claim runs -- save-init llama-13b
     """
-    from prepcli.commands.operations.launch import launch_script
-    from prepcli.commands.rendering.environment import script_report
-
     command = launched_command(context, recipe, words or ())
-    ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_script("gke", command, options)))
+    return _launch("gke", command, options, output_options)
 
 
 @expand_option_groups
@@ -241,12 +228,8 @@ def sky(
       prep launch sky run.toml --accelerator tpu-v5p-8 -- --out gs://B/RUN
       prep launch sky --spot -- export gs://B/RUN --out gs://B/MODEL
     """
-    from prepcli.commands.operations.launch import launch_script
-    from prepcli.commands.rendering.environment import script_report
-
     command = launched_command(context, recipe, words or ())
-    ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_script("sky", command, options)))
+    return _launch("sky", command, options, output_options)
 
 
 @expand_option_groups
@@ -266,12 +249,8 @@ def ray(
       prep launch ray run.toml --workers 4 --gpus 8 --folder /shared/runs
       prep launch ray --workers 4 --folder /shared -- save-init llama-13b
     """
-    from prepcli.commands.operations.launch import launch_script
-    from prepcli.commands.rendering.environment import script_report
-
     command = launched_command(context, recipe, words or ())
-    ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_script("ray", command, options)))
+    return _launch("ray", command, options, output_options)
 
 
 @expand_option_groups
@@ -301,9 +280,12 @@ def local(
     return ui.finish(local_report(job))
 
 
-def _launch(run: partial[LaunchedScript], output_options: OutputOptions) -> int:
-    """Write or submit a script, and print the result."""
+def _launch(
+    target: str, command: LaunchedCommand, options: object, output_options: OutputOptions
+) -> int:
+    """Write or submit the script of an engine, and print the result."""
+    from prepcli.commands.operations.launch import launch_script
     from prepcli.commands.rendering.environment import script_report
 
     ui = output_options.open_console("launch")
-    return ui.finish(script_report(run()))
+    return ui.finish(script_report(launch_script(target, command, options)))

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TextIO
@@ -132,7 +133,7 @@ class ProgressMeter:
         return f"{self.bytes_and_rate()}  {ending} {format_duration(self.elapsed_s())}"
 
 
-class _Display:
+class _Display(ABC):
     """Progress of one task at a time, shown on a stream.
 
     Attributes:
@@ -177,8 +178,9 @@ class _Display:
             self._show("end", self._meter)
         self._meter = None
 
+    @abstractmethod
     def _show(self, event: Event, meter: ProgressMeter) -> None:
-        raise NotImplementedError
+        """Show the numbers of a task at an event."""
 
     def _state(self, event: Event, meter: ProgressMeter) -> str:
         """Return the numbers of a task in words."""

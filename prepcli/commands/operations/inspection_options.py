@@ -42,7 +42,6 @@ Way = Literal[
     "zarr3-files",
 ]
 WAYS: tuple[Way, ...] = get_args(Way)
-_QUOTED_WAYS = ", ".join(f'"{way}"' for way in WAYS)
 
 _SEARCH = option(
     "FOLDER",
