@@ -293,11 +293,6 @@ def record_file(path: AnyPath) -> FileRecord:
     return {"bytes": nbytes, "xxh3": state.hexdigest()}
 
 
-def record_files(folder: AnyPath, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Return the records of files by their paths in `folder`, in the order of the paths."""
-    return {name: record_file(folder / name) for name in sorted(names)}
-
-
 def read_manifest_of_file(file: AnyPath) -> Manifest | None:
     """Read the manifest in the folder of a single file, if it records the file.
 

@@ -89,8 +89,10 @@ def read_stored(kind: Kind, path: AnyPath) -> ModelFiles:
             return read_dcp_folder(path)
         case "adapter":
             return read_adapter_files(path)
-        case _:
+        case "safetensors":
             return read_safetensors_folder(path)
+        case "orbax" | "meta" | "gguf":
+            raise ValueError(f"a tensor of {kind} files is not one array")
 
 
 def make_source(

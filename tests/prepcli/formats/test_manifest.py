@@ -19,7 +19,7 @@ from prepcli.formats.manifest import (
     encode_manifest,
     find_manifest_folder,
     read_manifest,
-    record_files,
+    record_file,
 )
 from prepcli.planning.manifest_fields import Manifest
 
@@ -237,10 +237,11 @@ def write_output(folder: Path) -> Manifest:
     (folder / "hf").mkdir()
     (folder / "hf/config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("[]")
-    return Manifest(files=record_files(folder, ["tokenizer.json", "hf/config.json"]))
+    names = ("tokenizer.json", "hf/config.json")
+    return Manifest(files={name: record_file(folder / name) for name in names})
 
 
-def test_record_files_returns_size_and_digest_by_name(tmp_path):
+def test_record_file_returns_size_and_digest(tmp_path):
     manifest = write_output(tmp_path)
     assert manifest.files == {
         "hf/config.json": {"bytes": 2, "xxh3": xxhash.xxh3_128_hexdigest(b"{}")},

@@ -13,7 +13,7 @@ from prepcli.core.errors import DamagedError
 from prepcli.engine.digest import digest
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.formats.checksums import CHECKSUMS_FILE
-from prepcli.formats.manifest import NO_MANIFEST, encode_manifest, read_manifest, record_files
+from prepcli.formats.manifest import NO_MANIFEST, encode_manifest, read_manifest, record_file
 from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.adapters import make_adapter
@@ -157,7 +157,7 @@ def test_inspect_refuses_changed_config(capsys: pytest.CaptureFixture[str]):
 def test_merge_refuses_changed_adapter_files(name: str, capsys: pytest.CaptureFixture[str]):
     matrices = make_adapter(Path("adapter"), {"model.layers.0.self_attn.q_proj": (32, 32)})
     header = read_safetensors_header(Path("adapter/adapter_model.safetensors"), 0)
-    records = record_files(Path("adapter"), ["adapter_config.json"])
+    records = {"adapter_config.json": record_file(Path("adapter/adapter_config.json"))}
     records["adapter_model.safetensors"] = {"bytes": header.size, "header": header.digest}
     manifest = {
         key: value
