@@ -92,7 +92,7 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """Read the headers and the config of Meta's or Mistral's files. No pickled code is run."""
     path = located.files.path
     if hints.verbatim and (path / MISTRAL_FILE).exists():
-        return hf_folder.read(located, hints)
+        return hf_folder.read(replace(located, kind="safetensors"), hints)
     headers = _read_headers(path)
     config = _load_config(path, located.display_name, hints, headers)
     family = FAMILIES[str(config["model_type"])]
