@@ -22,11 +22,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 from prepcli.algebra.boxes import Range, split_merged_range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.core.formatting import count_text
+from prepcli.engine.digest import TensorDigest
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
@@ -150,8 +150,8 @@ class ValueTransform:
         # float32 has all exponents and all bits of the 16-bit dtypes, so that only NaN needs counting.
         is_wider = stream.cast_to == "float32" and stream.dtype in ("float16", "bfloat16")
         self._is_exact = is_wider and not stream.update and not stream.scale
-        self._state = xxhash.xxh3_128()
-        self._unscaled_state = xxhash.xxh3_128()
+        self._digest = TensorDigest()
+        self._unscaled_digest = TensorDigest()
         self._lost = 0
         self._next_value = stream.byte_range[0] // self._read_dtype.itemsize
 
@@ -180,7 +180,7 @@ class ValueTransform:
                 for block, product in self._product.blocks((first, self._next_value)):
                     wide = values[block].astype(self._wide_dtype, copy=False)
                     self._write_block(wide, wide + product, written[block])
-        self._state.update(written_bytes.data)
+        self._digest.update(written_bytes.data)
         return written_bytes
 
     def _write_block(self, before: np.ndarray, after: np.ndarray, out: np.ndarray) -> None:
@@ -190,7 +190,7 @@ class ValueTransform:
         if self._scale is None:
             out[...] = cast
         else:
-            self._unscaled_state.update(cast.view(np.uint8).data)
+            self._unscaled_digest.update(cast.view(np.uint8).data)
             out[...] = scale_values(cast, self._scale)
             restored = unscale_values(out, self._scale)
             bits = f"u{self._written_dtype.itemsize}"
@@ -202,11 +202,11 @@ class ValueTransform:
 
     def digest(self) -> str:
         """Return the digest of all written bytes so far."""
-        return self._state.hexdigest()
+        return self._digest.hexdigest()
 
     def stream_digest(self, read: str) -> StreamDigest:
         """Return the digests of a completed stream. `read` is the digest of the bytes read."""
-        unscaled = self._unscaled_state.hexdigest() if self._scale else ""
+        unscaled = self._unscaled_digest.hexdigest() if self._scale else ""
         return StreamDigest(read, self.digest(), self.counts, unscaled, self._lost)
 
 
@@ -290,17 +290,16 @@ def _read_matrix(stream: Stream, source: RunReader, recorded_digest: str) -> np.
 
     The matrices are also streams of the plan, but a resumed run does not read finished streams again.
     """
-    state = xxhash.xxh3_128()
+    digest = TensorDigest()
     dtype = numpy_dtype(stream.dtype)
     matrix = np.empty(stream.nbytes // dtype.itemsize, np.float32)
     for start, data in read_values(source, stream, buffers=allocate_run_buffers(MATRIX_RUN_NBYTES)):
-        state.update(data.data)
+        digest.update(data.data)
         first = start // dtype.itemsize
         matrix[first : first + data.size // dtype.itemsize] = data.view(dtype)
-    if recorded_digest not in ("", state.hexdigest()):
-        why = (
-            f"its bytes have the digest {state.hexdigest()}, its manifest records {recorded_digest}"
-        )
+    computed = digest.hexdigest()
+    if recorded_digest not in ("", computed):
+        why = f"its bytes have the digest {computed}, its manifest records {recorded_digest}"
         raise DamagedError(f"{stream.name} of the adapter is damaged", why, GET_AGAIN_HINT)
     return matrix.reshape(stream.shape)
 

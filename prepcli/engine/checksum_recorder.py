@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.engine.digest import checksum
+from prepcli.engine.digest import block_checksum
 from prepcli.engine.files import PAGE, Files
 from prepcli.planning.arrays import BLOCK_NBYTES, ChecksumBlock
 from prepcli.planning.chunk_placement import ChunkExtent, count_blocks
@@ -98,7 +98,7 @@ class ChecksumRecorder:
     ) -> None:
         """Hash a run inside a block if it continues the hashed bytes."""
         if data.size == block.stop - block.start:
-            self.sums[number] = checksum(data.data)
+            self.sums[number] = block_checksum(data.data)
             self._new.append(number)
             return
         state, next_start = self._open.pop(number, (None, block.start))
@@ -143,7 +143,7 @@ def compute_unknown(
         for extent in extents:
             for start, number, block in _unknown_blocks(checksums, extent):
                 run = StridedCopy(0, extent.file, start + block.start, block.stop - block.start)
-                checksums[number] = checksum(reader.read_run(run, scratch).data)
+                checksums[number] = block_checksum(reader.read_run(run, scratch).data)
 
 
 def _unknown_blocks(

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
-import xxhash
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.observer import Progress
@@ -24,6 +23,7 @@ from prepcli.engine.background_sync import BackgroundSync, StreamPrefix, SyncPoi
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
 from prepcli.engine.casts import StreamDigest, ValueTransform, value_change
 from prepcli.engine.checksum_recorder import ChecksumRecorder
+from prepcli.engine.digest import EMPTY_TENSOR_DIGEST, TensorDigest
 from prepcli.engine.files import PAGE, Files, RunReader, RunWriter
 from prepcli.engine.fills import FillGenerator, mean_source_number
 from prepcli.engine.permute import gather, needs_permute, scatter, threads
@@ -33,8 +33,6 @@ from prepcli.stores.buffers import ByteArray
 
 # Bytes written since the last sync point, at most.
 MOST_UNSYNCED_NBYTES = 256 << 20
-# The digest of an empty tensor. It has no slabs.
-EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")
 
 
 @dataclass(slots=True)
@@ -202,7 +200,7 @@ class Pipeline:
         # State of the read stage: the unit that it reads
         self.unit = PipelineUnit(-1, ())
         # State of the move stage, for the stream that it digests
-        self.hash_state = xxhash.xxh3_128()
+        self.digest = TensorDigest()
         self.change: ValueTransform | None = None
         # Of the write stage: the next sync point
         self.background_sync: BackgroundSync | None = None
@@ -248,8 +246,9 @@ class Pipeline:
         """Read the slabs of a unit, and pass them on between its begin and its end."""
         self.unit = unit
         for number in unit.streams:
+            # An empty tensor has no slabs.
             if not self.streams[number].nbytes:
-                self.result.digests[number] = EMPTY_DIGEST
+                self.result.digests[number] = EMPTY_TENSOR_DIGEST
         self.result.digests |= unit.digests
         for number in unit.digests:
             self.result.resumed_nbytes += self.streams[number].nbytes
@@ -433,7 +432,7 @@ class Pipeline:
         stream = self.streams[number]
         # The digest of the read bytes comes before the cast. The cast adds a digest of the written
         # bytes.
-        self.hash_state.update(task.data.data)
+        self.digest.update(task.data.data)
         # One transform per stream: it keeps the digest and the counts of the cast over all slabs.
         if slab.start == stream.byte_range[0]:
             self.change = value_change(stream, self.source)
@@ -446,13 +445,13 @@ class Pipeline:
             self.on_digest(number, task.digests[number])
         elif self.background_sync and slab.writes:
             # A later run compares the written bytes with it, which differ from the read ones after a cast.
-            digest = self.change.digest() if self.change else self.hash_state.hexdigest()
+            digest = self.change.digest() if self.change else self.digest.hexdigest()
             task.prefix = StreamPrefix(number, self._stream_nbytes_through(slab), digest)
 
     def _finish_stream_digest(self) -> StreamDigest:
-        """Return the digests of the completed stream, and reset the hash state."""
-        digest = self.hash_state.hexdigest()
-        self.hash_state.reset()
+        """Return the digests of the completed stream, and begin the next one."""
+        digest = self.digest.hexdigest()
+        self.digest = TensorDigest()
         if self.change:
             return self.change.stream_digest(digest)
         return StreamDigest(digest, digest)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from prepcli.engine.blobs import open_blobs
+from prepcli.engine.digest import TensorDigest
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.permute import needs_permute, scatter
@@ -117,7 +117,7 @@ class Distance:
         mean_abs: Mean of |a - b|.
         cosine: a.b / (|a| |b|), of the tensors as vectors. 1.0 for two zero vectors, 0.0 if one is zero,
             NaN if a value is not finite.
-        digests: XXH3-128 of the bytes of both streams.
+        digests: Digest of the bytes of each stream.
     """
 
     max_abs: float
@@ -136,10 +136,10 @@ def measure_distance(
     dot = 0.0
     square_a = 0.0
     square_b = 0.0
-    state_a = xxhash.xxh3_128()
-    state_b = xxhash.xxh3_128()
-    values_a = _read_arrays(reader_a, stream_a, state_a)
-    values_b = _read_arrays(reader_b, stream_b, state_b)
+    digest_a = TensorDigest()
+    digest_b = TensorDigest()
+    values_a = _read_arrays(reader_a, stream_a, digest_a)
+    values_b = _read_arrays(reader_b, stream_b, digest_b)
     with np.errstate(invalid="ignore", over="ignore"):
         for a, b in _equally_long_pieces(values_a, values_b):
             difference = np.abs(a - b)
@@ -158,15 +158,15 @@ def measure_distance(
         cosine = float(square_a == square_b)
     else:
         cosine = dot / (math.sqrt(square_a) * math.sqrt(square_b))
-    digests = (state_a.hexdigest(), state_b.hexdigest())
+    digests = (digest_a.hexdigest(), digest_b.hexdigest())
     return Distance(max_abs, total_abs / max(count, 1), cosine, digests)
 
 
-def _read_arrays(reader: RunReader, stream: Stream, state: xxhash.xxh3_128) -> Iterator[np.ndarray]:
+def _read_arrays(reader: RunReader, stream: Stream, digest: TensorDigest) -> Iterator[np.ndarray]:
     """Yield the values of a stream in C order, as float64, and add their bytes to a digest."""
     dtype = numpy_dtype(stream.dtype)
     for _, data in read_values(reader, stream):
-        state.update(data.data)
+        digest.update(data.data)
         yield data.view(dtype).astype(np.float64)
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from prepcli.core.errors import RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_values import JsonObject, load_json
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import record_digest
 from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.execution.run_store import (
     CLAIMS_FOLDER,
@@ -441,6 +441,6 @@ def has_intact_files(
         recorded = record.get("xxh3")
         if recorded is None or file.size > SMALL_NBYTES:
             continue
-        if digest(read_all(bucket, file)) != recorded:
+        if record_digest(read_all(bucket, file)) != recorded:
             return False
     return True

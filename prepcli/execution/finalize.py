@@ -14,7 +14,7 @@ from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.observer import NullProgress, Progress
 from prepcli.engine.casts import parse_stream_digest, report_casts
 from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import UNNAMED_ALGORITHM, TensorDigest, record_digest
 from prepcli.engine.no_follow import check_no_symlinks, open_no_follow, write_no_follow
 from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
@@ -188,7 +188,7 @@ def write_last_files(
 
 def content_record(content: bytes) -> FileRecord:
     """Return the record of a file with this content."""
-    return {"bytes": len(content), "xxh3": digest(content)}
+    return {"bytes": len(content), "xxh3": record_digest(content)}
 
 
 def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> dict[str, bytes]:
@@ -264,7 +264,7 @@ def header_records(plan: Plan) -> dict[str, FileRecord]:
 def _header_record(file: OutputFile) -> FileRecord:
     """Return the record of a data file: its size, and the digest of its bytes outside of tensors."""
     constant_bytes = b"".join([file.header, *[data for _, data in file.constant_ranges]])
-    return {"bytes": file.size, "header": digest(constant_bytes)}
+    return {"bytes": file.size, "header": record_digest(constant_bytes)}
 
 
 def check_small_files(plan: Plan) -> None:
@@ -293,7 +293,7 @@ def read_small_file(file: SmallFile) -> bytes:
             content = source.read()
     except OSError as error:
         raise io_error(Path(file.copied_from), error) from error
-    if file.xxh3 and digest(content) != file.xxh3:
+    if file.xxh3 and record_digest(content) != file.xxh3:
         raise _damaged_copy_error(file)
     return content
 
@@ -381,6 +381,8 @@ def build_manifest(
     source = {"name": plan.source_name, "files": [asdict(file) for file in plan.source_files]}
     manifest = Manifest() | run_identity | Manifest(command=plan.command, source=source)
     manifest |= plan.settings
+    if TensorDigest.algorithm != UNNAMED_ALGORITHM:
+        manifest |= Manifest(tensor_digest=TensorDigest.algorithm)
     if casts := report_casts(plan.streams, digests):
         manifest |= Manifest(casts=casts)
     if scales := _scale_records(plan, digests):

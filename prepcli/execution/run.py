@@ -20,7 +20,7 @@ from prepcli.core import version
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.json_values import JsonObject
 from prepcli.engine.budget import Budget, anonymous_nbytes
-from prepcli.engine.digest import digest, digest_pieces
+from prepcli.engine.digest import record_digest, record_digest_of_pieces
 from prepcli.engine.pipeline import ConversionResult, PipelineUnit
 from prepcli.execution.finalize import check_small_files
 from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, PUBLISH, Claim, Store, UnitNote
@@ -114,7 +114,7 @@ class Run(ABC):
             return ConversionResult(already_done=True)
         start_nbytes = anonymous_nbytes()
         self.source_at_join = read_source_state(self.plan.source_files, self.source)
-        self.source_digest = digest(repr(self.source_at_join).encode())
+        self.source_digest = record_digest(repr(self.source_at_join).encode())
         # These checks come before the first change: a refused plan leaves no files.
         check_small_files(self.plan)
         self.check_room()
@@ -187,7 +187,7 @@ class Run(ABC):
 
     def run_record(self) -> dict[str, object]:
         """Return the identity of the run in its state. Processes of one run agree on the units."""
-        return {**self.identity, "units": digest(repr(self.units).encode())}
+        return {**self.identity, "units": record_digest(repr(self.units).encode())}
 
     def source_record(self) -> JsonObject:
         """Return the state of the source when this process began."""
@@ -460,12 +460,12 @@ class ExecutionRequest:
 
 def plan_digest(plan: Plan) -> str:
     """Return the digest of a plan. Equal digests imply equal outputs, given unchanged sources."""
-    return "xxh3:" + digest_pieces(piece.encode() for piece in iter_text(plan))
+    return "xxh3:" + record_digest_of_pieces(piece.encode() for piece in iter_text(plan))
 
 
 def make_run_identity(plan: Plan, run_id: str) -> dict[str, object]:
     """Return the identity of a run, given the digest of its plan. Runs with equal identities write equal bytes."""
-    source_digest = digest(encode_text(plan.source_files).encode())
+    source_digest = record_digest(encode_text(plan.source_files).encode())
     return {
         "request": plan.request,
         "source": source_digest,

@@ -36,8 +36,7 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.json_values import JsonObject, load_json
 from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.checksum_recorder import ChecksumArray
-from prepcli.engine.digest import CHECKSUM_DTYPE, digest
-from prepcli.engine.pipeline import EMPTY_DIGEST
+from prepcli.engine.digest import CHECKSUM_DTYPE, EMPTY_TENSOR_DIGEST, record_digest
 from prepcli.planning.chunk_placement import chunk_extents, count_blocks
 from prepcli.planning.plan import Plan
 from prepcli.stores.byte_ranges import RemoteFile
@@ -249,7 +248,7 @@ def all_digests(plan: Plan, notes: Collection[UnitNote]) -> dict[int, str]:
     digests: dict[int, str] = {}
     for number, stream in enumerate(plan.streams):
         if not stream.nbytes:
-            digests[number] = EMPTY_DIGEST
+            digests[number] = EMPTY_TENSOR_DIGEST
     for note in notes:
         digests |= note.digests
     return digests
@@ -287,4 +286,4 @@ def decode_record(data: bytes) -> JsonObject:
 
 def _checksum(content: Mapping[str, object]) -> str:
     """Return the checksum of a record's content after a JSON round trip, which converts keys to text."""
-    return digest(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
+    return record_digest(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())

@@ -14,14 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import xxhash
-
 from prepcli.core.errors import RESUME_HINT, PrepError
 from prepcli.core.observer import Progress
 from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import parse_stream_digest
+from prepcli.engine.digest import TensorDigest
 from prepcli.engine.files import Files, RunReader
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.engine.pipeline import Pipeline
@@ -86,13 +85,13 @@ class StreamReader:
         # A prefix counts bytes as read. Its digest is of the bytes as written.
         num_values = prefix.nbytes // itemsize(stream.dtype)
         end = readback.byte_range[0] + num_values * itemsize(stream.written_dtype)
-        state = xxhash.xxh3_128()
+        digest = TensorDigest()
         with Files(files) as opened:
             for start, data in read_values(opened, readback, buffers=allocate_run_buffers()):
-                state.update(data[: max(0, end - start)].data)
+                digest.update(data[: max(0, end - start)].data)
                 if start + data.size >= end:
                     break
-        return state.hexdigest() == prefix.digest
+        return digest.hexdigest() == prefix.digest
 
 
 def readback_stream(stream: Stream) -> Stream:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_values import JsonObject
-from prepcli.engine.digest import CHECKSUM_DTYPE, checksum, digest
+from prepcli.engine.digest import CHECKSUM_DTYPE, block_checksum, record_digest
 from prepcli.planning.arrays import BLOCK_NBYTES, Array, LeafBlocks, assign_block_numbers
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.stores.files import read_small_file
@@ -52,7 +52,7 @@ class BlockChecksums:
         first_number = blocks.first_in_chunk(chunk_index)
         for block in blocks.per_chunk.overlapping(start, start + data.size):
             if (
-                checksum(data[block.start - start : block.stop - start].data)
+                block_checksum(data[block.start - start : block.stop - start].data)
                 != self.sums[first_number + block.number]
             ):
                 return block.start, block.stop
@@ -68,7 +68,7 @@ def encode_checksums(
         "file": CHECKSUMS_FILE,
         "method": CHECKSUM_METHOD,
         "block": BLOCK_NBYTES,
-        "digest": digest(data),
+        "digest": record_digest(data),
     }
     return data, record
 
@@ -126,7 +126,7 @@ def read_checksum_bytes(folder: AnyPath, manifest: Manifest) -> bytes | None:
         hint = text("install a later version of prep, or pass {}", Option("verify", False))
         raise PrepError(f"{path} has an unsupported format", why, hint)
     data = read_small_file(path, MAX_CHECKSUMS_NBYTES)
-    if digest(data) != fields.get("digest"):
+    if record_digest(data) != fields.get("digest"):
         raise DamagedError(
             f"{path} is damaged",
             "its bytes differ from the digest that the manifest records",

@@ -20,6 +20,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from prepcli.core.errors import Command, DamagedError, text
+from prepcli.engine.digest import EMPTY_TENSOR_DIGEST, TensorDigest
 from prepcli.stores.files import read_small_file
 from prepcli.stores.paths import AnyPath
 
@@ -27,7 +28,8 @@ from prepcli.stores.paths import AnyPath
 MAX_LOCK_NBYTES = 256 << 20
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Xxh3 = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+Digest = Annotated[str, Field(pattern=f"^[0-9a-f]{{{len(EMPTY_TENSOR_DIGEST)}}}$")]
+TensorAlgorithm = Annotated[str, Field(pattern=f"^{TensorDigest.algorithm}$")]
 
 STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -47,7 +49,7 @@ class LockedFile(BaseModel):
 class LockedTensor(BaseModel):
     """Dtype and shape of a tensor, and the digests of its rows.
 
-    `digests` has one entry (first row, one past the last, XXH3-128) per range, as in a manifest. The ranges follow
+    `digests` has one entry (first row, one past the last, digest) per range, as in a manifest. The ranges follow
     each other. A tensor without dims is one row.
     """
 
@@ -55,7 +57,7 @@ class LockedTensor(BaseModel):
 
     dtype: str
     shape: tuple[NonNegativeInt, ...]
-    digests: tuple[tuple[NonNegativeInt, NonNegativeInt, Xxh3], ...]
+    digests: tuple[tuple[NonNegativeInt, NonNegativeInt, Digest], ...]
 
     @model_validator(mode="after")
     def _check_rows(self) -> Self:
@@ -76,7 +78,7 @@ class Algorithms(BaseModel):
     model_config = STRICT
 
     files: Literal["sha256"] = "sha256"
-    tensors: Literal["xxh3-128"] = "xxh3-128"
+    tensors: TensorAlgorithm = TensorDigest.algorithm
 
 
 class Lock(BaseModel):

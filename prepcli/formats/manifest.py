@@ -22,7 +22,7 @@ from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import find_type_fault, load_json, quote_name
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import UNNAMED_ALGORITHM, TensorDigest, record_digest
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.orbax import MODEL_ITEMS, find_item
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE, METADATA_FILE, ZARR2, ZARR3
@@ -78,6 +78,7 @@ ITEM_DATA_FOLDER = "d"
 NO_RECORD: FileRecord = {"bytes": 0}
 # Characters of a recorded command in a message. A manifest may come from anywhere.
 MAX_REQUEST_LENGTH = 300
+VERSION_HINT = "install the version of prep that wrote it"
 RECREATE_HINT = "create the checkpoint again, or use an earlier one"
 
 
@@ -176,17 +177,22 @@ def parse_manifest(path: AnyPath, data: bytes) -> Manifest:
     if version != FORMAT_VERSION:
         why = f"its `format` is {version!r:.80}, this version of prep reads {FORMAT_VERSION}"
         what = f"{path} has an unsupported format version"
-        raise PrepError(what, why, "install the version of prep that wrote it")
+        raise PrepError(what, why, VERSION_HINT)
     manifest = Manifest(**fields)
     if fault := find_type_fault(fields, Manifest) or _find_fault(manifest):
         raise DamagedError(f"{path} is broken", fault, GET_AGAIN_HINT)
+    algorithm = manifest.tensor_digest or UNNAMED_ALGORITHM
+    if algorithm != TensorDigest.algorithm:
+        why = f"its `tensor_digest` is {quote_name(algorithm)}, this version of prep computes {TensorDigest.algorithm}"
+        what = f"{path} has digests of an unsupported algorithm"
+        raise PrepError(what, why, VERSION_HINT)
     return manifest
 
 
 def manifest_digest(fields: Mapping[str, object]) -> str:
     """Return the XXH3-128 of the canonical JSON of a manifest without its digest: sorted keys, no spaces, ASCII."""
     content = {key: value for key, value in fields.items() if key != "digest"}
-    return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return record_digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def encode_manifest(fields: Mapping[str, object]) -> bytes:

@@ -25,7 +25,7 @@ from typing import Any
 from prepcli.algebra.grids import ChunkTable
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_values import JsonObject, parse_json, quote_name
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import record_digest
 from prepcli.engine.no_follow import write_no_follow
 from prepcli.formats.ocdbt import (
     NODE_NBYTES,
@@ -287,7 +287,7 @@ def read_item(folder: AnyPath) -> OrbaxItem:
         value_types=tuple(leaf.value_type for leaf in leaves),
         non_arrays=_read_non_arrays(folder, all_leaves),
         unlisted_names=tuple(sorted(values.by_name)),
-        metadata_digest=digest(b"".join([*metadata, *documents])),
+        metadata_digest=record_digest(b"".join([*metadata, *documents])),
     )
 
 

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from prepcli.algebra.boxes import strides
 from prepcli.core.json_values import quote_name
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import record_digest
 from prepcli.formats.torch_pickle import (
     MAPPING_TYPES,
     MAX_NBYTES,
@@ -413,7 +413,7 @@ class TorchArchive:
             raise ValueError("it is a TorchScript archive; save the model's state_dict() instead")
         pickled = self._zip.read("data.pkl", MAX_NBYTES)
         self.root = interpret_pickle(pickled, ALLOWED_NAMES)
-        self.digest = digest(pickled + self._zip.directory)
+        self.digest = record_digest(pickled + self._zip.directory)
         # Storage key -> offset and size.
         self._storages: dict[str, tuple[int, int]] = {}
 

@@ -22,7 +22,7 @@ from prepcli.algebra.boxes import Box, strides
 from prepcli.algebra.grids import ArrayPart, ArrayParts
 from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_values import quote_name
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import record_digest
 from prepcli.formats.model_files import FileHeader, ModelFiles, damage_hint
 from prepcli.formats.torch_archive import DTYPES, SIZE_TYPE, TorchArchive, parse_counts
 from prepcli.formats.torch_files import to_python
@@ -250,7 +250,7 @@ def _read_metadata(path: AnyPath) -> tuple[dict[str, PickledCall], _Ranges, str]
                 raise ValueError(f"it has {quote_name(name)} twice")
             entries[name] = item
         ranges = dict(_iter_ranges(metadata.get("storage_data")))
-    return entries, ranges, digest(data)
+    return entries, ranges, record_digest(data)
 
 
 def _attributes(value: object) -> dict[str, object]:

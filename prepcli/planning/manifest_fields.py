@@ -219,6 +219,8 @@ class PrepFields(JsonRecord):
     tensors: TensorRecords = NOTHING
     slots: Mapping[str, TensorRecords] = NOTHING
     others: TensorRecords = NOTHING
+    # Algorithm of the digests of tensors. Omitted for XXH3-128.
+    tensor_digest: Omittable[str] = None
     # In the order of their checksums.
     leaves: Mapping[str, LeafRecord] = NOTHING
     # Method and level of compression, e.g. `zstd:3`, and the stored size of each compressed data file.

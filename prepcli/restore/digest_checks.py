@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import xxhash
-
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, text
 from prepcli.core.formatting import format_bytes
@@ -15,6 +13,7 @@ from prepcli.core.observer import NullProgress, Observer, Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import parse_stream_digest
+from prepcli.engine.digest import record_digest_of_pieces
 from prepcli.engine.pipeline import Pipeline
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT, again_hint
@@ -260,10 +259,10 @@ def _sample_digest(source: Source, tensors: Iterable[SourceTensor]) -> str:
     tensors = sorted(tensors, key=lambda tensor: tensor.name)
     streams = [row_stream(tensor, (0, min(num_rows(tensor), SAMPLE_ROWS))) for tensor in tensors]
     digests = _digest_streams(source, streams, SAMPLE_MEMORY_NBYTES)
-    state = xxhash.xxh3_128()
+    lines: list[bytes] = []
     for number, tensor in enumerate(tensors):
-        state.update(f"{tensor.name} {tensor.dtype} {digests[number]}\n".encode())
-    return state.hexdigest()
+        lines.append(f"{tensor.name} {tensor.dtype} {digests[number]}\n".encode())
+    return record_digest_of_pieces(lines)
 
 
 def _digest_streams(

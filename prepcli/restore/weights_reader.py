@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import xxhash
-
 from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.boxes import Box, Range, full_box, split_merged_range, volume
 from prepcli.algebra.strided_copies import leaf_box_parts, tensor_box
@@ -16,6 +14,7 @@ from prepcli.core.formatting import count_text
 from prepcli.core.observer import NullProgress
 from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import DerivedArrays, FilesAndBlobs, open_blobs
+from prepcli.engine.digest import TensorDigest
 from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import compare_streams, read_values
@@ -245,11 +244,11 @@ def _read_checked(
     dtype = numpy_dtype(tensor.dtype)
     read_half, ordered_half = split_buffer(buffer)
     buffers = (read_half[:PIECE_NBYTES], ordered_half[:PIECE_NBYTES])
-    for rows, digest in _digested_rows(tensor):
-        state = xxhash.xxh3_128()
+    for rows, recorded_digest in _digested_rows(tensor):
+        digest = TensorDigest()
         stream = Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
         for start, run in read_values(files, stream, buffers=buffers):
-            state.update(run.data)
+            digest.update(run.data)
             # The run is a range of the flat tensor. The windows are the boxes of this range, in C order.
             values = run.view(dtype)
             first = start // dtype.itemsize
@@ -262,7 +261,7 @@ def _read_checked(
                 for target in job.targets:
                     target.fill(window, values[filled : filled + count])
                 filled += count
-        if digest and state.hexdigest() != digest:
+        if recorded_digest and digest.hexdigest() != recorded_digest:
             raise damaged_error(source, tensor, RECREATE_HINT)
     return tensor.nbytes
 

@@ -10,7 +10,7 @@ from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import did_you_mean
 from prepcli.core.json_values import HFConfig
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import record_digest
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.parameters import (
     Family,
@@ -78,7 +78,7 @@ def map_record(source: Source) -> Manifest:
     if source.tensor_map is not None:
         record = {
             "name": source.tensor_map.name,
-            "xxh3": digest(source.tensor_map.content.encode()),
+            "xxh3": record_digest(source.tensor_map.content.encode()),
         }
         return Manifest(map=record)
     stored = source.tree_manifest.map

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text, usage_error
-from prepcli.engine.digest import digest_pieces
+from prepcli.engine.digest import record_digest_of_pieces
 from prepcli.formats.manifest import NO_MANIFEST, bytes_between
 from prepcli.formats.torch_dcp import DcpFolder, read_dcp_folder, read_dcp_value
 from prepcli.formats.torch_files import TorchObject, read_torch_object
@@ -388,7 +388,7 @@ def _stamp(
             for entry in ENTRIES:
                 moment = entries[entry]
                 ranges.append((moment.offset, moment.offset + moment.nbytes))
-        metadata_digest = digest_pieces(bytes_between(path, sorted(ranges)))
+        metadata_digest = record_digest_of_pieces(bytes_between(path, sorted(ranges)))
     return SourceFile(path.name, optimizer.size, optimizer.mtime_ns, metadata_digest)
 
 

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text, usage_error
 from prepcli.core.formatting import join_names
 from prepcli.core.json_values import JsonObject, JsonValue, load_json, parse_json
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import record_digest
 from prepcli.formats.added_tokens import (
     AddedToken,
     Addition,
@@ -224,7 +224,7 @@ def read_side_file(source: Source, name: str) -> bytes | None:
     except OSError as error:
         raise io_error(real_path, error) from error
     recorded = recorded_xxh3(path, source.root, source.manifest or NO_MANIFEST)
-    if recorded and recorded != digest(data):
+    if recorded and recorded != record_digest(data):
         why = "its bytes differ from the digest in its manifest"
         raise DamagedError(f"{path} is damaged", why, again_hint(source.manifest))
     return data
@@ -258,7 +258,9 @@ def files_with_tokens(
             new_data = data + encode_pieces([token["content"] for token in tokens])
             contents[name] = new_data
             edits[name] = FileEdit(
-                inserted=((len(data), len(new_data)),), before=digest(data), after=digest(new_data)
+                inserted=((len(data), len(new_data)),),
+                before=record_digest(data),
+                after=record_digest(new_data),
             )
             continue
         document = _parse_object(source.root / name, data)
@@ -277,7 +279,7 @@ def files_without_tokens(source: Source, addition: Addition) -> dict[str, bytes]
     contents: dict[str, bytes] = {}
     for name, edit in addition.files.items():
         data = read_side_file(source, name)
-        if data is None or digest(data) != edit.after:
+        if data is None or record_digest(data) != edit.after:
             what = f"{source.root / name} " + ("is missing" if data is None else "was changed")
             command = Command("add-tokens")
             why = text("tokens can only be removed from the file that {} wrote", command)
@@ -288,7 +290,7 @@ def files_without_tokens(source: Source, addition: Addition) -> dict[str, bytes]
                 why = f"it has the byte range {low}:{high} of {len(data):,} bytes"
                 raise DamagedError(f"the record of {name} is damaged", why, GET_AGAIN_HINT)
             data = remove_insertion(data, (low, high))
-        if digest(data) != edit.before:
+        if record_digest(data) != edit.before:
             why = "without the added tokens, its digest differs from the recorded one"
             raise DamagedError(f"the record of {name} is damaged", why, GET_AGAIN_HINT)
         contents[name] = data
@@ -341,7 +343,7 @@ def _special_insertions(document: JsonObject, special: list[JsonValue]) -> list[
 
 def _edit(path: AnyPath, data: bytes, insertions: Sequence[Insertion]) -> tuple[bytes, FileEdit]:
     """Insert members into a file."""
-    before = digest(data)
+    before = record_digest(data)
     ranges: list[tuple[int, int]] = []
     for keys, members in insertions:
         try:
@@ -352,7 +354,7 @@ def _edit(path: AnyPath, data: bytes, insertions: Sequence[Insertion]) -> tuple[
                 what, str(error), "save the tokenizer again with transformers"
             ) from None
         ranges.append(inserted)
-    return data, FileEdit(inserted=tuple(ranges), before=before, after=digest(data))
+    return data, FileEdit(inserted=tuple(ranges), before=before, after=record_digest(data))
 
 
 def _parse_object(path: AnyPath, data: bytes) -> JsonObject:

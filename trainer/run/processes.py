@@ -16,7 +16,7 @@ from prepcli.core.errors import FAILED, INTERRUPTED, STOPPED, Option, PrepError
 from prepcli.core.observer import Observer, RunObserver
 from prepcli.core.process_address import process_address
 from prepcli.core.unexpected import as_prep_error
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import record_digest
 from prepcli.execution.signals import (
     Interrupted,
     Stopped,
@@ -132,7 +132,7 @@ def compare_start(
     from trainer.distributed.agreement import check_agreement
 
     contents = {key: manifest[key] for key in CHECKPOINT_CONTENTS if key in manifest}
-    checkpoint = digest(json.dumps(contents, sort_keys=True).encode())
+    checkpoint = record_digest(json.dumps(contents, sort_keys=True).encode())
     facts = {
         "last step": str(step),
         "start checkpoint": checkpoint,
@@ -148,7 +148,7 @@ def _recipe_values(recipe: Recipe) -> dict[str, str]:
 
 
 def _settings_digest(recipe: Recipe) -> str:
-    return digest(json.dumps(_recipe_values(recipe), sort_keys=True).encode())
+    return record_digest(json.dumps(_recipe_values(recipe), sort_keys=True).encode())
 
 
 def _is_shared(key: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.core.errors import FAILED, STOPPED, Option, PrepError, text
 from prepcli.core.observer import Observer
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import record_digest
 from prepcli.execution.output_paths import parse_out_url
 from prepcli.execution.training_bucket import BucketStorage
 from prepcli.execution.training_folder import FolderStorage
@@ -64,7 +64,7 @@ def _recipe_digest(recipe: Recipe) -> str:
     # A restarted job takes the lock of its killed predecessor over at once, because both have the same
     # digest. Their hosts and addresses may differ.
     values = recipe.model_dump(mode="json", exclude={"cluster"})
-    return digest(json.dumps(values, sort_keys=True).encode())
+    return record_digest(json.dumps(values, sort_keys=True).encode())
 
 
 @contextmanager

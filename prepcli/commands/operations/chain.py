@@ -33,7 +33,7 @@ from prepcli.core.errors import (
 from prepcli.core.formatting import count_text, join_names
 from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike, recorded_words
-from prepcli.engine.digest import digest_of_zeros, digest_pieces
+from prepcli.engine.digest import record_digest_of_pieces, tensor_digest_of_zeros
 from prepcli.formats.added_tokens import RECORD_FILE
 from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import NO_MANIFEST, is_settings_file, record_file
@@ -431,7 +431,7 @@ class _Link:
         vocabulary = manifest.vocab or {}
         is_of_tokens = manifest.command == ADD and high <= vocabulary.get("true", 0)
         is_filled = vocabulary.get("init", "zeros") != "zeros"
-        if digest != digest_of_zeros(row_stream(tensor, (low, high)).nbytes):
+        if digest != tensor_digest_of_zeros(row_stream(tensor, (low, high)).nbytes):
             change = NEW_ROWS if is_of_tokens or is_filled else None
             difference = f"rows {low}:{high} are not the recorded padding"
             self._add(_common_name(tensor), change, difference)
@@ -558,7 +558,7 @@ def file_digests(source: Source, copied: Collection[str] = ()) -> dict[str, str]
                 digests[file.name] = record_file(file.path).get("xxh3", "")
         # A GGUF file has its tokenizer in the metadata.
         for made_file in source.made_files.files:
-            digests[Path(made_file.path).name] = digest_pieces([made_file.read_content()])
+            digests[Path(made_file.path).name] = record_digest_of_pieces([made_file.read_content()])
     return {name: digest for name, digest in digests.items() if name not in MADE_FILES}
 
 

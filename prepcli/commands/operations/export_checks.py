@@ -11,7 +11,7 @@ from pathlib import Path
 from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.core.errors import Command, Option, join_texts, text, usage_error
 from prepcli.core.formatting import did_you_mean, format_bytes, parse_bytes
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import record_digest
 from prepcli.formats.safetensors import SUFFIX
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.item_storage import LEVANTER, OCDBT, ORBAX_STORAGES, ItemStorage
@@ -91,7 +91,7 @@ def read_export_map(options: ExportOptions, source: Source) -> WrittenMap:
     tensor_map = read_map(Path(path))
     record = {
         "name": tensor_map.name,
-        "xxh3": digest(tensor_map.content.encode()),
+        "xxh3": record_digest(tensor_map.content.encode()),
         CONTENT_KEY: tensor_map.content,
     }
     return WrittenMap(tensor_map, Manifest(map=record))

@@ -39,7 +39,7 @@ from prepcli.core.errors import TERMINAL, DamagedError, Option, PrepError, text,
 from prepcli.core.formatting import count_text, did_you_mean, join_names
 from prepcli.core.observer import Observer, Progress, SilentCommandObserver, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.engine.digest import digest_pieces
+from prepcli.engine.digest import record_digest_of_pieces
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest
 from prepcli.planning.libraries import TREES
 from prepcli.sources.locate import check_stream
@@ -211,7 +211,7 @@ class _Model:
             status="different" if differences else "equal",
             tensors=len(records),
             nbytes=written_nbytes,
-            digest=digest_pieces(lines),
+            digest=record_digest_of_pieces(lines),
             reason=join_names(differences, max_names=MAX_DIFFERENCES, separator="; "),
         )
 

@@ -47,7 +47,7 @@ from prepcli.core.observer import NullProgress, Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.casts import parse_stream_digest
-from prepcli.engine.digest import digest_of_zeros
+from prepcli.engine.digest import tensor_digest_of_zeros
 from prepcli.engine.stream_values import compare_streams, measure_distance
 from prepcli.formats.manifest import NO_MANIFEST, again_hint, unwritten_manifest
 from prepcli.planning.libraries import LayoutScale
@@ -462,7 +462,7 @@ def _note_padding(model: VerifiedModel, name: str, memory_nbytes: int, observer:
         task="padding",
         is_checked=False,
     )
-    zeros = " (zeros)" if digest == digest_of_zeros(row_stream(tensor, rows).nbytes) else ""
+    zeros = " (zeros)" if digest == tensor_digest_of_zeros(row_stream(tensor, rows).nbytes) else ""
     padding = f"rows {rows[0]}:{rows[1]} of {model.source.display_name} are padding{zeros}"
     observer.note(f"same  {model.labels[name]} [0:{model.true_vocab}]; {padding}")
 

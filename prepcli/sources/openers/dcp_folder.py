@@ -9,7 +9,7 @@ from prepcli.algebra.boxes import Range
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.formatting import did_you_mean
 from prepcli.core.json_values import HFConfig
-from prepcli.engine.digest import digest_pieces
+from prepcli.engine.digest import record_digest_of_pieces
 from prepcli.formats.manifest import NO_MANIFEST, bytes_between
 from prepcli.formats.model_files import FileHeader
 from prepcli.formats.torch_dcp import DcpFolder, read_dcp_folder
@@ -159,7 +159,7 @@ def _file_stamps(
     headers: list[FileHeader] = []
     for number, header in enumerate(folder.headers):
         pieces = bytes_between(header.path, sorted(ranges_by_file[number]))
-        headers.append(replace(header, digest=digest_pieces(pieces)))
+        headers.append(replace(header, digest=record_digest_of_pieces(pieces)))
     return file_stamps(headers)
 
 

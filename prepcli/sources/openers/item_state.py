@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import HFConfig, quote_name
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import record_digest
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import (
     STATE_ITEMS,
@@ -320,5 +320,5 @@ def with_state_item(item: OrbaxItem) -> OrbaxItem:
         value_types=(*item.value_types, *state.value_types),
         non_arrays=(*item.non_arrays, *state.non_arrays),
         unlisted_names=(*item.unlisted_names, *state.unlisted_names),
-        metadata_digest=digest((item.metadata_digest + state.metadata_digest).encode()),
+        metadata_digest=record_digest((item.metadata_digest + state.metadata_digest).encode()),
     )

@@ -15,7 +15,7 @@ from prepcli.algebra.grids import (
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import HFConfig, quote_name
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import record_digest
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST
 from prepcli.formats.orbax import OrbaxItem, item_metadata_file, read_item
 from prepcli.formats.orbax_chunks import dotted_name
@@ -296,7 +296,7 @@ def find_config(folder: AnyPath, path: AnyPath) -> AnyPath | None:
 
 def _file_stamps(item: OrbaxItem, settings: bytes) -> tuple[SourceFile, ...]:
     """Return size and time of the watched files. Each has one digest, of the item's metadata and `settings`."""
-    settings_digest = digest(item.metadata_digest.encode() + settings)
+    settings_digest = record_digest(item.metadata_digest.encode() + settings)
     stats = ((path, stat_file(path)) for path in _watched_files(item))
     return tuple(
         SourceFile(

@@ -33,7 +33,7 @@ from prepcli.engine.casts import (
     scale_values,
     unscale_values,
 )
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import TensorDigest
 from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.libraries import LayoutScale
@@ -556,8 +556,10 @@ def test_stream_scale_digests_the_values_before_and_after():
     back = (expected.astype(np.float32) * np.float32(np.sqrt(128))).astype(BFLOAT16)
     assert out.tobytes() == expected.tobytes()
     stream_digest = change.stream_digest("read")
-    assert stream_digest.written == digest(expected.tobytes())
-    assert stream_digest.unscaled == stream_digest.recorded == digest(cast.tobytes())
+    assert stream_digest.written == TensorDigest(expected.tobytes()).hexdigest()
+    assert (
+        stream_digest.unscaled == stream_digest.recorded == TensorDigest(cast.tobytes()).hexdigest()
+    )
     assert stream_digest.lost == np.count_nonzero(back != cast)
     assert change.counts.changed == np.count_nonzero(back.astype(np.float32) != values)
     assert parse_stream_digest(str(stream_digest)) == stream_digest

@@ -17,7 +17,7 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.observer import NullProgress
 from prepcli.engine import checksum_recorder
 from prepcli.engine.checksum_recorder import ChecksumRecorder, compute_unknown
-from prepcli.engine.digest import checksum
+from prepcli.engine.digest import block_checksum
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
 from prepcli.planning import arrays as stored_arrays
@@ -44,7 +44,7 @@ def file_checksums(extents: list[ChunkExtent], paths: list[Path]) -> np.ndarray:
                 0, extent.blocks.per_chunk.chunk_nbytes
             ):
                 number = extent.first_block(position) + block.number
-                checksums_of_files[number] = checksum(
+                checksums_of_files[number] = block_checksum(
                     data[extent.file][start + block.start : start + block.stop].data
                 )
     return checksums_of_files
@@ -85,7 +85,7 @@ def test_recorder_matches_the_files(
 
 
 DATA = np.random.default_rng(0).integers(0, 256, 3 * BLOCK_NBYTES, np.uint8)
-NUMBERS = np.array([checksum(block.data) for block in DATA.reshape(3, -1)], np.uint64)
+NUMBERS = np.array([block_checksum(block.data) for block in DATA.reshape(3, -1)], np.uint64)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import record_digest
 from prepcli.execution import bucket_store
 from prepcli.execution.bucket_store import (
     BucketStore,
@@ -159,7 +159,7 @@ def test_a_claim_of_a_killed_process_is_taken_over(store: FakeObjectStore):
 def manifest_of(plan: str, files: Mapping[str, bytes] | None = None) -> bytes:
     """Return the manifest of an output with these small files."""
     records = {
-        name: {"bytes": len(content), "xxh3": digest(content)}
+        name: {"bytes": len(content), "xxh3": record_digest(content)}
         for name, content in (files or {}).items()
     }
     content = {

@@ -78,7 +78,7 @@ def test_save_and_open_return_the_same_state(init: Path, params: TrainingState, 
 
 
 def test_save_records_the_digests_of_tensors(init: Path, params: TrainingState, run: Path):
-    from prepcli.engine.digest import digest
+    from prepcli.engine.digest import TensorDigest
 
     state = make_state(params, 1)
     save_steps(run, init, {1: state})
@@ -88,7 +88,9 @@ def test_save_records_the_digests_of_tensors(init: Path, params: TrainingState, 
         (facts["tensors"], "params"),
         (facts["slots"]["opt_state.adam.nu"], "opt_state.adam.nu"),
     ):
-        expected_digest = digest(state[f"{slot}.layers.mlp.up.weight"][2].tobytes())
+        expected_digest = TensorDigest(
+            state[f"{slot}.layers.mlp.up.weight"][2].tobytes()
+        ).hexdigest()
         assert records[name] == {
             "dtype": "float32",
             "shape": [256, 64],
@@ -96,7 +98,8 @@ def test_save_records_the_digests_of_tensors(init: Path, params: TrainingState, 
         }
         tokens = state[f"{slot}.embed.tokens"]
         pieces = [
-            [low, high, digest(tokens[low:high].tobytes())] for low, high in ((0, 131), (131, 136))
+            [low, high, TensorDigest(tokens[low:high].tobytes()).hexdigest()]
+            for low, high in ((0, 131), (131, 136))
         ]
         assert records["transformer.wte.weight"]["digests"] == pieces
 

@@ -61,6 +61,14 @@ def test_read_manifest_rejects_other_files(tmp_path, data: bytes, text: str):
     assert text in str(caught.value)
 
 
+def test_read_manifest_checks_algorithm_of_digests(tmp_path):
+    data = encode_manifest({**WHOLE, "tensor_digest": "xxh3-128"})
+    assert read_manifest(write_manifest(tmp_path, data))
+    write_manifest(tmp_path, encode_manifest({**WHOLE, "tensor_digest": "sha256"}))
+    with pytest.raises(PrepError, match="`tensor_digest` is `sha256`"):
+        read_manifest(tmp_path)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from prepcli.core.errors import PrepError
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import record_digest
 from prepcli.formats.safetensors import (
     DTYPE_CODES,
     LayoutEntry,
@@ -76,7 +76,7 @@ def test_layout_is_read_by_library_and_own_reader(
             (*e, file) for e in listed
         ]
         header = read_safetensors_header(tmp_path / layout.name, file)
-        assert (header.size, header.digest) == (layout.size, digest(layout.header))
+        assert (header.size, header.digest) == (layout.size, record_digest(layout.header))
         assert set(header.tensors) == set(layout.tensors)
         assert header.metadata == (("format", "pt"),)
         by_library = dict(safetensors.deserialize(content))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from prepcli.algebra.boxes import full_box
 from prepcli.algebra.grids import StoredRange
 from prepcli.core.errors import PrepError
-from prepcli.engine.digest import checksum
+from prepcli.engine.digest import block_checksum
 from prepcli.formats.checksums import CHECKSUMS_FILE, BlockChecksums
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import OrbaxItem, read_item
@@ -110,7 +110,7 @@ def checksums_of(item: OrbaxItem) -> BlockChecksums:
                 local_copy(item.files[stored.file]), np.uint8, stored.nbytes, offset=stored.offset
             )
             for block in leaf.per_chunk.overlapping(0, data.size):
-                sums[leaf.first_in_chunk(index) + block.number] = checksum(
+                sums[leaf.first_in_chunk(index) + block.number] = block_checksum(
                     data[block.start : block.stop].data
                 )
     return BlockChecksums(leaves, sums)

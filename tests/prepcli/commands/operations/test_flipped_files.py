@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import DamagedError
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import TensorDigest
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import NO_MANIFEST, encode_manifest, read_manifest, record_file
@@ -168,7 +168,7 @@ def test_merge_refuses_changed_adapter_files(name: str, capsys: pytest.CaptureFi
         key: {
             "dtype": "float32",
             "shape": value.shape,
-            "digests": [[0, len(value), digest(value.tobytes())]],
+            "digests": [[0, len(value), TensorDigest(value.tobytes()).hexdigest()]],
         }
         for key, value in matrices.items()
     }
