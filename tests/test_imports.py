@@ -27,9 +27,9 @@ ORDER = (
     *(
         f"prepcli.{name}"
         for name in (
-            *("core", "stores", "algebra", "models", "planning", "engine", "formats"),
-            *("quantized", "sources", "restore", "targets", "execution"),
-            *("inspection", "launch"),
+            *("core", "stores", "algebra", "planning", "engine", "models", "launch"),
+            *("formats", "quantized", "sources", "restore", "targets", "execution"),
+            "inspection",
         )
     ),
     *(
@@ -61,6 +61,9 @@ PURE_MODULES = {
     ),
     "prepcli.formats.meta_llama_config",
     "prepcli.inspection.shard_map",
+    "prepcli.sources.maps",
+    "prepcli.sources.state_rows",
+    "prepcli.sources.tensor_match",
     *(
         f"prepcli.launch.{name}"
         for name in (
@@ -185,9 +188,9 @@ def test_modules_have_no_import_cycle():
 
 
 def test_formats_are_independent_of_models_and_plans():
-    above = {"tensor_match", "coverage", "plan", "slabs"}
+    above = {"coverage", "plan", "slabs"}
     forbidden = {f"prepcli.planning.{name}" for name in above}
-    forbidden |= {"prepcli.models.parameters"}
+    forbidden |= {"prepcli.models.parameters", "prepcli.sources.tensor_match"}
     assert forbidden <= set(MODULES)
     for module in modules_in("prepcli.formats"):
         assert not forbidden & reachable(module), module
@@ -196,7 +199,7 @@ def test_formats_are_independent_of_models_and_plans():
 def test_engine_is_independent_of_models_and_formats():
     models = (
         "prepcli.formats",
-        "prepcli.planning.tensor_match",
+        "prepcli.sources.tensor_match",
         "prepcli.models.families",
         "prepcli.models.parameters",
     )

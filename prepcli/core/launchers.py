@@ -27,6 +27,8 @@ COUNT_VARIABLES = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_
 TPU_HOST_VARIABLES = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 # Set in every pod of an indexed job. Its pods may be independent.
 COMPLETION_INDEX = "JOB_COMPLETION_INDEX"
+# Process id of the process of prep that started this one. See `execution.signals.die_with_parent`.
+PARENT_VARIABLE = "PREP_PARENT"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from prepcli.core.errors import RERUN_HINT, Option, PrepError, text, usage_error
+from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import NullProgress
 from prepcli.engine.background_sync import SyncPoint
 from prepcli.engine.blobs import open_blobs
@@ -44,7 +45,6 @@ from prepcli.execution.run_store import (
     all_checksums,
     all_digests,
 )
-from prepcli.execution.signals import PARENT_VARIABLE
 from prepcli.execution.source_checks import parse_source_state
 from prepcli.formats.codecs import codec_of
 from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error

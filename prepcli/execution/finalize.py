@@ -38,8 +38,7 @@ from prepcli.planning.manifest_fields import (
     TensorRecord,
 )
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile, Stream
-from prepcli.planning.state_rows import is_quantization_tensor
-from prepcli.planning.tensors import PARAMS, qualify, split_name
+from prepcli.planning.tensors import PARAMS, is_quantization_tensor, qualify, split_name
 from prepcli.stores.byte_ranges import map_in_daemon_threads
 from prepcli.stores.files import (
     MAX_LFS_POINTER_NBYTES,

@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 from prepcli.core import version
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.json_values import JsonObject
+from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.engine.budget import Budget, anonymous_nbytes
 from prepcli.engine.digest import record_digest, record_digest_of_pieces
 from prepcli.engine.pipeline import ConversionResult, PipelineUnit
 from prepcli.execution.finalize import check_small_files
 from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, PUBLISH, Claim, Store, UnitNote
-from prepcli.execution.signals import PARENT_VARIABLE, note_durable_work
+from prepcli.execution.signals import note_durable_work
 from prepcli.execution.source_checks import (
     IntegrityChecker,
     SourceState,

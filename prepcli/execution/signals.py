@@ -19,10 +19,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from prepcli.core.errors import FAILED
+from prepcli.core.launchers import PARENT_VARIABLE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# Environment variable with the parent's process id.
-PARENT_VARIABLE = "PREP_PARENT"
 # A command that does not react to its first signal within this time answers it, e.g. while it compiles.
 ANSWER_S = 1.0
 # Interrupts waits of the main thread. By default it is ignored, so that a late one does no harm.

@@ -13,11 +13,10 @@ from prepcli.engine.blobs import DerivedArrays
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
 from prepcli.formats.manifest import again_hint
 from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream, read_copies
-from prepcli.planning.state_rows import is_decoded_tensor
-from prepcli.planning.tensor_match import not_equal_error
-from prepcli.planning.tensors import split_name
+from prepcli.planning.tensors import is_decoded_tensor, split_name
 from prepcli.restore.digest_checks import RecordedDigests, checkpoint_of
 from prepcli.sources.source import Source
+from prepcli.sources.tensor_match import not_equal_error
 from prepcli.stores.buffers import Blob
 from prepcli.stores.files import io_error
 from prepcli.stores.paths import AnyPath, is_remote, local_copy

@@ -24,10 +24,11 @@ from prepcli.core.errors import (
     usage_error,
 )
 from prepcli.core.json_values import JsonObject
+from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import Progress
 from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES, anonymous_nbytes
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.execution.signals import PARENT_VARIABLE, Stopped, block_signals
+from prepcli.execution.signals import Stopped, block_signals
 from prepcli.execution.written_data import CHECK_TASK
 from prepcli.planning.work_units import Share
 

@@ -22,7 +22,6 @@ from prepcli.models.registry import FAMILIES
 from prepcli.models.text_part import TextPart
 from prepcli.planning.arrays import location_copies, whole_array
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.maps import TensorMap
 from prepcli.quantized.decoder import Decoder
 from prepcli.quantized.formats import QuantizedWeights, without_quantization
 from prepcli.quantized.gguf_blocks import FLOAT_TYPES, GgufDecoder
@@ -35,6 +34,7 @@ from prepcli.sources.dequantized import (
 )
 from prepcli.sources.detect import Kind
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.maps import TensorMap
 from prepcli.sources.model_family import (
     MULTIMODAL_KINDS,
     find_text_part,

@@ -23,13 +23,12 @@ from prepcli.models.prediction import prediction_names
 from prepcli.models.rule_text import with_default_preset
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.libraries import find_marked_library
-from prepcli.planning.state_rows import is_quantization_leaf
-from prepcli.planning.tensor_match import TensorNames, detect_names
-from prepcli.planning.tensors import PARAMS, TOWERS
+from prepcli.planning.tensors import PARAMS, TOWERS, is_quantization_leaf
 from prepcli.sources.foreign_trees import match_foreign_tree
 from prepcli.sources.model_family import MULTIMODAL_KINDS, select_family
 from prepcli.sources.references import SourceHints
 from prepcli.sources.source import SourceTensor
+from prepcli.sources.tensor_match import TensorNames, detect_names
 from prepcli.targets.orbax_item import is_tower_leaf
 
 MAX_LISTED = 3  # leaves in a message

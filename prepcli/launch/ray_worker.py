@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prepcli.core.errors import FAILED, OK, STOPPED
-from prepcli.execution.signals import PARENT_VARIABLE
+from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.launch.local import free_port
 
 # First version with `JaxTrainer`.

@@ -14,7 +14,7 @@ from prepcli.core.errors import PrepError
 from prepcli.planning.arrays import Locations, MappedArray, location_copies
 from prepcli.planning.plan import OutputLeaf, Plan, Stream
 from prepcli.planning.slabs import Slab
-from prepcli.planning.state_rows import is_decoded_tensor
+from prepcli.planning.tensors import is_decoded_tensor
 
 # File number, start byte, stop byte.
 FileSpan = tuple[int, int, int]

@@ -46,6 +46,11 @@ PARAMS = "params"
 OPT_STATE = "opt_state"
 # Tree of the tensors of a multimodal model outside of its text part.
 TOWERS = "towers"
+# Slot of the scales, and first key of their leaves.
+QUANTIZATION = "quantization"
+# Slot of tensors that are read for a check, and written nowhere: decoded weights, and tensors in their stored order of
+# dims whose views in another order are written.
+DECODED = "decoded"
 # Rules that drop the leaves outside of the parameters.
 OPT_STATE_RULE = "optimizer state"
 TRAINING_STATE_RULE = "training state"
@@ -106,3 +111,23 @@ def find_slots(leaves: Shapes, parameters: Shapes) -> tuple[str, ...]:
         if all(leaves.get(f"{slot}.{path}") == shape for path, shape in parameters.items()):
             slots.append(slot)
     return tuple(sorted(slots))
+
+
+def is_leaf_path(tensor: str) -> bool:
+    """Return whether the name of a tensor in a slot is `/PATH`."""
+    return tensor.startswith(SEPARATOR)
+
+
+def is_quantization_leaf(name: str) -> bool:
+    """Return whether a leaf has scales."""
+    return name.startswith(f"{QUANTIZATION}.")
+
+
+def is_quantization_tensor(name: str) -> bool:
+    """Return whether the qualified name of a tensor is in the slot of the scales."""
+    return split_name(name)[0] == QUANTIZATION
+
+
+def is_decoded_tensor(name: str) -> bool:
+    """Return whether the qualified name of a tensor is in the slot of decoded weights. They are read for a check."""
+    return split_name(name)[0] == DECODED

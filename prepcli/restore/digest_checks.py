@@ -20,7 +20,6 @@ from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT, again_hint
 from prepcli.planning.libraries import LayoutScale, recorded_scale
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Stream, read_copies
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.planning.tensors import qualify, split_name
 from prepcli.sources.source import (
     Source,
@@ -30,6 +29,7 @@ from prepcli.sources.source import (
     match_source_tensors,
     stored_axis_maps,
 )
+from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.stores.buffers import Blob
 from prepcli.stores.paths import AnyPath, path_in_folder
 

@@ -21,14 +21,6 @@ from prepcli.engine.stream_values import compare_streams, read_values
 from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import EqualityCheck, Stream
-from prepcli.planning.tensor_match import (
-    DEFAULT_MATCH_OPTIONS,
-    VOCAB_ATOM,
-    TensorUse,
-    Vocabulary,
-    not_equal_error,
-    with_vocabulary,
-)
 from prepcli.planning.tensors import PARAMS, itemsize
 from prepcli.restore.box_reads import (
     MIN_GAP_NBYTES,
@@ -51,6 +43,14 @@ from prepcli.restore.digest_checks import (
     row_stream,
 )
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
+from prepcli.sources.tensor_match import (
+    DEFAULT_MATCH_OPTIONS,
+    VOCAB_ATOM,
+    TensorUse,
+    Vocabulary,
+    not_equal_error,
+    with_vocabulary,
+)
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import MAX_READ_THREADS, MIN_READ_AHEAD_NBYTES
 from prepcli.stores.paths import is_remote, without_read_ahead

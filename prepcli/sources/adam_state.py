@@ -22,8 +22,6 @@ from prepcli.models.decayed_leaves import DecayRule
 from prepcli.planning.arrays import whole_array
 from prepcli.planning.libraries import AdamNumbers, AdamSettings, LayoutScale
 from prepcli.planning.plan import SourceFile, Stream
-from prepcli.planning.state_rows import is_leaf_path
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.planning.tensors import (
     COUNTERS,
     FIRST_MOMENT,
@@ -34,11 +32,13 @@ from prepcli.planning.tensors import (
     SKIPPED,
     SKIPPED_IN_ROW,
     STEP,
+    is_leaf_path,
     qualify,
     split_name,
 )
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.sources.source_views import AVERAGE_SLOT
+from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.stores.paths import AnyPath
 
 WITHOUT_STATE_HINT = text("convert it without {}", Option("training_state", True))

@@ -19,9 +19,7 @@ from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.text_part import with_text_config
 from prepcli.planning.arrays import Array, Location, whole_array
 from prepcli.planning.manifest_fields import Manifest, QuantizedRecord
-from prepcli.planning.state_rows import DECODED, QUANTIZATION
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, Vocabulary, with_vocabulary
-from prepcli.planning.tensors import itemsize, qualify, split_name
+from prepcli.planning.tensors import DECODED, QUANTIZATION, itemsize, qualify, split_name
 from prepcli.quantized.decoder import Decoder
 from prepcli.quantized.formats import (
     QUANTIZATION_FILES,
@@ -47,6 +45,7 @@ from prepcli.sources.source import (
     stored_axis_maps,
 )
 from prepcli.sources.source_views import append_files, shift_file_numbers
+from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS, Vocabulary, with_vocabulary
 from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.stores.buffers import Blob
 from prepcli.stores.paths import AnyPath

@@ -22,9 +22,9 @@ from prepcli.models.prediction import (
 )
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor
-from prepcli.planning.tensor_match import DROP_RULE, tensor_uses
 from prepcli.sources.model_family import as_verbatim, split_towers
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
+from prepcli.sources.tensor_match import DROP_RULE, tensor_uses
 
 # Rule of these tensors, as plans and JSON objects name it.
 UNINDEXED_RULE = "not in the index"

@@ -27,25 +27,21 @@ from prepcli.planning.arrays import Array, identity_axis_map, whole_array
 from prepcli.planning.libraries import LIBRARIES, LayoutScale, bind_scale
 from prepcli.planning.manifest_fields import Manifest, TensorRecords
 from prepcli.planning.plan import DroppedTensor
-from prepcli.planning.state_rows import (
-    QUANTIZATION,
-    find_state_leaves,
-    is_quantization_leaf,
-    quantization_leaves,
-    state_axis_map,
-)
-from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import (
     ITEM_BITS,
     OPT_STATE,
     OPT_STATE_RULE,
     PARAMS,
+    QUANTIZATION,
     TOWERS,
     TRAINING_STATE_RULE,
     find_slots,
+    is_quantization_leaf,
     qualify,
 )
 from prepcli.sources.source import SourceTensor, recorded_digests
+from prepcli.sources.state_rows import find_state_leaves, quantization_leaves, state_axis_map
+from prepcli.sources.tensor_match import TensorNames
 
 Leaves = Mapping[str, Array]  # by dotted name
 # Leaf path, its row, tensor name, stacked indices.

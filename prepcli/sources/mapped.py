@@ -23,7 +23,10 @@ from prepcli.models.registry import FAMILIES, family_of
 from prepcli.models.verbatim import verbatim_family
 from prepcli.planning.arrays import Location
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.maps import (
+from prepcli.planning.plan import DroppedTensor
+from prepcli.planning.tensors import FLOAT_DTYPES, is_quantization_tensor
+from prepcli.quantized.formats import quantization_settings
+from prepcli.sources.maps import (
     MAX_NBYTES,
     MapCoverage,
     MapRow,
@@ -34,12 +37,8 @@ from prepcli.planning.maps import (
     map_error,
     parse_map,
 )
-from prepcli.planning.plan import DroppedTensor
-from prepcli.planning.state_rows import is_quantization_tensor
-from prepcli.planning.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, detect_names
-from prepcli.planning.tensors import FLOAT_DTYPES
-from prepcli.quantized.formats import quantization_settings
 from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
+from prepcli.sources.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, detect_names
 from prepcli.stores.files import read_small_file
 from prepcli.stores.paths import AnyPath
 

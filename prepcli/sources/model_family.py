@@ -27,9 +27,7 @@ from prepcli.models.truncation import (
 from prepcli.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, verbatim_family
 from prepcli.planning.manifest_fields import Manifest, QuantizedRecord
 from prepcli.planning.plan import DroppedTensor
-from prepcli.planning.state_rows import QUANTIZATION
-from prepcli.planning.tensor_match import TensorNames, detect_names, find_wrapper_prefix
-from prepcli.planning.tensors import TOWERS, qualify, split_name
+from prepcli.planning.tensors import QUANTIZATION, TOWERS, qualify, split_name
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import SideFiles, find_side_files
 from prepcli.sources.source import Source, SourceTensor, Wrapper, read_config
@@ -38,6 +36,7 @@ from prepcli.sources.source_views import (
     shift_file_numbers,
     without_transposed_tensors,
 )
+from prepcli.sources.tensor_match import TensorNames, detect_names, find_wrapper_prefix
 from prepcli.stores.files import is_there
 from prepcli.stores.paths import AnyPath
 

@@ -14,7 +14,6 @@ from prepcli.formats.manifest import again_hints, check_files
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.libraries import HF_LAYOUT
-from prepcli.planning.maps import TensorMap
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
@@ -24,6 +23,7 @@ from prepcli.sources.folders import CheckpointFiles
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
+from prepcli.sources.maps import TensorMap
 from prepcli.sources.model_family import MULTIMODAL_KINDS, split_towers, verbatim_error
 from prepcli.sources.references import CONFIG, KeptScales, SourceHints
 from prepcli.sources.side_files import check_patterns, unread_weights

@@ -28,10 +28,20 @@ from prepcli.planning.manifest_fields import (
     TensorRecords,
     TrainingStateRecord,
 )
-from prepcli.planning.maps import TensorMap
 from prepcli.planning.plan import DroppedTensor, SmallFile, SourceFile
-from prepcli.planning.state_rows import DECODED, QUANTIZATION, is_leaf_path
-from prepcli.planning.tensor_match import (
+from prepcli.planning.tensors import (
+    DECODED,
+    ITEM_BITS,
+    QUANTIZATION,
+    TOWERS,
+    cast_dtype,
+    is_leaf_path,
+    qualify,
+    split_name,
+)
+from prepcli.sources.maps import TensorMap
+from prepcli.sources.side_files import SideFile
+from prepcli.sources.tensor_match import (
     DEFAULT_MATCH_OPTIONS,
     NO_VOCABULARY,
     MatchOptions,
@@ -43,8 +53,6 @@ from prepcli.planning.tensor_match import (
     match_tensors,
     read_vocabulary,
 )
-from prepcli.planning.tensors import ITEM_BITS, TOWERS, cast_dtype, qualify, split_name
-from prepcli.sources.side_files import SideFile
 from prepcli.stores.buffers import Blob
 from prepcli.stores.files import MAX_CONFIG_NBYTES, is_there, read_small_file
 from prepcli.stores.paths import AnyPath

@@ -7,8 +7,15 @@ from dataclasses import replace
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import Key, Option, PrepError, text, usage_error
 from prepcli.models.parameters import parameter_rows
-from prepcli.planning.state_rows import DECODED, is_leaf_path
-from prepcli.planning.tensors import OPT_STATE, PARAMS, SEPARATOR, qualify, split_name
+from prepcli.planning.tensors import (
+    DECODED,
+    OPT_STATE,
+    PARAMS,
+    SEPARATOR,
+    is_leaf_path,
+    qualify,
+    split_name,
+)
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
 from prepcli.stores.buffers import Blob
 from prepcli.stores.paths import AnyPath
@@ -96,7 +103,7 @@ def use_averaged_params(source: Source) -> Source:
             others.append(tensor)
             continue
         # The averages of a complete slot are named like the tensors of the parameters. A slot that
-        # lacks parameters keeps the paths of its leaves (`planning.state_rows`).
+        # lacks parameters keeps the paths of its leaves (`sources.state_rows`).
         if is_leaf_path(name):
             why = text("a run with {} averages only the other parameters", Key("optimizer.freeze"))
             raise PrepError(

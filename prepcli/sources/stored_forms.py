@@ -20,9 +20,8 @@ from prepcli.core.errors import PrepError
 from prepcli.models.parameters import StoredShapes, parameter_rows
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.arrays import Location
-from prepcli.planning.maps import MapRow, compose_location
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, detect_names
 from prepcli.planning.tensors import PARAMS, qualify, split_name
+from prepcli.sources.maps import MapRow, compose_location
 from prepcli.sources.model_family import split_towers, with_bare_names
 from prepcli.sources.source import (
     Source,
@@ -31,6 +30,7 @@ from prepcli.sources.source import (
     match_source_tensors,
     stored_axis_maps,
 )
+from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS, detect_names
 
 
 def in_one_form(source: Source, other: Source) -> tuple[Source, Source]:

@@ -22,7 +22,6 @@ from prepcli.models.param_tree import param_leaves
 from prepcli.planning.arrays import Array
 from prepcli.planning.libraries import AdamNumbers, AdamSettings, find_marked_library
 from prepcli.planning.plan import SourceFile
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.planning.tensors import MOMENTS, OPT_STATE_RULE, qualify
 from prepcli.sources.adam_state import (
     MAX_COUNT,
@@ -44,6 +43,7 @@ from prepcli.sources.source import (
     stored_axis_maps,
     stored_tensor,
 )
+from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.stores.paths import AnyPath
 
 OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")

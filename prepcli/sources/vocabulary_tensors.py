@@ -17,7 +17,11 @@ from prepcli.models.parameters import Family, parameter_rows
 from prepcli.models.prediction import is_prediction_vocabulary, prediction_names
 from prepcli.models.registry import family_of
 from prepcli.models.text_part import text_section
-from prepcli.planning.tensor_match import (
+from prepcli.planning.tensors import FLOAT_DTYPES, split_name
+from prepcli.sources.model_family import verbatim_error
+from prepcli.sources.quantization import quantization_file
+from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
+from prepcli.sources.tensor_match import (
     LAYER_VOCAB_ATOM,
     VOCAB_ATOM,
     MatchOptions,
@@ -28,10 +32,6 @@ from prepcli.planning.tensor_match import (
     read_vocabulary,
     vocab_tensors,
 )
-from prepcli.planning.tensors import FLOAT_DTYPES, split_name
-from prepcli.sources.model_family import verbatim_error
-from prepcli.sources.quantization import quantization_file
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 
 # Tensors in a message.
 MAX_NAMES = 3

@@ -14,11 +14,11 @@ from prepcli.formats.tokenizer_files import TOKENIZER_FILE
 from prepcli.models.text_part import with_text_config
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import SmallFile
-from prepcli.planning.tensor_match import NO_VOCABULARY, Vocabulary, with_vocabulary
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.references import CONFIG
 from prepcli.sources.side_files import SideFile, resolve_small_file
 from prepcli.sources.source import HF_FOLDER, Source
+from prepcli.sources.tensor_match import NO_VOCABULARY, Vocabulary, with_vocabulary
 from prepcli.stores.files import io_error
 from prepcli.stores.paths import AnyPath, fetch_copies
 

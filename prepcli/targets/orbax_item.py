@@ -30,27 +30,27 @@ from prepcli.planning.chunk_placement import (
 from prepcli.planning.item_storage import OCDBT, Compression, ItemStorage
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import OutputFile, OutputLeaf
-from prepcli.planning.state_rows import (
-    QUANTIZATION,
-    StackedIndices,
-    index_state_tensors,
-    is_leaf_path,
-    is_quantization_leaf,
-    is_quantization_tensor,
-    quantization_leaves,
-    shape_in_leaf,
-    state_axis_map,
-)
-from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.tensors import (
     FLOAT_DTYPES,
     ITEM_BITS,
     PARAMS,
+    QUANTIZATION,
     TOWERS,
+    is_leaf_path,
+    is_quantization_leaf,
+    is_quantization_tensor,
     itemsize,
     split_name,
 )
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps
+from prepcli.sources.state_rows import (
+    StackedIndices,
+    index_state_tensors,
+    quantization_leaves,
+    shape_in_leaf,
+    state_axis_map,
+)
+from prepcli.sources.tensor_match import TensorMatch
 from prepcli.targets.planner import NATIVE_TREE, Draft, Placed
 from prepcli.targets.safetensors_folder import resized_shape_and_nbytes
 

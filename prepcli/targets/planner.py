@@ -35,20 +35,28 @@ from prepcli.planning.plan import (
     SmallFile,
     Stream,
 )
-from prepcli.planning.state_rows import DECODED, QUANTIZATION, QUANTIZATION_RULE, is_decoded_tensor
-from prepcli.planning.tensor_match import (
-    DEFAULT_MATCH_OPTIONS,
-    MatchOptions,
-    TensorMatch,
-    Vocabulary,
+from prepcli.planning.tensors import (
+    DECODED,
+    OPT_STATE,
+    OPT_STATE_RULE,
+    QUANTIZATION,
+    TRAINING_STATE_RULE,
+    is_decoded_tensor,
+    split_name,
 )
-from prepcli.planning.tensors import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE, split_name
 from prepcli.sources.adam_state import AdamState
 from prepcli.sources.dequantized import quantization_entries
 from prepcli.sources.mapped import map_record
 from prepcli.sources.model_family import towers_entry
 from prepcli.sources.source import HF_FOLDER, Source, SourceTensor, match_source_tensors
 from prepcli.sources.source_views import shift_file_numbers
+from prepcli.sources.state_rows import QUANTIZATION_RULE
+from prepcli.sources.tensor_match import (
+    DEFAULT_MATCH_OPTIONS,
+    MatchOptions,
+    TensorMatch,
+    Vocabulary,
+)
 from prepcli.sources.vocabulary_tensors import (
     VocabularyTensors,
     check_prediction_rows,

@@ -21,13 +21,13 @@ from prepcli.formats.safetensors import (
 )
 from prepcli.planning.arrays import Array, Location, Locations
 from prepcli.planning.manifest_fields import Manifest, VocabularyRecord
-from prepcli.planning.maps import MapCoverage, MapRow, TensorMap, compose_location
 from prepcli.planning.plan import OutputFile, SmallFile
 from prepcli.planning.slabs import PAGE
-from prepcli.planning.tensor_match import TensorInfo
 from prepcli.planning.tensors import array_bits
 from prepcli.sources.mapped import bind_model_map, misfit_error
+from prepcli.sources.maps import MapCoverage, MapRow, TensorMap, compose_location
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.tensor_match import TensorInfo
 from prepcli.targets.planner import Draft, Placed
 
 # Payloads start at a page boundary, like chunks, so that whole pages are copied.

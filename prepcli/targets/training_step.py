@@ -18,10 +18,10 @@ from prepcli.planning.item_storage import OCDBT_ZARR3, recorded_storage
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.slabs import split_streams
-from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import PARAMS
 from prepcli.sources.foreign_trees import tensors_from_manifest
 from prepcli.sources.source import Source
+from prepcli.sources.tensor_match import TensorNames
 from prepcli.targets.orbax_item import OrbaxLayout, Partitioning
 from prepcli.targets.planner import make_plan, start_draft, with_source_state
 

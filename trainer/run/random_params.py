@@ -8,7 +8,7 @@ from prepcli.core.json_values import HFConfig
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.registry import family_of
-from prepcli.planning.tensor_match import Vocabulary, read_vocabulary, with_vocabulary
+from prepcli.sources.tensor_match import Vocabulary, read_vocabulary, with_vocabulary
 from trainer.run.params import make_sharding
 
 if TYPE_CHECKING:

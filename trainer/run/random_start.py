@@ -14,9 +14,9 @@ from prepcli.models.parameters import read_size
 from prepcli.models.registry import family_of
 from prepcli.models.rule_text import merge_rules
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.tensor_match import TRUE_VOCAB_SIZE_KEY
 from prepcli.sources.references import CONFIG
 from prepcli.sources.source import read_config
+from prepcli.sources.tensor_match import TRUE_VOCAB_SIZE_KEY
 from prepcli.targets.hf_folder import random_start_files
 from prepcli.targets.training_step import StartModel
 from trainer.planning.config_overrides import override_fields

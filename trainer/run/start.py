@@ -32,7 +32,6 @@ from prepcli.models.registry import family_of
 from prepcli.models.rule_text import merge_rules
 from prepcli.models.text_part import text_section
 from prepcli.planning.manifest_fields import Manifest, OriginRecord
-from prepcli.planning.tensor_match import Vocabulary, read_vocabulary, with_vocabulary
 from prepcli.restore.digest_checks import (
     check_without_checksums,
     note_missing_file_digests,
@@ -51,6 +50,7 @@ from prepcli.sources.recorded_sources import apply_lock, pinned_revision
 from prepcli.sources.references import CONFIG, advise_conversion
 from prepcli.sources.side_files import find_side_files, local_folder
 from prepcli.sources.source import HF_FOLDER, Source, read_config
+from prepcli.sources.tensor_match import Vocabulary, read_vocabulary, with_vocabulary
 from prepcli.stores.addresses import is_url, parse_url
 from prepcli.stores.paths import AnyPath
 from prepcli.targets.hf_folder import (

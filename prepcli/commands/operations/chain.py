@@ -40,8 +40,7 @@ from prepcli.formats.manifest import NO_MANIFEST, is_settings_file, record_file
 from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
 from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.state_rows import QUANTIZATION
-from prepcli.planning.tensors import split_name
+from prepcli.planning.tensors import QUANTIZATION, split_name
 from prepcli.restore.digest_checks import (
     num_rows,
     row_stream,

@@ -56,10 +56,11 @@ from prepcli.core.errors import (
     usage_error,
 )
 from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike, format_command_line
 from prepcli.execution.hub_push import PushTarget, check_push, parse_push_target, push_folder
-from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
+from prepcli.execution.workers import ProcessOptions
 from prepcli.planning.item_storage import OCDBT
 from prepcli.planning.libraries import DCP_FORMAT, HF_LAYOUT, find_library
 from prepcli.planning.manifest_fields import Manifest

@@ -26,8 +26,8 @@ from prepcli.planning.libraries import (
     find_library,
 )
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.maps import TensorMap
 from prepcli.sources.mapped import CONTENT_KEY, read_map
+from prepcli.sources.maps import TensorMap
 from prepcli.sources.model_family import models_title, towers_title
 from prepcli.sources.source import Source
 

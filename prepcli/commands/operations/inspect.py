@@ -41,12 +41,6 @@ from prepcli.models.parameters import VERBATIM
 from prepcli.models.partition import Spec
 from prepcli.models.rule_text import merge_rules
 from prepcli.planning.manifest_fields import VocabularyRecord
-from prepcli.planning.tensor_match import (
-    DEFAULT_MATCH_OPTIONS,
-    VOCAB_SIZE_KEY,
-    Vocabulary,
-    read_vocabulary,
-)
 from prepcli.planning.tensors import OPT_STATE
 from prepcli.restore.digest_checks import check_tensors
 from prepcli.sources.dequantized import DECODED_DTYPE
@@ -62,6 +56,12 @@ from prepcli.sources.source import (
     label_tensors,
     match_source_tensors,
     stored_axis_maps,
+)
+from prepcli.sources.tensor_match import (
+    DEFAULT_MATCH_OPTIONS,
+    VOCAB_SIZE_KEY,
+    Vocabulary,
+    read_vocabulary,
 )
 from prepcli.stores.byte_ranges import MAX_IN_FLIGHT, map_in_daemon_threads
 from prepcli.stores.paths import is_remote, without_read_ahead

@@ -25,9 +25,10 @@ from prepcli.core.errors import (
     text,
     usage_error,
 )
+from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import QUIET, Observer
 from prepcli.execution.output_paths import check_local_path, parse_out_url
-from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
+from prepcli.execution.signals import remember_signal
 from prepcli.launch.gke import gke_hardware, gke_manifest
 from prepcli.launch.hardware import (
     Hardware,

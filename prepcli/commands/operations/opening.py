@@ -19,7 +19,6 @@ from prepcli.execution.folder_store import remove_leftover
 from prepcli.execution.output_paths import check_local_path
 from prepcli.execution.workers import ONE_PROCESS, ProcessOptions
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.planning.tensor_match import MatchOptions
 from prepcli.restore.digest_checks import note_missing_file_digests
 from prepcli.sources.dropped_tensors import drop_tensors
 from prepcli.sources.folders import Access, make_access
@@ -30,6 +29,7 @@ from prepcli.sources.quantization import is_quantized
 from prepcli.sources.references import KeptScales, default_checkpoint
 from prepcli.sources.source import Source
 from prepcli.sources.source_views import use_averaged_params
+from prepcli.sources.tensor_match import MatchOptions
 from prepcli.stores.addresses import ObjectStoreUrl, is_url, parse_url
 from prepcli.stores.files import (
     check_parent_folder,
@@ -43,7 +43,7 @@ from prepcli.targets.planner import optimizer_nbytes
 
 if TYPE_CHECKING:
     from prepcli.formats.lock_file import Lock
-    from prepcli.planning.maps import TensorMap
+    from prepcli.sources.maps import TensorMap
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,9 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.rules import PARAM_RULES, format_rule
 from prepcli.planning.plan import Fill
-from prepcli.planning.tensor_match import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, source_axis_maps
+from prepcli.sources.tensor_match import Vocabulary, check_padded_size
 from prepcli.targets.orbax_item import Partitioning
 from prepcli.targets.planner import Draft, make_plan, start_draft, with_rows
 from prepcli.targets.safetensors_folder import place_in_source_files

@@ -44,8 +44,7 @@ from prepcli.models.rules import LeafDims, check_leaf_rules
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.item_storage import ORBAX_STORAGES
 from prepcli.planning.plan import DroppedTensor, Plan
-from prepcli.planning.state_rows import is_quantization_tensor
-from prepcli.planning.tensors import OPT_STATE_RULE
+from prepcli.planning.tensors import OPT_STATE_RULE, is_quantization_tensor
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import as_verbatim, truncate_layers
 from prepcli.sources.quantization import is_quantized

@@ -33,7 +33,12 @@ from prepcli.execution.output_paths import check_local_path
 from prepcli.models.parameters import MAX_AXIS_SIZE
 from prepcli.models.registry import FAMILIES
 from prepcli.models.verbatim import split_numbers
-from prepcli.planning.maps import (
+from prepcli.planning.plan import Stream
+from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, cast_dtype
+from prepcli.restore.digest_checks import num_rows, row_stream, stream_digests
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.mapped import map_tensors
+from prepcli.sources.maps import (
     MAX_DROPS,
     MAX_LINES,
     MAX_NBYTES,
@@ -42,11 +47,6 @@ from prepcli.planning.maps import (
     compute_size,
     parse_map,
 )
-from prepcli.planning.plan import Stream
-from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, cast_dtype
-from prepcli.restore.digest_checks import num_rows, row_stream, stream_digests
-from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.mapped import map_tensors
 from prepcli.sources.source import Source, SourceTensor
 
 # A longer first dim is no stack of layers or experts.

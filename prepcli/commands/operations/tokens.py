@@ -54,13 +54,12 @@ from prepcli.planning.manifest_fields import (
     Manifest,
 )
 from prepcli.planning.plan import Fill, Plan, SmallFile
-from prepcli.planning.state_rows import is_leaf_path
-from prepcli.planning.tensor_match import Vocabulary, check_padded_size
-from prepcli.planning.tensors import split_name
+from prepcli.planning.tensors import is_leaf_path, split_name
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source
 from prepcli.sources.source_views import AVERAGE_SLOT
+from prepcli.sources.tensor_match import Vocabulary, check_padded_size
 from prepcli.sources.vocabulary_tensors import VocabularyTensors, find_vocabulary
 from prepcli.targets.orbax_item import OrbaxLayout
 from prepcli.targets.planner import (

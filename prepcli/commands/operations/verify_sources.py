@@ -25,10 +25,6 @@ from prepcli.models.prediction import UNRECORDED_RULE
 from prepcli.models.text_part import TIED_FIELD
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor, Stream
-from prepcli.planning.tensor_match import (
-    DEFAULT_MATCH_OPTIONS,
-    TensorMatch,
-)
 from prepcli.planning.tensors import split_name
 from prepcli.restore.digest_checks import num_rows, row_stream
 from prepcli.sources.dequantized import decode_alike
@@ -44,6 +40,10 @@ from prepcli.sources.source import (
     stored_axis_maps,
 )
 from prepcli.sources.stored_forms import in_one_form, with_family
+from prepcli.sources.tensor_match import (
+    DEFAULT_MATCH_OPTIONS,
+    TensorMatch,
+)
 from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.targets.planner import with_tied_head
 

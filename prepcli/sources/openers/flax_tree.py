@@ -16,7 +16,6 @@ from prepcli.formats.msgpack import (
     read_flax_files,
 )
 from prepcli.planning.plan import DroppedTensor
-from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import PARAMS, TRAINING_STATE_RULE
 from prepcli.sources.dropped_tensors import unindexed_entries
 from prepcli.sources.foreign_trees import (
@@ -36,6 +35,7 @@ from prepcli.sources.references import (
 )
 from prepcli.sources.side_files import SideFile, find_side_files, matches_any
 from prepcli.sources.source import Source, file_position, file_stamps, read_config
+from prepcli.sources.tensor_match import TensorNames
 
 # Suffixes of a model's small files. The folder may have files of any name.
 SETTINGS_SUFFIXES = {

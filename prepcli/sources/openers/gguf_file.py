@@ -18,7 +18,6 @@ from prepcli.engine.blobs import DerivedArrays
 from prepcli.formats.gguf import GgufArray, GgufHeader, GgufTensor, part_names, read_gguf_header
 from prepcli.models.registry import family_of
 from prepcli.planning.arrays import Location, Locations, MappedArray, whole_array
-from prepcli.planning.tensor_match import TensorNames, detect_names
 from prepcli.planning.tensors import array_bits
 from prepcli.quantized.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, GgufDecoder
 from prepcli.sources.dequantized import DECODED_DTYPE
@@ -39,6 +38,7 @@ from prepcli.sources.openers.hf_folder import make_source
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import NO_SIDE_FILES
 from prepcli.sources.source import MadeFiles, Source, SourceTensor, file_stamps, read_config
+from prepcli.sources.tensor_match import TensorNames, detect_names
 from prepcli.stores.paths import map_files
 
 ARCHITECTURE_KEY = "general.architecture"

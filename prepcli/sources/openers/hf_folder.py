@@ -18,7 +18,6 @@ from prepcli.planning.arrays import Array
 from prepcli.planning.libraries import scaled_digests
 from prepcli.planning.manifest_fields import NOTHING, Manifest, ScaleRecord
 from prepcli.planning.plan import SourceFile
-from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.detect import Kind
 from prepcli.sources.dropped_tensors import unindexed_entries
 from prepcli.sources.locate import LocatedCheckpoint
@@ -31,6 +30,7 @@ from prepcli.sources.source import (
     file_stamps,
     recorded_digests,
 )
+from prepcli.sources.tensor_match import TensorNames
 from prepcli.stores.paths import AnyPath
 
 # Several tensors may be views of the same bytes. A file with more of them on one byte is refused, because each

@@ -39,13 +39,13 @@ from prepcli.models.parameters import Family
 from prepcli.models.registry import FAMILIES
 from prepcli.models.torchtitan_layouts import META_NAMES, TORCHTITAN_LAYOUT
 from prepcli.planning.arrays import Array, Location, MappedArray, whole_array
-from prepcli.planning.tensor_match import detect_names
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel
 from prepcli.sources.openers import hf_folder
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import SideFile, find_side_files, matches_any
 from prepcli.sources.source import Source, SourceTensor, file_stamps, read_config
+from prepcli.sources.tensor_match import detect_names
 from prepcli.stores.files import list_folder, read_bytes, stat_file
 from prepcli.stores.paths import AnyPath, map_files
 

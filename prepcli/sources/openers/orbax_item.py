@@ -26,7 +26,6 @@ from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.libraries import LayoutScale, recorded_scale
 from prepcli.planning.manifest_fields import Manifest, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, SourceFile
-from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import decoded_array, unscaled_array
 from prepcli.sources.foreign_trees import (
     ForeignTree,
@@ -54,6 +53,7 @@ from prepcli.sources.source import (
     file_position,
     read_config,
 )
+from prepcli.sources.tensor_match import TensorNames
 from prepcli.stores.buffers import Blob
 from prepcli.stores.files import read_small_file, stat_file
 from prepcli.stores.paths import AnyPath, is_remote

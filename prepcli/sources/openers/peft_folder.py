@@ -18,11 +18,11 @@ from prepcli.formats.safetensors import (
 from prepcli.models.parameters import Family, WeightTying
 from prepcli.planning.arrays import Array
 from prepcli.planning.manifest_fields import Manifest, TensorRecord, TensorRecords
-from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.hf_folder import file_tensors
 from prepcli.sources.references import SourceHints
 from prepcli.sources.source import Source, file_stamps
+from prepcli.sources.tensor_match import TensorNames
 from prepcli.stores.paths import AnyPath
 
 NO_RECORD: TensorRecord = {"digests": []}

@@ -11,8 +11,8 @@ import pytest
 from prepcli.algebra import rows as row_checks
 from prepcli.algebra.axis_map import SizedAxis, TensorDim
 from prepcli.algebra.rows import dims_are_disjoint
-from prepcli.planning.maps import MAX_PAIRS, MapCoverage, bind_map, parse_map
-from prepcli.planning.tensor_match import TensorInfo
+from prepcli.sources.maps import MAX_PAIRS, MapCoverage, bind_map, parse_map
+from prepcli.sources.tensor_match import TensorInfo
 
 LARGE = 1 << 24
 

@@ -15,11 +15,11 @@ from prepcli.algebra.grids import ArrayParts
 from prepcli.core.errors import PrepError
 from prepcli.engine.blobs import open_blobs
 from prepcli.formats.msgpack import read_flax_files
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.references import EASYLM_PARTS, split_part
 from prepcli.sources.source import match_source_tensors, source_axis_maps, stored_tensor
+from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from tests.helpers.golden_flax import FILES, FOLDER, LLAMA, decode_msgpack
 from tests.helpers.memory_stores import store_of
 from tests.helpers.slow_cases import slow_except

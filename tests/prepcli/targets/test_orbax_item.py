@@ -13,8 +13,8 @@ from prepcli.core.errors import USAGE, PrepError
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.registry import family_of
 from prepcli.models.rules import DEFAULT_RULES
-from prepcli.planning.tensor_match import detect_names
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.tensor_match import detect_names
 from prepcli.targets.orbax_item import OrbaxLayout, Partitioning, device_nbytes
 from prepcli.targets.planner import Placed, start_draft, with_rows
 from tests.helpers.plans import flat

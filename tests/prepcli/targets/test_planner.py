@@ -14,8 +14,8 @@ from prepcli.models.registry import family_of
 from prepcli.models.rules import DEFAULT_RULES
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import LowRankUpdate, Plan, Stream
-from prepcli.planning.tensor_match import detect_names
 from prepcli.sources.source import Source, SourceTensor, stored_axis_maps
+from prepcli.sources.tensor_match import detect_names
 from prepcli.targets.orbax_item import OrbaxLayout, Partitioning
 from prepcli.targets.planner import Draft, make_plan, start_draft, with_rows, with_tied_head
 from prepcli.targets.safetensors_folder import place_safetensors

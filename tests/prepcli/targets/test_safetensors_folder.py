@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.models.families.gpt_neo import FAMILY
-from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.tensor_match import TensorNames
 from prepcli.targets.planner import output_rows
 from prepcli.targets.safetensors_folder import (
     header_entries,

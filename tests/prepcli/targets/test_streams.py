@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from prepcli.models.families.gpt_neo import FAMILY
 from prepcli.planning.plan import Fill, Stream
-from prepcli.planning.tensor_match import TensorNames, Vocabulary
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.tensor_match import TensorNames, Vocabulary
 from prepcli.targets.planner import TensorTarget, VocabResize, build_streams, dropped_padding
 from tests.helpers.plans import flat
 

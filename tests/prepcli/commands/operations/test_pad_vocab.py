@@ -18,8 +18,8 @@ from prepcli.core.errors import FAILED, USAGE, PrepError
 from prepcli.core.option_spec import with_defaults
 from prepcli.models.families.gpt_neo import FAMILY
 from prepcli.planning.plan import Fill
-from prepcli.planning.tensor_match import TensorNames, Vocabulary
 from prepcli.sources.source import Source
+from prepcli.sources.tensor_match import TensorNames, Vocabulary
 from tests.helpers.run_cli import run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import (
     GPT_NEO,

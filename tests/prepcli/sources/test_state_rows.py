@@ -6,11 +6,11 @@ import pytest
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.algebra.rows import parse_row
-from prepcli.planning.state_rows import (
+from prepcli.planning.tensors import is_leaf_path
+from prepcli.sources.state_rows import (
     PathLeaf,
     find_state_leaves,
     index_state_tensors,
-    is_leaf_path,
     shape_in_leaf,
     state_axis_map,
 )

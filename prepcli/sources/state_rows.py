@@ -21,17 +21,12 @@ from prepcli.models.leaf_matrices import counts_layers, reduced_axes, unstacked_
 from prepcli.models.param_tree import find_param_path
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.verbatim import TensorTypes, verbatim_family
-from prepcli.planning.tensors import OPT_STATE, SEPARATOR, Shapes, split_name
+from prepcli.planning.tensors import OPT_STATE, QUANTIZATION, SEPARATOR, Shapes
 
 # Name and index of each stacked axis, e.g. (("layers", 3),).
 StackedIndices = tuple[tuple[str, int], ...]
 # Placeholder for the number of the layer in the path of a leaf.
 LAYER_MARK = "\0"
-# Slot of the scales, and first key of their leaves.
-QUANTIZATION = "quantization"
-# Slot of tensors that are read for a check, and written nowhere: decoded weights, and tensors in their stored order of
-# dims whose views in another order are written.
-DECODED = "decoded"
 QUANTIZATION_RULE = "scales of quantised weights"
 
 
@@ -63,11 +58,6 @@ def find_state_leaves(
         slot = name.removesuffix(f".{path}")
         if slot not in slots:
             yield PathLeaf(name, slot, path)
-
-
-def is_leaf_path(tensor: str) -> bool:
-    """Return whether the name of a tensor in a slot is `/PATH`."""
-    return tensor.startswith(SEPARATOR)
 
 
 def state_axis_map(path: str, row: AxisMap, shape: tuple[int, ...]) -> AxisMap:
@@ -157,18 +147,3 @@ def quantization_leaves(
         for name, indices in axis_map.tensors():
             leaf = f"{QUANTIZATION}.{path.format(**indices)}"
             yield name, leaf, axis_map, tuple(indices.items())
-
-
-def is_quantization_leaf(name: str) -> bool:
-    """Return whether a leaf has scales."""
-    return name.startswith(f"{QUANTIZATION}.")
-
-
-def is_quantization_tensor(name: str) -> bool:
-    """Return whether the qualified name of a tensor is in the slot of the scales."""
-    return split_name(name)[0] == QUANTIZATION
-
-
-def is_decoded_tensor(name: str) -> bool:
-    """Return whether the qualified name of a tensor is in the slot of decoded weights. They are read for a check."""
-    return split_name(name)[0] == DECODED

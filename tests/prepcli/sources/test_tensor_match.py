@@ -14,7 +14,7 @@ from prepcli.core.json_values import JsonValue
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.registry import family_of
 from prepcli.planning.plan import EqualityCheck
-from prepcli.planning.tensor_match import (
+from prepcli.sources.tensor_match import (
     DEFAULT_MATCH_OPTIONS,
     MatchOptions,
     TensorInfo,

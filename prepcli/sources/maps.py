@@ -46,7 +46,7 @@ from prepcli.core.formatting import join_names
 from prepcli.core.json_values import HFConfig
 from prepcli.models.parameters import MAX_AXIS_SIZE
 from prepcli.planning.arrays import Location, MappedArray
-from prepcli.planning.tensor_match import TensorInfo
+from prepcli.sources.tensor_match import TensorInfo
 
 MAX_NBYTES = 4 << 20
 MAX_LINES = 20_000

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.planning.maps import (
+from prepcli.sources.maps import (
     MAX_DROPS,
     MAX_LINES,
     MAX_NBYTES,
@@ -16,7 +16,7 @@ from prepcli.planning.maps import (
     compute_size,
     parse_map,
 )
-from prepcli.planning.tensor_match import TensorInfo
+from prepcli.sources.tensor_match import TensorInfo
 
 SIZES = {"a": 2, "b": 3, "half": 2, "layers": 2}
 
