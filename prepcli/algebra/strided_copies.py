@@ -114,6 +114,26 @@ class StridedCopy:
             yield self.file_offset + sum(displacements)
 
 
+def box_copy(box: Box, window: Box, part: ArrayPart, item_nbytes: int) -> StridedCopy:
+    """Return the copy between a box of an array and the stored part of the array that contains it.
+
+    Args:
+        box: The box.
+        window: Tensor offsets count the bytes of this box of the array in C order.
+        part: A box of the array, stored with strides of its own.
+        item_nbytes: Bytes per element.
+    """
+    tensor_offset = 0
+    file_offset = part.offset
+    dims: list[tuple[int, int, int]] = []
+    tensor_strides = strides([stop - start for start, stop in window], item_nbytes)
+    for axis, (start, stop) in enumerate(box):
+        tensor_offset += (start - window[axis][0]) * tensor_strides[axis]
+        file_offset += (start - part.box[axis][0]) * part.strides[axis]
+        dims.append((stop - start, tensor_strides[axis], part.strides[axis]))
+    return merge_dims(StridedCopy(tensor_offset, part.file, file_offset, item_nbytes, tuple(dims)))
+
+
 class ChunkedLeaf(Protocol):
     """A leaf in chunks, and its part of a tensor. See `planning.arrays.MappedArray`."""
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim
-from prepcli.algebra.boxes import Box, intersection, strides, volume
+from prepcli.algebra.boxes import Box, full_box, intersection, strides, volume
 from prepcli.algebra.grids import (
+    ArrayPart,
     ArrayParts,
     ChunkGrid,
     ChunkIndex,
@@ -30,7 +31,7 @@ from prepcli.algebra.grids import (
     StoredValue,
     StridedChunks,
 )
-from prepcli.algebra.strided_copies import StridedCopy, leaf_copies, merge_dims
+from prepcli.algebra.strided_copies import StridedCopy, box_copy, leaf_copies
 from prepcli.planning.tensors import array_bits, itemsize
 
 Shape = tuple[int, ...]
@@ -191,43 +192,17 @@ class Array:
             box: The box.
             window: Tensor offsets count the bytes of this box of the array in C order. None for the whole array.
         """
+        window = window or full_box(self.shape)
         if isinstance(self.chunks, ArrayParts):
             for part in self.chunks.parts:
                 common = intersection(part.box, box)
                 if volume(common):
-                    origin = [start for start, _ in part.box]
-                    yield self._box_copy(
-                        common, window, (part.file, part.offset), origin, part.strides
-                    )
+                    yield box_copy(common, window, part, itemsize(self.dtype))
         elif self._is_one_chunk:
-            yield self._box_copy(box, window, self.position, None, self.element_strides)
+            whole = ArrayPart(full_box(self.shape), *self.position, self.element_strides)
+            yield box_copy(box, window, whole, itemsize(self.dtype))
         else:
             yield from self.mapped().copies(box, window)
-
-    def _box_copy(
-        self,
-        box: Box,
-        window: Box | None,
-        position: FilePosition,
-        origin: Sequence[int] | None,
-        file_strides: Shape,
-    ) -> StridedCopy:
-        """Return the copy of a box. Element `origin` is at a position of a file."""
-        item_nbytes = itemsize(self.dtype)
-        shape = self.shape
-        tensor_offset = 0
-        if window is not None:
-            shape = tuple(stop - start for start, stop in window)
-        tensor_strides = strides(shape, item_nbytes)
-        if window is not None:
-            tensor_offset = -sum(a * n for (a, _), n in zip(window, tensor_strides))
-        file, file_offset = position
-        dims: list[tuple[int, int, int]] = []
-        for axis, (start, stop) in enumerate(box):
-            tensor_offset += start * tensor_strides[axis]
-            file_offset += (start - (origin[axis] if origin else 0)) * file_strides[axis]
-            dims.append((stop - start, tensor_strides[axis], file_strides[axis]))
-        return merge_dims(StridedCopy(tensor_offset, file, file_offset, item_nbytes, tuple(dims)))
 
     def mapped(self) -> MappedArray:
         """Return the same tensor with the identity as its axis map."""

@@ -9,11 +9,12 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import sub
+from operator import mul, sub
 
 from prepcli.algebra.axis_map import AxisMap
-from prepcli.algebra.boxes import Box, Range, full_box, intersect, strides
+from prepcli.algebra.boxes import Box, Range, full_box, intersect, intersection, strides
 from prepcli.algebra.grids import (
+    ArrayPart,
     ChunkGrid,
     ChunkIndex,
     Chunks,
@@ -21,7 +22,7 @@ from prepcli.algebra.grids import (
     FilePosition,
     StridedChunks,
 )
-from prepcli.algebra.strided_copies import StridedCopy, merge_dims
+from prepcli.algebra.strided_copies import StridedCopy, box_copy
 from prepcli.planning.arrays import (
     Array,
     LeafBlocks,
@@ -162,8 +163,7 @@ def _place_chunk_group(
     copies = piece.location(chunks).copies(full_box(shape))
     widths = [copy.width for copy in itertools.islice(copies, 2)]
     if widths != [array_bits(piece.dtype, shape) // 8]:
-        if nbytes >= MIN_ALIGNED_CHUNK_NBYTES:
-            nbytes = -(-nbytes // PAGE) * PAGE
+        nbytes = aligned_offset(nbytes, nbytes)
         chunks = StridedChunks(file, start, first, strides(counts, nbytes))
     layout.file_sizes[-1] = chunks.offset + math.prod(counts) * nbytes
     return chunks
@@ -173,18 +173,19 @@ def _place_group_in_files(
     layout: ChunkLayout, piece: LeafPiece, first: ChunkIndex, stop: ChunkIndex
 ) -> ChunkTable:
     """Append one file for each chunk of a group (`chunk_group`)."""
-    nbytes = piece.chunk_nbytes
-    # A box of one chunk has no distance between chunks, but the checksum recorder divides by it.
-    chunk_strides = (nbytes,) * len(first)
-    boxes = layout.placed_chunks.setdefault(piece.leaf_name, [])
     places: dict[ChunkIndex, FilePosition] = {}
     for index in itertools.product(*map(range, first, stop)):
-        file = len(layout.file_sizes)
-        layout.file_sizes.append(nbytes)
-        places[index] = file, 0
-        next_index = tuple(i + 1 for i in index)
-        boxes.append(PlacedChunks(index, next_index, StridedChunks(file, 0, index, chunk_strides)))
+        places[index] = len(layout.file_sizes), 0
+        layout.file_sizes.append(piece.chunk_nbytes)
+    boxes = layout.placed_chunks.setdefault(piece.leaf_name, [])
+    boxes += single_chunks(places, piece.chunk_nbytes)
     return ChunkTable.from_places(first, stop, places)
+
+
+def aligned_offset(end: int, nbytes: int) -> int:
+    """Return the first offset from `end` on for `nbytes` bytes. Large chunks start at a page, for direct I/O."""
+    unit = PAGE if nbytes >= MIN_ALIGNED_CHUNK_NBYTES else 1
+    return -(-end // unit) * unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,7 @@ def move_chunks(plan: Plan, locations: Mapping[str, ChunkPlaces]) -> Plan:
         places = locations[leaf.name]
         for chunks in leaf.placed_chunks:
             moved[chunks.chunks] = ChunkTable.from_places(chunks.first, chunks.stop, places)
-        boxes[leaf.name] = single_chunks(leaf, places)
+        boxes[leaf.name] = single_chunks(places, leaf.chunk_nbytes)
     return replace_chunks(plan, moved, boxes)
 
 
@@ -287,11 +288,12 @@ def replace_chunks(
     return replace(plan, leaves=tuple(leaves), streams=tuple(streams))
 
 
-def single_chunks(leaf: OutputLeaf, places: ChunkPlaces) -> tuple[PlacedChunks, ...]:
+def single_chunks(places: ChunkPlaces, chunk_nbytes: int) -> tuple[PlacedChunks, ...]:
     """Return one box for each chunk of a leaf."""
-    strides = (leaf.chunk_nbytes,) * len(leaf.grid.shape)
     boxes: list[PlacedChunks] = []
     for index, (file, offset) in places.items():
+        # A box of one chunk has no distance between chunks, but the checksum recorder divides by it.
+        strides = (chunk_nbytes,) * len(index)
         stop = tuple(i + 1 for i in index)
         boxes.append(PlacedChunks(index, stop, StridedChunks(file, offset, index, strides)))
     return tuple(boxes)
@@ -305,6 +307,10 @@ def shard_copies(leaf: OutputLeaf, box: Box) -> Iterator[tuple[Box, StridedCopy]
     Yields:
         The part of the box in one chunk, and the copy of that part, packed in C order.
     """
+    # The packed part has the strides of its own shape, the chunk those of the chunk's shape. e.g. a part [2, 2] in a
+    # float32 chunk [2, 4] is packed with (8, 4) and stored with (16, 4).
+    item_nbytes = itemsize(leaf.dtype)
+    chunk_strides = strides(leaf.grid.chunk_shape, item_nbytes)
     for group in leaf.placed_chunks:
         # The box of the elements in the group's chunks.
         in_group: list[Range] = []
@@ -313,32 +319,8 @@ def shard_copies(leaf: OutputLeaf, box: Box) -> Iterator[tuple[Box, StridedCopy]
         ):
             in_group.append(intersect((first * length, stop * length), box_range))
         for index in leaf.grid.overlapping(tuple(in_group)):
-            chunk_starts: list[int] = []
-            part: list[Range] = []
-            for i, length, box_range in zip(index, leaf.grid.chunk_shape, box):
-                start = i * length
-                chunk_starts.append(start)
-                part.append(intersect(box_range, (start, start + length)))
-            location = group.chunks.find(index)
-            copy = _copy_to_chunk(leaf, part, chunk_starts=chunk_starts, location=location)
-            yield tuple(part), copy
-
-
-def _copy_to_chunk(
-    leaf: OutputLeaf,
-    part: Sequence[Range],
-    *,
-    chunk_starts: Sequence[int],
-    location: tuple[int, int],
-) -> StridedCopy:
-    """Return the copy of packed elements to a box inside one chunk at (file, offset)."""
-    # The packed part has the strides of its own shape. The chunk has the strides of the chunk's shape. e.g. a
-    # part [2, 2] in a float32 chunk [2, 4] is packed with (8, 4) and stored with (16, 4).
-    item_nbytes = itemsize(leaf.dtype)
-    chunk_strides = strides(leaf.grid.chunk_shape, item_nbytes)
-    counts = [stop - start for start, stop in part]
-    file, offset = location
-    for (low, _), start, stride in zip(part, chunk_starts, chunk_strides):
-        offset += (low - start) * stride
-    dims = tuple(zip(counts, strides(counts, item_nbytes), chunk_strides))
-    return merge_dims(StridedCopy(0, file, offset, item_nbytes, dims))
+            starts = map(mul, index, leaf.grid.chunk_shape)
+            chunk = tuple((i, i + length) for i, length in zip(starts, leaf.grid.chunk_shape))
+            part = intersection(box, chunk)
+            stored = ArrayPart(chunk, *group.chunks.find(index), chunk_strides)
+            yield part, box_copy(part, part, stored, item_nbytes)

@@ -17,13 +17,14 @@ from prepcli.algebra.grids import ChunkIndex, Chunks, ChunkTable, FilePosition
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
 from prepcli.planning.chunk_placement import (
-    MIN_ALIGNED_CHUNK_NBYTES,
+    aligned_offset,
     move_chunks,
     replace_chunks,
     single_chunks,
 )
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
-from prepcli.planning.slabs import PAGE, split_stream
+from prepcli.planning.slabs import split_stream
+from prepcli.planning.work_units import DisjointSets
 
 # Size of an object. A single chunk may be larger.
 OBJECT_NBYTES = 16 << 20
@@ -42,9 +43,9 @@ class _FileSizes:
     """The files placed so far.
 
     Attributes:
+        max_nbytes: Size of a full file.
         sizes: Size of each file.
         items: Item of each file. See `OutputLeaf.item`.
-        max_nbytes: Size of a full file.
         current: Number of the file to append to, or None to begin a new one.
         item: Item of the next file.
     """
@@ -57,10 +58,8 @@ class _FileSizes:
 
     def append(self, nbytes: int) -> tuple[int, int]:
         """Place `nbytes` bytes behind the last ones. Return their file and offset."""
-        # Large chunks start at a page, for direct I/O of readers of a downloaded copy.
-        unit = PAGE if nbytes >= MIN_ALIGNED_CHUNK_NBYTES else 1
         if self.current is not None:
-            offset = -(-self.sizes[self.current] // unit) * unit
+            offset = aligned_offset(self.sizes[self.current], nbytes)
             if offset + nbytes <= self.max_nbytes:
                 self.sizes[self.current] = offset + nbytes
                 return self.current, offset
@@ -171,7 +170,7 @@ def _place_group(
         chunks = replace(group.chunks, file=file, offset=offset)
         return chunks, (replace(group, chunks=chunks),)
     table = ChunkTable.from_places(group.first, group.stop, places)
-    return table, single_chunks(leaf, places)
+    return table, single_chunks(places, leaf.chunk_nbytes)
 
 
 def streams_of_spans(
@@ -302,20 +301,20 @@ def _leaf_groups(plan: Plan, leaf_names: Sequence[str], holders: Holders) -> Ite
     for stream in plan.streams:
         # A step reads leaf n as file n.
         leaves_by_stream.append(sorted({location.array.file for location in stream.reads}))
-    # Leaves of one stream join one group. `group_of` has the group of each leaf, which is the number
-    # of one of its leaves.
-    group_of = list(range(len(leaf_names)))
+    # Leaves of one stream join one group.
+    sets = DisjointSets[int]()
     for first, *others in leaves_by_stream:
         for other in others:
-            merged = group_of[other]
-            kept = group_of[first]
-            group_of = [kept if group == merged else group for group in group_of]
+            sets.join(other, first)
     streams: dict[int, list[int]] = {}
     for number, (first, *_) in enumerate(leaves_by_stream):
-        streams.setdefault(group_of[first], []).append(number)
+        streams.setdefault(sets.root(first), []).append(number)
+    names_by_group: dict[int, list[str]] = {}
+    for number, name in enumerate(leaf_names):
+        names_by_group.setdefault(sets.root(number), []).append(name)
     sizes = {leaf.name: math.prod(leaf.grid.shape) for leaf in plan.leaves}
     for group, numbers in streams.items():
-        names = tuple(name for name, leaf_group in zip(leaf_names, group_of) if leaf_group == group)
+        names = tuple(names_by_group[group])
         owner = _owner_process({name: sizes[name] for name in names}, holders)
         yield LeafGroup(names, tuple(numbers), owner)
 
@@ -364,11 +363,9 @@ def _place_chunks(
     for leaf in leaves:
         if leaf.name not in indices:
             continue
-        # Large chunks start at a page, for direct I/O of readers.
-        unit = PAGE if leaf.chunk_nbytes >= MIN_ALIGNED_CHUNK_NBYTES else 1
         chunks[leaf.name] = []
         for index in indices[leaf.name]:
-            offset = -(-size // unit) * unit
+            offset = aligned_offset(size, leaf.chunk_nbytes)
             chunks[leaf.name].append((index, offset))
             size = offset + leaf.chunk_nbytes
     return chunks, size

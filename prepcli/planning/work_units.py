@@ -12,12 +12,14 @@ import heapq
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from prepcli.algebra.grids import FilePosition
 from prepcli.core.errors import Option, text, usage_error
 from prepcli.core.launchers import JAX_VARIABLES, MAX_PROCESSES, SLURM, detect_launcher
 from prepcli.planning.plan import Plan, Stream
 
+Member = TypeVar("Member", str, int)
 # Smaller tensors of a folder are joined to units of 1/256 of the output, within these limits: a kill loses little, and
 # the notes cost less than the bytes.
 JOINED_SHARE = 256
@@ -44,7 +46,7 @@ class WorkUnit:
 
 def find_bucket_units(plan: Plan) -> tuple[WorkUnit, ...]:
     """Return the units of a plan, in the order of their data files. Tensors without elements and files have none."""
-    groups = _Groups()
+    groups = DisjointSets[str]()
     file_members = [_file_member(number) for number in range(len(plan.files))]
     for member in file_members:
         groups.join(member, member)
@@ -135,22 +137,22 @@ def _first_position(stream: Stream) -> FilePosition:
     return first
 
 
-class _Groups:
-    """Disjoint sets of names (union-find)."""
+class DisjointSets(Generic[Member]):
+    """Disjoint sets of numbers or names (union-find)."""
 
     def __init__(self) -> None:
-        self._parents: dict[str, str] = {}
+        self._parents: dict[Member, Member] = {}
 
-    def root(self, name: str) -> str:
-        """Return the representative of the set of a name."""
-        while (parent := self._parents.get(name, name)) != name:
+    def root(self, member: Member) -> Member:
+        """Return the representative of the set of a member."""
+        while (parent := self._parents.get(member, member)) != member:
             # Halve the path, so that later searches are short.
-            self._parents[name] = self._parents.get(parent, parent)
-            name = parent
-        return name
+            self._parents[member] = self._parents.get(parent, parent)
+            member = parent
+        return member
 
-    def join(self, a: str, b: str) -> None:
-        """Put two names into one set."""
+    def join(self, a: Member, b: Member) -> None:
+        """Put two members into one set."""
         self._parents[self.root(a)] = self.root(b)
 
 
@@ -281,20 +283,13 @@ def _balance_groups(plan: Plan, groups: Iterable[list[int]], count: int) -> list
 
 def stream_groups(plan: Plan) -> list[list[int]]:
     """Return the groups of stream numbers to keep together: all streams of a tensor and of tensors equal to it."""
-    # union-find: tensor name -> another tensor of the same group
     # Only the process that reads both tensors of a check can compare their digests.
-    parents: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while parents.get(name, name) != name:
-            name = parents[name]
-        return name
-
+    sets = DisjointSets[str]()
     for check in plan.checks:
-        parents[root(check.name)] = root(check.duplicate_of)
+        sets.join(check.name, check.duplicate_of)
     groups: dict[str, list[int]] = {}
     for number, stream in enumerate(plan.streams):
-        groups.setdefault(root(stream.name), []).append(number)
+        groups.setdefault(sets.root(stream.name), []).append(number)
     return list(groups.values())
 
 
