@@ -27,11 +27,10 @@ from prepcli.core.errors import (
 )
 from prepcli.core.formatting import count_text
 from prepcli.engine.io_policy import WriteMode, WritePolicy, allocate
-from prepcli.engine.no_follow import open_no_follow
-from prepcli.engine.sync_files import sync_many
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.files import io_error
+from prepcli.stores.output_files import open_no_follow, sync_many
 
 # File descriptors left for other uses.
 RESERVED_DESCRIPTORS = 32

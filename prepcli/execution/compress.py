@@ -26,13 +26,12 @@ from prepcli.core.errors import RESUME_HINT, PrepError
 from prepcli.core.formatting import count_text
 from prepcli.core.observer import Progress
 from prepcli.engine.background_sync import SYNC_INTERVAL_S
-from prepcli.engine.no_follow import open_no_follow, read_no_follow
-from prepcli.engine.sync_files import sync_paths
 from prepcli.formats.codecs import codec_of
 from prepcli.formats.orbax_chunks import WrittenChunk
 from prepcli.planning.chunk_placement import FILE_NBYTES
 from prepcli.planning.item_storage import Compression
 from prepcli.stores.files import io_error
+from prepcli.stores.output_files import open_no_follow, read_no_follow, sync_paths
 
 PIECE_NBYTES = 1 << 20
 # A mark is a line of the journal. One is written after this many raw bytes at the latest.

@@ -15,7 +15,6 @@ from prepcli.core.observer import NullProgress, Progress
 from prepcli.engine.casts import parse_stream_digest, report_casts
 from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
 from prepcli.engine.digest import UNNAMED_ALGORITHM, TensorDigest, record_digest
-from prepcli.engine.no_follow import check_no_symlinks, open_no_follow, write_no_follow
 from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, record_file
@@ -46,6 +45,7 @@ from prepcli.stores.files import (
     io_error,
     not_regular_error,
 )
+from prepcli.stores.output_files import check_no_symlinks, open_no_follow, write_no_follow
 
 # Small files are written from their first byte again, also after an interruption.
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC

@@ -20,7 +20,6 @@ from prepcli.engine.casts import matrix_nbytes
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader, io_error
 from prepcli.engine.fills import piece_nbytes
-from prepcli.engine.no_follow import check_no_symlinks
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.finalize import data_folder, finalize_folder, output_nbytes_to_compress
 from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_work_folder
@@ -55,6 +54,7 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import find_folder_units
+from prepcli.stores.output_files import check_no_symlinks
 
 # A larger unit has a note of its durable part, so that a kill loses about a second of work.
 LARGE_UNIT_NBYTES = 1 << 30

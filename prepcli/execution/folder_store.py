@@ -20,8 +20,6 @@ from pathlib import Path
 from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
 from prepcli.core.json_values import JsonObject
 from prepcli.engine.files import io_error
-from prepcli.engine.no_follow import check_not_symlink, open_no_follow, read_no_follow
-from prepcli.engine.sync_files import sync_paths
 from prepcli.execution.finalize import RAW_FOLDER, WORK_FOLDER
 from prepcli.execution.locks import exclusive_lock, holder_of, is_locked, join_lock, try_lock
 from prepcli.execution.output_paths import is_same_file, remove_path
@@ -38,6 +36,12 @@ from prepcli.execution.run_store import (
 )
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.stores.files import MAX_NAME_NBYTES, fsync_path
+from prepcli.stores.output_files import (
+    check_not_symlink,
+    open_no_follow,
+    read_no_follow,
+    sync_paths,
+)
 
 LOCK_FILE = "lock"  # shared by all processes of the run
 JOIN_LOCK_FILE = "door"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prepcli.core.errors import PrepError
-from prepcli.engine.no_follow import open_no_follow, read_no_follow
+from prepcli.stores.output_files import open_no_follow, read_no_follow
 
 LOCK_FILE_FLAGS = os.O_RDWR | os.O_CREAT
 

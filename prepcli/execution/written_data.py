@@ -22,7 +22,6 @@ from prepcli.engine.budget import Budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.digest import TensorDigest
 from prepcli.engine.files import Files, RunReader
-from prepcli.engine.no_follow import open_no_follow
 from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.planning import coverage
@@ -31,6 +30,7 @@ from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source
 from prepcli.stores.files import io_error
+from prepcli.stores.output_files import open_no_follow
 
 # Name of this task in progress reports.
 CHECK_TASK = "check"

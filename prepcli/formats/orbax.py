@@ -26,7 +26,6 @@ from prepcli.algebra.grids import ChunkTable
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_values import JsonObject, parse_json, quote_name
 from prepcli.engine.digest import record_digest
-from prepcli.engine.no_follow import write_no_follow
 from prepcli.formats.ocdbt import (
     NODE_NBYTES,
     OCDBT_MANIFEST,
@@ -61,6 +60,7 @@ from prepcli.planning.item_storage import (
 )
 from prepcli.planning.libraries import LIBRARIES
 from prepcli.stores.files import list_folder, read_small_file
+from prepcli.stores.output_files import write_no_follow
 from prepcli.stores.paths import AnyPath, PathT
 
 STRINGS_FILE = "_strings.json"

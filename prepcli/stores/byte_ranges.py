@@ -17,7 +17,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from prepcli.core.errors import (
     GET_AGAIN_HINT,
@@ -353,6 +355,32 @@ def read_range(
         note = f"{file.path}: {failure}"
         if not tries.wait_for_next(note, spent_s, retry_after_s=failure.retry_after_s):
             raise _gave_up_error(reader, file, failure, tries.count)
+
+
+def receive_body(
+    chunks: Iterable[Any], into: ByteArray, is_cut: Callable[[Exception], bool]
+) -> int:
+    """Copy the body of an answer into `into` and return the number of bytes received before it ended or was cut.
+
+    Args:
+        chunks: Pieces of the body.
+        into: Destination. Bytes after its end are ignored.
+        is_cut: Whether an error ends the body early. The bytes before it are valid.
+    """
+    done = 0
+    try:
+        for chunk in chunks:
+            data = np.frombuffer(chunk, np.uint8)
+            count = min(data.size, into.size - done)
+            into[done : done + count] = data[:count]
+            done += count
+            # The server sent more than requested. Otherwise the end is read too, which frees the connection.
+            if count < data.size:
+                break
+    except Exception as error:
+        if not done or not is_cut(error):
+            raise
+    return done
 
 
 @dataclass(slots=True)

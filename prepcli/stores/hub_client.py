@@ -22,8 +22,6 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-import numpy as np
-
 from prepcli.core.errors import PrepError
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import (
@@ -38,6 +36,7 @@ from prepcli.stores.byte_ranges import (
     call_with_timeout,
     enforce_throughput,
     file_changed_error,
+    receive_body,
 )
 
 NO_RETRY_EXTENSION = "prep_once"  # extension of a request that the caller retries
@@ -331,7 +330,8 @@ class HubRangeReader:
                 self._check_range(file, offset, response.status_code, response.headers)
                 # Later ranges of the file skip the hub's redirect, until the signed URL expires.
                 self.file_urls[file.path] = file_url
-                return _receive(response, into, self.retry_policy.timeout_s)
+                chunks = enforce_throughput(response.iter_raw(), self.retry_policy.timeout_s)
+                return receive_body(chunks, into, is_network_error)
         except Exception as error:
             if not is_network_error(error):
                 raise
@@ -430,24 +430,6 @@ class HubRangeReader:
             raise RetryableError("the server sends the whole file instead of a range")
         if status == 206 and (content_range is None or int(content_range[1]) != offset):
             raise RetryableError("the server sends another range than the requested one")
-
-
-def _receive(response: Any, into: ByteArray, timeout_s: float) -> int:
-    """Copy the body into `into` and return the number of bytes received before it ended or was cut."""
-    done = 0
-    try:
-        for chunk in enforce_throughput(response.iter_raw(), timeout_s):
-            count = min(len(chunk), into.size - done)
-            into[done : done + count] = np.frombuffer(chunk, np.uint8, count)
-            done += count
-            if count < len(chunk):  # the server sent more than requested
-                break
-    except Exception as error:
-        if not is_network_error(error):
-            raise
-        if not done:
-            raise
-    return done
 
 
 def is_network_error(error: BaseException) -> bool:

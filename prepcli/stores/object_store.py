@@ -37,11 +37,12 @@ from prepcli.stores.byte_ranges import (
     file_changed_error,
     map_in_daemon_threads,
     read_range,
+    receive_body,
 )
 from prepcli.stores.files import io_error, replacing_file
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta, WritableFile
+    from obstore import GetResult, ObjectMeta, WritableFile
     from obstore.store import ObjectStore
 
 MAX_OBJECTS = 200_000  # in one checkpoint
@@ -170,19 +171,23 @@ class Bucket:
 
     def find_file(self, path: str) -> RemoteFile | None:
         """Return an object below the URL, or None if it does not exist."""
+        with self.translate_errors("read"):
+            answer = self._head(path)
+        return None if answer is None else _remote_file(path, answer.meta)
+
+    def _head(self, path: str) -> GetResult | None:
+        """Return the metadata of an object, or None if it does not exist. Raises the errors of obstore."""
         from obstore import exceptions
 
-        limit_s = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s
         key = self.url.key(path)
+        limit_s = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s
         store = self.store
-        with self.translate_errors("read"):
-            try:
-                metadata = self.retry_call(
-                    lambda: call_with_timeout(lambda: store.head(key), limit_s)
-                )
-            except (exceptions.NotFoundError, FileNotFoundError):
-                return None
-        return _remote_file(path, metadata)
+        try:
+            return self.retry_call(
+                lambda: call_with_timeout(lambda: store.get(key, options={"head": True}), limit_s)
+            )
+        except (exceptions.NotFoundError, FileNotFoundError):
+            return None
 
     def _list_objects(self, store: ObjectStore) -> list[RemoteFile]:
         """List all objects, with a time limit for each page."""
@@ -265,7 +270,7 @@ class Bucket:
             raise RetryableError("the server sends another range than the requested one")
         # `min_chunk_size` joins small network reads, so that each pass of the loop copies at least
         # 64 KiB.
-        return _receive(result.stream(min_chunk_size=64 << 10), into)
+        return receive_body(result.stream(min_chunk_size=64 << 10), into, _is_request_error)
 
     def download(self, file: RemoteFile, path: Path) -> None:
         """Replace a local file by the content of an object of any size, in bounded memory."""
@@ -315,10 +320,14 @@ class Bucket:
             on_written(len(data))
         written = self.complete_upload(upload)
         if written is None or written.size != size:
-            stored_nbytes = 0 if written is None else written.size
-            why = f"the object has {stored_nbytes:,} bytes, not {size:,}"
-            raise PrepError(f"the upload of {path} to {self.name} is incomplete", why, RESUME_HINT)
+            raise self.incomplete_error(path, written, size)
         return written
+
+    def incomplete_error(self, path: str, written: RemoteFile | None, size: int) -> PrepError:
+        """Return the error for an object of another size than its upload."""
+        stored_nbytes = 0 if written is None else written.size
+        why = f"the object has {stored_nbytes:,} bytes, not {size:,}"
+        return PrepError(f"the upload of {path} to {self.name} is incomplete", why, RESUME_HINT)
 
     def open_upload(self, path: str, size: int, parts_in_flight: int) -> Upload:
         """Open an upload, in parts if the object is larger than one. See `complete_upload`."""
@@ -346,25 +355,11 @@ class Bucket:
             except (exceptions.BaseError, OSError):
                 # The answer to the completion may be lost. The store then does not know the upload any more
                 # when obstore asks again. An object of another upload has another token.
-                if self._find_token(upload.path) != upload.token:
+                answer = self._head(upload.path)
+                attributes = {} if answer is None else cast(Mapping[str, str], answer.attributes)
+                if attributes.get(TOKEN_KEY) != upload.token:
                     raise
         return self.find_file(upload.path)
-
-    def _find_token(self, path: str) -> str | None:
-        """Return the token of the upload of an object, or None if there is none."""
-        from obstore import exceptions
-
-        key = self.url.key(path)
-        limit_s = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s
-        try:
-            result = self.retry_call(
-                lambda: call_with_timeout(
-                    lambda: self.store.get(key, options={"head": True}), limit_s
-                )
-            )
-        except (exceptions.NotFoundError, FileNotFoundError):
-            return None
-        return cast(Mapping[str, str], result.attributes).get(TOKEN_KEY)
 
     def delete(self, path: str) -> None:
         """Delete an object, unless it is gone already."""
@@ -521,22 +516,11 @@ def _is_timeout(error: BaseException) -> bool:
     return isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text
 
 
-def _receive(stream: Any, into: ByteArray) -> int:
-    """Copy the body into `into` and return the number of bytes received before it ended or was cut."""
+def _is_request_error(error: Exception) -> bool:
+    """Return whether a request failed."""
     from obstore import exceptions
 
-    done = 0
-    try:
-        for chunk in stream:
-            data = np.frombuffer(chunk, np.uint8)
-            count = min(data.size, into.size - done)
-            into[done : done + count] = data[:count]
-            done += count
-    except (exceptions.BaseError, OSError):
-        # Bytes that arrived before the error are valid. The next request continues after them.
-        if not done:
-            raise
-    return done
+    return isinstance(error, exceptions.BaseError | OSError)
 
 
 def redacted_error_text(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from prepcli.core.errors import RERUN_HINT, RESUME_HINT, Option, PrepError, text
+from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import (
     WRITE_TIMEOUT_FACTOR,
@@ -362,12 +362,9 @@ class ObjectUploads:
             upload = self._uploads.pop(path)
         written = self.bucket.complete_upload(upload)
         if written is None or written.size != size:
-            stored_nbytes = 0 if written is None else written.size
-            why = f"the object has {stored_nbytes:,} bytes, not {size:,}"
-            what = f"the upload of {path} to {self.bucket.name} is incomplete"
             # The next run must not compare the short object, but send it again.
             self.bucket.delete(path)
-            raise PrepError(what, why, RESUME_HINT)
+            raise self.bucket.incomplete_error(path, written, size)
         return written
 
 
