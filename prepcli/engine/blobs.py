@@ -16,7 +16,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -28,7 +27,7 @@ from prepcli.engine.files import PAGE, Files
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.arrays import Array
 from prepcli.planning.tensors import itemsize
-from prepcli.stores.buffers import Blob, BlobReader, ByteArray
+from prepcli.stores.buffers import Blob, BlobReader, ByteArray, ClosedAfterBlock
 
 DEFAULT_CACHE_NBYTES = 16 << 20
 # Each block may keep a file open.
@@ -395,7 +394,7 @@ def open_blobs(
     return FilesAndBlobs(blobs, BlockCache(cache) if isinstance(cache, int) else cache)
 
 
-class FilesAndBlobs:
+class FilesAndBlobs(ClosedAfterBlock):
     """A reader of numbered files and blobs."""
 
     def __init__(self, blobs: Sequence[Path | Blob], cache: BlockCache) -> None:
@@ -415,31 +414,12 @@ class FilesAndBlobs:
                 self._readers.append(reader)
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> FilesAndBlobs:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        filled: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close the files and the readers of the blobs."""
         self._stack.close()
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy with a single run, i.e. one contiguous byte range.
-
-        Args:
-            copy: The copy.
-            into: Page-aligned buffer with room for the run and a page.
-
-        Returns:
-            The part of `into` with the run. It has the same page offset as the run in the file.
-        """
+        """Read one run. See `RunReader.read_run`."""
         reader = self._readers[copy.file]
         if isinstance(reader, int):
             return self._files.read_run(_with_file_number(copy, reader), into)
@@ -449,7 +429,7 @@ class FilesAndBlobs:
         return view
 
     def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
-        """Read all runs of the copies one after another. Return the filled part of `into`."""
+        """Read the runs of all copies. See `RunReader.read_runs`."""
         # Neighbours of one file are read together, which keeps the pages of `Files` aligned in `into`.
         filled = 0
         for reader, group in itertools.groupby(copies, lambda copy: self._readers[copy.file]):

@@ -11,7 +11,6 @@ import resource
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -28,7 +27,7 @@ from prepcli.core.errors import (
 from prepcli.core.formatting import count_text
 from prepcli.engine.io_policy import WriteMode, WritePolicy, allocate
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
-from prepcli.stores.buffers import ByteArray
+from prepcli.stores.buffers import ByteArray, ClosedAfterBlock
 from prepcli.stores.files import io_error
 from prepcli.stores.output_files import open_no_follow, sync_many
 
@@ -84,7 +83,7 @@ class RunWriter(Protocol):
         ...
 
 
-class Files:
+class Files(ClosedAfterBlock):
     """Numbered files to read or write.
 
     Each is open twice: with O_DIRECT for whole pages, and buffered for partial pages. If there are more than
@@ -183,17 +182,6 @@ class Files:
         if not self._is_kept_open:
             os.close(fd)
 
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close every descriptor. Unsynced data may still be in the page cache."""
         for fd in self._descriptors:
@@ -220,18 +208,7 @@ class Files:
                 raise _replaced_error(path)
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read one run, i.e. one contiguous byte range.
-
-        Args:
-            copy: A copy with a single run.
-            into: Page-aligned buffer with room for the run and a page.
-
-        Returns:
-            The part of `into` with the run. It has the same page offset as the run in the file.
-
-        Raises:
-            PrepError: The file cannot be read or is too short.
-        """
+        """Read one run. See `RunReader.read_run`. Raise PrepError if the file cannot be read or is too short."""
         # Direct I/O reads whole pages, e.g. bytes 5,000 to 9,000 as bytes 4,096 to 12,288. The run is
         # then at byte 904 of the buffer, with the page offset that it has in the file.
         page_offset = copy.file_offset % PAGE
@@ -247,17 +224,7 @@ class Files:
         return run
 
     def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
-        """Read the runs of all copies one after another into a buffer.
-
-        A copy describes strided bytes of a file. A run is a contiguous byte range of the copy.
-
-        Args:
-            copies: The copies to read.
-            into: The buffer.
-
-        Returns:
-            The filled part of the buffer.
-        """
+        """Read the runs of all copies. See `RunReader.read_runs`."""
         filled = 0
         for copy in copies:
             run_nbytes = copy.run_nbytes
@@ -351,47 +318,32 @@ class Files:
     ) -> None:
         """Repeat a system call until `nbytes` bytes are transferred."""
         buffered_fd = self._acquire(file)
-        try:
-            self._transfer_with(call, file, buffered_fd, is_paged, data, offset, nbytes)
-        finally:
-            self._release(buffered_fd)
-
-    def _transfer_with(
-        self,
-        call: _Call,
-        file: int,
-        buffered_fd: int,
-        is_paged: bool,
-        data: ByteArray,
-        offset: int,
-        nbytes: int,
-    ) -> None:
-        """Transfer `nbytes` bytes with the direct descriptor of a file, or with `buffered_fd`. See `_transfer_all`."""
         fd = buffered_fd
         if is_paged and self._direct[file] >= 0:
             fd = self._direct[file]
         done = 0
         view = data.data
-        while done < nbytes:
-            try:
-                count = call(fd, [view[done:]], offset + done)
-            except OSError as error:
-                if error.errno == errno.EINVAL and fd != buffered_fd:
-                    # Some file systems reject direct I/O only now. The direct descriptor stays open: another thread
-                    # may be using it.
-                    fd = self._direct[file] = buffered_fd
-                    continue
-                raise io_error(self.paths[file], error) from error
-            if count <= 0:
-                raise DamagedError(
-                    f"{self.paths[file].name} is cut short",
-                    f"{count_text(nbytes - done, 'byte is', 'bytes are')} missing at byte {offset + done:,}",
-                    GET_AGAIN_HINT,
-                )
-            done += count
-            if done < nbytes and fd != buffered_fd and (offset + done) % PAGE:
-                # A short count ended inside a page, and direct I/O cannot go on from there.
-                fd = buffered_fd
+        try:
+            while done < nbytes:
+                try:
+                    count = call(fd, [view[done:]], offset + done)
+                except OSError as error:
+                    if error.errno == errno.EINVAL and fd != buffered_fd:
+                        # Some file systems reject direct I/O only now. The direct descriptor stays open: another
+                        # thread may be using it.
+                        fd = self._direct[file] = buffered_fd
+                        continue
+                    raise io_error(self.paths[file], error) from error
+                if count <= 0:
+                    missing = count_text(nbytes - done, "byte is", "bytes are")
+                    why = f"{missing} missing at byte {offset + done:,}"
+                    raise DamagedError(f"{self.paths[file].name} is cut short", why, GET_AGAIN_HINT)
+                done += count
+                if done < nbytes and fd != buffered_fd and (offset + done) % PAGE:
+                    # A short count ended inside a page, and direct I/O cannot go on from there.
+                    fd = buffered_fd
+        finally:
+            self._release(buffered_fd)
 
     def sync(self) -> None:
         """Make all written bytes durable.

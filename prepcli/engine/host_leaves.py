@@ -33,15 +33,12 @@ class HostLeafReader:
         self._read_nbytes = [0] * len(leaves)
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read one contiguous byte range into `into`, and return a view of its bytes.
-
-        The view has the same offset in a memory page as the bytes have in their file.
-        """
+        """Read one run. See `RunReader.read_run`."""
         page_offset = copy.file_offset % PAGE
         return self.read_runs((copy,), into[page_offset:])
 
     def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
-        """Read all runs of the copies one after another. Return the filled part of `into`."""
+        """Read the runs of all copies. See `RunReader.read_runs`."""
         filled = 0
         for copy in copies:
             data = self._leaf_bytes(copy.file)

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
@@ -27,7 +26,7 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.permute import assign_tiled
 from prepcli.planning.arrays import Location, Locations, location_copies
 from prepcli.planning.tensors import itemsize
-from prepcli.stores.buffers import ByteArray
+from prepcli.stores.buffers import ByteArray, ClosedAfterBlock
 
 Job = TypeVar("Job")
 # Arrays to fill, by their boxes of a leaf
@@ -77,14 +76,12 @@ class Target:
 
     def bytes_of(self, window: Box) -> ByteArray | None:
         """Return the bytes of the array that take a window as it is. None if its elements are apart, or not all."""
-        first, *others = [*itertools.islice(self._copies(window), 2)] or [None]
+        copies = part_copies(self.axis_map, self.part, window=window)
+        first, *others = [*itertools.islice(copies, 2)] or [None]
         if first is None or others or first.dims or first.width != volume(window):
             return None
         run = self.array.reshape(-1)[first.file_offset : first.file_offset + first.width]
         return run.view(np.uint8)
-
-    def _copies(self, window: Box) -> Iterator[StridedCopy]:
-        return part_copies(self.axis_map, self.part, window=window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class WindowRead:
             target.fill(self.window, values)
 
 
-class BoxReader:
+class BoxReader(ClosedAfterBlock):
     """Open files, and threads with buffers for reads of windows. Several threads may read at once.
 
     Attributes:
@@ -141,14 +138,6 @@ class BoxReader:
         self._is_stopped = False
         # Closes the files also if a caller drops the reader without `close`.
         self._finalizer = weakref.finalize(self, files.close)
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the files."""

@@ -125,9 +125,6 @@ class ItemReader(BoxReader):
             blobs = item.files
         super().__init__(open_blobs(blobs), num_threads=num_threads, is_remote=in_store)
 
-    def __enter__(self) -> ItemReader:
-        return self
-
     @property
     def is_checked(self) -> bool:
         """Whether bytes are checked as they are read."""

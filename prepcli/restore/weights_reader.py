@@ -148,9 +148,6 @@ class WeightsReader(BoxReader):
         )
         self._shared_tensors = {name for name, uses in match.uses.items() if len(uses) > 1}
 
-    def __enter__(self) -> WeightsReader:
-        return self
-
     def read(self, name: str, parts: BoxArrays) -> None:
         """Fill each array (C order) with its box of a leaf, cast to the array's dtype.
 

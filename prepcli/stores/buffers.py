@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import Protocol
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,25 @@ def allocate_buffer(nbytes: int) -> ByteArray:
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
+
+
+class ClosedAfterBlock(ABC):
+    """Open files, closed after the block of a `with` statement."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 class BlobReader(Protocol):
