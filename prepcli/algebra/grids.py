@@ -385,14 +385,14 @@ class ChunkTable:
         return cls((0,) * len(counts), counts, files, offsets, nbytes, inline)
 
     @classmethod
-    def from_places(
-        cls, first: ChunkIndex, stop: ChunkIndex, places: Mapping[ChunkIndex, FilePosition]
+    def from_positions(
+        cls, first: ChunkIndex, stop: ChunkIndex, positions: Mapping[ChunkIndex, FilePosition]
     ) -> ChunkTable:
         """Return the table of all chunks in a box of the grid."""
         files = array("i")
         offsets = array("q")
         for index in itertools.product(*map(range, first, stop)):
-            file, offset = places[index]
+            file, offset = positions[index]
             files.append(file)
             offsets.append(offset)
         return cls(first, tuple(map(sub, stop, first)), files, offsets)

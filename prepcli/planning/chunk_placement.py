@@ -39,8 +39,8 @@ from prepcli.planning.tensors import array_bits, itemsize
 FILE_NBYTES = 1 << 30
 # Smaller chunks are not page-aligned: the padding would cost more than it saves.
 MIN_ALIGNED_CHUNK_NBYTES = 16 * PAGE
-# File number and offset of each chunk
-ChunkPlaces = Mapping[ChunkIndex, FilePosition]
+# Position of each chunk: file number and offset
+ChunkPositions = Mapping[ChunkIndex, FilePosition]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,12 @@ class ChunkLayout:
     """The file layout of an output's chunks.
 
     Attributes:
-        regions: Region of each placed piece, in order.
+        locations: Location of each placed piece, in order.
         placed_chunks: Boxes of placed chunks, by leaf name.
         file_sizes: Size of each data file in bytes.
     """
 
-    regions: list[MappedArray] = field(default_factory=list)
+    locations: list[MappedArray] = field(default_factory=list)
     placed_chunks: dict[str, list[PlacedChunks]] = field(default_factory=dict)
     file_sizes: list[int] = field(default_factory=lambda: [0])
 
@@ -118,7 +118,7 @@ def place_chunks(pieces: Iterable[LeafPiece]) -> ChunkLayout:
             groups[key] = _place_chunk_group(layout, piece, first, stop)
             group = PlacedChunks(first, stop, groups[key])
             layout.placed_chunks.setdefault(piece.leaf_name, []).append(group)
-        layout.regions.append(piece.location(groups[key]))
+        layout.locations.append(piece.location(groups[key]))
     return layout
 
 
@@ -138,7 +138,7 @@ def place_chunk_files(pieces: Iterable[LeafPiece]) -> ChunkLayout:
         key = (piece.leaf_name, first)
         if key not in groups:
             groups[key] = _place_group_in_files(layout, piece, first, stop)
-        layout.regions.append(piece.location(groups[key]))
+        layout.locations.append(piece.location(groups[key]))
     return layout
 
 
@@ -173,13 +173,13 @@ def _place_group_in_files(
     layout: ChunkLayout, piece: LeafPiece, first: ChunkIndex, stop: ChunkIndex
 ) -> ChunkTable:
     """Append one file for each chunk of a group (`chunk_group`)."""
-    places: dict[ChunkIndex, FilePosition] = {}
+    positions: dict[ChunkIndex, FilePosition] = {}
     for index in itertools.product(*map(range, first, stop)):
-        places[index] = len(layout.file_sizes), 0
+        positions[index] = len(layout.file_sizes), 0
         layout.file_sizes.append(piece.chunk_nbytes)
     boxes = layout.placed_chunks.setdefault(piece.leaf_name, [])
-    boxes += single_chunks(places, piece.chunk_nbytes)
-    return ChunkTable.from_places(first, stop, places)
+    boxes += single_chunks(positions, piece.chunk_nbytes)
+    return ChunkTable.from_positions(first, stop, positions)
 
 
 def aligned_offset(end: int, nbytes: int) -> int:
@@ -246,20 +246,20 @@ def count_blocks(extents: Sequence[ChunkExtent]) -> int:
     return max((extent.blocks.stop_number for extent in extents), default=0)
 
 
-def move_chunks(plan: Plan, locations: Mapping[str, ChunkPlaces]) -> Plan:
-    """Return the plan with other locations of its chunks.
+def move_chunks(plan: Plan, positions: Mapping[str, ChunkPositions]) -> Plan:
+    """Return the plan with other positions of its chunks.
 
     Args:
         plan: The plan. Its chunks are strided.
-        locations: New file number and offset of every chunk, by leaf name and chunk index.
+        positions: New position of every chunk, by leaf name and chunk index.
     """
     moved: dict[Chunks, Chunks] = {}
     boxes: dict[str, tuple[PlacedChunks, ...]] = {}
     for leaf in plan.leaves:
-        places = locations[leaf.name]
+        in_leaf = positions[leaf.name]
         for chunks in leaf.placed_chunks:
-            moved[chunks.chunks] = ChunkTable.from_places(chunks.first, chunks.stop, places)
-        boxes[leaf.name] = single_chunks(places, leaf.chunk_nbytes)
+            moved[chunks.chunks] = ChunkTable.from_positions(chunks.first, chunks.stop, in_leaf)
+        boxes[leaf.name] = single_chunks(in_leaf, leaf.chunk_nbytes)
     return replace_chunks(plan, moved, boxes)
 
 
@@ -268,11 +268,11 @@ def replace_chunks(
     moved: Mapping[Chunks, Chunks],
     boxes: Mapping[str, Sequence[PlacedChunks]],
 ) -> Plan:
-    """Return the plan with other locations of its groups of chunks.
+    """Return the plan with its groups of chunks at other positions.
 
     Args:
         plan: The plan. Its chunks are strided.
-        moved: The chunks of each group at their new places, by the chunks at their old ones.
+        moved: The chunks of each group at their new positions, by the chunks at their old ones.
         boxes: New boxes of placed chunks, by leaf name.
     """
     leaves: list[OutputLeaf] = []
@@ -288,10 +288,10 @@ def replace_chunks(
     return replace(plan, leaves=tuple(leaves), streams=tuple(streams))
 
 
-def single_chunks(places: ChunkPlaces, chunk_nbytes: int) -> tuple[PlacedChunks, ...]:
+def single_chunks(positions: ChunkPositions, chunk_nbytes: int) -> tuple[PlacedChunks, ...]:
     """Return one box for each chunk of a leaf."""
     boxes: list[PlacedChunks] = []
-    for index, (file, offset) in places.items():
+    for index, (file, offset) in positions.items():
         # A box of one chunk has no distance between chunks, but the checksum recorder divides by it.
         strides = (chunk_nbytes,) * len(index)
         stop = tuple(i + 1 for i in index)

@@ -134,15 +134,15 @@ def _hashed_name(text: str) -> str:
 def _plan_chunk_files(plan: Plan) -> Plan:
     """Return the plan with a file for each chunk."""
     files: list[OutputFile] = []
-    places: dict[str, dict[ChunkIndex, tuple[int, int]]] = {}
+    positions: dict[str, dict[ChunkIndex, tuple[int, int]]] = {}
     for leaf in plan.leaves:
-        leaf_places = places.setdefault(leaf.name, {})
+        leaf_positions = positions.setdefault(leaf.name, {})
         for chunks in leaf.placed_chunks:
             for index in chunks.indices():
-                leaf_places[index] = (len(files), 0)
+                leaf_positions[index] = (len(files), 0)
                 path = plan.storage.chunk_path(leaf.name, index)
                 files.append(OutputFile(path, leaf.chunk_nbytes))
-    return replace(move_chunks(plan, places), files=tuple(files))
+    return replace(move_chunks(plan, positions), files=tuple(files))
 
 
 def _place_group(
@@ -160,17 +160,17 @@ def _place_group(
         return chunks, (replace(group, chunks=chunks),)
     # No other tensor shares these files, so that one process can write each tensor.
     files.close()
-    places: dict[ChunkIndex, FilePosition] = {}
+    positions: dict[ChunkIndex, FilePosition] = {}
     for index in group.indices():
-        places[index] = files.append(leaf.chunk_nbytes)
+        positions[index] = files.append(leaf.chunk_nbytes)
     files.close()
     # A single chunk needs no entry of its own in the plan.
     if math.prod(counts) == 1:
-        ((file, offset),) = places.values()
+        ((file, offset),) = positions.values()
         chunks = replace(group.chunks, file=file, offset=offset)
         return chunks, (replace(group, chunks=chunks),)
-    table = ChunkTable.from_places(group.first, group.stop, places)
-    return table, single_chunks(places, leaf.chunk_nbytes)
+    table = ChunkTable.from_positions(group.first, group.stop, positions)
+    return table, single_chunks(positions, leaf.chunk_nbytes)
 
 
 def streams_of_spans(
@@ -269,7 +269,7 @@ def plan_process_files(
     order: list[OutputLeaf] = []
     for group in groups:
         order += [leaves[name] for name in group.leaves]
-    locations: dict[str, dict[ChunkIndex, tuple[int, int]]] = {name: {} for name in leaves}
+    positions: dict[str, dict[ChunkIndex, tuple[int, int]]] = {name: {} for name in leaves}
     files: list[OutputFile] = []
     chunks_by_process: list[Mapping[str, Sequence[tuple[ChunkIndex, int]]]] = []
     for file, indices in enumerate(_chunk_indices(order, holders, len(boxes))):
@@ -278,8 +278,8 @@ def plan_process_files(
         chunks_by_process.append(chunks)
         for name, entries in chunks.items():
             for index, offset in entries:
-                locations[name][index] = (file, offset)
-    moved_plan = move_chunks(replace(plan, files=tuple(files)), locations)
+                positions[name][index] = (file, offset)
+    moved_plan = move_chunks(replace(plan, files=tuple(files)), positions)
     return ProcessFiles(moved_plan, groups, tuple(chunks_by_process))
 
 

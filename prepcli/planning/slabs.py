@@ -187,7 +187,7 @@ def _split_axis(stream: Stream, max_nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkBand:
-    """Rows `first` to `stop` of a region. Every `rows` consecutive rows fill whole chunks, or are one head."""
+    """Rows `first` to `stop` of a location. Every `rows` consecutive rows fill whole chunks, or are one head."""
 
     first: int
     stop: int
@@ -229,7 +229,7 @@ def _end_row(start: int, bands: tuple[_ChunkBand, ...], max_rows: int, page_rows
 def _aligned_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
     """Yield the bands of whole chunks along an axis, then the bands of single heads or other indices within a chunk.
 
-    Written regions come before read ones.
+    Written locations come before read ones.
     """
     # The outermost atom with several indices in a chunk decides. e.g. rows (heads=4 head_dim=6) in chunks
     # of 2 heads: `heads` has 6 rows per index, so that 6 * 2 = 12 rows fill whole chunks. If these do not
@@ -257,13 +257,13 @@ def _aligned_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
     yield from index_bands
 
 
-def _atom_lengths_in_chunk(region: MappedArray) -> dict[str, int]:
+def _atom_lengths_in_chunk(location: MappedArray) -> dict[str, int]:
     """Return the number of indices of each named axis in one chunk, e.g. {"heads": 2, "head_dim": 64}.
 
     Axes with uneven chunk boundaries are omitted: they count as split into single indices.
     """
     atom_lengths: dict[str, int] = {}
-    for dim, length in zip(region.axis_map.leaf_dims, region.chunk_shape):
+    for dim, length in zip(location.axis_map.leaf_dims, location.chunk_shape):
         extents = [factor.extent for factor in dim]
         split_atom = find_split_atom(extents, length)
         if split_atom is None:

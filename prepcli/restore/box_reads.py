@@ -91,7 +91,7 @@ class WindowRead:
     Attributes:
         name: Name of the tensor.
         dtype: Its dtype.
-        placement: Where it is stored.
+        locations: Where it is stored.
         window: The box to read.
         targets: The arrays to fill.
         min_gap_nbytes: Shorter gaps between two runs of the window are read too.
@@ -100,7 +100,7 @@ class WindowRead:
 
     name: str
     dtype: str
-    placement: Locations
+    locations: Locations
     window: Box
     targets: Sequence[Target]
     min_gap_nbytes: int
@@ -188,11 +188,11 @@ class BoxReader(ClosedAfterBlock):
         if read.duplicates:
             # The window's bytes must survive the read of the duplicate.
             buffer, other_buffer = split_buffer(buffer)
-        data, read_nbytes = self._read_box(read, read.placement, buffer)
+        data, read_nbytes = self._read_box(read, read.locations, buffer)
         if check is not None:
             check(read, data)
-        for number, placement in enumerate(read.duplicates):
-            other, nbytes = self._read_box(read, placement, other_buffer)
+        for number, locations in enumerate(read.duplicates):
+            other, nbytes = self._read_box(read, locations, other_buffer)
             read_nbytes += nbytes
             if not np.array_equal(data, other):
                 raise UnequalDuplicateError(number)
@@ -210,14 +210,14 @@ class BoxReader(ClosedAfterBlock):
         into = target.bytes_of(read.window)
         if into is None:
             return None
-        run = next(location_copies(read.placement, read.window, read.window))
+        run = next(location_copies(read.locations, read.window, read.window))
         # Direct I/O needs the address and the offset in the file to agree modulo PAGE.
         alignment = 1 if self.is_remote else PAGE
         is_aligned = (into.ctypes.data - run.file_offset) % alignment == 0
         return (run, into) if is_aligned and run.width == read.nbytes else None
 
     def _read_box(
-        self, read: WindowRead, placement: Locations, buffer: ByteArray
+        self, read: WindowRead, locations: Locations, buffer: ByteArray
     ) -> tuple[ByteArray, int]:
         """Return the bytes of a window in C order, within `buffer`, and the number of bytes read for it."""
         read_nbytes = 0
@@ -225,7 +225,7 @@ class BoxReader(ClosedAfterBlock):
         data = ordered[: read.nbytes]
         # A run may start anywhere in its first page, so a page of the buffer is kept for alignment.
         max_nbytes = read_buffer.size - PAGE
-        for copy in location_copies(placement, read.window, read.window):
+        for copy in location_copies(locations, read.window, read.window):
             for span in split_into_spans(copy, max_nbytes, read.min_gap_nbytes):
                 nbytes = span_nbytes(span)
                 run = StridedCopy(0, span.file, span.file_offset, nbytes)

@@ -190,7 +190,7 @@ class ItemReader(BoxReader):
     def _run_job(self, number: int, job: _ChunkJob, buffer: ByteArray) -> int:
         """Read a window or decode a chunk of array `number`. Return the number of bytes."""
         check = partial(self._verify, number, job.index)
-        if job.reads[0].placement:
+        if job.reads[0].locations:
             return self.read_window(job.reads[0], buffer, check)
         # Decode a chunk in one thread, up to the end of its last window.
         blob = DecodeChunks(self._item, number)
@@ -217,8 +217,8 @@ class ItemReader(BoxReader):
         offset = 0
         if isinstance(value, StoredRange):
             where = self._item.files[value.file]
-        if read.placement:
-            offset = read.placement[0].position[1]
+        if read.locations:
+            offset = read.locations[0].position[1]
         else:
             where = f"chunk {chunk_label(index)} (decoded) in {where}"
         span = f"bytes {offset + damaged[0]:,} to {offset + damaged[1]:,}"

@@ -211,9 +211,9 @@ def _quantization_tensors(
         if leaf is None or (leaf.dtype, leaf.shape) != (dtype, axis_map.leaf_shape):
             what = f"{folder} lacks the leaf {leaf_name} of {dtype} {[*axis_map.leaf_shape]}"
             raise DamagedError(what, "its manifest and its tree differ", GET_AGAIN_HINT)
-        region = leaf.part(axis_map, indices)
+        location = leaf.part(axis_map, indices)
         digests = recorded_digests(records, name)
-        yield SourceTensor(qualify(QUANTIZATION, name), dtype, shape, (region,), digests)
+        yield SourceTensor(qualify(QUANTIZATION, name), dtype, shape, (location,), digests)
 
 
 def verbatim_tensors(leaves: Leaves) -> tuple[SourceTensor, ...]:
@@ -230,7 +230,7 @@ def iter_tensors(
     records: TensorRecords,
     names: TensorNames,
 ) -> Iterator[SourceTensor]:
-    """Yield each tensor once, with all of its regions in the leaves.
+    """Yield each tensor once, with all of its locations in the leaves.
 
     Args:
         leaves: Leaves of the tree, by dotted name.
@@ -240,13 +240,13 @@ def iter_tensors(
     """
     tensors: dict[str, SourceTensor] = {}
     # One tensor may be stored in several leaves, e.g. the fused `c_attn` of GPT-2 in q, k and v. Each
-    # of them adds a region.
+    # of them adds a location.
     for path, row, name, stacked_indices in leaf_tensors:
-        region = leaves[path].part(row, stacked_indices)
+        location = leaves[path].part(row, stacked_indices)
         if name in tensors:
-            placement = (*tensors[name].placement, region)
+            placement = (*tensors[name].placement, location)
         else:
-            placement = (region,)
+            placement = (location,)
         digests = recorded_digests(records, names.full_name(name))
         tensors[name] = SourceTensor(name, leaves[path].dtype, row.source_shape, placement, digests)
     yield from tensors.values()
@@ -254,9 +254,9 @@ def iter_tensors(
 
 def leaf_as_tensor(name: str, leaf: Array, records: TensorRecords) -> SourceTensor:
     """Convert a leaf without parameter or slot to a training-state tensor of the same shape."""
-    region = leaf.part(identity_axis_map(name, leaf.shape))
+    location = leaf.part(identity_axis_map(name, leaf.shape))
     return SourceTensor(
-        qualify("", name), leaf.dtype, leaf.shape, (region,), recorded_digests(records, name)
+        qualify("", name), leaf.dtype, leaf.shape, (location,), recorded_digests(records, name)
     )
 
 

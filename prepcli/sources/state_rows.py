@@ -60,22 +60,22 @@ def find_state_leaves(
             yield PathLeaf(name, slot, path)
 
 
-def state_axis_map(path: str, row: AxisMap, shape: tuple[int, ...]) -> AxisMap:
+def state_axis_map(path: str, parameter_map: AxisMap, shape: tuple[int, ...]) -> AxisMap:
     """Derive the axis map of an optimizer-state leaf from its parameter's axis map.
 
     Args:
         path: Path of the parameter's leaf.
-        row: The axis map of the parameter.
+        parameter_map: The axis map of the parameter.
         shape: Shape of the leaf: the parameter's shape, or with extent 1 in some axes.
     """
     # The parameter `layers embed mlp` with 12 layers, reduced in `mlp` to [12, 768, 1]: the tensors are
     # /layers.0.mlp.w to /layers.11.mlp.w, each [768, 1].
-    axes = reduced_axes(shape, row.leaf_shape)
+    axes = reduced_axes(shape, parameter_map.leaf_shape)
     assert axes is not None
     dims: list[tuple[SizedAxis, ...]] = []
     layer_indices: list[TensorIndex] = []
     source_dims: list[TensorDim] = []
-    for axis, dim in enumerate(row.leaf_dims):
+    for axis, dim in enumerate(parameter_map.leaf_dims):
         kept_dim = () if axis in axes else dim
         dims.append(kept_dim)
         if counts_layers([factor.atom for factor in kept_dim]):
@@ -86,7 +86,9 @@ def state_axis_map(path: str, row: AxisMap, shape: tuple[int, ...]) -> AxisMap:
     if layer_indices:
         name = SEPARATOR + unstacked_path(path, LAYER_MARK)
     before, _, after = name.partition(LAYER_MARK)
-    return AxisMap(row.text, tuple(dims), (before, *layer_indices, after), tuple(source_dims))
+    return AxisMap(
+        parameter_map.text, tuple(dims), (before, *layer_indices, after), tuple(source_dims)
+    )
 
 
 def _tensor_dim(factors: tuple[SizedAxis, ...]) -> TensorDim:
@@ -98,34 +100,36 @@ def _tensor_dim(factors: tuple[SizedAxis, ...]) -> TensorDim:
 
 
 def index_state_tensors(
-    rows: Mapping[str, AxisMap],
+    axis_maps: Mapping[str, AxisMap],
 ) -> dict[str, tuple[str, AxisMap, StackedIndices]]:
     """Return the leaf of each tensor that `state_axis_map` names: path, axis map of the parameter, indices of layers.
 
     Args:
-        rows: Axis map of each parameter, by its path, which may hold the placeholder of the layers.
+        axis_maps: Axis map of each parameter, by its path, which may hold the placeholder of the layers.
     """
     index: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
-    for pattern, row in rows.items():
-        for path in leaf_paths(pattern, row):
-            for name, indices in state_axis_map(path, row, row.leaf_shape).tensors():
-                index[name] = (path, row, tuple(indices.items()))
+    for pattern, parameter_map in axis_maps.items():
+        for path in leaf_paths(pattern, parameter_map):
+            for name, indices in state_axis_map(
+                path, parameter_map, parameter_map.leaf_shape
+            ).tensors():
+                index[name] = (path, parameter_map, tuple(indices.items()))
     return index
 
 
-def leaf_paths(path: str, row: AxisMap) -> list[str]:
-    """Return the paths of the leaves of a row: one per layer, if the path has the placeholder of the layers."""
-    if not row.unscanned_factors:
+def leaf_paths(path: str, parameter_map: AxisMap) -> list[str]:
+    """Return the paths of the leaves of a parameter: one per layer, if the path has the placeholder of the layers."""
+    if not parameter_map.unscanned_factors:
         return [path]
-    layers = row.unscanned_factors[0]
+    layers = parameter_map.unscanned_factors[0]
     return [path.format(**{layers.atom: index}) for index in range(layers.extent)]
 
 
-def shape_in_leaf(row: AxisMap, shape: tuple[int, ...]) -> tuple[int, ...]:
+def shape_in_leaf(parameter_map: AxisMap, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the leaf of a tensor that `state_axis_map` names."""
     extents = iter(shape)
     leaf_shape: list[int] = []
-    for dim, extent in zip(row.leaf_dims, row.leaf_shape, strict=True):
+    for dim, extent in zip(parameter_map.leaf_dims, parameter_map.leaf_shape, strict=True):
         if counts_layers([factor.atom for factor in dim]):
             leaf_shape.append(extent)
         else:

@@ -237,14 +237,14 @@ def place_leaves(
             GET_AGAIN_HINT,
         )
     layout, files = _place_in_files([piece for _, piece in pieces], storage)
-    regions: dict[str, tuple[MappedArray, ...]] = {}
-    # `place_chunks` returns one region per piece in the same order. A tensor has one per leaf that uses it.
-    for (name, _), region in zip(pieces, layout.regions):
-        regions[name] = (*regions.get(name, ()), region)
+    locations: dict[str, tuple[MappedArray, ...]] = {}
+    # `place_chunks` returns one location per piece in the same order. A tensor has one per leaf that uses it.
+    for (name, _), location in zip(pieces, layout.locations):
+        locations[name] = (*locations.get(name, ()), location)
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     return Placed(
         files=files,
-        locations=regions,
+        locations=locations,
         leaves=tuple(_output_leaves(source, leaves, layout)),
         specs=specs,
     )

@@ -161,8 +161,8 @@ def place_dcp_tree(draft: Draft, tree: str, shard_nbytes: int) -> Placed:
         for path, axis_map, indices in uses:
             (place,) = placed.locations[path]
             assert isinstance(place, Array)
-            region = MappedArray(axis_map, indices, place)
-            locations[name] = (*locations.get(name, ()), region)
+            location = MappedArray(axis_map, indices, place)
+            locations[name] = (*locations.get(name, ()), location)
     return replace(placed, locations=locations)
 
 

@@ -100,7 +100,7 @@ def make_save_plan(
     layout = place_chunks(pieces)
     count = len(rows)
     regions_per_tensor = [
-        tuple(layout.regions[i : i + count]) for i in range(0, len(pieces), count)
+        tuple(layout.locations[i : i + count]) for i in range(0, len(pieces), count)
     ]
     row_range = (0, shape[0] if shape else 1)
     streams = tuple(

@@ -313,7 +313,7 @@ class _ShardedTensors:
             places[tuple(chunk_index)] = blob, tensor.offset
         first_index = (0,) * len(chunk_shape)
         grid = ChunkGrid(axis_map.leaf_shape, chunk_shape)
-        chunks = ChunkTable.from_places(first_index, grid.chunk_counts, places)
+        chunks = ChunkTable.from_positions(first_index, grid.chunk_counts, places)
         first = parts[0][0]
         array = Array(first.name, first.dtype, axis_map.leaf_shape, chunk_shape, chunks)
         return MappedArray(axis_map, tuple(indices.items()), array)

@@ -147,5 +147,5 @@ def test_placement_find_returns_file_and_offset():
     placement = StridedChunks(file=2, offset=100, first=(3, 0), strides=(50, 7))
     assert placement.find((3, 0)) == (2, 100)
     assert placement.find((4, 2)) == (2, 164)
-    table = ChunkTable.from_places((0, 1), (1, 2), {(0, 1): (1, 8)})
+    table = ChunkTable.from_positions((0, 1), (1, 2), {(0, 1): (1, 8)})
     assert table.find([0, 1]) == (1, 8)

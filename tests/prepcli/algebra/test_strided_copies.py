@@ -88,7 +88,7 @@ def test_copies_round_trip_on_any_chunk_grid(row: AxisMap, data):
         order = data.draw(st.permutations(range(len(indices))))
         offsets = {index: i * chunk_stride for i, index in zip(order, indices)}
         places = {index: (0, offset) for index, offset in offsets.items()}
-        placement = ChunkTable.from_places((0,) * len(grid.shape), grid.chunk_counts, places)
+        placement = ChunkTable.from_positions((0,) * len(grid.shape), grid.chunk_counts, places)
     tensors = random_tensors(row)
     expected = in_chunks(leaf_by_numpy(row, tensors), grid, chunk_stride, offsets)
     out, copied_nbytes = np.zeros_like(expected), 0

@@ -140,7 +140,7 @@ def test_regular_chunks_of_a_table_are_strided(
     stop = (3, len(places))
     all_places = {(row, i): (row, 100 * i) for row in range(3) for i in range(len(places))}
     all_places |= {(1, i): place for i, place in enumerate(places)}
-    table = ChunkTable.from_places((0, 0), stop, all_places)
+    table = ChunkTable.from_positions((0, 0), stop, all_places)
     chunks = table.within((1, 0), (2, len(places)))
     if expected is None:
         assert isinstance(chunks, ChunkTable)
@@ -152,7 +152,7 @@ def test_regular_chunks_of_a_table_are_strided(
 
 
 def test_array_position_is_the_first_place_in_the_files():
-    table = ChunkTable.from_places((0,), (3,), {(0,): (1, 8), (1,): (0, 70), (2,): (0, 50)})
+    table = ChunkTable.from_positions((0,), (3,), {(0,): (1, 8), (1,): (0, 70), (2,): (0, 50)})
     array = Array("w", "int32", (6,), (2,), table)
     assert array.position == (0, 50)
     assert (array.file, array.offset) == (0, 50)

@@ -77,7 +77,7 @@ def test_place_chunks_never_overlaps_chunks(rows: tuple[AxisMap, ...], data):
     layout = place_chunks(pieces)
     check(layout, grids)
     assert layout == place_chunks(pieces)
-    for piece, region in zip(pieces, layout.regions, strict=True):
+    for piece, region in zip(pieces, layout.locations, strict=True):
         copies, nbytes = (
             list(region.copies(full_box(piece.axis_map.source_shape))),
             math.prod(piece.axis_map.source_shape) * ITEM,
@@ -106,7 +106,7 @@ def test_place_chunk_files_gives_each_chunk_a_file(rows: tuple[AxisMap, ...], da
         assert (start, stop) == (0, layout.file_sizes[file])
     database = place_chunks(pieces)
     for piece, region, database_region in zip(
-        pieces, layout.regions, database.regions, strict=True
+        pieces, layout.locations, database.locations, strict=True
     ):
         box = full_box(piece.axis_map.source_shape)
         nbytes = sum(copy.nbytes for copy in region.copies(box))
@@ -165,7 +165,7 @@ def test_place_chunks_places_shared_chunks_once():
     ] * 2
     layout = place_chunks(pieces)
     assert len(layout.placed_chunks["n"]) == 2
-    assert layout.regions[0].chunks == layout.regions[1].chunks != layout.regions[2].chunks
+    assert layout.locations[0].chunks == layout.locations[1].chunks != layout.locations[2].chunks
 
 
 @pytest.mark.parametrize(

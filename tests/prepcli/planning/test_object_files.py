@@ -73,7 +73,7 @@ def stacked_plan() -> Plan:
             tensors.append(f"h.{layer}.{leaf}")
     layout = place_chunks(pieces)
     streams: list[Stream] = []
-    for number, (name, region) in enumerate(zip(tensors, layout.regions)):
+    for number, (name, region) in enumerate(zip(tensors, layout.locations)):
         read = flat("float32", (6,), 24 * number)
         streams.append(Stream(name, "float32", (6,), (0, 6), (read,), (region,)))
     leaves: list[OutputLeaf] = []

@@ -67,8 +67,8 @@ def make_plan() -> Plan:
         for _, stacked in axis_map.tensors()
     ]
     layout = place_chunks(pieces)
-    first, second = layout.regions
-    table = ChunkTable.from_places((0, 0), (1, 1), {(0, 0): (1, 8)})
+    first, second = layout.locations
+    table = ChunkTable.from_positions((0, 0), (1, 1), {(0, 0): (1, 8)})
     explicit = first.with_array(dataclasses.replace(first.array, chunks=table))
     parts = run_parts((2, 3), 4, [(8, 12), (24, 12)], file=0)
     parted = second.with_array(dataclasses.replace(second.array, chunks=parts))
@@ -80,7 +80,7 @@ def make_plan() -> Plan:
             (6,),
             (0, 6),
             (flat("float32", (6,), 8),),
-            (layout.regions[0],),
+            (layout.locations[0],),
             cast_to="bfloat16",
         ),
         Stream(

@@ -199,7 +199,7 @@ def test_slabs_split_large_chunks_at_pages(columns: int, rows: int):
     layout = place_chunks(
         [LeafPiece("w", row, (), ChunkGrid(row.leaf_shape, (rows, columns)), "float32")]
     )
-    (stream,) = [stream_into(region_part) for region_part in layout.regions]
+    (stream,) = [stream_into(region_part) for region_part in layout.locations]
     limit = 64 * 2 * columns * 4
     slabs = list(split_stream(0, stream, max_nbytes=limit))
     check_tiling(slabs, stream, limit)

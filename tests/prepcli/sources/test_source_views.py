@@ -35,7 +35,7 @@ def chunked(chunks: Chunks) -> MappedArray:
 
 
 def in_table(places: dict[ChunkIndex, FilePosition]) -> MappedArray:
-    return chunked(ChunkTable.from_places((0, 0), (2, 1), places))
+    return chunked(ChunkTable.from_positions((0, 0), (2, 1), places))
 
 
 def in_runs(file: int) -> MappedArray:
