@@ -400,16 +400,15 @@ def bind_row(row: ParsedAxisMap, sizes: Sizes, padded: Mapping[str, int] | None 
         # In `{a@list}`, `sizes` has no entry for the atom a. Its size is the length of the list.
         if part.has_own_size:
             leaf_extents |= {f.atom: f.extent for f in index.factors}
+    leaf_dims: list[tuple[SizedAxis, ...]] = []
+    for dim in row.leaf_dims:
+        leaf_dims.append(tuple(SizedAxis(atom, leaf_extents[atom]) for atom in dim))
     return AxisMap(
         text=row.text,
-        leaf_dims=tuple(_sized_axes(dim, leaf_extents) for dim in row.leaf_dims),
+        leaf_dims=tuple(leaf_dims),
         name_parts=tuple(name_parts),
         source_dims=tuple(_tensor_dim(dim, lookup) for dim in row.source_dims),
     )
-
-
-def _sized_axes(atoms: Iterable[str], extents: Mapping[str, int]) -> tuple[SizedAxis, ...]:
-    return tuple(SizedAxis(atom, extents[atom]) for atom in atoms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,7 +252,7 @@ class RowCoverage:
                 if self._num_listed > MAX_LISTED_INDICES:
                     return "has rows with different parts of a long dim, which are not supported"
                 return "is covered twice"
-        covered = sum(map(_element_count, sides))
+        covered = sum(math.prod(map(_index_count, side.source_dims)) for side in sides)
         total = math.prod(sides[0].source_shape)
         if covered != total:
             return f"is covered in part: {covered:,} of {total:,} elements"
@@ -326,8 +326,3 @@ def _dim_indices(dim: TensorDim) -> Iterator[int]:
 def _index_count(dim: TensorDim) -> int:
     """Return the number of indices of a tensor's dim in a row."""
     return math.prod(factor.extent for factor in dim.factors if factor.fixed is None)
-
-
-def _element_count(side: AxisMap) -> int:
-    """Return the number of a tensor's elements in a row."""
-    return math.prod(map(_index_count, side.source_dims))

@@ -50,7 +50,9 @@ class HostLeafReader:
             )
             into[filled : filled + copy.nbytes].reshape(counts)[...] = runs
             filled += copy.nbytes
-            self._release_when_read(copy)
+            self._read_nbytes[copy.file] += copy.nbytes
+            if self._read_nbytes[copy.file] == data.size:
+                del self._fetched[copy.file]
         return into[:filled]
 
     def _leaf_bytes(self, number: int) -> ByteArray:
@@ -66,12 +68,6 @@ class HostLeafReader:
                 )
             self._fetched[number] = array.reshape(-1).view(np.uint8)
         return self._fetched[number]
-
-    def _release_when_read(self, copy: StridedCopy) -> None:
-        """Release a leaf if the copy was its last."""
-        self._read_nbytes[copy.file] += copy.nbytes
-        if self._read_nbytes[copy.file] == self._fetched[copy.file].size:
-            del self._fetched[copy.file]
 
 
 def write_shards(

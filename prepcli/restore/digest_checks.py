@@ -99,11 +99,7 @@ def check_tensors(
         if computed_digest != recorded_digest:
             raise damaged_error(source, tensor, hint)
 
-    progress.begin("check", sum(stream.nbytes for stream in streams))
-    try:
-        _digest_streams(source, streams, memory_nbytes, progress=progress, on_digest=compare)
-    finally:
-        progress.end()
+    _digest_streams(source, streams, memory_nbytes, progress, "check", on_digest=compare)
 
 
 class RecordedDigests:
@@ -218,17 +214,8 @@ def stream_digests(
 
     if is_checked:
         check_before_reading(source, streams, memory_nbytes, progress)
-    progress.begin(task, sum(stream.nbytes for stream in streams))
-    try:
-        digests = _digest_streams(
-            source,
-            streams,
-            memory_nbytes,
-            progress=progress,
-            on_digest=compare if is_checked else _ignore_digest,
-        )
-    finally:
-        progress.end()
+    on_digest = compare if is_checked else _ignore_digest
+    digests = _digest_streams(source, streams, memory_nbytes, progress, task, on_digest=on_digest)
     return [digests[number] for number in range(len(streams))]
 
 
@@ -258,7 +245,7 @@ def _sample_digest(source: Source, tensors: Iterable[SourceTensor]) -> str:
     # The order of the files must not change the digest.
     tensors = sorted(tensors, key=lambda tensor: tensor.name)
     streams = [row_stream(tensor, (0, min(num_rows(tensor), SAMPLE_ROWS))) for tensor in tensors]
-    digests = _digest_streams(source, streams, SAMPLE_MEMORY_NBYTES)
+    digests = _digest_streams(source, streams, SAMPLE_MEMORY_NBYTES, NullProgress(), "sample")
     lines: list[bytes] = []
     for number, tensor in enumerate(tensors):
         lines.append(f"{tensor.name} {tensor.dtype} {digests[number]}\n".encode())
@@ -269,21 +256,22 @@ def _digest_streams(
     source: Source,
     streams: Sequence[Stream],
     memory_nbytes: int,
+    progress: Progress,
+    task: str,
     *,
-    progress: Progress | None = None,
     on_digest: Callable[[int, str], None] = _ignore_digest,
 ) -> dict[int, str]:
-    """Read streams and return their digests, by stream number. See `Pipeline.run`."""
+    """Read streams as a task of the progress, and return their digests, by stream number. See `Pipeline.run`."""
     budget = make_budget(memory_nbytes)
-    with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
-        progress = progress or NullProgress()
-        return (
-            Pipeline(
+    progress.begin(task, sum(stream.nbytes for stream in streams))
+    try:
+        with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
+            pipeline = Pipeline(
                 streams, files, sink=None, budget=budget, progress=progress, on_digest=on_digest
             )
-            .run()
-            .digests
-        )
+            return pipeline.run().digests
+    finally:
+        progress.end()
 
 
 # Tensors with a scale in the layout of another trainer, such as MaxText's queries

@@ -354,7 +354,9 @@ def read_range(
         spent_s = time.monotonic() - began_s
         note = f"{file.path}: {failure}"
         if not tries.wait_for_next(note, spent_s, retry_after_s=failure.retry_after_s):
-            raise _gave_up_error(reader, file, failure, tries.count)
+            what = f"cannot read {file.path} of {reader.name}"
+            why = f"{tries.count} tries in a row failed: {failure}"
+            raise PrepError(what, why, f"check the network, then {RESUME_HINT}")
 
 
 def receive_body(
@@ -411,30 +413,14 @@ class FailedTries:
         limit_s = MAX_STALLED_TIMEOUTS * self.policy.timeout_s
         if self.count == MAX_STALLED_TRIES or self.spent_s >= limit_s or self.stop.is_set():
             return False
-        wait_s = _backoff_s(self.count, retry_after_s)
+        # Exponential, and at least the server's Retry-After. Jitter of 50 % spreads the retries of many processes.
+        backoff_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (self.count - 1)) * random.uniform(0.5, 1)
+        wait_s = max(backoff_s, min(retry_after_s, MAX_RETRY_AFTER_S))
         # The number of tries until the error, if all take as long as before.
         tries_in_time = math.ceil(self.count * limit_s / max(self.spent_s, 1e-9))
         max_tries = max(self.count + 1, min(MAX_STALLED_TRIES, tries_in_time))
         self.policy.report_retry(failure, wait_s, tries=self.count, max_tries=max_tries)
         return not self.stop.wait(wait_s)
-
-
-def _backoff_s(tries: int, retry_after_s: float) -> float:
-    """Return the seconds until the next try: exponential with jitter, at least the server's Retry-After."""
-    # Jitter of 50 % spreads the retries of many processes over time.
-    backoff_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1)) * random.uniform(0.5, 1)
-    return max(backoff_s, min(retry_after_s, MAX_RETRY_AFTER_S))
-
-
-def _gave_up_error(
-    reader: RangeReader, file: RemoteFile, failure: RetryableError, tries: int
-) -> PrepError:
-    hint = f"check the network, then {RESUME_HINT}"
-    return PrepError(
-        f"cannot read {file.path} of {reader.name}",
-        f"{tries} tries in a row failed: {failure}",
-        hint,
-    )
 
 
 def read_range_in_parallel(

@@ -391,7 +391,10 @@ def io_error(path: AnyPath, error: OSError) -> PrepError:
             f"cannot read or write {path}", why, "raise the limit of open files (`ulimit -n`)"
         )
     if error.errno == errno.ENOENT:
-        return PrepError(f"cannot read or write {path}", why, _missing_hint(path))
+        hint = f"create the folder {path.parent}, or use another one"
+        if path.parent.is_dir():
+            hint = "check the name"
+        return PrepError(f"cannot read or write {path}", why, hint)
     if error.errno == errno.ENOTDIR:
         hint = f"use another folder than {_first_file(path)}, which is a file"
         return PrepError(f"cannot read or write {path}", why, hint)
@@ -407,13 +410,6 @@ def check_parent_folder(path: Path) -> None:
         raise io_error(path, error) from error
 
 
-def _missing_hint(path: AnyPath) -> str:
-    """Return the hint for a missing path."""
-    if path.parent.is_dir():
-        return "check the name"
-    return f"create the folder {path.parent}, or use another one"
-
-
 def _first_file(path: AnyPath) -> AnyPath:
     """Return the file in the middle of a path, e.g. `a.txt` of `a.txt/b`."""
     for folder in reversed(path.parents):
@@ -424,15 +420,8 @@ def _first_file(path: AnyPath) -> AnyPath:
 
 def not_regular_error(path: AnyPath) -> PrepError:
     """Return the error for a path other than a regular file."""
-    return PrepError(
-        f"{path} is not a file", _file_type(path), "name a file, or put one in its place"
-    )
-
-
-def _file_type(path: AnyPath) -> str:
-    if path.is_dir():
-        return "it is a folder"
-    return "it is a pipe, a device or a socket"
+    why = "it is a folder" if path.is_dir() else "it is a pipe, a device or a socket"
+    return PrepError(f"{path} is not a file", why, "name a file, or put one in its place")
 
 
 def _unsafe_name_error(named_by: AnyPath | str, name: object, why: str) -> PrepError:

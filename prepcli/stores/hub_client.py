@@ -302,18 +302,18 @@ class HubRangeReader:
 
     def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
         """Make one request, following redirects. See `RangeReader.read`."""
-        file_url = self.file_urls.get(file.path) or _FileUrl(self._hub_url(file), is_external=False)
+        from huggingface_hub import hf_hub_url
+
+        file_url = self.file_urls.get(file.path)
+        if file_url is None:
+            url = hf_hub_url(self.name, file.path, revision=self.commit, endpoint=self.endpoint)
+            file_url = _FileUrl(url, is_external=False)
         for _ in range(MAX_REDIRECTS):
             count_or_redirect = self._request(file_url, file, offset, into)
             if isinstance(count_or_redirect, int):
                 return count_or_redirect
             file_url = count_or_redirect
         raise RetryableError("its URL leads to a redirect loop")
-
-    def _hub_url(self, file: RemoteFile) -> str:
-        from huggingface_hub import hf_hub_url
-
-        return hf_hub_url(self.name, file.path, revision=self.commit, endpoint=self.endpoint)
 
     def _request(
         self, file_url: _FileUrl, file: RemoteFile, offset: int, into: ByteArray

@@ -50,21 +50,17 @@ def open_no_follow(path: Path, flags: int) -> int:
             raise _unsafe_file_error(path, "is not a regular file") from error
         raise
     try:
-        _check_regular_file(path, os.fstat(fd), is_written=bool(flags & (os.O_WRONLY | os.O_RDWR)))
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise _unsafe_file_error(path, "is not a regular file")
+        if flags & (os.O_WRONLY | os.O_RDWR) and status.st_nlink > 1:
+            raise _unsafe_file_error(path, "has a second name (hard link)")
         if flags & os.O_TRUNC:
             os.ftruncate(fd, 0)
     except BaseException:
         os.close(fd)
         raise
     return fd
-
-
-def _check_regular_file(path: Path, file_stat: os.stat_result, is_written: bool) -> None:
-    """Raise PrepError if an open file is not a regular file, or is open for writing and has several hard links."""
-    if not stat.S_ISREG(file_stat.st_mode):
-        raise _unsafe_file_error(path, "is not a regular file")
-    if is_written and file_stat.st_nlink > 1:
-        raise _unsafe_file_error(path, "has a second name (hard link)")
 
 
 def _unsafe_file_error(path: Path, why: str) -> PrepError:

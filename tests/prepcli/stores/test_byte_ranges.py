@@ -115,10 +115,17 @@ def test_read_range_resets_tries_after_progress():
 def test_backoff_grows_and_respects_retry_after(monkeypatch):
     monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 1.0)
     monkeypatch.setattr(random, "uniform", lambda low, high: high)
-    waits = [byte_ranges._backoff_s(tries, 0) for tries in range(1, 8)]
-    assert waits == [1, 2, 4, 8, 16, 30, 30]
-    assert byte_ranges._backoff_s(1, 60) == 60
-    assert byte_ranges._backoff_s(1, 1e9) == byte_ranges.MAX_RETRY_AFTER_S
+    waits: list[float] = []
+    stop = threading.Event()
+    monkeypatch.setattr(stop, "wait", waits.append)
+    tries = byte_ranges.FailedTries(RetryPolicy(), stop)
+    for retry_after_s in (0, 0, 0, 0, 0, 60, 1e9):
+        assert tries.wait_for_next("reset", 0, retry_after_s=retry_after_s)
+    assert waits == [1, 2, 4, 8, 16, 60, byte_ranges.MAX_RETRY_AFTER_S]
+    assert not tries.wait_for_next("reset", 0)
+    tries = byte_ranges.FailedTries(RetryPolicy(), stop, count=5)
+    assert tries.wait_for_next("reset", 0)
+    assert waits[-1] == byte_ranges.MAX_WAIT_S
 
 
 def test_read_range_in_parallel_splits_large_reads():
