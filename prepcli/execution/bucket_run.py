@@ -25,7 +25,6 @@ from prepcli.execution.bucket_store import (
     has_intact_files,
     stored_manifest,
 )
-from prepcli.execution.compress import CompressedChunks, locate_chunks
 from prepcli.execution.finalize import (
     WORK_FOLDER,
     content_record,
@@ -33,7 +32,11 @@ from prepcli.execution.finalize import (
     read_small_file,
     write_last_files,
 )
-from prepcli.execution.object_compressor import compression_threads
+from prepcli.execution.object_compressor import (
+    CompressedChunks,
+    compression_threads,
+    locate_chunks,
+)
 from prepcli.execution.object_writer import ObjectWriter
 from prepcli.execution.output_paths import RETRIES
 from prepcli.execution.run import ExecutionRequest, Run

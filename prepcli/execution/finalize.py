@@ -1,4 +1,4 @@
-"""Finish an output after its tensors are written: compressed chunks, index, settings, checksums and manifest."""
+"""Finish an output after its tensors are written: index, settings, checksums and manifest."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.core.observer import NullProgress, Progress
 from prepcli.engine.casts import parse_stream_digest, report_casts
 from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
 from prepcli.engine.digest import digest
+from prepcli.engine.files import Files
 from prepcli.engine.no_follow import check_no_symlinks, open_no_follow, write_no_follow
-from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
+from prepcli.execution.object_compressor import CompressedChunks
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, record_file
 from prepcli.formats.orbax import (
@@ -28,7 +28,6 @@ from prepcli.formats.orbax import (
 )
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
 from prepcli.planning.chunk_placement import chunk_extents
-from prepcli.planning.item_storage import Compression
 from prepcli.planning.manifest_fields import (
     FileRecord,
     LeafRecord,
@@ -51,16 +50,6 @@ from prepcli.stores.files import (
 # Small files are written from their first byte again, also after an interruption.
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 WORK_FOLDER = ".prep"  # state of the run, in an output that is not complete
-# In the work folder of an output with compressed chunks
-RAW_FOLDER = "raw"
-COMPRESS_JOURNAL = "packed"
-
-
-def data_folder(plan: Plan, folder: Path) -> Path:
-    """Return the folder of the data files. Chunks are first written to a work folder if they will be compressed."""
-    if plan.compression:
-        return folder / WORK_FOLDER / RAW_FOLDER
-    return folder / plan.item
 
 
 def finalize_folder(
@@ -70,7 +59,7 @@ def finalize_folder(
     run_identity: dict[str, object],
     digests: Mapping[int, str],
     sums: ChecksumArray,
-    progress: Progress | None = None,
+    compressed: CompressedChunks | None = None,
 ) -> None:
     """Write all files of a folder except the data files. Nothing is synced.
 
@@ -80,19 +69,14 @@ def finalize_folder(
         run_identity: Identity of the run, for the manifest.
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks. Unknown ones are computed from the data files.
-        progress: Receives the number of compressed bytes.
+        compressed: Locations of compressed chunks. None if the chunks are raw.
 
     Raises:
         PrepError: The system refused to read or write.
     """
-    # A kill leaves a staging folder, and the next run writes all of these files again, except the chunks
-    # that the journal of the compression lists. This call checks the folders. Each file is opened without
-    # following links.
+    # A kill leaves a staging folder, and the next run writes all of these files again. This call checks the
+    # folders. Each file is opened without following links.
     check_no_symlinks(folder)
-    compressed = None
-    if plan.compression:
-        compressed = _compress_output(plan, plan.compression, folder, progress or NullProgress())
-    files = [data_folder(plan, folder) / file.path for file in plan.files]
 
     def put(path: str, content: bytes) -> None:
         write_files(folder, {path: content})
@@ -101,7 +85,9 @@ def finalize_folder(
         return _write_small_file(file, folder / path)
 
     try:
-        compute_unknown(sums, chunk_extents(plan.leaves), files=files)
+        if not sums.all():
+            with Files([folder / output_path(plan, file.path) for file in plan.files]) as written:
+                compute_unknown(sums, chunk_extents(plan.leaves), written)
         manifest = write_last_files(
             plan,
             run_identity,
@@ -331,39 +317,11 @@ def _open_without_links(path: str, flags: int) -> int:
     return fd
 
 
-def _compress_output(
-    plan: Plan, compression: Compression, folder: Path, progress: Progress
-) -> CompressedChunks:
-    data_files = [data_folder(plan, folder) / file.path for file in plan.files]
-    chunk_paths: list[str] | None = None
-    if plan.storage.has_chunk_files:
-        chunk_paths = []
-        for chunk in raw_chunks(plan.leaves):
-            leaf_name = plan.leaves[chunk.array].name
-            chunk_paths.append(plan.storage.chunk_path(leaf_name, chunk.index))
-    return compress_chunks(
-        raw_chunks(plan.leaves),
-        data_files,
-        folder=folder / plan.item,
-        journal=folder / WORK_FOLDER / COMPRESS_JOURNAL,
-        compression=compression,
-        progress=progress,
-        chunk_paths=chunk_paths,
-    )
-
-
 def newest_source_ns(plan: Plan) -> int:
     """Return the newest time stamp of the source's files, for the output's metadata: equal runs write equal bytes."""
     newest_ns = max((file.mtime_ns for file in plan.source_files), default=0)
     # Metadata cannot hold times before 1970.
     return max(0, newest_ns)
-
-
-def output_nbytes_to_compress(plan: Plan, folder: Path) -> int:
-    """Return the number of bytes still to compress."""
-    if not plan.compression:
-        return 0
-    return nbytes_to_compress(raw_chunks(plan.leaves), folder / WORK_FOLDER / COMPRESS_JOURNAL)
 
 
 def raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:

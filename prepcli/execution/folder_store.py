@@ -22,7 +22,7 @@ from prepcli.core.json_values import JsonObject
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import check_not_symlink, open_no_follow, read_no_follow
 from prepcli.engine.sync_files import sync_paths
-from prepcli.execution.finalize import RAW_FOLDER, WORK_FOLDER
+from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.execution.locks import exclusive_lock, holder_of, is_locked, join_lock, try_lock
 from prepcli.execution.output_paths import is_same_file, remove_path
 from prepcli.execution.run_store import (
@@ -44,6 +44,7 @@ JOIN_LOCK_FILE = "door"
 SESSION_FILE = "session"
 # Name of the replaced output, until the new one has its name.
 REPLACED_NAME = "replaced"
+RAW_FOLDER = "raw"  # raw chunks of the units in progress, if chunks are compressed
 # State of a run without written bytes
 RECORDS = {LOCK_FILE, JOIN_LOCK_FILE, SESSION_FILE, RUN_FILE, SOURCE_FILE}
 RECORDS |= {DONE_FOLDER, PART_FOLDER, CLAIMS_FOLDER, RAW_FOLDER}

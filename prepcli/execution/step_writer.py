@@ -18,10 +18,11 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
+from prepcli.engine.files import Files
 from prepcli.engine.host_leaves import HostLeafReader, write_shards
 from prepcli.engine.pipeline import Pipeline
-from prepcli.execution.finalize import data_folder, finalize_folder
-from prepcli.execution.folder_run import check_free_space, open_sink
+from prepcli.execution.finalize import finalize_folder
+from prepcli.execution.folder_run import check_free_space, missing_nbytes, open_sink
 from prepcli.execution.folder_store import FolderStore
 from prepcli.execution.output_paths import remove_path
 from prepcli.execution.run import make_run_identity, plan_digest
@@ -181,15 +182,15 @@ class FolderStep:
             store.work.mkdir(parents=True)
         except OSError as error:
             raise io_error(store.folder, error) from error
-        check_free_space(self.plan, store.folder)
+        check_free_space(store.folder, missing_nbytes(self.plan, store.folder))
         return store.folder
 
     def digest_written(self, numbers: Sequence[int]) -> Mapping[int, str]:
         """Read streams back from the data files. Return their digests."""
-        folder = data_folder(self.plan, self._store().folder)
-        files = [folder / file.path for file in self.plan.files]
+        folder = self._store().folder / self.plan.item
         reader = StreamReader(self.plan.streams, make_budget(MEMORY_NBYTES), NullProgress())
-        return reader.digest_written_streams(numbers, files)
+        with Files([folder / file.path for file in self.plan.files]) as written:
+            return reader.digest_written_streams(numbers, written)
 
     def write_note(self, index: int, content: bytes) -> None:
         """Write the note of a process."""
