@@ -33,8 +33,8 @@ from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.files import io_error
 
-# File descriptors left for other uses.
-RESERVED_DESCRIPTORS = 32
+# File descriptors left for other uses, e.g. the claims of units that are not synced yet.
+RESERVED_DESCRIPTORS = 256
 # More files are opened for each access instead of kept open: an item with one file per chunk may have 10^5.
 MAX_KEPT_FILES = 1000
 # Bytes written to the page cache before their writeback starts.

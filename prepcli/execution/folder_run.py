@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader, io_error
 from prepcli.engine.fills import piece_nbytes
 from prepcli.engine.no_follow import check_no_symlinks
-from prepcli.engine.pipeline import Pipeline, PipelineUnit
+from prepcli.engine.pipeline import ConversionResult, Pipeline, PipelineUnit
 from prepcli.execution.finalize import finalize_folder
 from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_work_folder
 from prepcli.execution.object_compressor import CompressedChunks
@@ -110,6 +111,17 @@ class FolderRun(Run):
         """Close the data files, and leave the run."""
         self._opened.close()
         super().close()
+
+    def run(self) -> ConversionResult:
+        """Write the output. See `Run.run`."""
+        try:
+            return super().run()
+        except PrepError as error:
+            # A user knows the output, but not its data files. These are on one disk.
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise io_error(self.out, cause) from cause
+            raise
 
     def is_done(self) -> bool:
         """Return whether the requested output exists. See `Run.is_done`."""

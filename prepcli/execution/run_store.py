@@ -277,10 +277,7 @@ def decode_record(data: bytes) -> JsonObject:
         content = load_json(data)
     except ValueError:
         content = None
-    if not isinstance(content, dict) or content.pop(CHECKSUM_KEY, None) not in (
-        None,
-        _checksum(content),
-    ):
+    if not isinstance(content, dict) or content.pop(CHECKSUM_KEY, None) != _checksum(content):
         raise ValueError("it is not a file that prep wrote")
     return content
 

@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,10 @@ import pytest
 import zstandard
 
 from prepcli.commands.cli.main import main
+from prepcli.engine.budget import MAX_BUFFERS
+from prepcli.engine.files import Files
 from prepcli.execution import folder_run, packed_folder_run
+from prepcli.execution.folder_run import FolderRun
 from prepcli.execution.folder_store import FolderStore
 from prepcli.execution.packed_folder_run import PackedFolderRun, RawFiles
 from prepcli.execution.run_store import UnitNote
@@ -178,9 +182,36 @@ def test_full_disk_ends_and_resumes(
     with monkeypatch.context() as patched:
         patched.setattr(packed_folder_run, "allocate", allocate)
         assert run(COMMAND) == 1
-    assert "is full" in capsys.readouterr().err
+    assert "the disk that holds out is full" in capsys.readouterr().err
     assert run(COMMAND) == 0
     assert read_files(Path("out")) == expected
+
+
+@pytest.mark.parametrize("command", [COMMAND, FILES])
+def test_claims_are_few_while_a_sync_is_slow(
+    sources: FaultSources, monkeypatch: pytest.MonkeyPatch, command: list[str]
+):
+    expected = sources.expected(command)
+    monkeypatch.setattr("prepcli.planning.work_units.MIN_JOINED_NBYTES", 1)
+    monkeypatch.setattr("prepcli.engine.pipeline.MAX_UNSYNCED_UNITS", 2)
+    real_sync, real_claim, counts = Files.sync, FolderRun.claim, list[int]()
+
+    def sync(self: Files) -> None:
+        time.sleep(0.1)
+        real_sync(self)
+
+    def claim(self: FolderRun, number: int) -> bool:
+        counts.append(len(self._claims))
+        return real_claim(self, number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Files, "sync", sync)
+        patched.setattr(FolderRun, "claim", claim)
+        assert run(command) == 0
+    # Two in each of two points, and those of the slabs in the buffers
+    assert max(counts) <= 2 * 2 + MAX_BUFFERS + 2 < len(counts)
+    if command == FILES:
+        assert read_files(Path("out")) == expected
 
 
 def test_files_of_a_failed_sync_have_no_note(
@@ -273,9 +304,9 @@ def test_output_changed_before_the_publication_is_an_error(
 ):
     expected = sources.expected(COMMAND)
 
-    def truncate(self: PackedFolderRun, *args: object) -> None:
+    def truncate(self: PackedFolderRun, digests: Mapping[int, str]) -> None:
         truncate_file(output_files(Path("out.partial"))[0])
-        real_check(self, *args)
+        real_check(self, digests)
 
     real_check = PackedFolderRun.check_data
     with monkeypatch.context() as patched:
