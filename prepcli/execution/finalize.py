@@ -109,7 +109,7 @@ def write_last_files(
     digests: Mapping[int, str],
     sums: ChecksumArray,
     put: Callable[[str, bytes], object],
-    copy: Callable[[str, SmallFile], FileRecord],
+    copy: Callable[[str, SmallFile], FileRecord] | None = None,
     compressed: CompressedChunks | None = None,
     num_threads: int = 1,
 ) -> bytes:
@@ -121,7 +121,8 @@ def write_last_files(
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks.
         put: Writes a file, given its path and content.
-        copy: Writes a small file of the plan, given its path. Returns its record.
+        copy: Writes a small file of the plan, given its path. Returns its record. None for a file that is read, and
+            then written by `put`.
         compressed: Locations of compressed chunks. None if the chunks are raw.
         num_threads: Number of concurrent calls of `put` and `copy`. 1 for calls in this thread.
 
@@ -140,11 +141,13 @@ def write_last_files(
 
     def write(path: str, content: bytes) -> tuple[str, FileRecord]:
         put(path, content)
-        return path, content_record(content)
+        return path, _content_record(content)
 
     def copy_file(file: SmallFile) -> tuple[str, FileRecord]:
         path = output_path(plan, file.path)
-        return path, copy(path, file)
+        if copy is not None:
+            return path, copy(path, file)
+        return write(path, _read_small_file(file))
 
     writes: list[Callable[[], tuple[str, FileRecord]]] = []
     for path, content in metadata.items():
@@ -167,12 +170,12 @@ def write_last_files(
     # Readers of Orbax look for the markers, and prep for its manifest.
     for path, content in markers.items():
         put(path, content)
-        records[path] = content_record(content)
+        records[path] = _content_record(content)
     files = header_records(plan) | dict(sorted(records.items()))
     return encode_manifest(manifest | Manifest(files=files))
 
 
-def content_record(content: bytes) -> FileRecord:
+def _content_record(content: bytes) -> FileRecord:
     """Return the record of a file with this content."""
     return {"bytes": len(content), "xxh3": digest(content)}
 
@@ -266,7 +269,7 @@ def check_small_files(plan: Plan) -> None:
             raise io_error(Path(file.copied_from), error) from error
 
 
-def read_small_file(file: SmallFile) -> bytes:
+def _read_small_file(file: SmallFile) -> bytes:
     """Return the content of a small file of an output.
 
     Raises:
@@ -294,7 +297,7 @@ def _write_small_file(file: SmallFile, path: Path) -> FileRecord:
     if not file.copied_from:
         content = file.read_content()
         write_no_follow(path, content)
-        return content_record(content)
+        return _content_record(content)
     with (
         open(file.copied_from, "rb", opener=_open_without_links) as source,
         open(open_no_follow(path, WRITE_FLAGS), "wb") as target,

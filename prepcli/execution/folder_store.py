@@ -23,7 +23,15 @@ from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import check_not_symlink, open_no_follow, read_no_follow
 from prepcli.engine.sync_files import sync_paths
 from prepcli.execution.finalize import WORK_FOLDER
-from prepcli.execution.locks import exclusive_lock, holder_of, is_locked, join_lock, try_lock
+from prepcli.execution.locks import (
+    exclusive_lock,
+    holder_of,
+    is_locked,
+    join_lock,
+    lock_in_folder,
+    try_lock,
+    wait_for_lock,
+)
 from prepcli.execution.output_paths import is_same_file, remove_path
 from prepcli.execution.run_store import (
     CLAIMS_FOLDER,
@@ -51,8 +59,6 @@ RECORDS |= {DONE_FOLDER, PART_FOLDER, CLAIMS_FOLDER, RAW_FOLDER}
 
 PARTIAL_SUFFIX = ".partial"
 MAX_OUT_NAME_NBYTES = MAX_NAME_NBYTES - len(PARTIAL_SUFFIX)
-# Other processes may publish or remove the folder meanwhile.
-MAX_JOIN_TRIES = 100
 
 
 class FolderStore:
@@ -150,20 +156,12 @@ class FolderStore:
 
         Another process may publish or remove the folder while this one waits for the lock. It is then created again.
         """
-        with contextlib.ExitStack() as stack:
-            for tries_left in reversed(range(MAX_JOIN_TRIES)):
-                try:
-                    self._make_folders()
-                    lock_stat = stack.enter_context(exclusive_lock(self.work / JOIN_LOCK_FILE))
-                except FileNotFoundError:
-                    if not tries_left:
-                        raise
-                    continue
-                if is_same_file(lock_stat, self.work / JOIN_LOCK_FILE):
-                    break
-                stack.close()
+        fd = lock_in_folder(self.work / JOIN_LOCK_FILE, self._make_folders, wait_for_lock)
+        try:
             self._folder_stat = self.folder.stat()
             yield
+        finally:
+            os.close(fd)
 
     def _make_folders(self) -> None:
         for folder in (self.folder, self.work):

@@ -54,7 +54,7 @@ class StreamReader:
     ) -> dict[int, str]:
         """Read streams back from the data files. Return the digest of each, over its bytes in tensor order."""
         streams = {number: readback_stream(self.streams[number]) for number in stream_numbers}
-        return self._compute_digests(streams, written)
+        return self.digest_streams(streams, written)
 
     def digest_source_streams(
         self, stream_numbers: Iterable[int], source: Source
@@ -66,9 +66,10 @@ class StreamReader:
             if stream.reads:
                 streams[number] = replace(stream, writes=(), cast_to="", update=None, scale=None)
         with open_blobs(source.byte_sources, self.budget.cache_nbytes) as opened:
-            return self._compute_digests(streams, opened)
+            return self.digest_streams(streams, opened)
 
-    def _compute_digests(self, streams: Mapping[int, Stream], files: RunReader) -> dict[int, str]:
+    def digest_streams(self, streams: Mapping[int, Stream], files: RunReader) -> dict[int, str]:
+        """Read streams, given by number. Return the digest of each."""
         self.progress.begin(CHECK_TASK, sum(stream.nbytes for stream in streams.values()))
         try:
             outcome = Pipeline(
