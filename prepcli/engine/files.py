@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -90,7 +90,12 @@ class Files:
 
     Each is open twice: with O_DIRECT for whole pages, and buffered for partial pages. If there are more than
     `MAX_KEPT_FILES`, each access opens its file, without direct I/O.
+
+    Attributes:
+        is_read_back: Whether synced bytes are soon read. They then stay in the page cache.
     """
+
+    is_read_back: ClassVar[bool] = False
 
     def __init__(self, paths: Sequence[Path], sizes: Sequence[int] | None = None) -> None:
         """Open files for reading, or for writing if `sizes` is given.
@@ -412,7 +417,8 @@ class Files:
         fd = self._acquire(file)
         try:
             os.fdatasync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if not self.is_read_back:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             self._write_error = io_error(self.paths[file], error)
             raise self._write_error from error

@@ -318,6 +318,8 @@ class PackedFolderRun(FolderRun):
 class RawFiles(Files):
     """Numbered raw files. Each is open while its unit is in progress, and deleted afterwards."""
 
+    is_read_back = True
+
     def __init__(self, paths: Sequence[Path], sizes: Sequence[int]) -> None:
         """Open no file yet."""
         super().__init__(())

@@ -18,6 +18,7 @@ import zstandard
 from prepcli.commands.cli.main import main
 from prepcli.engine.budget import MAX_BUFFERS
 from prepcli.engine.files import Files
+from prepcli.engine.pipeline import PipelineUnit
 from prepcli.execution import folder_run, packed_folder_run
 from prepcli.execution.folder_run import FolderRun
 from prepcli.execution.folder_store import FolderStore
@@ -337,3 +338,30 @@ def test_note_without_the_lengths_of_its_unit_is_ignored(
 def plan_digest() -> str:
     """Return the digest of the plan of the unfinished output."""
     return json.loads(Path("out.partial/prep-manifest.json").read_text())["plan"]
+
+
+def test_part_of_another_source_is_written_again(
+    sources: FaultSources, monkeypatch: pytest.MonkeyPatch
+):
+    expected = sources.expected(COMMAND)
+    monkeypatch.setattr(folder_run, "LARGE_UNIT_NBYTES", 0)
+    monkeypatch.setattr("prepcli.engine.budget.MAX_SLAB_NBYTES", 4096)
+    run_until_killed(monkeypatch, COMMAND, syncs=3, folder="part")
+    real_prepare, parts = FolderRun.prepare_unit, list[int]()
+
+    def prepare_unit(self: FolderRun, number: int) -> PipelineUnit:
+        part = self.read_note("part", number)
+        # As a process of this session leaves it that has found its source changed, and has deleted its notes
+        if part and not parts:
+            note = replace(part, source="other")
+            self.store.write(f"part/{number}", note.encode(self.request.run_id))
+            raw = self.files[number]
+            raw.write_bytes(bytes(raw.stat().st_size))
+            parts.append(number)
+        return real_prepare(self, number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FolderRun, "prepare_unit", prepare_unit)
+        assert run(COMMAND) == 0
+    assert parts
+    assert read_files(Path("out")) == expected
