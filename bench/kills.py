@@ -177,7 +177,7 @@ def have_same_files(a: Path, b: Path) -> bool:
 
 def data_nbytes(partial: Path) -> int:
     """Return the bytes of tensors written by a killed run, without holes and unwritten extents."""
-    folders = [partial / ".prep/raw/d", partial / "d", partial]
+    folders = [partial / "d", partial]
     data_folder = next(
         (folder for folder in folders if folder.is_dir() and any(map(is_data, folder.iterdir()))),
         None,

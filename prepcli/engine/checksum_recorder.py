@@ -10,7 +10,6 @@ import bisect
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ import xxhash
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.digest import block_checksum
-from prepcli.engine.files import PAGE, Files
+from prepcli.engine.files import PAGE, RunReader
 from prepcli.planning.arrays import BLOCK_NBYTES, ChecksumBlock
 from prepcli.planning.chunk_placement import ChunkExtent, count_blocks
 from prepcli.stores.buffers import ByteArray, allocate_buffer
@@ -127,23 +126,20 @@ class ChecksumRecorder:
 
 
 def compute_unknown(
-    checksums: ChecksumArray, extents: Sequence[ChunkExtent], *, files: Sequence[Path]
+    checksums: ChecksumArray, extents: Sequence[ChunkExtent], written: RunReader
 ) -> None:
-    """Compute unknown checksums from the files, in place.
+    """Compute unknown checksums from the written bytes, in place.
 
     Args:
         checksums: Checksums by block number.
-        extents: Positions of the output's chunks in files.
-        files: Paths of the output's data files.
+        extents: Positions of the chunks to look at in the output's data files.
+        written: Reader of the data files.
     """
-    if checksums.all():
-        return
     scratch = allocate_buffer(BLOCK_NBYTES + 2 * PAGE)
-    with Files(files) as reader:
-        for extent in extents:
-            for start, number, block in _unknown_blocks(checksums, extent):
-                run = StridedCopy(0, extent.file, start + block.start, block.stop - block.start)
-                checksums[number] = block_checksum(reader.read_run(run, scratch).data)
+    for extent in extents:
+        for start, number, block in _unknown_blocks(checksums, extent):
+            run = StridedCopy(0, extent.file, start + block.start, block.stop - block.start)
+            checksums[number] = block_checksum(written.read_run(run, scratch).data)
 
 
 def _unknown_blocks(

@@ -11,19 +11,12 @@ import resource
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.core.errors import (
-    GET_AGAIN_HINT,
-    RERUN_HINT,
-    DamagedError,
-    Option,
-    PrepError,
-    text,
-)
+from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.formatting import count_text
 from prepcli.engine.io_policy import WriteMode, WritePolicy, allocate
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
@@ -31,8 +24,8 @@ from prepcli.stores.buffers import ByteArray, ClosedAfterBlock
 from prepcli.stores.files import io_error
 from prepcli.stores.output_files import open_no_follow, sync_many
 
-# File descriptors left for other uses.
-RESERVED_DESCRIPTORS = 32
+# File descriptors left for other uses, e.g. the claims of units that are not synced yet.
+RESERVED_DESCRIPTORS = 256
 # More files are opened for each access instead of kept open: an item with one file per chunk may have 10^5.
 MAX_KEPT_FILES = 1000
 # Bytes written to the page cache before their writeback starts.
@@ -88,7 +81,12 @@ class Files(ClosedAfterBlock):
 
     Each is open twice: with O_DIRECT for whole pages, and buffered for partial pages. If there are more than
     `MAX_KEPT_FILES`, each access opens its file, without direct I/O.
+
+    Attributes:
+        is_read_back: Whether synced bytes are soon read. They then stay in the page cache.
     """
+
+    is_read_back: ClassVar[bool] = False
 
     def __init__(self, paths: Sequence[Path], sizes: Sequence[int] | None = None) -> None:
         """Open files for reading, or for writing if `sizes` is given.
@@ -363,7 +361,8 @@ class Files(ClosedAfterBlock):
         fd = self._acquire(file)
         try:
             os.fdatasync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if not self.is_read_back:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             self._write_error = io_error(self.paths[file], error)
             raise self._write_error from error

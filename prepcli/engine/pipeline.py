@@ -33,6 +33,8 @@ from prepcli.stores.buffers import ByteArray
 
 # Bytes written since the last sync point, at most.
 MOST_UNSYNCED_NBYTES = 256 << 20
+# A claim of a unit holds a file descriptor until the unit is synced, e.g. seconds on a slow disk.
+MAX_UNSYNCED_UNITS = 64
 
 
 @dataclass(slots=True)
@@ -467,9 +469,10 @@ class Pipeline:
         with recording:
             if task.new_nbytes:
                 self._write_slab(task)
+        is_full = len(self.unsynced_units) >= MAX_UNSYNCED_UNITS
         if (
             self.background_sync
-            and self.background_sync.is_due(self.unsynced_nbytes)
+            and (is_full or self.background_sync.is_due(self.unsynced_nbytes))
             and not self._shares_pages_with_next(task)
         ):
             self.background_sync.submit(self._take_sync_point())

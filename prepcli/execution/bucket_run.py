@@ -26,15 +26,16 @@ from prepcli.execution.bucket_store import (
     has_intact_files,
     stored_manifest,
 )
-from prepcli.execution.compress import CompressedChunks, locate_chunks
 from prepcli.execution.finalize import (
     WORK_FOLDER,
-    content_record,
     raw_chunks,
-    read_small_file,
     write_last_files,
 )
-from prepcli.execution.object_compressor import compression_threads
+from prepcli.execution.object_compressor import (
+    CompressedChunks,
+    compression_threads,
+    locate_chunks,
+)
 from prepcli.execution.object_writer import ObjectWriter
 from prepcli.execution.output_paths import RETRIES
 from prepcli.execution.run import ExecutionRequest, Run
@@ -48,9 +49,8 @@ from prepcli.execution.run_store import (
 from prepcli.execution.source_checks import parse_source_state
 from prepcli.formats.codecs import codec_of
 from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error
-from prepcli.planning.manifest_fields import FileRecord, Manifest
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.object_files import OBJECT_NBYTES
-from prepcli.planning.plan import SmallFile
 from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import find_bucket_units
 from prepcli.stores import object_store
@@ -353,18 +353,12 @@ class BucketRun(Run):
             data = np.frombuffer(content, np.uint8)
             uploads.send(path, data, start=0, size=data.size)
 
-        def copy(path: str, file: SmallFile) -> FileRecord:
-            content = read_small_file(file)
-            put(path, content)
-            return content_record(content)
-
         manifest = write_last_files(
             self.plan,
             self.identity,
             digests=digests,
             sums=all_checksums(self.plan, notes),
             put=put,
-            copy=copy,
             compressed=self._compressed_chunks(notes),
             num_threads=NUM_THREADS,
         )

@@ -7,6 +7,7 @@ digested on the way. The remaining tensors are divided among the processes, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,35 +16,28 @@ import numpy as np
 from prepcli.algebra.boxes import Box, intersect, slices, volume
 from prepcli.algebra.grids import ChunkIndex
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.core.observer import NullProgress
 from prepcli.engine.blobs import open_blobs
-from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf, HostShard
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.host_leaves import HostLeafReader
-from prepcli.engine.pipeline import Pipeline
+from prepcli.execution.bucket_store import NUM_THREADS
 from prepcli.execution.finalize import (
     WORK_FOLDER,
-    content_record,
-    read_small_file,
     write_last_files,
 )
-from prepcli.execution.step_writer import MEMORY_NBYTES, NOTE_STEM
+from prepcli.execution.step_writer import NOTE_STEM, step_reader
 from prepcli.execution.training_storage import StepSave
-from prepcli.execution.written_data import readback_stream
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.planning.manifest_fields import FileRecord
 from prepcli.planning.object_files import LeafGroup, ProcessFiles
-from prepcli.planning.plan import OutputLeaf, Plan, SmallFile, Stream
+from prepcli.planning.plan import OutputLeaf, Plan
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads
 from prepcli.stores.object_store import Bucket, part_nbytes
 from prepcli.stores.object_writes import publish_content
 from prepcli.stores.paths import StoreListing, read_all
 
-NUM_THREADS = 32  # concurrent requests for small objects
 # Memory for the parts of the data file in flight, and their maximum number
 PARTS_NBYTES = 64 << 20
 MAX_PARTS_IN_FLIGHT = 8
@@ -123,8 +117,9 @@ class BucketStep:
                 leaves.append(_fetched_leaf(leaf, shards[name]))
             else:
                 leaves.append(leaf)
-        streams = {number: self.files.plan.streams[number] for number in group.streams}
-        return _digest_streams(streams, HostLeafReader(leaves))
+        plan = self.plan
+        streams = {number: replace(plan.streams[number], writes=()) for number in group.streams}
+        return step_reader(plan).digest_streams(streams, HostLeafReader(leaves))
 
     def shared_streams(self) -> Sequence[int]:
         """Return the streams of tensors with shards of several processes."""
@@ -134,18 +129,15 @@ class BucketStep:
                 numbers += group.streams
         return sorted(numbers)
 
-    def digest_written(self, numbers: Sequence[int]) -> Mapping[int, str]:
-        """Read streams back from the store. Return their digests."""
+    def open_written(self) -> AbstractContextManager[RunReader]:
+        """Open the data files of all processes to read them."""
         plan = self.plan
         uploaded = {file.path: file for file in self.bucket.list_files()}
         paths = [f"{plan.item}/{planned.path}" for planned in plan.files]
         # A process without chunks has uploaded no file.
         files = [uploaded.get(path, RemoteFile(path, 0, "")) for path in paths]
         root = StoreListing(self.bucket.name, self.bucket, files).root
-        blobs = [root / path for path in paths]
-        streams = {number: readback_stream(plan.streams[number]) for number in numbers}
-        with open_blobs(blobs) as reader:
-            return _digest_streams(streams, reader)
+        return open_blobs([root / path for path in paths])
 
     def write_note(self, index: int, content: bytes) -> None:
         """Upload the note of a process."""
@@ -176,7 +168,6 @@ class BucketStep:
             digests=digests,
             sums=sums,
             put=self._put,
-            copy=self._copy,
             num_threads=NUM_THREADS,
         )
         self.check_lock()
@@ -185,23 +176,9 @@ class BucketStep:
     def _put(self, path: str, content: bytes) -> None:
         self.bucket.write_pieces(path, [content], size=len(content))
 
-    def _copy(self, path: str, file: SmallFile) -> FileRecord:
-        content = read_small_file(file)
-        self._put(path, content)
-        return content_record(content)
-
 
 def _note_path(index: int) -> str:
     return f"{WORK_FOLDER}/{NOTE_STEM}-{index}"
-
-
-def _digest_streams(streams: Mapping[int, Stream], reader: RunReader) -> dict[int, str]:
-    """Return the digests of streams by number."""
-    read_only = [replace(stream, writes=()) for stream in streams.values()]
-    outcome = Pipeline(
-        read_only, reader, sink=None, budget=make_budget(MEMORY_NBYTES), progress=NullProgress()
-    ).run()
-    return {number: outcome.digests[position] for position, number in enumerate(streams)}
 
 
 def _fetch_shards(name: str, leaf: HostLeaf) -> Shards:

@@ -62,7 +62,7 @@ MAX_NOTE_NBYTES = 64 << 20
 RENEW_S = 20.0
 STALE_S = 60.0
 LOOK_S = 0.5
-NUM_THREADS = 16  # concurrent requests for small objects
+NUM_THREADS = 32  # concurrent requests for small objects
 OTHER_ADDRESS_HINT = text(
     "set {} to another address, or pass {}", Option("out"), Option("overwrite", True)
 )

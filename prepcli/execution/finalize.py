@@ -1,4 +1,4 @@
-"""Finish an output after its tensors are written: compressed chunks, index, settings, checksums and manifest."""
+"""Finish an output after its tensors are written: index, settings, checksums and manifest."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.core.observer import NullProgress, Progress
 from prepcli.engine.casts import parse_stream_digest, report_casts
 from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
 from prepcli.engine.digest import UNNAMED_ALGORITHM, TensorDigest, record_digest
-from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
+from prepcli.engine.files import Files
+from prepcli.execution.object_compressor import CompressedChunks
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, record_file
 from prepcli.formats.orbax import (
@@ -27,7 +27,6 @@ from prepcli.formats.orbax import (
 )
 from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
 from prepcli.planning.chunk_placement import chunk_extents
-from prepcli.planning.item_storage import Compression
 from prepcli.planning.manifest_fields import (
     FileRecord,
     LeafRecord,
@@ -50,16 +49,6 @@ from prepcli.stores.output_files import check_no_symlinks, open_no_follow, write
 # Small files are written from their first byte again, also after an interruption.
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 WORK_FOLDER = ".prep"  # state of the run, in an output that is not complete
-# In the work folder of an output with compressed chunks
-RAW_FOLDER = "raw"
-COMPRESS_JOURNAL = "packed"
-
-
-def data_folder(plan: Plan, folder: Path) -> Path:
-    """Return the folder of the data files. Chunks are first written to a work folder if they will be compressed."""
-    if plan.compression:
-        return folder / WORK_FOLDER / RAW_FOLDER
-    return folder / plan.item
 
 
 def finalize_folder(
@@ -69,7 +58,7 @@ def finalize_folder(
     run_identity: dict[str, object],
     digests: Mapping[int, str],
     sums: ChecksumArray,
-    progress: Progress | None = None,
+    compressed: CompressedChunks | None = None,
 ) -> None:
     """Write all files of a folder except the data files. Nothing is synced.
 
@@ -79,19 +68,14 @@ def finalize_folder(
         run_identity: Identity of the run, for the manifest.
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks. Unknown ones are computed from the data files.
-        progress: Receives the number of compressed bytes.
+        compressed: Locations of compressed chunks. None if the chunks are raw.
 
     Raises:
         PrepError: The system refused to read or write.
     """
-    # A kill leaves a staging folder, and the next run writes all of these files again, except the chunks
-    # that the journal of the compression lists. This call checks the folders. Each file is opened without
-    # following links.
+    # A kill leaves a staging folder, and the next run writes all of these files again. This call checks the
+    # folders. Each file is opened without following links.
     check_no_symlinks(folder)
-    compressed = None
-    if plan.compression:
-        compressed = _compress_output(plan, plan.compression, folder, progress or NullProgress())
-    files = [data_folder(plan, folder) / file.path for file in plan.files]
 
     def put(path: str, content: bytes) -> None:
         write_files(folder, {path: content})
@@ -100,7 +84,9 @@ def finalize_folder(
         return _write_small_file(file, folder / path)
 
     try:
-        compute_unknown(sums, chunk_extents(plan.leaves), files=files)
+        if not sums.all():
+            with Files([folder / output_path(plan, file.path) for file in plan.files]) as written:
+                compute_unknown(sums, chunk_extents(plan.leaves), written)
         manifest = write_last_files(
             plan,
             run_identity,
@@ -122,7 +108,7 @@ def write_last_files(
     digests: Mapping[int, str],
     sums: ChecksumArray,
     put: Callable[[str, bytes], object],
-    copy: Callable[[str, SmallFile], FileRecord],
+    copy: Callable[[str, SmallFile], FileRecord] | None = None,
     compressed: CompressedChunks | None = None,
     num_threads: int = 1,
 ) -> bytes:
@@ -134,7 +120,8 @@ def write_last_files(
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks.
         put: Writes a file, given its path and content.
-        copy: Writes a small file of the plan, given its path. Returns its record.
+        copy: Writes a small file of the plan, given its path. Returns its record. None for a file that is read, and
+            then written by `put`.
         compressed: Locations of compressed chunks. None if the chunks are raw.
         num_threads: Number of concurrent calls of `put` and `copy`. 1 for calls in this thread.
 
@@ -153,11 +140,13 @@ def write_last_files(
 
     def write(path: str, content: bytes) -> tuple[str, FileRecord]:
         put(path, content)
-        return path, content_record(content)
+        return path, _content_record(content)
 
     def copy_file(file: SmallFile) -> tuple[str, FileRecord]:
         path = output_path(plan, file.path)
-        return path, copy(path, file)
+        if copy is not None:
+            return path, copy(path, file)
+        return write(path, _read_small_file(file))
 
     writes: list[Callable[[], tuple[str, FileRecord]]] = []
     for path, content in metadata.items():
@@ -180,12 +169,12 @@ def write_last_files(
     # Readers of Orbax look for the markers, and prep for its manifest.
     for path, content in markers.items():
         put(path, content)
-        records[path] = content_record(content)
+        records[path] = _content_record(content)
     files = header_records(plan) | dict(sorted(records.items()))
     return encode_manifest(manifest | Manifest(files=files))
 
 
-def content_record(content: bytes) -> FileRecord:
+def _content_record(content: bytes) -> FileRecord:
     """Return the record of a file with this content."""
     return {"bytes": len(content), "xxh3": record_digest(content)}
 
@@ -279,7 +268,7 @@ def check_small_files(plan: Plan) -> None:
             raise io_error(Path(file.copied_from), error) from error
 
 
-def read_small_file(file: SmallFile) -> bytes:
+def _read_small_file(file: SmallFile) -> bytes:
     """Return the content of a small file of an output.
 
     Raises:
@@ -307,7 +296,7 @@ def _write_small_file(file: SmallFile, path: Path) -> FileRecord:
     if not file.copied_from:
         content = file.read_content()
         write_no_follow(path, content)
-        return content_record(content)
+        return _content_record(content)
     with (
         open(file.copied_from, "rb", opener=_open_without_links) as source,
         open(open_no_follow(path, WRITE_FLAGS), "wb") as target,
@@ -330,39 +319,11 @@ def _open_without_links(path: str, flags: int) -> int:
     return fd
 
 
-def _compress_output(
-    plan: Plan, compression: Compression, folder: Path, progress: Progress
-) -> CompressedChunks:
-    data_files = [data_folder(plan, folder) / file.path for file in plan.files]
-    chunk_paths: list[str] | None = None
-    if plan.storage.has_chunk_files:
-        chunk_paths = []
-        for chunk in raw_chunks(plan.leaves):
-            leaf_name = plan.leaves[chunk.array].name
-            chunk_paths.append(plan.storage.chunk_path(leaf_name, chunk.index))
-    return compress_chunks(
-        raw_chunks(plan.leaves),
-        data_files,
-        folder=folder / plan.item,
-        journal=folder / WORK_FOLDER / COMPRESS_JOURNAL,
-        compression=compression,
-        progress=progress,
-        chunk_paths=chunk_paths,
-    )
-
-
 def newest_source_ns(plan: Plan) -> int:
     """Return the newest time stamp of the source's files, for the output's metadata: equal runs write equal bytes."""
     newest_ns = max((file.mtime_ns for file in plan.source_files), default=0)
     # Metadata cannot hold times before 1970.
     return max(0, newest_ns)
-
-
-def output_nbytes_to_compress(plan: Plan, folder: Path) -> int:
-    """Return the number of bytes still to compress."""
-    if not plan.compression:
-        return 0
-    return nbytes_to_compress(raw_chunks(plan.leaves), folder / WORK_FOLDER / COMPRESS_JOURNAL)
 
 
 def raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:

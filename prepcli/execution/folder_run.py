@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from prepcli.engine.casts import matrix_nbytes
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader, io_error
 from prepcli.engine.fills import piece_nbytes
-from prepcli.engine.pipeline import Pipeline, PipelineUnit
-from prepcli.execution.finalize import data_folder, finalize_folder, output_nbytes_to_compress
+from prepcli.engine.pipeline import ConversionResult, Pipeline, PipelineUnit
+from prepcli.execution.finalize import finalize_folder
 from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_work_folder
+from prepcli.execution.object_compressor import CompressedChunks
 from prepcli.execution.run import ExecutionRequest, Run
 from prepcli.execution.run_store import (
     DONE_FOLDER,
@@ -53,7 +55,7 @@ from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes
-from prepcli.planning.work_units import find_folder_units
+from prepcli.planning.work_units import WorkUnit, find_folder_units
 from prepcli.stores.output_files import check_no_symlinks
 
 # A larger unit has a note of its durable part, so that a kill loses about a second of work.
@@ -66,24 +68,41 @@ MAX_CHECKED = 64
 class FolderRun(Run):
     """Writes the output of a plan to a folder."""
 
-    def __init__(self, request: ExecutionRequest, out: Path) -> None:
+    def __init__(
+        self,
+        request: ExecutionRequest,
+        out: Path,
+        units: Sequence[WorkUnit] | None = None,
+        encoder_nbytes: int = 0,
+    ) -> None:
+        """Open no file yet.
+
+        Args:
+            request: The plan and its options.
+            out: Path of the output.
+            units: All units of the plan. None for units that share data files.
+            encoder_nbytes: Memory of the compression.
+        """
         plan = request.plan
         # The matrices of a low-rank update and the pieces of new tokens stay in memory during the
         # run, in addition to the buffers.
         budget = make_budget(
             request.pool.memory_nbytes,
             min_buffer_nbytes(plan.streams),
-            kept_nbytes=max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams)),
+            kept_nbytes=max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams))
+            + encoder_nbytes,
         )
         self.folder_store = FolderStore(out)
-        super().__init__(request, self.folder_store, find_folder_units(plan), budget)
+        super().__init__(request, self.folder_store, units or find_folder_units(plan), budget)
         self.out = out
-        folder = data_folder(plan, self.folder_store.folder)
+        folder = self.folder_store.folder / plan.item
         self.files = [folder / file.path for file in plan.files]
-        self._recorder = ChecksumRecorder(chunk_extents(plan.leaves))
+        self.extents = chunk_extents(plan.leaves)
+        self.recorder = ChecksumRecorder(self.extents)
         self._opened = ExitStack()
         self._sink: Files | None = None
         self._source_reader: RunReader | None = None
+        self.pipeline: Pipeline | None = None
         # Notes of the durable parts that this process continues, and notes of units that are not synced yet
         self._parts: dict[int, UnitNote] = {}
         self._unsynced: dict[int, UnitNote] = {}
@@ -92,6 +111,17 @@ class FolderRun(Run):
         """Close the data files, and leave the run."""
         self._opened.close()
         super().close()
+
+    def run(self) -> ConversionResult:
+        """Write the output. See `Run.run`."""
+        try:
+            return super().run()
+        except PrepError as error:
+            # A user knows the output, but not its data files. These are on one disk.
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise io_error(self.out, cause) from cause
+            raise
 
     def is_done(self) -> bool:
         """Return whether the requested output exists. See `Run.is_done`."""
@@ -122,7 +152,8 @@ class FolderRun(Run):
 
     def check_room(self) -> None:
         """Raise PrepError if the disk has no room for the remaining bytes."""
-        check_free_space(self.plan, self.folder_store.folder)
+        folder = self.folder_store.folder
+        check_free_space(folder, missing_nbytes(self.plan, folder))
 
     def join(self) -> bool:
         """Join the run. Return False if another process has published the output since the first check."""
@@ -200,20 +231,19 @@ class FolderRun(Run):
         digests: dict[int, str] = {}
         for note in batch.values():
             digests |= note.digests
-        # A missing or short file is made whole, with zeros.
-        self._open_files()
-        damaged = find_damaged(self.readback, digests, files=self.files)
-        if touched:
-            damaged |= find_outdated(self.readback, digests, source=self.source)
-        num_damaged = len(damaged)
-        for number, note in batch.items():
-            prefix = note.prefix
-            if prefix and (touched or not self.readback.has_prefix(prefix, self.files)):
-                # A prefix has no digest of the source's bytes to compare with a changed source.
-                num_damaged += 1
-                note = replace(note, prefix=None)
-            intact = {key: value for key, value in note.digests.items() if key not in damaged}
-            self._renew(folder, number, replace(note, digests=intact, session=self.session))
+        with self.open_written(folder, batch) as written:
+            damaged = self.find_damaged(folder, batch, written)
+            if touched:
+                damaged |= find_outdated(self.readback, digests, source=self.source)
+            num_damaged = len(damaged)
+            for number, note in batch.items():
+                prefix = note.prefix
+                if prefix and (touched or not self.readback.has_prefix(prefix, written)):
+                    # A prefix has no digest of the source's bytes to compare with a changed source.
+                    num_damaged += 1
+                    note = replace(note, prefix=None)
+                intact = {key: value for key, value in note.digests.items() if key not in damaged}
+                self._renew(folder, number, replace(note, digests=intact, session=self.session))
         if num_damaged:
             count = len(digests) + sum(note.prefix is not None for note in batch.values())
             self.say(
@@ -222,8 +252,25 @@ class FolderRun(Run):
             )
         return bool(num_damaged)
 
+    def open_written(
+        self, folder: str, batch: Mapping[int, UnitNote]
+    ) -> AbstractContextManager[RunReader]:
+        """Open the written bytes of units with notes in a folder of the run."""
+        # A missing or short file is made whole, with zeros.
+        self._open_files()
+        return Files(self.files)
+
+    def find_damaged(
+        self, folder: str, batch: Mapping[int, UnitNote], written: RunReader
+    ) -> set[int]:
+        """Return the noted streams whose written bytes differ from their notes."""
+        digests: dict[int, str] = {}
+        for note in batch.values():
+            digests |= note.digests
+        return find_damaged(self.readback, digests, written)
+
     def _renew(self, folder: str, number: int, note: UnitNote) -> None:
-        """Write a checked note of this session. The intact streams of a damaged unit become its part."""
+        """Write a checked note of this session, or keep the intact streams of a damaged unit."""
         num_streams = sum(
             self.plan.streams[stream].nbytes > 0 for stream in self.units[number].streams
         )
@@ -231,6 +278,10 @@ class FolderRun(Run):
             self.note_unit(number, note)
             self.result.resumed_nbytes += self.units[number].nbytes
             return
+        self.keep_part(folder, number, note)
+
+    def keep_part(self, folder: str, number: int, note: UnitNote) -> None:
+        """Make the intact streams of a damaged unit its part."""
         # The part comes before the deletion: a kill between the two leaves the note of an older session.
         self.write_note(PART_FOLDER, number, note)
         self.store.delete([f"{DONE_FOLDER}/{number}"])
@@ -240,17 +291,21 @@ class FolderRun(Run):
     def _open_files(self) -> tuple[Files, RunReader]:
         """Open the output's data files and the source's files, once."""
         if self._sink is None or self._source_reader is None:
-            self._sink = self._opened.enter_context(open_sink(self.plan, self.folder_store.folder))
+            self._sink = self._opened.enter_context(self.open_sink())
             self._source_reader = self._opened.enter_context(
                 open_blobs(self.source.byte_sources, self.budget.cache_nbytes)
             )
         return self._sink, self._source_reader
 
+    def open_sink(self) -> Files:
+        """Open the data files to write."""
+        return open_sink(self.plan, self.folder_store.folder)
+
     def write_units(self, units: Iterator[PipelineUnit]) -> None:
         """Write units at their offsets. See `Run.write_units`."""
         sink, reader = self._open_files()
-        recorder = self._recorder if self.plan.leaves else None
-        pipeline = Pipeline(
+        recorder = self.recorder if self.plan.leaves else None
+        self.pipeline = pipeline = Pipeline(
             self.plan.streams,
             reader,
             sink=sink,
@@ -275,7 +330,8 @@ class FolderRun(Run):
         """Return a claimed unit with its durable part, if there is any. See `Run.prepare_unit`."""
         unit = super().prepare_unit(number)
         part = self.read_note(PART_FOLDER, number)
-        if part is None or part.session != self.session:
+        # A process of this session may have read another source, before it has found that and deleted its notes.
+        if part is None or part.session != self.session or part.source != self.source_digest:
             return unit
         self._parts[number] = part
         return replace(unit, digests=part.digests, prefix=part.prefix)
@@ -285,22 +341,26 @@ class FolderRun(Run):
 
     def complete_unit(self, number: int) -> None:
         """Make the note of a unit, to be written after the next sync."""
-        self._unsynced[number] = self._make_note(number, self._recorder.take_new())
+        self._unsynced[number] = self._make_note(number, self.recorder.take_new())
 
     def record_durable(self, point: SyncPoint) -> None:
         """Write the notes of durable units, and of the durable part of a large one."""
-        for number in point.complete:
-            self.note_unit(number, self._unsynced.pop(number))
-            self.release(number)
-            self._parts.pop(number, None)
+        self.note_durable({number: self._unsynced.pop(number) for number in point.complete})
         part = point.part
         if part and self.units[part.unit].nbytes >= LARGE_UNIT_NBYTES:
-            note = self._make_note(part.unit, self._recorder.new_blocks())
+            note = self._make_note(part.unit, self.recorder.new_blocks())
             note = replace(note, digests=part.digests, prefix=part.prefix)
             self.write_note(PART_FOLDER, part.unit, note)
 
+    def note_durable(self, notes: Mapping[int, UnitNote]) -> None:
+        """Note complete units after the sync of their bytes."""
+        for number, note in notes.items():
+            self.note_unit(number, note)
+            self.release(number)
+            self._parts.pop(number, None)
+
     def _make_note(self, number: int, blocks: np.ndarray) -> UnitNote:
-        sums = self._recorder.sums[blocks.astype(np.int64)]
+        sums = self.recorder.sums[blocks.astype(np.int64)]
         if part := self._parts.get(number):
             blocks = np.concatenate([part.blocks, blocks])
             sums = np.concatenate([part.sums, sums])
@@ -319,25 +379,41 @@ class FolderRun(Run):
         digests = all_digests(self.plan, notes)
         # Each process has read the source at another time. Older notes were compared in this session.
         self.check_source(digests, parse_source_state(store.source_at_session.get("files")), notes)
-        # Bytes between tensors have no digest, so that a resumed run would keep whatever an
-        # earlier run left there. In new files they are zero. Chunks to compress have no gaps.
-        if not store.is_first_session and not self.plan.compression:
-            zero_gaps(self.plan, self.files)
-        check_data_files(self.plan, self.files, digests=digests, reader=self.readback)
-        stamps = read_stamps(self.files)
+        compressed = self.compressed_chunks()
+        files = self.files
+        if compressed is not None:
+            files = [store.folder / self.plan.item / path for path in compressed.files]
+        self.check_data(digests)
+        stamps = read_stamps(files)
         finalize_folder(
             self.plan,
             store.folder,
             run_identity=self.identity,
             digests=digests,
             sums=all_checksums(self.plan, notes),
-            progress=self.pool.progress,
+            compressed=compressed,
         )
         # The stamps were read before the digest check. Equal stamps show that no file has changed since.
         check_unchanged(stamps)
         # Another program may have created the output meanwhile.
         _check_replaceable(self.out)
         store.publish(overwrite=self.request.overwrite)
+
+    def compressed_chunks(self) -> CompressedChunks | None:
+        """Return the locations of compressed chunks, or None if the chunks are raw."""
+        return None
+
+    def check_data(self, digests: Mapping[int, str]) -> None:
+        """Raise PrepError if another program has changed the data files.
+
+        Args:
+            digests: Digests of all streams, by number.
+        """
+        # Bytes between tensors have no digest, so that a resumed run would keep whatever an
+        # earlier run left there. In new files they are zero.
+        if not self.folder_store.is_first_session:
+            zero_gaps(self.plan, self.files)
+        check_data_files(self.plan, self.files, digests=digests, reader=self.readback)
 
 
 def _check_replaceable(out: Path) -> None:
@@ -392,7 +468,7 @@ def _describe_origin(manifest: Manifest | None, plan: Plan) -> str:
 def open_sink(plan: Plan, folder: Path) -> Files:
     """Create the data files of a staging folder with their sizes and headers. Raise PrepError for symbolic links."""
     check_no_symlinks(folder)
-    paths = [data_folder(plan, folder) / file.path for file in plan.files]
+    paths = [folder / plan.item / file.path for file in plan.files]
     for parent in {path.parent for path in paths}:
         parent.mkdir(parents=True, exist_ok=True)
     sink = Files(paths, [file.size for file in plan.files])
@@ -407,13 +483,16 @@ def open_sink(plan: Plan, folder: Path) -> Files:
     return sink
 
 
-def check_free_space(plan: Plan, folder: Path) -> None:
-    """Raise PrepError if the disk has no room for the remaining bytes. `folder` need not exist."""
-    needed_nbytes = 0
+def missing_nbytes(plan: Plan, folder: Path) -> int:
+    """Return the number of bytes of data files without disk space so far. `folder` need not exist."""
+    missing = 0
     for file in plan.files:
-        needed_nbytes += file.size - _allocated_nbytes(data_folder(plan, folder) / file.path)
-    # Until the end, chunks are on disk both raw and compressed.
-    needed_nbytes += output_nbytes_to_compress(plan, folder)
+        missing += file.size - _allocated_nbytes(folder / plan.item / file.path)
+    return missing
+
+
+def check_free_space(folder: Path, needed_nbytes: int) -> None:
+    """Raise PrepError if the disk of a staging folder has no room for more bytes. `folder` need not exist."""
     existing_folder = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free_nbytes = shutil.disk_usage(existing_folder).free
     if needed_nbytes > free_nbytes:

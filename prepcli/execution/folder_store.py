@@ -20,8 +20,16 @@ from pathlib import Path
 from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
 from prepcli.core.json_values import JsonObject
 from prepcli.engine.files import io_error
-from prepcli.execution.finalize import RAW_FOLDER, WORK_FOLDER
-from prepcli.execution.locks import exclusive_lock, holder_of, is_locked, join_lock, try_lock
+from prepcli.execution.finalize import WORK_FOLDER
+from prepcli.execution.locks import (
+    exclusive_lock,
+    holder_of,
+    is_locked,
+    join_lock,
+    lock_in_folder,
+    try_lock,
+    wait_for_lock,
+)
 from prepcli.execution.output_paths import is_same_file, remove_path
 from prepcli.execution.run_store import (
     CLAIMS_FOLDER,
@@ -48,15 +56,13 @@ JOIN_LOCK_FILE = "door"
 SESSION_FILE = "session"
 # Name of the replaced output, until the new one has its name.
 REPLACED_NAME = "replaced"
+RAW_FOLDER = "raw"  # raw chunks of the units in progress, if chunks are compressed
 # State of a run without written bytes
 RECORDS = {LOCK_FILE, JOIN_LOCK_FILE, SESSION_FILE, RUN_FILE, SOURCE_FILE}
 RECORDS |= {DONE_FOLDER, PART_FOLDER, CLAIMS_FOLDER, RAW_FOLDER}
 
 PARTIAL_SUFFIX = ".partial"
-# The longest suffix of a staging folder is `.unused-XXXX.partial` of `FolderStore.discard`.
-MAX_OUT_NAME_NBYTES = MAX_NAME_NBYTES - len(".unused-0123.partial")
-# Other processes may publish or remove the folder meanwhile.
-MAX_JOIN_TRIES = 100
+MAX_OUT_NAME_NBYTES = MAX_NAME_NBYTES - len(PARTIAL_SUFFIX)
 
 
 class FolderStore:
@@ -154,20 +160,12 @@ class FolderStore:
 
         Another process may publish or remove the folder while this one waits for the lock. It is then created again.
         """
-        with contextlib.ExitStack() as stack:
-            for tries_left in reversed(range(MAX_JOIN_TRIES)):
-                try:
-                    self._make_folders()
-                    lock_stat = stack.enter_context(exclusive_lock(self.work / JOIN_LOCK_FILE))
-                except FileNotFoundError:
-                    if not tries_left:
-                        raise
-                    continue
-                if is_same_file(lock_stat, self.work / JOIN_LOCK_FILE):
-                    break
-                stack.close()
+        fd = lock_in_folder(self.work / JOIN_LOCK_FILE, self._make_folders, wait_for_lock)
+        try:
             self._folder_stat = self.folder.stat()
             yield
+        finally:
+            os.close(fd)
 
     def _make_folders(self) -> None:
         for folder in (self.folder, self.work):
@@ -227,12 +225,23 @@ class FolderStore:
             self._lock_fd = -1
 
     def discard(self) -> None:
-        """Remove an unneeded folder that this process has created, unless another process is in it."""
-        unused_path = self.out.with_name(f"{self.out.name}.unused-{secrets.token_hex(2)}.partial")
-        with contextlib.suppress(OSError), exclusive_lock(self.work / JOIN_LOCK_FILE):
-            if self._is_same_folder():
-                self.folder.rename(unused_path)
-        shutil.rmtree(unused_path, ignore_errors=True)
+        """Leave the run, and remove its unneeded folder unless another process is in it.
+
+        A kill leaves a part of the folder, which the next run of the same command joins.
+        """
+        self.leave()
+        door = self.work / JOIN_LOCK_FILE
+        with contextlib.suppress(OSError, PrepError), exclusive_lock(door):
+            if not self._is_same_folder() or is_locked(self.work / LOCK_FILE):
+                return
+            for folder in (self.folder, self.work):
+                for path in folder.iterdir():
+                    if path not in (self.work, door):
+                        remove_path(path)
+            # A process that waits for the lock finds another file or none at its path, and tries again.
+            door.unlink()
+            self.work.rmdir()
+            self.folder.rmdir()
 
     # State
 
@@ -262,7 +271,10 @@ class FolderStore:
     def delete(self, names: Iterable[str]) -> None:
         """Delete files of the run."""
         for name in names:
-            (self.work / name).unlink(missing_ok=True)
+            try:
+                (self.work / name).unlink(missing_ok=True)
+            except OSError as error:
+                raise io_error(self.work / name, error) from error
 
     def units_with(self, folder: str) -> set[int]:
         """Return the numbers of the units with a file in a folder of the run."""
@@ -270,6 +282,8 @@ class FolderStore:
             return {int(name) for name in os.listdir(self.work / folder) if name.isdecimal()}
         except FileNotFoundError:  # published
             return set()
+        except OSError as error:
+            raise io_error(self.work / folder, error) from error
 
     def claim(self, name: str) -> Claim | None:
         """Return the lock of a unit, or None if another process has it."""

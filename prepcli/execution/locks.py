@@ -7,13 +7,16 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prepcli.core.errors import PrepError
+from prepcli.execution.output_paths import is_same_file
 from prepcli.stores.output_files import open_no_follow, read_no_follow
 
 LOCK_FILE_FLAGS = os.O_RDWR | os.O_CREAT
+# Other processes may remove or rename the folder of a lock meanwhile.
+MAX_TRIES = 100
 
 
 def acquire_lock(path: Path, locked_path: Path) -> int:
@@ -82,15 +85,52 @@ def is_locked(path: Path) -> bool:
         os.close(fd)
 
 
-@contextlib.contextmanager
-def exclusive_lock(path: Path) -> Iterator[os.stat_result]:
-    """Wait for the lock and hold it inside the context. Yields the stat result of the lock file."""
-    fd = open_no_follow(path, LOCK_FILE_FLAGS)
-    try:
+def wait_for_lock(path: Path) -> int:
+    """Wait for the lock, and return a descriptor with it. Closing it releases the lock. Raises OSError."""
+    with _open_lock_file(path) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        yield os.fstat(fd)
+        return fd
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Wait for the lock and hold it inside the context."""
+    fd = wait_for_lock(path)
+    try:
+        yield
     finally:
         os.close(fd)
+
+
+def lock_in_folder(
+    path: Path, make_folder: Callable[[], object], lock: Callable[[Path], int]
+) -> int:
+    """Create a folder, and return a descriptor with the lock of a file in it.
+
+    Args:
+        path: The lock file.
+        make_folder: Creates the folder if necessary.
+        lock: Returns a descriptor with the lock.
+
+    Raises:
+        PrepError: Other processes remove the folder again and again, or `lock` raises it.
+        OSError: The folder cannot be created, or the file system has no locks.
+    """
+    # A lock on a deleted or renamed file is useless: another process creates a new file and locks that one. The lock
+    # counts only if the path still leads to the locked file.
+    for tries_left in reversed(range(MAX_TRIES)):
+        try:
+            make_folder()
+            fd = lock(path)
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+            continue
+        if is_same_file(os.fstat(fd), path):
+            return fd
+        os.close(fd)
+    why = "other processes remove it again and again"
+    raise PrepError(f"{path.parent} cannot be locked", why, "end the other processes")
 
 
 @contextlib.contextmanager

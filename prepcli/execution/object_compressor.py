@@ -7,14 +7,17 @@ the sizes of pieces.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from prepcli.engine.object_assembler import Piece
 from prepcli.formats.codecs import Encoder, codec_of
+from prepcli.formats.orbax_chunks import WrittenChunk
 from prepcli.planning.chunk_placement import ChunkExtent
 from prepcli.planning.item_storage import Compression
 from prepcli.stores.buffers import ByteArray, allocate_buffer
@@ -24,6 +27,9 @@ SLICE_NBYTES = 1 << 20
 MAX_THREADS = 8
 # Encoders may use this part of the memory.
 CONTEXT_SHARE = 16
+
+# [chunks, 3]: file, offset, bytes. An object per chunk would need too much memory.
+_ChunkTable = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -149,3 +155,71 @@ def compression_threads(compression: Compression, memory_nbytes: int) -> int:
     """Return the number of threads for the compression within a memory limit."""
     encoder_nbytes = codec_of(compression).encoder_nbytes(compression.level)
     return max(1, min(MAX_THREADS, memory_nbytes // CONTEXT_SHARE // encoder_nbytes))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompressedChunks:
+    """Locations of compressed chunks, in the order of the raw chunks.
+
+    Attributes:
+        places: [chunks, 3]: file number, offset and bytes of each chunk.
+        files: Paths of the data files, relative to the item.
+        sizes: Bytes of each data file.
+    """
+
+    places: _ChunkTable
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def relocate(self, raw: Iterable[WrittenChunk]) -> Iterator[WrittenChunk]:
+        """Yield the raw chunks of the plan, in the same order, with their compressed locations."""
+        for chunk, row in zip(raw, self.places, strict=True):
+            file, offset, nbytes = map(int, row)
+            yield replace(chunk, file=file, offset=offset, nbytes=nbytes)
+
+
+def locate_chunks(
+    chunks: Iterable[WrittenChunk],
+    lengths: Mapping[int, Sequence[int]],
+    paths: Sequence[str],
+    chunk_paths: Sequence[str] | None = None,
+) -> CompressedChunks:
+    """Return the locations of chunks, compressed file by file without gaps.
+
+    Args:
+        chunks: The raw chunks.
+        lengths: Compressed lengths of the chunks in each raw file, in the order of their offsets, by file number.
+        paths: Path of the compressed chunks of each raw file, relative to the item.
+        chunk_paths: Path of each chunk in a file of its own, in the order of `chunks`, instead of `paths`.
+    """
+    # `table` has one row [file, offset, bytes] per raw chunk. `places[order]` puts lengths in the order of the raw
+    # files back in the order of `chunks`: order [2, 0, 1] means that the first compressed chunk is chunk 2.
+    table = _chunk_table(chunks)
+    order = _storage_order(table)
+    places = np.empty_like(table)
+    sizes: list[int] = []
+    row = 0
+    for file in range(len(paths)):
+        offset = 0
+        for nbytes in lengths.get(file, ()):
+            places[order[row]] = file, offset, nbytes
+            offset += nbytes
+            row += 1
+        sizes.append(offset)
+    assert row == len(table)  # each complete unit has noted the lengths of all its chunks
+    if chunk_paths is None:
+        return CompressedChunks(places, tuple(paths), tuple(sizes))
+    places[order, 0] = np.arange(row)
+    places[:, 1] = 0
+    names = [chunk_paths[number] for number in map(int, order)]
+    return CompressedChunks(places, tuple(names), tuple(map(int, places[order, 2])))
+
+
+def _chunk_table(chunks: Iterable[WrittenChunk]) -> _ChunkTable:
+    rows = ((chunk.file, chunk.offset, chunk.nbytes) for chunk in chunks)
+    return np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, 3)
+
+
+def _storage_order(table: _ChunkTable) -> npt.NDArray[np.intp]:
+    """Return the row numbers in the order of file and offset."""
+    return np.lexsort((table[:, 1], table[:, 0]))

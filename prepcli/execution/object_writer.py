@@ -173,7 +173,7 @@ class ObjectWriter:
     def _note(self, number: int) -> UnitNote:
         blocks: list[int] = []
         for file in self._units[number].files:
-            blocks += _block_numbers(self._extents.get(file, ()))
+            blocks += block_numbers(self._extents.get(file, ()))
         numbers = np.array(blocks, np.uint64)
         objects = sorted(self._objects.pop(number), key=lambda file: file.path)
         sums = self._recorder.sums[numbers.astype(np.int64)]
@@ -185,7 +185,7 @@ class ObjectWriter:
         return UnitNote(digests, numbers, sums, objects=tuple(objects), lengths=lengths)
 
 
-def _block_numbers(extents: Sequence[ChunkExtent]) -> list[int]:
+def block_numbers(extents: Sequence[ChunkExtent]) -> list[int]:
     """Return the numbers of the checksum blocks in extents."""
     numbers: list[int] = []
     for extent in extents:

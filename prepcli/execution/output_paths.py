@@ -21,7 +21,7 @@ from prepcli.formats.orbax import CHECKPOINT_METADATA_FILE, COMMIT_MARKER, STRIN
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.plan import Plan
 from prepcli.stores.addresses import ObjectStoreUrl, is_url, parse_url
-from prepcli.stores.files import name_fault
+from prepcli.stores.files import io_error, name_fault
 
 # Files that prep writes beside the data: in the folder of an item, and in the folder of the output.
 ITEM_FILES = (METADATA_FILE, CHECKPOINT_METADATA_FILE, STRINGS_FILE, COMMIT_MARKER)
@@ -103,11 +103,13 @@ def remove_path(path: Path) -> None:
 
 
 def is_same_file(file_stat: os.stat_result, path: Path) -> bool:
-    """Return whether a path leads to the file or folder of the stat result."""
+    """Return whether a path leads to the file or folder of the stat result. Raise PrepError if nobody can tell."""
     try:
         return os.path.samestat(file_stat, path.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise io_error(path, error) from error
 
 
 def parse_out_url(path: Path | None) -> ObjectStoreUrl | None:

@@ -8,6 +8,7 @@ the run below `.prep/`:
     done/N        note of the complete unit N
     part/N        folder only: note of the durable part of a large unit N
     claims/N      the process that works on unit N
+    raw/N         folder only: raw chunks of a unit in progress, if they are compressed
     session       folder only: the session, and the state of the source when it began
 
 1. The bytes and the places of a unit are a function of the plan. Units may be written twice: a claim only avoids double
@@ -276,10 +277,7 @@ def decode_record(data: bytes) -> JsonObject:
         content = load_json(data)
     except ValueError:
         content = None
-    if not isinstance(content, dict) or content.pop(CHECKSUM_KEY, None) not in (
-        None,
-        _checksum(content),
-    ):
+    if not isinstance(content, dict) or content.pop(CHECKSUM_KEY, None) != _checksum(content):
         raise ValueError("it is not a file that prep wrote")
     return content
 

@@ -8,6 +8,7 @@ checksums, and process 0 publishes the step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -18,10 +19,11 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
+from prepcli.engine.files import Files, RunReader
 from prepcli.engine.host_leaves import HostLeafReader, write_shards
 from prepcli.engine.pipeline import Pipeline
-from prepcli.execution.finalize import data_folder, finalize_folder
-from prepcli.execution.folder_run import check_free_space, open_sink
+from prepcli.execution.finalize import finalize_folder
+from prepcli.execution.folder_run import check_free_space, missing_nbytes, open_sink
 from prepcli.execution.folder_store import FolderStore
 from prepcli.execution.output_paths import remove_path
 from prepcli.execution.run import make_run_identity, plan_digest
@@ -53,8 +55,8 @@ class StepOutput(Protocol):
         """Write the shards of this process durably. Return the digests of its whole tensors."""
         ...
 
-    def digest_written(self, numbers: Sequence[int]) -> Mapping[int, str]:
-        """Return the digests of written streams."""
+    def open_written(self) -> AbstractContextManager[RunReader]:
+        """Open the data files of all processes to read them."""
         ...
 
     def write_note(self, index: int, content: bytes) -> None:
@@ -70,6 +72,11 @@ class StepOutput(Protocol):
     ) -> None:
         """Write all other files, and make the step visible."""
         ...
+
+
+def step_reader(plan: Plan) -> StreamReader:
+    """Return the reader of a step's streams, within the memory budget of a save."""
+    return StreamReader(plan.streams, make_budget(MEMORY_NBYTES), NullProgress())
 
 
 def write_step(save: StepSave, output: StepOutput) -> None:
@@ -93,7 +100,9 @@ def write_step(save: StepSave, output: StepOutput) -> None:
     with joint_work(group, f"{save.name}-digested"):
         if shared := output.shared_streams():
             positions = divide_streams(subplan(plan, shared), group.count)[group.index]
-            digests |= output.digest_written([shared[position] for position in positions])
+            numbers = [shared[position] for position in positions]
+            with output.open_written() as written:
+                digests |= step_reader(plan).digest_written_streams(numbers, written)
         if group.index:
             # `sums` has an entry for every block of all files. A note of the known blocks alone is as small
             # as this process's part of the files.
@@ -181,15 +190,13 @@ class FolderStep:
             store.work.mkdir(parents=True)
         except OSError as error:
             raise io_error(store.folder, error) from error
-        check_free_space(self.plan, store.folder)
+        check_free_space(store.folder, missing_nbytes(self.plan, store.folder))
         return store.folder
 
-    def digest_written(self, numbers: Sequence[int]) -> Mapping[int, str]:
-        """Read streams back from the data files. Return their digests."""
-        folder = data_folder(self.plan, self._store().folder)
-        files = [folder / file.path for file in self.plan.files]
-        reader = StreamReader(self.plan.streams, make_budget(MEMORY_NBYTES), NullProgress())
-        return reader.digest_written_streams(numbers, files)
+    def open_written(self) -> Files:
+        """Open the data files to read them."""
+        folder = self._store().folder / self.plan.item
+        return Files([folder / file.path for file in self.plan.files])
 
     def write_note(self, index: int, content: bytes) -> None:
         """Write the note of a process."""

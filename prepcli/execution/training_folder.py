@@ -16,8 +16,8 @@ from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.execution.folder_store import remove_work_folder
-from prepcli.execution.locks import acquire_lock
-from prepcli.execution.output_paths import is_same_file, remove_path
+from prepcli.execution.locks import acquire_lock, lock_in_folder
+from prepcli.execution.output_paths import remove_path
 from prepcli.execution.step_writer import FolderStep, write_step
 from prepcli.execution.training_storage import StepSave
 from prepcli.formats.manifest import RECREATE_HINT
@@ -26,8 +26,6 @@ from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.stores.files import fsync_path, io_error
 
 LOCK = ".lock"
-# Other starts of the run may fail and remove the folder, so locking is tried again.
-MAX_LOCK_TRIES = 100
 NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 LEFTOVER_NAME = re.compile(r"(0|[1-9][0-9]*)(\.removed)?\.partial")
 
@@ -101,7 +99,9 @@ class FolderStorage:
             return
         folder = self.local_folder
         try:
-            self._lock = self._lock_folder()
+            self._lock = lock_in_folder(
+                folder / LOCK, self._make_folder, lambda path: acquire_lock(path, folder)
+            )
         except OSError as error:
             if error.errno not in NO_LOCK_ERRORS:
                 raise io_error(folder, error) from error
@@ -111,32 +111,11 @@ class FolderStorage:
         self._is_acquired = True
         self._remove_leftovers()
 
-    def _lock_folder(self) -> int:
-        """Create and lock the folder, and return the descriptor of the lock.
-
-        Another start that fails may remove the folder after this process has opened the lock file.
-        """
+    def _make_folder(self) -> None:
         folder = self.local_folder
-        for tries_left in reversed(range(MAX_LOCK_TRIES)):
-            # A lock on a deleted file is useless: another start creates a new file and locks the
-            # new one. The lock counts only if the path still leads to the locked file.
-            self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                fsync_path(folder.parent)
-                fd = acquire_lock(folder / LOCK, folder)
-            except FileNotFoundError:
-                if not tries_left:
-                    raise
-                continue
-            if is_same_file(os.fstat(fd), folder / LOCK):
-                return fd
-            os.close(fd)
-        raise PrepError(
-            f"{folder} cannot be locked",
-            "other starts of this run remove it again and again",
-            "end the other starts",
-        )
+        self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        fsync_path(folder.parent)
 
     def _remove_leftovers(self) -> None:
         try:

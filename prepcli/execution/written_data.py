@@ -49,12 +49,11 @@ class StreamReader:
     progress: Progress
 
     def digest_written_streams(
-        self, stream_numbers: Iterable[int], data_files: Sequence[Path]
+        self, stream_numbers: Iterable[int], written: RunReader
     ) -> dict[int, str]:
         """Read streams back from the data files. Return the digest of each, over its bytes in tensor order."""
-        with Files(data_files) as opened:
-            streams = {number: readback_stream(self.streams[number]) for number in stream_numbers}
-            return self._compute_digests(streams, opened)
+        streams = {number: readback_stream(self.streams[number]) for number in stream_numbers}
+        return self.digest_streams(streams, written)
 
     def digest_source_streams(
         self, stream_numbers: Iterable[int], source: Source
@@ -66,9 +65,10 @@ class StreamReader:
             if stream.reads:
                 streams[number] = replace(stream, writes=(), cast_to="", update=None, scale=None)
         with open_blobs(source.byte_sources, self.budget.cache_nbytes) as opened:
-            return self._compute_digests(streams, opened)
+            return self.digest_streams(streams, opened)
 
-    def _compute_digests(self, streams: Mapping[int, Stream], files: RunReader) -> dict[int, str]:
+    def digest_streams(self, streams: Mapping[int, Stream], files: RunReader) -> dict[int, str]:
+        """Read streams, given by number. Return the digest of each."""
         self.progress.begin(CHECK_TASK, sum(stream.nbytes for stream in streams.values()))
         try:
             outcome = Pipeline(
@@ -78,20 +78,19 @@ class StreamReader:
             self.progress.end()
         return {number: outcome.digests[position] for position, number in enumerate(streams)}
 
-    def has_prefix(self, prefix: StreamPrefix, files: Sequence[Path]) -> bool:
+    def has_prefix(self, prefix: StreamPrefix, written: RunReader) -> bool:
         """Return whether the data files hold the first bytes of a stream."""
         stream = self.streams[prefix.stream_number]
         readback = readback_stream(stream)
         # A prefix counts bytes as read. Its digest is of the bytes as written.
         num_values = prefix.nbytes // itemsize(stream.dtype)
         end = readback.byte_range[0] + num_values * itemsize(stream.written_dtype)
-        digest = TensorDigest()
-        with Files(files) as opened:
-            for start, data in read_values(opened, readback, buffers=allocate_run_buffers()):
-                digest.update(data[: max(0, end - start)].data)
-                if start + data.size >= end:
-                    break
-        return digest.hexdigest() == prefix.digest
+        state = TensorDigest()
+        for start, data in read_values(written, readback, buffers=allocate_run_buffers()):
+            state.update(data[: max(0, end - start)].data)
+            if start + data.size >= end:
+                break
+        return state.hexdigest() == prefix.digest
 
 
 def readback_stream(stream: Stream) -> Stream:
@@ -108,9 +107,7 @@ def readback_stream(stream: Stream) -> Stream:
     )
 
 
-def find_damaged(
-    reader: StreamReader, digests: Mapping[int, str], *, files: Sequence[Path]
-) -> set[int]:
+def find_damaged(reader: StreamReader, digests: Mapping[int, str], written: RunReader) -> set[int]:
     """Return the numbers of complete streams with other digests in the data files."""
     numbers: list[int] = []
     for number in digests:
@@ -118,7 +115,7 @@ def find_damaged(
         if stream.writes and stream.nbytes:
             numbers.append(number)
     damaged: set[int] = set()
-    for number, digest in reader.digest_written_streams(numbers, files).items():
+    for number, digest in reader.digest_written_streams(numbers, written).items():
         if digest != parse_stream_digest(digests[number]).written:
             damaged.add(number)
     return damaged
@@ -172,26 +169,27 @@ def check_data_files(
     # later writes extend it again. Planned gaps and bytes of zeros are holes too, which is harmless.
     holes: list[FileSpan] = []
     for number, file in enumerate(plan.files):
-        holes += _file_holes(number, files[number], file.size)
+        for start, stop in file_holes(files[number], file.size):
+            holes.append((number, start - HOLE_MARGIN_NBYTES, stop + HOLE_MARGIN_NBYTES))
     if not holes:
         return
     touched: dict[int, str] = {}
     for number, stream in enumerate(plan.streams):
         if number in digests and _overlap_any_hole(holes, stream_write_spans(stream)):
             touched[number] = digests[number]
-    if find_damaged(reader, touched, files=files):
-        raise _changed_error(files[0].parent)
+    with Files(files) as written:
+        if find_damaged(reader, touched, written):
+            raise changed_error(files[0].parent)
 
 
-def _file_holes(number: int, path: Path, size: int) -> Iterator[FileSpan]:
-    """Yield the holes of a data file, each widened by HOLE_MARGIN_NBYTES."""
+def file_holes(path: Path, size: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each hole of a data file. Raise PrepError if it has another size."""
     try:
         fd = open_no_follow(path, os.O_RDONLY)
         try:
             if os.fstat(fd).st_size != size:
-                raise _changed_error(path)
-            for low, high in _hole_ranges(fd, size):
-                yield number, low - HOLE_MARGIN_NBYTES, high + HOLE_MARGIN_NBYTES
+                raise changed_error(path)
+            yield from _hole_ranges(fd, size)
         finally:
             os.close(fd)
     except OSError as error:
@@ -234,7 +232,7 @@ def check_unchanged(stamps: FileStamps) -> None:
     """Raise PrepError if a file was written to, truncated or replaced since its stamp was read."""
     for path, stamp in stamps.items():
         if _file_stamp(path) != stamp:
-            raise _changed_error(path)
+            raise changed_error(path)
 
 
 def _file_stamp(path: Path) -> tuple[int, ...]:
@@ -245,7 +243,8 @@ def _file_stamp(path: Path) -> tuple[int, ...]:
     return file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns
 
 
-def _changed_error(path: Path) -> PrepError:
+def changed_error(path: Path) -> PrepError:
+    """Return the error for an output that another program has changed before its publication."""
     return PrepError(
         f"{path} was changed by another program", "it changed while it was written", RESUME_HINT
     )

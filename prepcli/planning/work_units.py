@@ -84,8 +84,7 @@ def find_folder_units(plan: Plan) -> tuple[WorkUnit, ...]:
     All streams of a tensor are in one unit, together with the tensors to compare with it. Consecutive small tensors are
     joined.
     """
-    total_nbytes = sum(stream.nbytes for stream in plan.streams)
-    min_nbytes = min(max(total_nbytes // JOINED_SHARE, MIN_JOINED_NBYTES), MAX_JOINED_NBYTES)
+    min_nbytes = min_unit_nbytes(plan)
     units: list[WorkUnit] = []
     streams: list[int] = []
     nbytes = 0
@@ -99,6 +98,12 @@ def find_folder_units(plan: Plan) -> tuple[WorkUnit, ...]:
     if nbytes:
         units.append(WorkUnit(tuple(streams), (), nbytes))
     return tuple(units)
+
+
+def min_unit_nbytes(plan: Plan) -> int:
+    """Return the size of a unit of joined small tensors of a folder."""
+    total_nbytes = sum(stream.nbytes for stream in plan.streams)
+    return min(max(total_nbytes // JOINED_SHARE, MIN_JOINED_NBYTES), MAX_JOINED_NBYTES)
 
 
 def order_units(units: Sequence[WorkUnit], *, count: int, index: int) -> list[int]:

@@ -29,6 +29,7 @@ from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.folder_run import FolderRun
 from prepcli.execution.output_paths import check_output_paths, parse_out_url
+from prepcli.execution.packed_folder_run import PackedFolderRun
 from prepcli.execution.run import ExecutionRequest, plan_digest
 from prepcli.execution.workers import (
     WorkerPool,
@@ -254,7 +255,8 @@ def _execute(
             note=observer.note,
         )
         if isinstance(out, Path):
-            result = FolderRun(request, out).run()
+            run_class = PackedFolderRun if plan.compression else FolderRun
+            result = run_class(request, out).run()
             manifest = read_manifest(out) or NO_MANIFEST
         else:
             run = BucketRun(request, parse_url(out))

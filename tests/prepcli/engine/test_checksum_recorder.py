@@ -80,7 +80,8 @@ def test_recorder_matches_the_files(
             ).run()
     expected, is_known = file_checksums(extents, paths), recorder.sums != 0
     assert (recorder.sums[is_known] == expected[is_known]).all()
-    compute_unknown(recorder.sums, extents, files=paths)
+    with Files(paths) as written:
+        compute_unknown(recorder.sums, extents, written)
     assert (recorder.sums == expected).all()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -402,3 +403,43 @@ def test_publish_restores_the_old_output_after_an_error(out: Path, monkeypatch):
 def test_remove_work_folder_accepts_a_missing_output(out: Path):
     remove_work_folder(out)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "target", "name"),
+    [
+        (lambda store: store.delete(["done/0"]), Path, "unlink"),
+        (lambda store: store.units_with("done"), os, "listdir"),
+        (lambda store: store.is_published(), Path, "stat"),
+    ],
+)
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_store_names_the_path_of_a_system_error(
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[[FolderStore], object],
+    target: object,
+    name: str,
+    number: int,
+):
+    store = start_run(out)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(target, name, fail)
+        with pytest.raises(PrepError, match=r"cannot read or write .*out"):
+            call(store)
+
+
+@pytest.mark.parametrize("name", [LOCK_FILE, JOIN_LOCK_FILE])
+@pytest.mark.parametrize("restart", [False, True])
+def test_lock_file_is_never_a_link(out: Path, name: str, restart: bool):
+    start_run(out).leave()
+    lock = out.parent / "out.partial" / WORK_FOLDER / name
+    lock.unlink()
+    lock.symlink_to(out.parent / "victim")
+    with pytest.raises(PrepError, match=f"{name} cannot be used - it is a symbolic link"):
+        join_run(out, restart=restart)
+    assert not (out.parent / "victim").exists()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from prepcli.core.errors import PrepError
 from prepcli.execution import locks
+from tests.helpers.faults import Killed
 from tests.prepcli.execution.test_folder_store import join_run, start_run
 
 
@@ -53,6 +56,30 @@ def test_discard_removes_an_unneeded_folder(out: Path):
     assert list(out.parent.iterdir()) == []
     store.leave()
     join_run(out)
+
+
+def test_killed_discard_leaves_a_folder_to_join(out: Path, monkeypatch: pytest.MonkeyPatch):
+    real_unlink = Path.unlink
+    for call in range(20):
+        store, calls = start_run(out), iter(range(call))
+
+        def remove(path: Path, calls: Iterator[int] = calls, **more: bool) -> None:
+            if next(calls, None) is None:
+                raise Killed
+            real_unlink(path, **more)
+
+        with monkeypatch.context() as patched, suppress(Killed):
+            patched.setattr(Path, "unlink", remove)
+            store.discard()
+        assert {path.name for path in out.parent.iterdir()} <= {"out.partial"}
+        join_run(out).leave()
+
+
+def test_discard_keeps_the_folder_of_a_peer(out: Path):
+    store, peer = start_run(out), join_run(out)
+    store.discard()
+    assert peer.read("done/0") == b"note"
+    assert not peer.is_published()
 
 
 def test_discard_keeps_the_folder_of_another_process(out: Path):

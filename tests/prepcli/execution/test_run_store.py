@@ -57,7 +57,9 @@ def test_notes_of_another_form_count_as_none(key: str, value: object):
     assert UnitNote.decode(encode_record({**content, key: value}), "run") is None
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", json.dumps({"a": 1, "checksum": "x"}).encode()])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b'{"a": 1}', json.dumps({"a": 1, "checksum": "x"}).encode()]
+)
 def test_damaged_records_are_refused(data: bytes):
     with pytest.raises(ValueError, match="not a file that prep wrote"):
         decode_record(data)

@@ -13,7 +13,6 @@ from prepcli.algebra.boxes import full_box
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.engine.fills import numpy_dtype
-from prepcli.execution import compress
 from prepcli.execution.folder_store import FolderStore
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.killing import read_files
@@ -98,32 +97,6 @@ def test_compressed_output_is_deterministic(tmp_path: Path, model: dict[str, np.
     run_ok(*words, "--out", "b", "--memory", "32MiB")
     run_ok(*words, "--out", "c", "--workers", "2")
     assert read_files(tmp_path / "a") == read_files(tmp_path / "b") == read_files(tmp_path / "c")
-
-
-def test_stopped_compression_resumes(
-    tmp_path: Path,
-    model: dict[str, np.ndarray],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    words = ["save-init", "./model", "--compress", "zstd"]
-    run_ok(*words, "--out", "whole")
-    monkeypatch.setattr(compress, "MARK_NBYTES", 4096)
-    original, marks = compress._Compressor._record_progress, []
-
-    def stop_at_sixth_mark(self: compress._Compressor, marked: int) -> int:
-        marks.append(marked)
-        if len(marks) == 6:
-            raise KeyboardInterrupt
-        return original(self, marked)
-
-    monkeypatch.setattr(compress._Compressor, "_record_progress", stop_at_sixth_mark)
-    assert main([*words, "--out", "out", "--progress", "none"]) == 130
-    assert not (tmp_path / "out").exists()
-    run_ok(*words, "--out", "out")
-    assert read_files(tmp_path / "out") == read_files(tmp_path / "whole")
-    assert marks[6] >= marks[5] > 0
-    assert not (tmp_path / "out/.prep").exists()
 
 
 def test_compression_ratio_is_reported(

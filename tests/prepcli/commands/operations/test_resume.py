@@ -18,7 +18,7 @@ from prepcli.engine import pipeline
 from prepcli.engine.budget import Budget
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import ConversionResult, Pipeline
-from prepcli.execution import compress, finalize, folder_run
+from prepcli.execution import finalize, folder_run
 from prepcli.execution import run as execution_run
 from prepcli.execution.run_store import decode_record, encode_record
 from prepcli.planning import work_units
@@ -61,7 +61,7 @@ def run(name: str, *more: str) -> int:
 
 
 def data_files(partial: Path) -> list[Path]:
-    folder = next(f for f in (partial / ".prep/raw/d", partial / "d", partial) if f.is_dir())
+    folder = next(f for f in (partial / "d", partial) if f.is_dir())
     return sorted(path for path in folder.iterdir() if path.is_file())
 
 
@@ -272,7 +272,6 @@ def test_output_change_while_finalizing_is_an_error(sources: FaultSources, capsy
 def test_compressed_chunks_are_read_back(sources: FaultSources, monkeypatch):
     expected = sources.expected(COMMANDS["compress"])
     with monkeypatch.context() as patched:
-        patched.setattr(compress, "MARK_NBYTES", 4096)
         patched.setattr(finalize, "write_files", kill)
         with pytest.raises(Killed):
             run("compress")
