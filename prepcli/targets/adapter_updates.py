@@ -44,8 +44,14 @@ from prepcli.sources.openers.peft_settings import (
 )
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps, stored_axis_maps
 from prepcli.sources.source_views import append_files, shift_file_numbers
-from prepcli.targets.hf_folder import adapter_tokenizer, json_bytes
-from prepcli.targets.planner import Draft, start_draft, with_rows, with_tied_head
+from prepcli.targets.hf_folder import (
+    TOKENIZER_SETTINGS,
+    TOKENIZERS,
+    adapter_tokenizer,
+    json_bytes,
+    prep_adapter_tokenizer,
+)
+from prepcli.targets.planner import Draft, Placed, start_draft, with_rows, with_tied_head
 
 # Module of older encoders of images between a tower and its layers.
 VISION_WRAPPER = "vision_model"
@@ -97,6 +103,17 @@ def merge_adapter(draft: Draft, adapter: BaseAdapter) -> tuple[Draft, Source]:
     others = [tensor for tensor in tensors if tensor.name not in whole]
     view = replace(combined, tensors=(*_with_whole_parts(source, whole), *others))
     return merged, view
+
+
+def with_adapter_tokenizer(draft: Draft, placed: Placed, adapter: Path) -> tuple[Draft, Placed]:
+    """Return a draft and its layout with the tokenizer of an adapter that prep wrote, in place of the base's."""
+    files = prep_adapter_tokenizer(adapter)
+    if not files:
+        return draft, placed
+    replaced = (*TOKENIZERS, *TOKENIZER_SETTINGS)
+    kept = tuple(file for file in draft.side_files if file.path not in replaced)
+    # A plan's digest depends on the order of its files.
+    return replace(draft, side_files=kept), replace(placed, index=(*placed.index, *files))
 
 
 def open_base_adapter(path: Path, source: Source) -> BaseAdapter:

@@ -210,8 +210,8 @@ def adapter_tokenizer(source: Source) -> tuple[SmallFile, ...]:
     )
 
 
-def with_adapter_tokenizer(files: tuple[SmallFile, ...], adapter: Path) -> tuple[SmallFile, ...]:
-    """Return the files of a base with the tokenizer of an adapter that prep wrote. Other adapters change no file.
+def prep_adapter_tokenizer(adapter: Path) -> tuple[SmallFile, ...]:
+    """Return the tokenizer files of an adapter that prep wrote. Empty for other adapters.
 
     Raises:
         PrepError: The adapter's manifest is broken, or a file is a link that leaves the folder.
@@ -221,11 +221,8 @@ def with_adapter_tokenizer(files: tuple[SmallFile, ...], adapter: Path) -> tuple
     # An adapter of PEFT may have the unchanged tokenizer of its base beside it. Only a manifest shows prep's own.
     manifest = read_manifest(adapter)
     if manifest is None or not any(path.name in TOKENIZERS for path in paths):
-        return files
-    return (
-        *(file for file in files if file.path not in names),
-        *copied_files(map(SideFile.at_top, paths), adapter, manifest=manifest),
-    )
+        return ()
+    return copied_files(map(SideFile.at_top, paths), adapter, manifest=manifest)
 
 
 def _folder_of(path: Path) -> Path:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Unpack
 
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     OpenedConversion,
-    PlannedConversion,
     open_conversion,
 )
 from prepcli.commands.operations.export_checks import (
@@ -63,7 +61,6 @@ from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
 from prepcli.planning.item_storage import OCDBT
 from prepcli.planning.libraries import DCP_FORMAT, HF_LAYOUT, find_library
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Plan
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.planning.work_units import requested_share
 from prepcli.sources.locate import LocatedCheckpoint
@@ -73,7 +70,6 @@ from prepcli.targets.adapter_updates import base_of_adapter, draft_adapter
 from prepcli.targets.planner import (
     Draft,
     Placed,
-    make_plan,
     start_draft,
     with_rows,
     with_tied_head,
@@ -132,9 +128,8 @@ def export(
     observer = observer_of(progress)
     check_allow_overflow(options["allow_overflow"], options["dtype"])
     target = _push_target(options, common, observer)
-    opened = open_conversion(common, observer)
-    # A plan reads only headers.
-    conversion = opened.run(plan_export(options, opened, check_towers=not dry_run))
+    opened = open_conversion("export", common, observer)
+    conversion = _write_export(opened, options)
     if target is None:
         return conversion
     if dry_run:
@@ -179,50 +174,51 @@ def _push_target(
     return target
 
 
-def plan_export(
-    options: ExportOptions, opened: OpenedConversion, *, check_towers: bool
-) -> PlannedConversion:
-    """Plan the copy of every tensor to the files of the requested layout.
-
-    `check_towers` compares the towers of a multimodal model with a training step's record of them.
-    """
+def _write_export(opened: OpenedConversion, options: ExportOptions) -> Conversion:
+    """Copy every tensor to the files of the requested layout."""
     source = opened.source
     located = opened.located
     if source.tree_manifest.is_adapter:
-        return _plan_adapter(options, source, located)
+        return _write_adapter(opened, options)
     access = checkpoint_access(opened.common, opened.observer)
-    source = select_parts(options, source, access, check_digest=check_towers)
+    # A plan reads only headers.
+    is_checked = not opened.common.dry_run
+    source = select_parts(options, source, access, check_digest=is_checked)
     check_request(options, source)
     if options["training_state"]:
         check_state_request(options, source)
     source = take_quantized_bytes(options, source, located, opened.common, opened.observer)
     written_map = read_export_map(options, source)
     draft = draft_export(options, source, written_map)
-    plan = plan_draft(
-        options,
-        draft,
-        located,
-        command="export",
-        request=_command_line(options, source),
-        written_map=written_map,
-    )
+    placed = place_export(options, draft, written_map)
+    model_name = exported_name(located, draft)
     suffix = options["layout"]
     if suffix == HF_LAYOUT and file_format(options) == DCP_FORMAT:
         suffix = DCP_FORMAT
-    name = f"{plan.settings['name']}-{suffix}"
+    out_name = f"{model_name}-{suffix}"
     if draft.state is not None:
-        name = state_folder_name(options, draft.state) or name
+        out_name = state_folder_name(options, draft.state) or out_name
+    has_rounding = any(not scale.is_exact for scale in draft.scales.values())
     next_command = f"prep verify {OUT_PLACEHOLDER}"
-    if not _has_rounding(plan) and not options["dtype"]:
+    if not has_rounding and not options["dtype"]:
         # Only values that were not changed can be compared with the source.
         next_command += f" {shlex.quote(source.display_name)}"
-    return PlannedConversion(
-        plan,
-        name,
-        notes=tuple(_notes(options, draft, plan, located)),
-        fields=report_fields(options, draft, plan),
+    notes = [_headline(options, draft, placed, located)]
+    if has_rounding:
+        notes.append(
+            "the layout changes values with rounding: an output is read back only if every value returns"
+        )
+    if draft.state is not None:
+        notes += exported_state_notes(options, draft)
+    return opened.run(
+        draft,
+        placed,
+        _command_line(options, source),
+        name=model_name,
+        out_name=out_name,
+        notes=notes,
+        fields=report_fields(options, draft, placed),
         next_command=next_command,
-        source_view=draft.source,
     )
 
 
@@ -247,16 +243,8 @@ def draft_export(options: ExportOptions, source: Source, written_map: WrittenMap
     return draft
 
 
-def plan_draft(
-    options: ExportOptions,
-    draft: Draft,
-    located: LocatedCheckpoint,
-    *,
-    command: str,
-    request: str,
-    written_map: WrittenMap = NO_MAP,
-) -> Plan:
-    """Return the plan of a draft in the requested layout. See `make_plan`.
+def place_export(options: ExportOptions, draft: Draft, written_map: WrittenMap = NO_MAP) -> Placed:
+    """Place the tensors of a draft in the requested layout.
 
     Raises:
         PrepError: The draft does not fit the layout.
@@ -267,11 +255,14 @@ def plan_draft(
     storage = written_storage(options)
     if storage != OCDBT:
         settings |= Manifest(storage=storage.name)
-    placed = replace(_place(options, draft, written_map), settings=settings)
-    name = located.model_name
+    return replace(_place(options, draft, written_map), settings=settings)
+
+
+def exported_name(located: LocatedCheckpoint, draft: Draft) -> str:
+    """Return the name of a model in the manifest of its export."""
     if draft.vocabulary.stored_size == draft.vocabulary.true_size:
-        name = name.removesuffix("-padded")
-    return make_plan(draft, placed, command=command, request=request, name=name)
+        return located.model_name.removesuffix("-padded")
+    return located.model_name
 
 
 def _place(options: ExportOptions, draft: Draft, written_map: WrittenMap) -> Placed:
@@ -296,43 +287,32 @@ def _place(options: ExportOptions, draft: Draft, written_map: WrittenMap) -> Pla
     return place_safetensors(draft, max_nbytes)
 
 
-def report_fields(options: ExportOptions, draft: Draft, plan: Plan) -> dict[str, object]:
+def report_fields(options: ExportOptions, draft: Draft, placed: Placed) -> dict[str, object]:
     """Return the fields of an export for JSON."""
     vocabulary = draft.vocabulary
     return {
         "vocab": {"true": vocabulary.true_size, "written": vocabulary.stored_size},
-        "files": len(plan.files),
+        "files": len(placed.files),
         "layout": options["layout"],
         "format": file_format(options),
     }
 
 
-def _notes(
-    options: ExportOptions, draft: Draft, plan: Plan, located: LocatedCheckpoint
-) -> Iterator[str]:
-    """Yield lines for the user: `llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
+def _headline(
+    options: ExportOptions, draft: Draft, placed: Placed, located: LocatedCheckpoint
+) -> str:
+    """Return a line for the user: `llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
     step = draft.source.tree_manifest.step
     name = located.model_name if step is None else f"{located.model_name} step {step}"
     title = find_library(options["layout"], file_format(options)).title
-    line = f"{name} -> {title}, {len(plan.files)} file{'s' if len(plan.files) > 1 else ''}"
+    line = f"{name} -> {title}, {len(placed.files)} file{'s' if len(placed.files) > 1 else ''}"
     removed_rows = draft.resize.vocabulary.stored_size - draft.vocabulary.stored_size
     if removed_rows > 0:
         line += f"; {count_text(removed_rows, 'row')} of padding removed"
     dropped_nbytes = sum(part.nbytes for part in draft.left if part.rule == OPT_STATE_RULE)
     if dropped_nbytes:
         line += f"; optimizer state ({format_bytes(dropped_nbytes)}) dropped"
-    yield line
-    if _has_rounding(plan):
-        yield (
-            "the layout changes values with rounding: an output is read back only if every value returns"
-        )
-    if draft.state is not None:
-        yield from exported_state_notes(options, draft)
-
-
-def _has_rounding(plan: Plan) -> bool:
-    """Return whether the layout changes values with rounding."""
-    return any(stream.scale and not stream.scale.is_exact for stream in plan.streams)
+    return line
 
 
 def _stored_tied_head(
@@ -364,10 +344,9 @@ def _command_line(options: ExportOptions, source: Source) -> str:
     return format_command_line("export", source.display_name, ExportOptions, values)
 
 
-def _plan_adapter(
-    options: ExportOptions, source: Source, located: LocatedCheckpoint
-) -> PlannedConversion:
-    """Plan the export of trained adapters to the files of PEFT."""
+def _write_adapter(opened: OpenedConversion, options: ExportOptions) -> Conversion:
+    """Write trained adapters to the files of PEFT."""
+    source = opened.source
     if options["layout"] != HF_LAYOUT or options["format"] is not None or options["keep_padding"]:
         what = text(
             "{}, {} and {} are not supported for adapters",
@@ -385,19 +364,15 @@ def _plan_adapter(
     check_no_adapter(options, source)
     dtype = options["dtype"]
     draft = draft_adapter(source, dtype)
-    plan = make_plan(
+    name = opened.located.model_name
+    base = shlex.quote(base_of_adapter(source.tree_manifest))
+    return opened.run(
         draft,
         place_adapter(draft),
-        command="export",
-        request=format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
-        name=located.model_name,
-    )
-    base = shlex.quote(base_of_adapter(source.tree_manifest))
-    return PlannedConversion(
-        plan,
-        f"{located.model_name}-adapter",
-        notes=(f"{located.model_name} -> adapter of PEFT, rank {plan.settings['lora']['rank']}",),
+        format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
+        name=name,
+        out_name=f"{name}-adapter",
+        notes=[f"{name} -> adapter of PEFT, rank {source.tree_manifest['lora']['rank']}"],
         fields={"layout": "peft", "format": "safetensors", "files": 1},
         next_command=f"prep merge {OUT_PLACEHOLDER} {base}",
-        source_view=draft.source,
     )

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.commands.operations.conversion import (
-    OpenedConversion,
-    PlannedConversion,
-    open_conversion,
+from prepcli.commands.operations.conversion import OpenedConversion, open_conversion
+from prepcli.commands.operations.export import (
+    draft_export,
+    exported_name,
+    place_export,
+    report_fields,
 )
-from prepcli.commands.operations.export import draft_export, plan_draft, report_fields
 from prepcli.commands.operations.export_sources import select_parts
 from prepcli.commands.operations.opening import checkpoint_access, common_options, recorded_values
 from prepcli.commands.operations.operation import public
@@ -31,8 +32,11 @@ from prepcli.restore.digest_checks import sample_digest
 from prepcli.sources.folders import Access
 from prepcli.sources.openers.peft_folder import is_adapter
 from prepcli.sources.source import Source
-from prepcli.targets.adapter_updates import merge_adapter, open_base_adapter
-from prepcli.targets.hf_folder import with_adapter_tokenizer
+from prepcli.targets.adapter_updates import (
+    merge_adapter,
+    open_base_adapter,
+    with_adapter_tokenizer,
+)
 
 
 @public
@@ -74,19 +78,11 @@ def merge(
     common = common_options(base, out, options, dry_run=dry_run, process_options=process_options)
     # A merge computes nothing with the model: the names in the files are enough.
     common = replace(common, verbatim=None)
-    opened = open_conversion(common, progress)
-    # A plan reads only headers.
-    check_base = options["verify"] and not dry_run
-    return opened.run(plan_merge(adapter, opened, options, check_base=check_base))
+    return _merge(open_conversion("merge", common, progress), adapter, options)
 
 
-def plan_merge(
-    adapter_path: Path, opened: OpenedConversion, options: MergeOptions, *, check_base: bool
-) -> PlannedConversion:
-    """Plan the copy of the base's tensors, with the values of an adapter added to some of them.
-
-    `check_base` compares the base with the adapter's own.
-    """
+def _merge(opened: OpenedConversion, adapter_path: Path, options: MergeOptions) -> Conversion:
+    """Copy the base's tensors, with the values of an adapter added to some of them."""
     source = opened.source
     located = opened.located
     access = checkpoint_access(opened.common, opened.observer)
@@ -96,6 +92,8 @@ def plan_merge(
             "it has only adapters; a base is a complete model",
             text("{}", Command("merge", "ADAPTER", "BASE")),
         )
+    # A plan reads only headers.
+    check_base = options["verify"] and not opened.common.dry_run
     # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.
     copy_options = with_defaults(ExportOptions, {"keep_padding": True})
     source = _with_towers(copy_options, source, access, check_digest=check_base)
@@ -117,15 +115,6 @@ def plan_merge(
     if manifest is not None and manifest.digest is not None:
         merged["manifest"] = manifest.digest
     draft = replace(draft, settings=Manifest(merged=merged))
-    plan = plan_draft(
-        copy_options,
-        draft,
-        located,
-        command="merge",
-        request=format_command_line(
-            f"merge {adapter_path}", source.display_name, MergeOptions, recorded_values(options)
-        ),
-    )
     factors = " or ".join(
         f"{scale:g}" for scale in sorted({u.scale for u in draft.updates.values()})
     )
@@ -135,11 +124,16 @@ def plan_merge(
         change += f", and {replaced} of the adapter replaces the base's"
     base = adapter.settings.base_model_name_or_path
     origin = f" (trained with {base:.60})" if base else ""
-    return PlannedConversion(
-        replace(plan, small_files=with_adapter_tokenizer(plan.small_files, adapter_path)),
-        f"{located.model_name}-merged",
-        notes=(f"{adapter_path}{origin} -> {source.display_name}: {change}",),
-        fields={**report_fields(copy_options, draft, plan), "merged": merged},
+    placed = place_export(copy_options, draft)
+    return opened.run(
+        *with_adapter_tokenizer(draft, placed, adapter_path),
+        format_command_line(
+            f"merge {adapter_path}", source.display_name, MergeOptions, recorded_values(options)
+        ),
+        name=exported_name(located, draft),
+        out_name=f"{located.model_name}-merged",
+        notes=[f"{adapter_path}{origin} -> {source.display_name}: {change}"],
+        fields={**report_fields(copy_options, draft, placed), "merged": merged},
         source_view=source_view,
     )
 

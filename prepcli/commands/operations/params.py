@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from prepcli.commands.operations.computing import open_parameters, open_params
+from prepcli.commands.operations.computing import open_params
 from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import ModuleOptions, SourceOptions
@@ -410,7 +410,8 @@ def _build_computation(
         )
     verify = options.get("verify", True)
     observer = observer_of(progress)
-    with open_parameters(model, mesh, options, verify=verify, observer=observer) as opened:
+    located, source = open_checkpoint(common_options(model, None, options), observer)
+    with open_params(located, source, mesh, verify=verify, observer=observer) as opened:
         computation = Computation(
             opened.model, _forward_config(opened.model, opened.sharding, options)
         )

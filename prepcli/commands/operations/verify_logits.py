@@ -17,11 +17,9 @@ import numpy.typing as npt
 
 from prepcli.commands.console.stdio import silence_jax
 from prepcli.commands.operations.compute_options import MAX_ID_DIGITS, split_token_ids
-from prepcli.commands.operations.computing import open_params
+from prepcli.commands.operations.computing import open_parameters
 from prepcli.commands.operations.generate import read_prompts
-from prepcli.commands.operations.inspection_options import (
-    LogitsOptions,
-)
+from prepcli.commands.operations.inspection_options import LogitsOptions
 from prepcli.commands.operations.model_outputs import (
     PromptOutput,
     prep_outputs,
@@ -29,13 +27,7 @@ from prepcli.commands.operations.model_outputs import (
     transformers_folder,
     transformers_outputs,
 )
-from prepcli.commands.operations.opening import (
-    CommonOptions,
-    check_config_option,
-    common_options,
-    open_checkpoint,
-    source_line,
-)
+from prepcli.commands.operations.opening import CommonOptions, common_options
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.verification_results import LogitComparison, PromptComparison
 from prepcli.core.errors import Option, PrepError, text, usage_error
@@ -258,10 +250,11 @@ def _open_model(common: CommonOptions, mesh: str | None, observer: Observer) -> 
     """Open a checkpoint for reading onto a mesh. Raise UsageError for a mesh with sp."""
     from trainer.training.datasets import decoder_start_token_id
 
-    located, source = open_checkpoint(common, observer)
-    check_config_option(common, source)
-    observer.note(source_line(source))
-    with open_params(located, source, mesh, verify=True, observer=observer) as opened:
+    with open_parameters(common, mesh, verify=True, observer=observer) as (
+        located,
+        source,
+        opened,
+    ):
         if opened.sharding.sequence_parallel_size > 1:
             raise usage_error(
                 text("{} splits tokens over sp", Option("mesh", mesh)),
