@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from prepcli.algebra.grids import FilePosition
@@ -42,14 +42,31 @@ class WorkUnit:
     nbytes: int
 
 
+class _Groups:
+    """Disjoint sets of names (union-find)."""
+
+    def __init__(self) -> None:
+        self._parents: dict[str, str] = {}
+
+    def root(self, name: str) -> str:
+        """Return the representative of the set of a name."""
+        while (parent := self._parents.get(name, name)) != name:
+            # Halve the path, so that later searches are short.
+            self._parents[name] = self._parents.get(parent, parent)
+            name = parent
+        return name
+
+    def join(self, a: str, b: str) -> None:
+        """Put two names into one set."""
+        self._parents[self.root(a)] = self.root(b)
+
+
 def find_bucket_units(plan: Plan) -> tuple[WorkUnit, ...]:
     """Return the units of a plan, in the order of their data files. Tensors without elements and files have none."""
     groups = _Groups()
-    file_members = [_file_member(number) for number in range(len(plan.files))]
-    for member in file_members:
-        groups.join(member, member)
+    # Names of the data files in the sets. No tensor has one: they begin with NUL.
+    file_members = [f"\0{number}" for number in range(len(plan.files))]
     for stream in plan.streams:
-        groups.join(stream.name, stream.name)
         for location in stream.writes:
             for file, _ in location.array.chunks.positions():
                 groups.join(stream.name, file_members[file])
@@ -135,30 +152,6 @@ def _first_position(stream: Stream) -> FilePosition:
     return first
 
 
-class _Groups:
-    """Disjoint sets of names (union-find)."""
-
-    def __init__(self) -> None:
-        self._parents: dict[str, str] = {}
-
-    def root(self, name: str) -> str:
-        """Return the representative of the set of a name."""
-        while (parent := self._parents.get(name, name)) != name:
-            # Halve the path, so that later searches are short.
-            self._parents[name] = self._parents.get(parent, parent)
-            name = parent
-        return name
-
-    def join(self, a: str, b: str) -> None:
-        """Put two names into one set."""
-        self._parents[self.root(a)] = self.root(b)
-
-
-def _file_member(number: int) -> str:
-    """Return the name of a data file in the sets. No tensor has it: it begins with NUL."""
-    return f"\0{number}"
-
-
 @dataclass(frozen=True, slots=True)
 class Share:
     """The part of one output that process number `index`, from 0, of `count` processes writes."""
@@ -230,42 +223,17 @@ def requested_share(value: str | None, environ: Mapping[str, str]) -> tuple[Shar
     return parse_share(value), ""
 
 
-def divide_streams(
-    plan: Plan, count: int, *, durable: Container[int] = ()
-) -> tuple[tuple[int, ...], ...]:
+def divide_streams(plan: Plan, count: int) -> tuple[tuple[int, ...], ...]:
     """Divide the streams of a plan among processes.
 
     All streams of a tensor go to one process, together with the tensors to compare with it. The largest groups are
     assigned first, each to the process with the fewest bytes, e.g. groups of 5, 4, 3 and 2 bytes -> 5 + 2 and 4 + 3.
 
-    Args:
-        plan: The plan.
-        count: Number of processes.
-        durable: Numbers of durable streams. They are divided separately, in the same way: reading them back costs
-            less than writing the pending ones.
-
     Returns:
         The stream numbers of each process, ascending. They depend on the arguments alone.
     """
-    pending_groups: list[list[int]] = []
-    durable_groups: list[list[int]] = []
-    for group in stream_groups(plan):
-        if all(number in durable for number in group):
-            durable_groups.append(group)
-        else:
-            pending_groups.append(group)
-    pending_shares = _balance_groups(plan, pending_groups, count)
-    durable_shares = _balance_groups(plan, durable_groups, count)
-    shares: list[tuple[int, ...]] = []
-    for index in range(count):
-        shares.append(tuple(sorted(pending_shares[index] + durable_shares[index])))
-    return tuple(shares)
-
-
-def _balance_groups(plan: Plan, groups: Iterable[list[int]], count: int) -> list[list[int]]:
-    """Assign groups of streams to `count` processes, the largest first, each to the process with the fewest bytes."""
     sized_groups: list[tuple[int, list[int]]] = []
-    for group in groups:
+    for group in stream_groups(plan):
         nbytes = sum(plan.streams[number].nbytes for number in group)
         # Groups are sorted by descending size, then by their first stream number.
         sized_groups.append((-nbytes, group))
@@ -276,25 +244,18 @@ def _balance_groups(plan: Plan, groups: Iterable[list[int]], count: int) -> list
         load, process = heapq.heappop(loads)
         shares[process] += group
         heapq.heappush(loads, (load - negative_nbytes, process))
-    return shares
+    return tuple(tuple(sorted(share)) for share in shares)
 
 
 def stream_groups(plan: Plan) -> list[list[int]]:
     """Return the groups of stream numbers to keep together: all streams of a tensor and of tensors equal to it."""
-    # union-find: tensor name -> another tensor of the same group
+    names = _Groups()
     # Only the process that reads both tensors of a check can compare their digests.
-    parents: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while parents.get(name, name) != name:
-            name = parents[name]
-        return name
-
     for check in plan.checks:
-        parents[root(check.name)] = root(check.duplicate_of)
+        names.join(check.name, check.duplicate_of)
     groups: dict[str, list[int]] = {}
     for number, stream in enumerate(plan.streams):
-        groups.setdefault(root(stream.name), []).append(number)
+        groups.setdefault(names.root(stream.name), []).append(number)
     return list(groups.values())
 
 
