@@ -1,4 +1,7 @@
-"""`prep export`: convert a checkpoint to a Hugging Face folder, or to the checkpoint of another library."""
+"""`prep export` and `prep merge`: a Hugging Face folder, or the checkpoint of another library.
+
+`merge` writes the folder of a base model with the values of an adapter.
+"""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
@@ -8,6 +11,7 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Unpack
 
 from prepcli.commands.operations.conversion import (
@@ -15,19 +19,18 @@ from prepcli.commands.operations.conversion import (
     OpenedConversion,
     open_conversion,
 )
-from prepcli.commands.operations.export_checks import (
+from prepcli.commands.operations.export_request import (
     DEFAULT_SHARD_NBYTES,
-    WrittenMap,
     check_request,
     file_format,
-    read_export_map,
-    shard_nbytes,
-    written_storage,
-)
-from prepcli.commands.operations.export_sources import (
+    map_settings,
+    names_tied_head,
     no_effect_error,
+    read_export_map,
     select_parts,
+    shard_nbytes,
     take_quantized_bytes,
+    written_storage,
 )
 from prepcli.commands.operations.opening import (
     CommonOptions,
@@ -37,7 +40,7 @@ from prepcli.commands.operations.opening import (
     recorded_values,
 )
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
+from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions, MergeOptions
 from prepcli.commands.operations.results import Conversion
 from prepcli.commands.operations.training_state import (
     check_no_adapter,
@@ -46,34 +49,33 @@ from prepcli.commands.operations.training_state import (
     exported_state_notes,
     state_folder_name,
 )
-from prepcli.core.errors import (
-    Command,
-    Option,
-    PrepError,
-    text,
-    usage_error,
-)
+from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.observer import Observer, Progress, observer_of
-from prepcli.core.option_spec import PathLike, format_command_line
+from prepcli.core.option_spec import PathLike, format_command_line, with_defaults
 from prepcli.execution.hub_push import PushTarget, check_push, parse_push_target, push_folder
 from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
+from prepcli.formats.manifest import NO_MANIFEST, SAMPLE_DIGEST_KEY, read_manifest
 from prepcli.planning.item_storage import OCDBT
 from prepcli.planning.libraries import DCP_FORMAT, HF_LAYOUT, find_library
-from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.manifest_fields import Manifest, MergedAdapter
+from prepcli.planning.maps import TensorMap
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.planning.work_units import requested_share
+from prepcli.restore.digest_checks import sample_digest
+from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.openers.peft_folder import is_adapter
 from prepcli.sources.source import Source, stored_axis_maps
 from prepcli.stores.byte_ranges import retry_policy_from_env
-from prepcli.targets.adapter_updates import base_of_adapter, draft_adapter
-from prepcli.targets.planner import (
-    Draft,
-    Placed,
-    start_draft,
-    with_rows,
-    with_tied_head,
+from prepcli.targets.adapter_updates import (
+    base_of_adapter,
+    draft_adapter,
+    merge_adapter,
+    open_base_adapter,
+    with_adapter_tokenizer,
 )
+from prepcli.targets.planner import Draft, Placed, start_draft, with_rows, with_tied_head
 from prepcli.targets.safetensors_folder import place_adapter, place_mapped, place_safetensors
 from prepcli.targets.torch_folder import (
     place_dcp,
@@ -83,8 +85,6 @@ from prepcli.targets.torch_folder import (
     prepare_torch_adam,
 )
 from prepcli.targets.trees import in_tree, place_flax, place_trainer_item
-
-NO_MAP = WrittenMap()
 
 
 @public
@@ -188,9 +188,9 @@ def _write_export(opened: OpenedConversion, options: ExportOptions) -> Conversio
     if options["training_state"]:
         check_state_request(options, source)
     source = take_quantized_bytes(options, source, located, opened.common, opened.observer)
-    written_map = read_export_map(options, source)
-    draft = draft_export(options, source, written_map)
-    placed = place_export(options, draft, written_map)
+    tensor_map = read_export_map(options, source)
+    draft = draft_export(options, source, tensor_map)
+    placed = place_export(options, draft, tensor_map)
     model_name = exported_name(located, draft)
     suffix = options["layout"]
     if suffix == HF_LAYOUT and file_format(options) == DCP_FORMAT:
@@ -222,9 +222,11 @@ def _write_export(opened: OpenedConversion, options: ExportOptions) -> Conversio
     )
 
 
-def draft_export(options: ExportOptions, source: Source, written_map: WrittenMap = NO_MAP) -> Draft:
+def draft_export(
+    options: ExportOptions, source: Source, tensor_map: TensorMap | None = None
+) -> Draft:
     """Return the draft of an export: the model in the requested dtype and tree, and its training state."""
-    tied_head = _stored_tied_head(options, source, written_map)
+    tied_head = _stored_tied_head(options, source, tensor_map)
     source = with_tied_head(source) if tied_head else source
     draft = start_draft(
         source,
@@ -235,7 +237,8 @@ def draft_export(options: ExportOptions, source: Source, written_map: WrittenMap
     )
     if not options["keep_padding"]:
         draft = with_rows(draft, draft.vocabulary.true_size)
-    draft = replace(draft, settings=written_map.record)
+    if tensor_map is not None:
+        draft = replace(draft, settings=map_settings(tensor_map))
     if options["training_state"]:
         draft = draft_state(options, draft)
     if options["layout"] in source.family.layouts:
@@ -243,7 +246,9 @@ def draft_export(options: ExportOptions, source: Source, written_map: WrittenMap
     return draft
 
 
-def place_export(options: ExportOptions, draft: Draft, written_map: WrittenMap = NO_MAP) -> Placed:
+def place_export(
+    options: ExportOptions, draft: Draft, tensor_map: TensorMap | None = None
+) -> Placed:
     """Place the tensors of a draft in the requested layout.
 
     Raises:
@@ -255,7 +260,7 @@ def place_export(options: ExportOptions, draft: Draft, written_map: WrittenMap =
     storage = written_storage(options)
     if storage != OCDBT:
         settings |= Manifest(storage=storage.name)
-    return replace(_place(options, draft, written_map), settings=settings)
+    return replace(_place(options, draft, tensor_map), settings=settings)
 
 
 def exported_name(located: LocatedCheckpoint, draft: Draft) -> str:
@@ -265,13 +270,13 @@ def exported_name(located: LocatedCheckpoint, draft: Draft) -> str:
     return located.model_name
 
 
-def _place(options: ExportOptions, draft: Draft, written_map: WrittenMap) -> Placed:
+def _place(options: ExportOptions, draft: Draft, tensor_map: TensorMap | None) -> Placed:
     """Place the tensors of a draft in the files of the requested layout and format."""
     tree = options["layout"]
     container = file_format(options)
     max_nbytes = shard_nbytes(options)
-    if written_map.tensor_map is not None:
-        return place_mapped(draft, written_map.tensor_map, max_nbytes)
+    if tensor_map is not None:
+        return place_mapped(draft, tensor_map, max_nbytes)
     if find_library(tree, container).item is not None:
         return place_trainer_item(draft, tree, written_storage(options))
     if container == DCP_FORMAT:
@@ -316,7 +321,7 @@ def _headline(
 
 
 def _stored_tied_head(
-    options: ExportOptions, source: Source, written_map: WrittenMap
+    options: ExportOptions, source: Source, tensor_map: TensorMap | None
 ) -> frozenset[str]:
     """Return the name of a tied head to write as a separate tensor. Empty if there is none.
 
@@ -328,7 +333,7 @@ def _stored_tied_head(
     if options["training_state"] and file_format(options) == DCP_FORMAT:
         needs_head = True
     is_tied = needs_head and source.family.is_tied(source.config)
-    if is_tied or written_map.names_tied_head(source):
+    if is_tied or (tensor_map is not None and names_tied_head(tensor_map, source)):
         return frozenset([source.family.tying.head_tensor])
     return frozenset()
 
@@ -375,4 +380,142 @@ def _write_adapter(opened: OpenedConversion, options: ExportOptions) -> Conversi
         notes=[f"{name} -> adapter of PEFT, rank {source.tree_manifest['lora']['rank']}"],
         fields={"layout": "peft", "format": "safetensors", "files": 1},
         next_command=f"prep merge {OUT_PLACEHOLDER} {base}",
+    )
+
+
+# --- prep merge
+
+
+@public
+def merge(
+    adapter: PathLike,
+    base: PathLike,
+    out: PathLike | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | Observer | None = None,
+    process_options: ProcessOptions | None = None,
+    **options: Unpack[MergeOptions],
+) -> Conversion:
+    """Add a LoRA adapter to the weights of its base model, and write a Hugging Face folder.
+
+    Args:
+        adapter: Folder of an adapter in the format of PEFT.
+        base: Folder, alias, hub id, or `gs://`/`s3://` URL of the base model.
+        out: Output folder. Default: a name made from the base's.
+        dry_run: Return the plan from headers only. No weight is read and no file is written.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
+        **options: See `MergeOptions`.
+
+    Returns:
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
+
+    Raises:
+        UsageError: An argument is invalid.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the base are damaged.
+        PrepError: The adapter does not fit the base, or the merge failed. An interrupted one resumes when called again.
+    """
+    adapter = Path(adapter)
+    if is_adapter(Path(base)) and not is_adapter(adapter):
+        why = f"{base} is an adapter and {adapter} is not one: the first argument is the adapter"
+        hint = text("{}", Command("merge", str(base), str(adapter)))
+        raise usage_error("adapter and base are exchanged", why, hint)
+    common = common_options(base, out, options, dry_run=dry_run, process_options=process_options)
+    # A merge computes nothing with the model: the names in the files are enough.
+    common = replace(common, verbatim=None)
+    return _merge(open_conversion("merge", common, progress), adapter, options)
+
+
+def _merge(opened: OpenedConversion, adapter_path: Path, options: MergeOptions) -> Conversion:
+    """Copy the base's tensors, with the values of an adapter added to some of them."""
+    source = opened.source
+    located = opened.located
+    access = checkpoint_access(opened.common, opened.observer)
+    if source.tree_manifest.is_adapter:
+        raise usage_error(
+            f"{source.display_name} is the run of an adapter",
+            "it has only adapters; a base is a complete model",
+            text("{}", Command("merge", "ADAPTER", "BASE")),
+        )
+    # A plan reads only headers.
+    check_base = options["verify"] and not opened.common.dry_run
+    # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.
+    copy_options = with_defaults(ExportOptions, {"keep_padding": True})
+    source = _with_towers(copy_options, source, access, check_digest=check_base)
+    adapter = open_base_adapter(adapter_path, source)
+    if source.family.is_verbatim and adapter.settings.fan_in_fan_out:
+        what = f"{source.display_name} is not supported as a base of {adapter_path}"
+        why = "fan_in_fan_out is true, and which weights of this architecture are transposed is unknown"
+        raise PrepError(what, why, "PEFT's `merge_and_unload()` merges the adapter")
+    if check_base:
+        _check_base(adapter_path, source)
+    draft, source_view = merge_adapter(draft_export(copy_options, source), adapter)
+    merged: MergedAdapter = {
+        "adapter": str(adapter.path),
+        "scaling": adapter.settings.lora_config().scaling,
+        "tensors": len(draft.updates) + len(draft.replaced),
+    }
+    # An adapter that PEFT wrote has no manifest.
+    manifest = adapter.source.manifest
+    if manifest is not None and manifest.digest is not None:
+        merged["manifest"] = manifest.digest
+    draft = replace(draft, settings=Manifest(merged=merged))
+    factors = " or ".join(
+        f"{scale:g}" for scale in sorted({u.scale for u in draft.updates.values()})
+    )
+    change = f"{len(draft.updates)} tensors change, scaled by {factors}"
+    if draft.replaced:
+        replaced = count_text(len(draft.replaced), "tensor")
+        change += f", and {replaced} of the adapter replaces the base's"
+    base = adapter.settings.base_model_name_or_path
+    origin = f" (trained with {base:.60})" if base else ""
+    placed = place_export(copy_options, draft)
+    return opened.run(
+        *with_adapter_tokenizer(draft, placed, adapter_path),
+        format_command_line(
+            f"merge {adapter_path}", source.display_name, MergeOptions, recorded_values(options)
+        ),
+        name=exported_name(located, draft),
+        out_name=f"{located.model_name}-merged",
+        notes=[f"{adapter_path}{origin} -> {source.display_name}: {change}"],
+        fields={**report_fields(copy_options, draft, placed), "merged": merged},
+        source_view=source_view,
+    )
+
+
+def _with_towers(
+    options: ExportOptions, source: Source, access: Access, *, check_digest: bool
+) -> Source:
+    """Return the base. A training step of a multimodal model has the towers of its start model.
+
+    Raises:
+        PrepError: The towers cannot be read, or differ from the ones of the run's start.
+    """
+    try:
+        return select_parts(options, source, access, check_digest=check_digest)
+    except PrepError as error:
+        export_step = Command("export", source.display_name, Option("towers", "CHECKPOINT"))
+        hint = text("{} writes a base with towers", export_step)
+        raise PrepError(error.what, error.why, hint) from error
+
+
+def _check_base(adapter: Path, source: Source) -> None:
+    """Raise PrepError if the manifest of an adapter has the digest of another base.
+
+    An adapter that PEFT wrote has no manifest, and is not checked.
+    """
+    base = (read_manifest(adapter) or NO_MANIFEST).base
+    recorded = base.get(SAMPLE_DIGEST_KEY)
+    if recorded is None or recorded == (digest := sample_digest(source)):
+        return
+    base_name = f"{base.get('name')!s:.60}"
+    why = f"the first rows of its tensors have the digest {digest}, the rows of {base_name} had {recorded}"
+    hint = text(
+        "name the model that the adapter was trained with, or pass {} to merge with another one",
+        Option("verify", False),
+    )
+    raise PrepError(
+        f"{adapter} was trained with another base than {source.display_name}", why, hint
     )

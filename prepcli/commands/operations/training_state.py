@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from prepcli.commands.operations.export_checks import file_format
+from prepcli.commands.operations.export_request import file_format
 from prepcli.commands.operations.options import ExportOptions, SaveInitOptions
 from prepcli.core.errors import (
     GET_AGAIN_HINT,
