@@ -11,7 +11,7 @@ from prepcli.algebra.axis_map import TensorDim
 from prepcli.algebra.boxes import Range, strides
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
-from prepcli.planning.arrays import Locations, MappedArray, location_copies
+from prepcli.planning.arrays import Locations, location_copies
 from prepcli.planning.plan import OutputLeaf, Plan, Stream
 from prepcli.planning.slabs import Slab
 from prepcli.planning.state_rows import is_decoded_tensor
@@ -104,18 +104,12 @@ def _check_stream(stream: Stream) -> None:
     for locations in (stream.reads, stream.writes):
         regions = [location for location in locations if location.axis_map is not None]
         for a, b in itertools.combinations(regions, 2):
-            if _share_elements(a, b):
+            # Two regions share an element if they have a common index in every dim.
+            dims = zip(a.axis_map.source_dims, b.axis_map.source_dims)
+            if not any(_row_indices(x).isdisjoint(_row_indices(y)) for x, y in dims):
                 raise _coverage_error(
                     f"two rows map the same part of {stream.name}: `{a.axis_map.text}` and `{b.axis_map.text}`"
                 )
-
-
-def _share_elements(a: MappedArray, b: MappedArray) -> bool:
-    """Return whether two regions of a tensor have a common element: a common index in every dim."""
-    for dim_a, dim_b in zip(a.axis_map.source_dims, b.axis_map.source_dims):
-        if _row_indices(dim_a).isdisjoint(_row_indices(dim_b)):
-            return False
-    return True
 
 
 def _row_indices(dim: TensorDim) -> set[int]:

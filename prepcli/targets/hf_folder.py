@@ -188,7 +188,11 @@ def with_tokenizer(files: tuple[SmallFile, ...], tokenizer: str | None) -> tuple
         return files
     named = _tokenizer_files(Path(tokenizer))
     # Only files that are loaded are compared. For example, vocab.json is not loaded if there is a tokenizer.json.
-    if _is_subset(_loaded_files(named), _loaded_files(files)):
+    present = _loaded_files(files)
+    if all(
+        path in present and _read_content(file) == _read_content(present[path])
+        for path, file in _loaded_files(named).items()
+    ):
         return files
     # Files that the new tokenizer lacks go too. A leftover added_tokens.json or chat template
     # of the old one would apply to the new vocabulary.
@@ -261,14 +265,6 @@ def _loaded_files(files: Sequence[SmallFile]) -> dict[str, SmallFile]:
     paths = single[:1] or [PATH_PREFIX + name for name in TOKENIZERS]
     paths += [PATH_PREFIX + name for name in TOKENIZER_SETTINGS]
     return {path: by_path[path] for path in paths if path in by_path}
-
-
-def _is_subset(some: dict[str, SmallFile], others: dict[str, SmallFile]) -> bool:
-    """Return whether all files of `some` are in `others` with the same content."""
-    return all(
-        path in others and _read_content(file) == _read_content(others[path])
-        for path, file in some.items()
-    )
 
 
 def _read_content(file: SmallFile) -> bytes:

@@ -236,29 +236,19 @@ def place_leaves(
             "no tensor has elements",
             GET_AGAIN_HINT,
         )
-    layout, files = _place_in_files([piece for _, piece in pieces], storage)
+    placing = place_chunk_files if storage.has_chunk_files else place_chunks
+    layout = placing([piece for _, piece in pieces])
     regions: dict[str, tuple[MappedArray, ...]] = {}
     # `place_chunks` returns one region per piece in the same order. A tensor has one per leaf that uses it.
     for (name, _), region in zip(pieces, layout.regions):
         regions[name] = (*regions.get(name, ()), region)
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     return Placed(
-        files=files,
+        files=tuple(_data_files(layout, storage)),
         locations=regions,
         leaves=tuple(_output_leaves(source, leaves, layout)),
         specs=specs,
     )
-
-
-def _place_in_files(
-    pieces: Sequence[LeafPiece], storage: ItemStorage
-) -> tuple[ChunkLayout, tuple[OutputFile, ...]]:
-    """Return the location of each chunk, and the files."""
-    if storage.has_chunk_files:
-        layout = place_chunk_files(pieces)
-        return layout, _chunk_files(layout, storage)
-    layout = place_chunks(pieces)
-    return layout, _data_files(layout.file_sizes)
 
 
 def _output_leaves(
@@ -480,23 +470,14 @@ def _dim_names(axis_map: AxisMap) -> list[tuple[str, ...]]:
     return names
 
 
-def _data_files(file_sizes: Sequence[int]) -> tuple[OutputFile, ...]:
-    """Return the data files. OCDBT names them by 32 hexadecimal digits, here derived from the file's number."""
-    # Names are fixed, so that equal plans write equal bytes.
-    files: list[OutputFile] = []
-    for number, size in enumerate(file_sizes):
-        name = hashlib.md5(f"prep data file {number}".encode(), usedforsecurity=False)
-        files.append(OutputFile(f"d/{name.hexdigest()}", size))
-    return tuple(files)
-
-
-def _chunk_files(layout: ChunkLayout, storage: ItemStorage) -> tuple[OutputFile, ...]:
-    """Return the files of single chunks, by number."""
+def _data_files(layout: ChunkLayout, storage: ItemStorage) -> Iterator[OutputFile]:
+    """Yield the files of chunks, by number. OCDBT names them by 32 hexadecimal digits."""
     paths: dict[int, str] = {}
-    for leaf, boxes in layout.placed_chunks.items():
-        for box in boxes:
-            paths[box.chunks.file] = storage.chunk_path(leaf, box.first)
-    files: list[OutputFile] = []
+    if storage.has_chunk_files:
+        for leaf, boxes in layout.placed_chunks.items():
+            for box in boxes:
+                paths[box.chunks.file] = storage.chunk_path(leaf, box.first)
     for number, size in enumerate(layout.file_sizes):
-        files.append(OutputFile(paths[number], size))
-    return tuple(files)
+        # Names are fixed, so that equal plans write equal bytes.
+        name = hashlib.md5(f"prep data file {number}".encode(), usedforsecurity=False)
+        yield OutputFile(paths.get(number, f"d/{name.hexdigest()}"), size)

@@ -89,13 +89,12 @@ class OpenedConversion:
         Raises:
             PrepError: The output is invalid, or reading or writing failed.
         """
-        common = self.common
         source = self.source
         plan = make_plan(draft, placed, command=self.command, request=request, name=name)
         check_index_size(plan)
         plan = _with_origin(plan, source, self.located)
         check_output_paths(plan)
-        out = parse_out_url(common.out) or common.out or Path(out_name)
+        out = parse_out_url(self.common.out) or self.common.out or Path(out_name)
         check_output_location(out, source)
         if not isinstance(out, Path):
             # The objects of a bucket are written from memory.
@@ -105,12 +104,7 @@ class OpenedConversion:
         _note_plan(plan, notes, source, unsupported_reason, self.observer)
         accounting = _accounting(plan)
         details: dict[str, Any] = {
-            "source": {
-                "name": source.display_name,
-                "revision": self.located.files.commit,
-                "files": len(source.files),
-                "bytes": sum(stamp.size for stamp in source.file_stamps),
-            },
+            "source": self._source_fields(),
             **fields,
             "plan_digest": digest,
             "accounting": accounting,
@@ -119,7 +113,7 @@ class OpenedConversion:
             "not_computed": unsupported_reason,
         }
         result = ConversionResult()
-        if common.dry_run:
+        if self.common.dry_run:
             details = {"output": str(out), "dry_run": True, **details}
         else:
             view = source_view or draft.source
@@ -128,8 +122,8 @@ class OpenedConversion:
             details |= self._report(plan, out, result, manifest, accounting["changed_values"])
             if share.count > 1:
                 processes = {"count": share.count, "index": share.index}
-                num_workers = common.process_options.num_workers
-                details["processes"] = {**processes, "workers": num_workers}
+                workers = self.common.process_options.num_workers
+                details["processes"] = {**processes, "workers": workers}
         return Conversion(
             path=Path(str(out)),
             bytes_read=result.read_nbytes,
@@ -143,6 +137,16 @@ class OpenedConversion:
             next_command=next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out))),
             warnings=tuple(self.observer.warnings),
         )
+
+    def _source_fields(self) -> dict[str, object]:
+        """Return the fields of the source for JSON."""
+        source = self.source
+        return {
+            "name": source.display_name,
+            "revision": self.located.files.commit,
+            "files": len(source.files),
+            "bytes": sum(stamp.size for stamp in source.file_stamps),
+        }
 
     def _execute(
         self, plan: Plan, source: Source, out: Path | ObjectStoreUrl, digest: str

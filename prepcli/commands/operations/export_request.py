@@ -245,16 +245,13 @@ def _check_is_changed(options: ExportOptions, source: Source) -> None:
         return
     if options["dtype"] or options["text_only"] or options["map"] or source.manifest:
         return
-    if source.tensor_file_names and _is_all_safetensors(source):
+    is_safetensors = all(path.name.endswith(f".{SUFFIX}") for path in source.files)
+    if source.tensor_file_names and is_safetensors:
         raise usage_error(
             f"cannot export {source.display_name}",
             "it is a Hugging Face folder that transformers reads already",
             text("{}", Command("save-init", source.display_name)),
         )
-
-
-def _is_all_safetensors(source: Source) -> bool:
-    return all(path.name.endswith(f".{SUFFIX}") for path in source.files)
 
 
 # --- Towers, and quantised bytes

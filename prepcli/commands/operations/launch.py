@@ -46,7 +46,7 @@ from prepcli.launch.job import (
     parse_env,
 )
 from prepcli.launch.local import GRACE_MARGIN_S, ProcessWatcher, start_processes
-from prepcli.launch.options import LocalOptions, SlurmOptions, TpuOptions
+from prepcli.launch.options import LocalOptions, TpuOptions
 from prepcli.launch.ray import ray_driver, ray_hardware
 from prepcli.launch.sky import sky_hardware, sky_task
 from prepcli.launch.slurm import slurm_script
@@ -82,12 +82,6 @@ class _Engine:
     has_labels: bool = True
 
 
-def _slurm_hardware(
-    options: SlurmOptions, command: LaunchedCommand, training: Training | None
-) -> Hardware:
-    return plain_hardware(options["nodes"], options["devices_per_node"])
-
-
 def _tpu_hardware(
     options: TpuOptions, command: LaunchedCommand, training: Training | None
 ) -> Hardware | None:
@@ -100,7 +94,7 @@ def _tpu_hardware(
 ENGINES = {
     "slurm": _Engine(
         script=slurm_script,
-        hardware=_slurm_hardware,
+        hardware=lambda options, *_: plain_hardware(options["nodes"], options["devices_per_node"]),
         # `--parsable` prints the job id without a sentence around it.
         submit=("sbatch", "--parsable"),
         has_labels=False,

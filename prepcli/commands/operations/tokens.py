@@ -179,6 +179,13 @@ def _add(
     )
     draft = _resized_draft(source, present, Vocabulary(num_tokens, num_rows), resize)
     draft = replace(draft, settings=Manifest(added_tokens=added))
+    count, ids = _count_with_ids(vocabulary.true_size, added["count"])
+    values = "the mean of their pieces" if options["init"] == "mean" else options["init"]
+    notes = [f"{count} added: {ids}, rows of {values}"]
+    padding = vocabulary.stored_size - vocabulary.true_size
+    if padding:
+        rows = count_text(padding, "row")
+        notes.append(f"padding of {rows} is replaced: by tokens, then by zeros")
     next_command = f"prep pad-vocab {OUT_PLACEHOLDER}"
     if source.tree_manifest:
         next_command = f"prep verify {OUT_PLACEHOLDER}"
@@ -187,21 +194,10 @@ def _add(
         format_command_line(ADD, source.display_name, AddTokensOptions, recorded_values(options)),
         name=name,
         out_name=name,
-        notes=_notes(options["init"], vocabulary, added),
+        notes=notes,
         fields={"added_tokens": added},
         next_command=next_command,
     )
-
-
-def _notes(init: str, vocabulary: Vocabulary, added: AddedTokensRecord) -> list[str]:
-    count, ids = _count_with_ids(vocabulary.true_size, added["count"])
-    values = "the mean of their pieces" if init == "mean" else init
-    notes = [f"{count} added: {ids}, rows of {values}"]
-    padding = vocabulary.stored_size - vocabulary.true_size
-    if padding:
-        rows = count_text(padding, "row")
-        notes.append(f"padding of {rows} is replaced: by tokens, then by zeros")
-    return notes
 
 
 def _change_files(
