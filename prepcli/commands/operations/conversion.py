@@ -36,7 +36,7 @@ from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
-from prepcli.planning.work_units import Share, requested_share
+from prepcli.planning.work_units import requested_share
 from prepcli.sources.locate import LocatedCheckpoint, check_stream
 from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import prediction_vocabulary
@@ -60,7 +60,7 @@ class OpenedConversion:
     observer: RecordingObserver
     started_s: float
 
-    def run(
+    def plan(
         self,
         draft: Draft,
         placed: Placed,
@@ -72,8 +72,8 @@ class OpenedConversion:
         fields: Mapping[str, object],
         next_command: str = f"prep verify {OUT_PLACEHOLDER}",
         source_view: Source | None = None,
-    ) -> Conversion:
-        """Plan a draft in its layout, and execute the plan unless this is a dry run.
+    ) -> PlannedConversion:
+        """Plan a draft in its layout, and note the source and the plan.
 
         Args:
             draft: The model of the output.
@@ -87,7 +87,7 @@ class OpenedConversion:
             source_view: Source with all read tensors, if the source of the draft lacks some.
 
         Raises:
-            PrepError: The output is invalid, or reading or writing failed.
+            PrepError: The output is invalid.
         """
         source = self.source
         plan = make_plan(draft, placed, command=self.command, request=request, name=name)
@@ -99,97 +99,115 @@ class OpenedConversion:
         if not isinstance(out, Path):
             # The objects of a bucket are written from memory.
             plan = plan_object_files(plan)
-        digest = plan_digest(plan)
         unsupported_reason = _unsupported_reason(source)
         _note_plan(plan, notes, source, unsupported_reason, self.observer)
-        accounting = _accounting(plan)
         details: dict[str, Any] = {
-            "source": self._source_fields(),
+            "source": {
+                "name": source.display_name,
+                "revision": self.located.files.commit,
+                "files": len(source.files),
+                "bytes": sum(stamp.size for stamp in source.file_stamps),
+            },
             **fields,
-            "plan_digest": digest,
-            "accounting": accounting,
+            "plan_digest": plan_digest(plan),
+            "accounting": _accounting(plan),
             "chunks": plan.chunk_count,
             "casts": report_casts(plan.streams),
             "not_computed": unsupported_reason,
         }
+        next_command = next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out)))
+        return PlannedConversion(
+            self, plan, source_view or draft.source, out, details, next_command
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedConversion:
+    """A plan with the place of its output.
+
+    Attributes:
+        opened: The opened conversion.
+        plan: The plan.
+        source: Source with all read tensors.
+        out: Folder or URL of the output.
+        details: Fields for JSON.
+        next_command: The usual next command.
+    """
+
+    opened: OpenedConversion
+    plan: Plan
+    source: Source
+    out: Path | ObjectStoreUrl
+    details: dict[str, Any]
+    next_command: str
+
+    def run(self) -> Conversion:
+        """Execute the plan, unless this is a dry run.
+
+        Raises:
+            PrepError: Reading or writing failed.
+        """
+        options = self.opened.common
+        observer = self.opened.observer
+        out = self.out
+        digest = self.details["plan_digest"]
         result = ConversionResult()
-        if self.common.dry_run:
+        details = self.details
+        if options.dry_run:
             details = {"output": str(out), "dry_run": True, **details}
         else:
-            view = source_view or draft.source
-            result, manifest, share = self._execute(plan, view, out, digest)
-            accounting["changed_values"] = sum(cast.get("changed", 0) for cast in manifest.casts)
-            details |= self._report(plan, out, result, manifest, accounting["changed_values"])
+            share, launcher = requested_share(options.process_options.processes, os.environ)
+            if launcher:
+                observer.note(f"process {share.index} of {share.count}, according to {launcher}")
+            with WorkerPool(
+                options.process_options,
+                share,
+                memory_nbytes=options.memory_nbytes,
+                progress=observer.progress(),
+            ) as pool:
+                request = ExecutionRequest(
+                    plan=self.plan,
+                    run_id=digest,
+                    source=self.source,
+                    pool=pool,
+                    options=options,
+                    note=observer.note,
+                )
+                if isinstance(out, Path):
+                    result = FolderRun(request, out).run()
+                    manifest = read_manifest(out) or NO_MANIFEST
+                else:
+                    run = BucketRun(request, out)
+                    result = run.run()
+                    manifest = run.read_manifest()
+            details = {**details, **self._report(result, manifest)}
+            share = pool.share
             if share.count > 1:
                 processes = {"count": share.count, "index": share.index}
-                workers = self.common.process_options.num_workers
+                workers = options.process_options.num_workers
                 details["processes"] = {**processes, "workers": workers}
         return Conversion(
             path=Path(str(out)),
             bytes_read=result.read_nbytes,
             bytes_written=result.written_nbytes,
-            seconds=time.monotonic() - self.started_s,
+            seconds=time.monotonic() - self.opened.started_s,
             peak_bytes=result.peak_nbytes,
             already_done=result.already_done,
             plan_digest=digest,
-            plan=plan,
+            plan=self.plan,
             details=details,
-            next_command=next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out))),
-            warnings=tuple(self.observer.warnings),
+            next_command=self.next_command,
+            warnings=tuple(observer.warnings),
         )
 
-    def _source_fields(self) -> dict[str, object]:
-        """Return the fields of the source for JSON."""
-        source = self.source
-        return {
-            "name": source.display_name,
-            "revision": self.located.files.commit,
-            "files": len(source.files),
-            "bytes": sum(stamp.size for stamp in source.file_stamps),
-        }
-
-    def _execute(
-        self, plan: Plan, source: Source, out: Path | ObjectStoreUrl, digest: str
-    ) -> tuple[ConversionResult, Manifest, Share]:
-        """Write the output. Return its counts, its manifest, and the share of this process in the work."""
-        options = self.common
-        share, launcher = requested_share(options.process_options.processes, os.environ)
-        if launcher:
-            self.observer.note(f"process {share.index} of {share.count}, according to {launcher}")
-        with WorkerPool(
-            options.process_options,
-            share,
-            memory_nbytes=options.memory_nbytes,
-            progress=self.observer.progress(),
-        ) as pool:
-            request = ExecutionRequest(
-                plan=plan,
-                run_id=digest,
-                source=source,
-                pool=pool,
-                options=options,
-                note=self.observer.note,
-            )
-            if isinstance(out, Path):
-                result = FolderRun(request, out).run()
-                manifest = read_manifest(out) or NO_MANIFEST
-            else:
-                run = BucketRun(request, out)
-                result = run.run()
-                manifest = run.read_manifest()
-        return result, manifest, pool.share
-
-    def _report(
-        self,
-        plan: Plan,
-        out: Path | ObjectStoreUrl,
-        result: ConversionResult,
-        manifest: Manifest,
-        num_changed: int,
-    ) -> dict[str, object]:
+    def _report(self, result: ConversionResult, manifest: Manifest) -> dict[str, object]:
         """Note the casts, the time and the compression of a written output, and return their JSON fields."""
-        memory_nbytes = self.common.memory_nbytes
-        observer = self.observer
+        plan = self.plan
+        out = self.out
+        memory_nbytes = self.opened.common.memory_nbytes
+        observer = self.opened.observer
+        num_changed = sum(cast.get("changed", 0) for cast in manifest.casts)
+        self.details["accounting"]["changed_values"] = num_changed
         for entry in manifest.casts:
             observer.note(format_cast(entry))
         if result.already_done:
@@ -202,7 +220,7 @@ class OpenedConversion:
                 dropped_text(plan),
                 f"{count_text(num_changed, 'value')} changed",
             ]
-            seconds = time.monotonic() - self.started_s
+            seconds = time.monotonic() - self.opened.started_s
             memory = f"peak {result.peak_nbytes >> 20} MiB of {memory_nbytes >> 20}"
             observer.note(f"done in {seconds:.1f} s, {memory}; {', '.join(filter(None, parts))}")
         details: dict[str, object] = {}

@@ -17,6 +17,7 @@ from typing import Unpack
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     OpenedConversion,
+    PlannedConversion,
     open_conversion,
 )
 from prepcli.commands.operations.export_request import (
@@ -129,7 +130,7 @@ def export(
     check_allow_overflow(options["allow_overflow"], options["dtype"])
     target = _push_target(options, common, observer)
     opened = open_conversion("export", common, observer)
-    conversion = _write_export(opened, options)
+    conversion = _plan_export(opened, options).run()
     if target is None:
         return conversion
     if dry_run:
@@ -174,12 +175,12 @@ def _push_target(
     return target
 
 
-def _write_export(opened: OpenedConversion, options: ExportOptions) -> Conversion:
-    """Copy every tensor to the files of the requested layout."""
+def _plan_export(opened: OpenedConversion, options: ExportOptions) -> PlannedConversion:
+    """Plan the copy of every tensor to the files of the requested layout."""
     source = opened.source
     located = opened.located
     if source.tree_manifest.is_adapter:
-        return _write_adapter(opened, options)
+        return _plan_adapter(opened, options)
     access = checkpoint_access(opened.common, opened.observer)
     # A plan reads only headers.
     is_checked = not opened.common.dry_run
@@ -210,7 +211,7 @@ def _write_export(opened: OpenedConversion, options: ExportOptions) -> Conversio
         )
     if draft.state is not None:
         notes += exported_state_notes(options, draft)
-    return opened.run(
+    return opened.plan(
         draft,
         placed,
         _command_line(options, source),
@@ -349,8 +350,8 @@ def _command_line(options: ExportOptions, source: Source) -> str:
     return format_command_line("export", source.display_name, ExportOptions, values)
 
 
-def _write_adapter(opened: OpenedConversion, options: ExportOptions) -> Conversion:
-    """Write trained adapters to the files of PEFT."""
+def _plan_adapter(opened: OpenedConversion, options: ExportOptions) -> PlannedConversion:
+    """Plan the copy of trained adapters to the files of PEFT."""
     source = opened.source
     if options["layout"] != HF_LAYOUT or options["format"] is not None or options["keep_padding"]:
         what = text(
@@ -371,7 +372,7 @@ def _write_adapter(opened: OpenedConversion, options: ExportOptions) -> Conversi
     draft = draft_adapter(source, dtype)
     name = opened.located.model_name
     base = shlex.quote(base_of_adapter(source.tree_manifest))
-    return opened.run(
+    return opened.plan(
         draft,
         place_adapter(draft),
         format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
@@ -425,11 +426,13 @@ def merge(
     common = common_options(base, out, options, dry_run=dry_run, process_options=process_options)
     # A merge computes nothing with the model: the names in the files are enough.
     common = replace(common, verbatim=None)
-    return _merge(open_conversion("merge", common, progress), adapter, options)
+    return _plan_merge(open_conversion("merge", common, progress), adapter, options).run()
 
 
-def _merge(opened: OpenedConversion, adapter_path: Path, options: MergeOptions) -> Conversion:
-    """Copy the base's tensors, with the values of an adapter added to some of them."""
+def _plan_merge(
+    opened: OpenedConversion, adapter_path: Path, options: MergeOptions
+) -> PlannedConversion:
+    """Plan the copy of the base's tensors, with the values of an adapter added to some of them."""
     source = opened.source
     located = opened.located
     access = checkpoint_access(opened.common, opened.observer)
@@ -472,7 +475,7 @@ def _merge(opened: OpenedConversion, adapter_path: Path, options: MergeOptions) 
     base = adapter.settings.base_model_name_or_path
     origin = f" (trained with {base:.60})" if base else ""
     placed = place_export(copy_options, draft)
-    return opened.run(
+    return opened.plan(
         *with_adapter_tokenizer(draft, placed, adapter_path),
         format_command_line(
             f"merge {adapter_path}", source.display_name, MergeOptions, recorded_values(options)

@@ -13,6 +13,7 @@ from prepcli.algebra.axis_map import ParsedAxisMap
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     OpenedConversion,
+    PlannedConversion,
     open_conversion,
 )
 from prepcli.commands.operations.opening import common_options, make_match_options, recorded_values
@@ -79,7 +80,7 @@ def pad_vocab(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         progress,
     )
-    return _pad(opened, options)
+    return _plan_padding(opened, options).run()
 
 
 def padded_size(options: PadVocabOptions, vocabulary: Vocabulary) -> int:
@@ -133,8 +134,8 @@ def make_fill(init: str, seed: int | None, source: Source) -> Fill:
     return Fill(init, seed, float(std))
 
 
-def _pad(opened: OpenedConversion, options: PadVocabOptions) -> Conversion:
-    """Copy each tensor to the file of the same name, with more rows in the vocabulary's tensors."""
+def _plan_padding(opened: OpenedConversion, options: PadVocabOptions) -> PlannedConversion:
+    """Plan the copy of each tensor to the file of the same name, with more rows in the vocabulary's tensors."""
     source = opened.source
     if not source.tensor_file_names:
         hint = text(
@@ -159,7 +160,7 @@ def _pad(opened: OpenedConversion, options: PadVocabOptions) -> Conversion:
     # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
     values = {**recorded_values(options), "multiple": multiple}
     name = f"{opened.located.model_name.removesuffix('-padded')}-padded"
-    return opened.run(
+    return opened.plan(
         draft,
         place_in_source_files(draft),
         format_command_line("pad-vocab", source.display_name, PadVocabOptions, values),

@@ -13,6 +13,7 @@ from typing import Unpack
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     OpenedConversion,
+    PlannedConversion,
     open_conversion,
 )
 from prepcli.commands.operations.opening import (
@@ -104,7 +105,7 @@ def save_init(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         progress,
     )
-    return _write_orbax_item(opened, options)
+    return _plan_orbax_item(opened, options).run()
 
 
 @public
@@ -145,7 +146,7 @@ def reshard(
     )
     # `reshard` has none of the options of new rows and casts.
     values = with_defaults(SaveInitOptions, options)
-    return _write_orbax_item(opened, values, params_only=options["params_only"])
+    return _plan_orbax_item(opened, values, params_only=options["params_only"]).run()
 
 
 def _check_padding_options(options: SaveInitOptions) -> None:
@@ -169,10 +170,10 @@ def _is_unresharded(folder: Path) -> bool:
     return find_item(folder) is not None and manifest is not None and manifest.command != "reshard"
 
 
-def _write_orbax_item(
+def _plan_orbax_item(
     opened: OpenedConversion, options: SaveInitOptions, *, params_only: bool = False
-) -> Conversion:
-    """Copy every tensor to its leaf, in chunks for the mesh. The command is `save-init` or `reshard`."""
+) -> PlannedConversion:
+    """Plan the copy of every tensor to its leaf, in chunks for the mesh. The command is `save-init` or `reshard`."""
     source = opened.source
     command = opened.command
     _check_source_kind(command, source)
@@ -213,7 +214,7 @@ def _write_orbax_item(
     values = {**recorded_values(options), "params_only": params_only}
     name = opened.located.model_name
     meshes = {"from": source.tree_manifest.mesh, "to": placed.settings.mesh}
-    return opened.run(
+    return opened.plan(
         draft,
         placed,
         format_command_line(command, source.display_name, schema, values),

@@ -16,6 +16,7 @@ from typing import Unpack, cast, get_args
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     OpenedConversion,
+    PlannedConversion,
     open_conversion,
 )
 from prepcli.commands.operations.opening import (
@@ -139,13 +140,14 @@ def add_tokens(
     common = common_options(
         checkpoint, out, stored, dry_run=dry_run, process_options=process_options
     )
-    return _add(open_conversion(ADD, common, progress, allow_adapters=True), options, tokens)
+    conversion = open_conversion(ADD, common, progress, allow_adapters=True)
+    return _plan_addition(conversion, options, tokens).run()
 
 
-def _add(
+def _plan_addition(
     conversion: OpenedConversion, options: AddTokensOptions, tokens: Sequence[AddedToken]
-) -> Conversion:
-    """Copy a checkpoint with more tokens. The first one gets the id after the last one of the vocabulary."""
+) -> PlannedConversion:
+    """Plan a copy of a checkpoint with more tokens. The first one gets the id after the last one of the vocabulary."""
     source = conversion.source
     _check_source(source, ADD)
     opened = open_tokenizer(source)
@@ -189,7 +191,7 @@ def _add(
     next_command = f"prep pad-vocab {OUT_PLACEHOLDER}"
     if source.tree_manifest:
         next_command = f"prep verify {OUT_PLACEHOLDER}"
-    return conversion.run(
+    return conversion.plan(
         *_place_change(draft, contents),
         format_command_line(ADD, source.display_name, AddTokensOptions, recorded_values(options)),
         name=name,
@@ -349,11 +351,12 @@ def remove_tokens(
     common = common_options(
         checkpoint, out, stored, dry_run=dry_run, process_options=process_options
     )
-    return _remove(open_conversion(REMOVE, common, progress, allow_adapters=True), options)
+    conversion = open_conversion(REMOVE, common, progress, allow_adapters=True)
+    return _plan_removal(conversion, options).run()
 
 
-def _remove(conversion: OpenedConversion, options: RemoveTokensOptions) -> Conversion:
-    """Copy a checkpoint without the tokens of the last addition."""
+def _plan_removal(conversion: OpenedConversion, options: RemoveTokensOptions) -> PlannedConversion:
+    """Plan a copy of a checkpoint without the tokens of the last addition."""
     source = conversion.source
     _check_source(source, REMOVE)
     additions = recorded_additions(source)
@@ -393,7 +396,7 @@ def _remove(conversion: OpenedConversion, options: RemoveTokensOptions) -> Conve
         notes.append(f"padding of {rows} is zeros, as padding of prep is by default")
     removed = [{"id": token.id, "content": token.content} for token in addition.tokens]
     draft = _resized_draft(source, present, old_vocabulary, resize)
-    return conversion.run(
+    return conversion.plan(
         *_place_change(draft, contents),
         format_command_line(
             REMOVE, source.display_name, RemoveTokensOptions, recorded_values(options)
