@@ -99,11 +99,7 @@ def evaluation_recipe(
     dtype: str,
     max_positions: int,
 ) -> Recipe:
-    """Return the recipe that computes the loss on one source of data.
-
-    Raises:
-        UsageError: A setting is invalid.
-    """
+    """Return the recipe that computes the loss on one source of data."""
     overrides = as_tuple(options.get("overrides", ()))
     for override in overrides:
         _check_override(override)
@@ -210,12 +206,7 @@ def load_model(
 
 
 def check_target_metrics(options: EvaluateOptions, opened: OpenedModel) -> None:
-    """Check that the metrics of the options can be computed.
-
-    Raises:
-        UsageError: A name is unknown, or the model has no encoder or its mesh splits tokens.
-        PrepError: A package is not installed.
-    """
+    """Check that the metrics of the options can be computed."""
     names = as_tuple(options["metrics"])
     if not names:
         return

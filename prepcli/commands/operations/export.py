@@ -250,11 +250,7 @@ def draft_export(
 def place_export(
     options: ExportOptions, draft: Draft, tensor_map: TensorMap | None = None
 ) -> Placed:
-    """Place the tensors of a draft in the requested layout.
-
-    Raises:
-        PrepError: The draft does not fit the layout.
-    """
+    """Place the tensors of a draft in the requested layout."""
     settings = Manifest()
     if options["layout"] != HF_LAYOUT:
         settings |= Manifest(layout=options["layout"])
@@ -491,11 +487,7 @@ def _plan_merge(
 def _with_towers(
     options: ExportOptions, source: Source, access: Access, *, check_digest: bool
 ) -> Source:
-    """Return the base. A training step of a multimodal model has the towers of its start model.
-
-    Raises:
-        PrepError: The towers cannot be read, or differ from the ones of the run's start.
-    """
+    """Return the base. A training step of a multimodal model has the towers of its start model."""
     try:
         return select_parts(options, source, access, check_digest=check_digest)
     except PrepError as error:

@@ -73,12 +73,7 @@ TOWERS_HINT = text(
 
 
 def read_export_map(options: ExportOptions, source: Source) -> TensorMap | None:
-    """Return the map of an export, if it has one.
-
-    Raises:
-        UsageError: The map is for safetensors files of a text model, and the export is not.
-        PrepError: The file cannot be read.
-    """
+    """Return the map of an export, if it has one."""
     path = options.get("map")
     if path is None:
         return None
@@ -412,11 +407,7 @@ def take_quantized_bytes(
 def _open_recorded_original(
     source: Source, located: LocatedCheckpoint, common: CommonOptions, observer: Observer
 ) -> Source:
-    """Open the quantised model of the manifest. A model of the hub is not downloaded.
-
-    Raises:
-        PrepError: It is not found, cannot be read, or has changed.
-    """
+    """Open the quantised model of the manifest. A model of the hub is not downloaded."""
     name, manifest = find_quantized_source(source.tree_manifest, located.files.path)
     reference = parse_reference(name)
     if isinstance(reference, HubRepo):
@@ -435,11 +426,7 @@ def _open_recorded_original(
 
 
 def _open_original(name: str, common: CommonOptions, observer: Observer) -> Source:
-    """Open a quantised model with the names of its files.
-
-    Raises:
-        PrepError: It does not exist, cannot be read, or is not quantised.
-    """
+    """Open a quantised model with the names of its files."""
     original = replace(
         common,
         checkpoint=name,

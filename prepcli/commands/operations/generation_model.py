@@ -323,9 +323,6 @@ def _load_tokenizer(
     """Load the tokenizer of the option or of the source.
 
     If no tokenizer is required, because all prompts are token ids, a missing or invalid one of the source is ignored.
-
-    Raises:
-        PrepError: A required tokenizer is missing, or a tokenizer is invalid and not ignored.
     """
     from trainer.data.tokenizer import load_tokenizer
 

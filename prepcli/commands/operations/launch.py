@@ -329,11 +329,7 @@ def submit_line(target: str, path: Path) -> str:
 
 
 def submit_script(target: str, script: str) -> str:
-    """Submit a script and return the reply of the engine.
-
-    Raises:
-        PrepError: The program of the engine is not installed, or it failed.
-    """
+    """Submit a script and return the reply of the engine."""
     command = ENGINES[target].submit
     if target == "sky":
         with tempfile.TemporaryDirectory(prefix="prep-") as folder:

@@ -421,11 +421,7 @@ def _count_with_ids(first: int, count: int) -> tuple[str, str]:
 
 
 def recorded_additions(source: Source) -> tuple[Addition, ...]:
-    """Return the recorded additions of a source.
-
-    Raises:
-        DamagedError: The record is damaged.
-    """
+    """Return the recorded additions of a source."""
     data = read_side_file(source, RECORD_FILE)
     if data is None:
         return ()
@@ -463,11 +459,7 @@ def _padded_rows(source: Source, present: VocabularyTensors, num_rows: int) -> i
 
 
 def _place_change(draft: Draft, files: Mapping[str, bytes | None]) -> tuple[Draft, Placed]:
-    """Place a draft in the format and layout of its source, with other small files. Content None removes a file.
-
-    Raises:
-        PrepError: The training state has tensors with some dims of the embedding.
-    """
+    """Place a draft in the format and layout of its source, with other small files. Content None removes a file."""
     source = draft.source
     side_files = [file for file in draft.side_files if file.path not in files]
     for path, content in files.items():

@@ -175,11 +175,7 @@ def _multimodal_error(source: Source, why: str, hint: str) -> PrepError:
 
 
 def draft_state(options: ExportOptions, draft: Draft) -> Draft:
-    """Return a draft with the training state of its source in the form of another library.
-
-    Raises:
-        PrepError: The source has no state of AdamW, or its order in the output is unknown.
-    """
+    """Return a draft with the training state of its source in the form of another library."""
     source = draft.source
     state = read_training_state(source)
     kind = _state_kind(options)

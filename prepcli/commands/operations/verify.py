@@ -352,9 +352,6 @@ def _value_findings(
 
     Digests find them in one pass over each checkpoint, in the order of its files. Only different tensors are read a
     second time, side by side, for the first different value.
-
-    Raises:
-        DamagedError: No tensor differs, and one does not match its recorded digest.
     """
     digests_by_name: list[dict[str, str]] = []
     reads: list[_ReadStreams] = []

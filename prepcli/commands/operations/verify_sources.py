@@ -328,9 +328,6 @@ def first_options(common: CommonOptions, against: str | None) -> CommonOptions:
     """Return the options of the first checkpoint of a comparison.
 
     A map is for the second checkpoint, or for the first one if prep wrote the second one.
-
-    Raises:
-        UsageError: There is a map, and no second checkpoint.
     """
     if common.tensor_map is None:
         return common
