@@ -9,7 +9,6 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from prepcli.commands.operations.export_request import file_format
 from prepcli.commands.operations.options import ExportOptions, SaveInitOptions
 from prepcli.core.errors import (
     GET_AGAIN_HINT,
@@ -241,6 +240,6 @@ def exported_state_notes(options: ExportOptions, draft: Draft) -> Iterator[str]:
 
 def _state_kind(options: ExportOptions) -> TrainerState:
     """Return the training states of the library of an export."""
-    kind = find_library(options["layout"], file_format(options)).state
+    kind = find_library(options["layout"], options["format"]).state
     assert kind is not None
     return kind
