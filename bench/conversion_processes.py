@@ -27,12 +27,11 @@ from bench.models import write_model
 from bench.published import published_config
 from prepcli.core.tables import format_table
 from prepcli.engine.budget import anonymous_nbytes
-from prepcli.execution.finalize import content_record, read_small_file, write_last_files
+from prepcli.execution.finalize import write_last_files
 from prepcli.execution.run import make_run_identity
 from prepcli.execution.run_store import UnitNote, all_checksums, all_digests
 from prepcli.planning.chunk_placement import ChunkExtent, chunk_extents
-from prepcli.planning.manifest_fields import FileRecord
-from prepcli.planning.plan import Plan, SmallFile
+from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import WorkUnit, find_bucket_units
 from prepcli.stores.byte_ranges import RemoteFile
 
@@ -123,18 +122,12 @@ def publish(plan: Plan, notes: Sequence[UnitNote]) -> dict[str, int]:
     def put(path: str, content: bytes) -> None:
         sizes[path] = len(content)
 
-    def copy(path: str, file: SmallFile) -> FileRecord:
-        content = read_small_file(file)
-        put(path, content)
-        return content_record(content)
-
     manifest = write_last_files(
         plan,
         make_run_identity(plan, RUN_ID),
         digests=all_digests(plan, notes),
         sums=all_checksums(plan, notes),
         put=put,
-        copy=copy,
     )
     return sizes | {"index": len(manifest)}
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         tokenize_shard,
     )
     from prepcli.commands.operations.evaluate import evaluate
-    from prepcli.commands.operations.export import export
+    from prepcli.commands.operations.export import export, merge
     from prepcli.commands.operations.generate import generate
     from prepcli.commands.operations.harness_model import harness_model
     from prepcli.commands.operations.inspect import inspect
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
         VerifyOptions,
     )
     from prepcli.commands.operations.lock import lock
-    from prepcli.commands.operations.merge import merge
     from prepcli.commands.operations.options import (
         AddTokensOptions,
         ConversionOptions,
@@ -323,7 +322,7 @@ _MODULES = {
     "prepcli.core.observer": ("Observer", "Progress"),
     "prepcli.commands.operations.chain": ("verify_chain",),
     "prepcli.commands.operations.evaluate": ("evaluate",),
-    "prepcli.commands.operations.export": ("export",),
+    "prepcli.commands.operations.export": ("export", "merge"),
     "prepcli.commands.operations.params": (
         "from_hf_flax",
         "linen_model",
@@ -335,7 +334,6 @@ _MODULES = {
     "prepcli.commands.operations.generate": ("generate",),
     "prepcli.commands.operations.harness_model": ("harness_model",),
     "prepcli.commands.operations.lock": ("lock",),
-    "prepcli.commands.operations.merge": ("merge",),
     "prepcli.commands.operations.pad_vocab": ("pad_vocab",),
     "prepcli.commands.operations.roundtrip": ("roundtrip",),
     "prepcli.commands.operations.suggest_map": ("suggest_map",),

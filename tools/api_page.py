@@ -30,7 +30,6 @@ FUNCTION_SECTIONS = {
     "prepcli.commands.operations.tokens": "",
     "prepcli.commands.operations.save_init": "",
     "prepcli.commands.operations.export": "",
-    "prepcli.commands.operations.merge": "",
     "prepcli.commands.operations.suggest_map": "",
     "prepcli.commands.operations.verify": "Check",
     "prepcli.commands.operations.verify_logits": "",

@@ -130,10 +130,10 @@ class BucketRun(Run):
         )
         if is_joint and is_same:
             return True
-        if self.request.overwrite:
+        if self.request.options.overwrite:
             return False
         check_stored_output(
-            self.bucket, files, manifest, self.request.run_id, restart=self.request.restart
+            self.bucket, files, manifest, self.request.run_id, restart=self.request.options.restart
         )
         return True
 
@@ -141,7 +141,7 @@ class BucketRun(Run):
         """Raise UsageError for a restart in several processes, except for the workers of one command."""
         # Another process may already have joined the unfinished run.
         is_alone = len(self.pool.indices) == self.pool.share.count
-        if self.request.restart and not is_alone and PARENT_VARIABLE not in os.environ:
+        if self.request.options.restart and not is_alone and PARENT_VARIABLE not in os.environ:
             raise usage_error(
                 text("{} is not supported with several processes", Option("restart", True)),
                 "another process may already write there",
@@ -169,7 +169,7 @@ class BucketRun(Run):
             self.run_record(),
             self.source_record(),
             # The parent of a worker has restarted the run.
-            restart=self.request.restart and not is_worker,
+            restart=self.request.options.restart and not is_worker,
             is_done=self.is_done,
             may_begin=self.pool.share.index == 0,
         )

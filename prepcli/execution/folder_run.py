@@ -131,15 +131,17 @@ class FolderRun(Run):
         try:
             manifest = read_manifest(self.out)
         except PrepError:
-            if self.request.overwrite:
+            if self.request.options.overwrite:
                 return False
             raise
         is_same_plan = manifest is not None and manifest.plan == self.request.run_id
         is_complete = is_same_plan and _is_complete(self.plan, self.out, manifest or NO_MANIFEST)
         is_joint = self.pool.share.count > 1
-        if is_complete and (is_joint or not (self.request.restart or self.request.overwrite)):
+        if is_complete and (
+            is_joint or not (self.request.options.restart or self.request.options.overwrite)
+        ):
             return True
-        if self.request.overwrite:
+        if self.request.options.overwrite:
             return False
         hint = text("{} or {}", Option("out", "NAME"), Option("overwrite", True))
         if is_same_plan:
@@ -158,7 +160,7 @@ class FolderRun(Run):
     def join(self) -> bool:
         """Join the run. Return False if another process has published the output since the first check."""
         store = self.folder_store
-        store.join(self.run_record(), self.source_record(), restart=self.request.restart)
+        store.join(self.run_record(), self.source_record(), restart=self.request.options.restart)
         self.session = store.session
         try:
             is_done = self.is_done()
@@ -397,7 +399,7 @@ class FolderRun(Run):
         check_unchanged(stamps)
         # Another program may have created the output meanwhile.
         _check_replaceable(self.out)
-        store.publish(overwrite=self.request.overwrite)
+        store.publish(overwrite=self.request.options.overwrite)
 
     def compressed_chunks(self) -> CompressedChunks | None:
         """Return the locations of compressed chunks, or None if the chunks are raw."""

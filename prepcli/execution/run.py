@@ -33,7 +33,7 @@ from prepcli.execution.source_checks import (
     source_changed_error,
     touched_files,
 )
-from prepcli.execution.workers import WorkerPool
+from prepcli.execution.workers import RunOptions, WorkerPool
 from prepcli.execution.written_data import StreamReader, find_outdated
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import chunk_extents, count_blocks
@@ -89,7 +89,7 @@ class Run(ABC):
         self._num_blocks = count_blocks(chunk_extents(self.plan.leaves))
         self.readback = StreamReader(self.plan.streams, budget, self.pool.progress)
         self.integrity = IntegrityChecker(
-            self.plan, self.source, allow_overflow=request.allow_overflow
+            self.plan, self.source, allow_overflow=request.options.allow_overflow
         )
         self.writer = f"{socket.gethostname()}:{os.getpid()}"
         share = self.pool.share
@@ -436,16 +436,12 @@ def _prepend(first: PipelineUnit, units: Iterator[PipelineUnit]) -> Iterator[Pip
 class ExecutionRequest:
     """A plan to execute in a folder or below a URL.
 
-    `allow_overflow` decides between an error and infinities. No other option changes a byte of the output.
-
     Attributes:
         plan: The plan of the whole output.
         run_id: Digest of the plan. It identifies the run in notes and manifests.
         source: The opened source of the plan.
         pool: The workers of this process, its share of the plan, its memory and its progress.
-        overwrite: Replace an existing output.
-        restart: Delete what an unfinished earlier run has written, and write it again.
-        allow_overflow: Cast out-of-range values to infinity.
+        options: How the output is written.
         note: Prints a line for the user.
     """
 
@@ -453,9 +449,7 @@ class ExecutionRequest:
     run_id: str
     source: Source
     pool: WorkerPool
-    overwrite: bool
-    restart: bool
-    allow_overflow: bool
+    options: RunOptions
     note: Callable[[str], None]
 
 

@@ -57,6 +57,25 @@ class ProcessOptions:
 ONE_PROCESS = ProcessOptions("1/0")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How an output is written. `allow_overflow` decides between an error and infinities, the others change no byte.
+
+    Attributes:
+        memory_nbytes: Memory budget of this process and its workers.
+        overwrite: Replace an existing output.
+        restart: Delete what an unfinished earlier run has written, and write it again.
+        allow_overflow: Cast out-of-range values to infinity.
+        process_options: Share of this process in the work.
+    """
+
+    memory_nbytes: int
+    overwrite: bool = False
+    restart: bool = False
+    allow_overflow: bool = False
+    process_options: ProcessOptions = ONE_PROCESS
+
+
 def worker_memory_nbytes(memory_nbytes: int, num_workers: int, *, baseline_nbytes: int) -> int:
     """Return the memory budget of each worker.
 

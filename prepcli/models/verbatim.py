@@ -105,7 +105,7 @@ class _Stack:
                 literal += f"{numbers[0]}{piece}"
         if literal or not name_parts:
             name_parts.append(literal)
-        atoms = _dim_atoms(self.shape)
+        atoms = dim_atoms(self.shape)
         return ParsedAxisMap(
             text=self.path(),
             leaf_dims=(*stacked_dims, *((atom,) for atom in atoms)),
@@ -136,7 +136,7 @@ def verbatim_family(tensors: TensorTypes) -> Family:
         parameters[path] = Parameter(
             "", parsed_row=stack.row(), layer_path=_layer_path(stack, layer_paths)
         )
-        sizes |= zip(_dim_atoms(stack.shape), stack.shape)
+        sizes |= zip(dim_atoms(stack.shape), stack.shape)
     return Family(
         name=VERBATIM,
         prefix="",
@@ -280,7 +280,7 @@ def _next_suffix(suffix: str) -> str:
 
 
 @cache
-def _dim_atoms(shape: tuple[int, ...]) -> tuple[str, ...]:
+def dim_atoms(shape: tuple[int, ...]) -> tuple[str, ...]:
     """Return a name for each dim: its extent, e.g. (8, 8, 4) -> (`d8`, `d8_2`, `d4`)."""
     atoms: list[str] = []
     for position, extent in enumerate(shape):

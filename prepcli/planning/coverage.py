@@ -11,7 +11,7 @@ from prepcli.algebra.axis_map import TensorDim
 from prepcli.algebra.boxes import Range, strides
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
-from prepcli.planning.arrays import Locations, MappedArray, location_copies
+from prepcli.planning.arrays import Locations, location_copies
 from prepcli.planning.plan import OutputLeaf, Plan, Stream
 from prepcli.planning.slabs import Slab
 from prepcli.planning.tensors import is_decoded_tensor
@@ -52,14 +52,15 @@ def check(plan: Plan, make_slabs: Callable[[], Iterable[Slab]]) -> None:
             for slab in make_slabs()
             if is_decoded_tensor(plan.streams[slab.stream_number].name) == is_check
         )
-        actual = _merge_spans("read", _slab_spans(plan, slabs, "reads"))
+        actual = _merge_spans(_slab_spans(plan, slabs, "reads"), "read")
         expected_reads: list[FileSpan] = []
         for stream in plan.streams:
             if is_decoded_tensor(stream.name) == is_check:
                 expected_reads += _stream_spans(stream, stream.reads)
-        _check_equal_spans("read", actual, _merge_spans("read", expected_reads))
-    actual = _merge_spans("written", _slab_spans(plan, make_slabs(), "writes"))
-    _check_equal_spans("written", actual, _merge_spans("written", _expected_write_spans(plan)))
+        _check_equal_spans("read", actual, _merge_spans(expected_reads, "read"))
+    actual = _merge_spans(_slab_spans(plan, make_slabs(), "writes"), "written")
+    expected = _merge_spans(_expected_write_spans(plan), "written")
+    _check_equal_spans("written", actual, expected)
 
 
 def _read_rows(plan: Plan, name: str) -> set[Range]:
@@ -78,7 +79,7 @@ def unwritten_spans(plan: Plan) -> Iterator[FileSpan]:
     written = _expected_write_spans(plan) + constant_spans
     last_file = 0
     last_stop = 0
-    for number, start, stop in sorted([*_merge_spans("written", written), *file_ends]):
+    for number, start, stop in sorted([*_merge_spans(written, "written"), *file_ends]):
         gap_start = last_stop if last_file == number else 0
         if gap_start < start:
             yield number, gap_start, start
@@ -88,7 +89,7 @@ def unwritten_spans(plan: Plan) -> Iterator[FileSpan]:
 
 def written_spans(plan: Plan) -> list[FileSpan]:
     """Return the byte ranges of the data files that streams write, sorted and joined."""
-    return _merge_spans("written", _expected_write_spans(plan))
+    return _merge_spans(_expected_write_spans(plan), "written")
 
 
 def stream_write_spans(stream: Stream) -> list[FileSpan]:
@@ -103,18 +104,12 @@ def _check_stream(stream: Stream) -> None:
     for locations in (stream.reads, stream.writes):
         regions = [location for location in locations if location.axis_map is not None]
         for a, b in itertools.combinations(regions, 2):
-            if _share_elements(a, b):
+            # Two regions share an element if they have a common index in every dim.
+            dims = zip(a.axis_map.source_dims, b.axis_map.source_dims)
+            if not any(_row_indices(x).isdisjoint(_row_indices(y)) for x, y in dims):
                 raise _coverage_error(
                     f"two rows map the same part of {stream.name}: `{a.axis_map.text}` and `{b.axis_map.text}`"
                 )
-
-
-def _share_elements(a: MappedArray, b: MappedArray) -> bool:
-    """Return whether two regions of a tensor have a common element: a common index in every dim."""
-    for dim_a, dim_b in zip(a.axis_map.source_dims, b.axis_map.source_dims):
-        if _row_indices(dim_a).isdisjoint(_row_indices(dim_b)):
-            return False
-    return True
 
 
 def _row_indices(dim: TensorDim) -> set[int]:
@@ -224,20 +219,9 @@ class _JoinedRuns:
             runs = first_runs.setdefault((file, repeats[:1]), [])
             runs += _run_spans(file, start, run_nbytes, repeats[1:])
         for (file, outer_repeats), runs in first_runs.items():
-            for _, start, stop in _join_adjacent(runs):
+            for _, start, stop in _merge_spans(runs):
                 spans += _run_spans(file, start, stop - start, outer_repeats)
         return spans
-
-
-def _join_adjacent(spans: Iterable[FileSpan]) -> list[FileSpan]:
-    """Sort spans and join adjacent ones. Spans that overlap stay as they are."""
-    joined: list[FileSpan] = []
-    for file, start, stop in sorted(spans):
-        if joined and joined[-1][0] == file and joined[-1][2] == start:
-            joined[-1] = (file, joined[-1][1], stop)
-        else:
-            joined.append((file, start, stop))
-    return joined
 
 
 def _run_spans(
@@ -262,13 +246,13 @@ def _check_equal_spans(verb: str, actual: list[FileSpan], expected: list[FileSpa
             )
 
 
-def _merge_spans(verb: str, spans: Iterable[FileSpan]) -> list[FileSpan]:
-    """Sort spans and join adjacent ones. Raise PrepError if two overlap."""
+def _merge_spans(spans: Iterable[FileSpan], once: str = "") -> list[FileSpan]:
+    """Sort spans and join adjacent ones. With `once`, e.g. `read`, raise PrepError if two overlap."""
     merged: list[FileSpan] = []
     for file, start, stop in sorted(span for span in spans if span[1] < span[2]):
-        if merged and merged[-1][0] == file and merged[-1][2] > start:
+        if once and merged and merged[-1][0] == file and merged[-1][2] > start:
             raise _coverage_error(
-                f"bytes {start:,} to {min(stop, merged[-1][2]):,} of file {file} would be {verb} twice"
+                f"bytes {start:,} to {min(stop, merged[-1][2]):,} of file {file} would be {once} twice"
             )
         if merged and merged[-1][0] == file and merged[-1][2] == start:
             merged[-1] = (file, merged[-1][1], stop)

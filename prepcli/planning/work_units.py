@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -51,7 +51,6 @@ def find_bucket_units(plan: Plan) -> tuple[WorkUnit, ...]:
     for member in file_members:
         groups.join(member, member)
     for stream in plan.streams:
-        groups.join(stream.name, stream.name)
         for location in stream.writes:
             for file, _ in location.array.chunks.positions():
                 groups.join(stream.name, file_members[file])
@@ -237,42 +236,17 @@ def requested_share(value: str | None, environ: Mapping[str, str]) -> tuple[Shar
     return parse_share(value), ""
 
 
-def divide_streams(
-    plan: Plan, count: int, *, durable: Container[int] = ()
-) -> tuple[tuple[int, ...], ...]:
+def divide_streams(plan: Plan, count: int) -> tuple[tuple[int, ...], ...]:
     """Divide the streams of a plan among processes.
 
     All streams of a tensor go to one process, together with the tensors to compare with it. The largest groups are
     assigned first, each to the process with the fewest bytes, e.g. groups of 5, 4, 3 and 2 bytes -> 5 + 2 and 4 + 3.
 
-    Args:
-        plan: The plan.
-        count: Number of processes.
-        durable: Numbers of durable streams. They are divided separately, in the same way: reading them back costs
-            less than writing the pending ones.
-
     Returns:
         The stream numbers of each process, ascending. They depend on the arguments alone.
     """
-    pending_groups: list[list[int]] = []
-    durable_groups: list[list[int]] = []
-    for group in stream_groups(plan):
-        if all(number in durable for number in group):
-            durable_groups.append(group)
-        else:
-            pending_groups.append(group)
-    pending_shares = _balance_groups(plan, pending_groups, count)
-    durable_shares = _balance_groups(plan, durable_groups, count)
-    shares: list[tuple[int, ...]] = []
-    for index in range(count):
-        shares.append(tuple(sorted(pending_shares[index] + durable_shares[index])))
-    return tuple(shares)
-
-
-def _balance_groups(plan: Plan, groups: Iterable[list[int]], count: int) -> list[list[int]]:
-    """Assign groups of streams to `count` processes, the largest first, each to the process with the fewest bytes."""
     sized_groups: list[tuple[int, list[int]]] = []
-    for group in groups:
+    for group in stream_groups(plan):
         nbytes = sum(plan.streams[number].nbytes for number in group)
         # Groups are sorted by descending size, then by their first stream number.
         sized_groups.append((-nbytes, group))
@@ -283,7 +257,7 @@ def _balance_groups(plan: Plan, groups: Iterable[list[int]], count: int) -> list
         load, process = heapq.heappop(loads)
         shares[process] += group
         heapq.heappush(loads, (load - negative_nbytes, process))
-    return shares
+    return tuple(tuple(sorted(share)) for share in shares)
 
 
 def stream_groups(plan: Plan) -> list[list[int]]:

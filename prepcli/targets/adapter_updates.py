@@ -44,8 +44,13 @@ from prepcli.sources.openers.peft_settings import (
 )
 from prepcli.sources.source import Source, SourceTensor, source_axis_maps, stored_axis_maps
 from prepcli.sources.source_views import append_files, shift_file_numbers
-from prepcli.targets.hf_folder import adapter_tokenizer, json_bytes
-from prepcli.targets.planner import Draft, start_draft, with_rows, with_tied_head
+from prepcli.targets.hf_folder import (
+    ALL_TOKENIZER_FILES,
+    adapter_tokenizer,
+    json_bytes,
+    prep_adapter_tokenizer,
+)
+from prepcli.targets.planner import Draft, Placed, start_draft, with_rows, with_tied_head
 
 # Module of older encoders of images between a tower and its layers.
 VISION_WRAPPER = "vision_model"
@@ -76,9 +81,6 @@ def merge_adapter(draft: Draft, adapter: BaseAdapter) -> tuple[Draft, Source]:
 
     The draft also has a stream for each matrix of the adapter. The stream is digested and not written. A change of the
     adapter during the merge is noticed this way, like a change of the base.
-
-    Raises:
-        PrepError: The adapter is not supported, or does not fit the base.
     """
     source = draft.source
     first = len(source.byte_sources)
@@ -99,13 +101,18 @@ def merge_adapter(draft: Draft, adapter: BaseAdapter) -> tuple[Draft, Source]:
     return merged, view
 
 
-def open_base_adapter(path: Path, source: Source) -> BaseAdapter:
-    """Read the settings and the header of an adapter, for a base.
+def with_adapter_tokenizer(draft: Draft, placed: Placed, adapter: Path) -> tuple[Draft, Placed]:
+    """Return a draft and its layout with the tokenizer of an adapter that prep wrote, in place of the base's."""
+    files = prep_adapter_tokenizer(adapter)
+    if not files:
+        return draft, placed
+    kept = tuple(file for file in draft.side_files if file.path not in ALL_TOKENIZER_FILES)
+    # A plan's digest depends on the order of its files.
+    return replace(draft, side_files=kept), replace(placed, index=(*placed.index, *files))
 
-    Raises:
-        UsageError: The folder has no adapter.
-        PrepError: The adapter is not supported, or has two adapters of one tensor.
-    """
+
+def open_base_adapter(path: Path, source: Source) -> BaseAdapter:
+    """Read the settings and the header of an adapter, for a base."""
     if not is_adapter(path):
         export_run = Command("export", "RUN", Option("out", "ADAPTER"))
         hint = text("{} writes the adapter of a run", export_run)
@@ -190,9 +197,6 @@ def _whole_tensors(
     """Return the adapter's whole copies of tensors, by name, and the names of its unused tensors.
 
     A tied head is unused: PEFT ties it to the embedding of the adapter again.
-
-    Raises:
-        PrepError: The base has no such tensor, or one of another shape, or the module is tied in the base alone.
     """
     settings = adapter.settings
     is_tied = source.family.is_tied(source.config) or (
@@ -343,9 +347,6 @@ def _expert_updates(
     """Yield the updates of the tensors of experts.
 
     Each has its module in the adapter and the name of its tensor in the base.
-
-    Raises:
-        PrepError: The base has no family with such experts, or a matrix has another shape.
     """
     settings = adapter.settings
     modules = {split_wrappers(name, source.family)[1]: name for name in matrices}

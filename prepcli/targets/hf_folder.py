@@ -32,13 +32,12 @@ SINGLE_FILES = (
 TOKENIZERS = (*SINGLE_FILES, "vocab.json", "merges.txt", "vocab.txt")
 # Other files of a folder that belong to its tokenizer.
 TOKENIZER_SETTINGS = (
-    *(
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-    ),
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
 )
+ALL_TOKENIZER_FILES = (*TOKENIZERS, *TOKENIZER_SETTINGS)
 PATH_PREFIX = f"{HF_FOLDER}/"
 
 
@@ -165,15 +164,11 @@ def tokenizer_folder(tokenizer: str | None, config: str | None) -> Path:
 
 
 def random_start_files(tokenizer: str | None, config: str | None) -> tuple[SmallFile, ...]:
-    """Return the files of a random start: its tokenizer, and the generation_config.json beside it.
-
-    Raises:
-        UsageError: There is no tokenizer.
-        PrepError: A file is a link that leaves the folder.
-    """
+    """Return the files of a random start: its tokenizer, and the generation_config.json beside it."""
     folder = tokenizer_folder(tokenizer, config)
     path = Path(tokenizer or folder)
-    return (*_tokenizer_files(path), *_copied_files(folder, [GENERATION_CONFIG_FILE]))
+    settings = _copied_files(folder, [GENERATION_CONFIG_FILE], path_prefix=PATH_PREFIX)
+    return (*_tokenizer_files(path), *settings)
 
 
 def with_tokenizer(files: tuple[SmallFile, ...], tokenizer: str | None) -> tuple[SmallFile, ...]:
@@ -188,44 +183,34 @@ def with_tokenizer(files: tuple[SmallFile, ...], tokenizer: str | None) -> tuple
         return files
     named = _tokenizer_files(Path(tokenizer))
     # Only files that are loaded are compared. For example, vocab.json is not loaded if there is a tokenizer.json.
-    if _is_subset(_loaded_files(named), _loaded_files(files)):
+    present = _loaded_files(files)
+    if all(
+        path in present and _read_content(file) == _read_content(present[path])
+        for path, file in _loaded_files(named).items()
+    ):
         return files
     # Files that the new tokenizer lacks go too. A leftover added_tokens.json or chat template
     # of the old one would apply to the new vocabulary.
-    replaced = {PATH_PREFIX + name for name in (*TOKENIZERS, *TOKENIZER_SETTINGS)}
+    replaced = {PATH_PREFIX + name for name in ALL_TOKENIZER_FILES}
     return (*(file for file in files if file.path not in replaced), *named)
 
 
 def adapter_tokenizer(source: Source) -> tuple[SmallFile, ...]:
-    """Return the tokenizer files of a training step, for the folder of its adapter.
-
-    Raises:
-        PrepError: A file is a link that leaves the folder.
-    """
-    names = (*TOKENIZERS, *TOKENIZER_SETTINGS)
+    """Return the tokenizer files of a training step, for the folder of its adapter."""
     return copied_files(
-        [file for file in source.small_files if file.name in names],
+        [file for file in source.small_files if file.name in ALL_TOKENIZER_FILES],
         source.root,
         manifest=source.manifest,
     )
 
 
-def with_adapter_tokenizer(files: tuple[SmallFile, ...], adapter: Path) -> tuple[SmallFile, ...]:
-    """Return the files of a base with the tokenizer of an adapter that prep wrote. Other adapters change no file.
-
-    Raises:
-        PrepError: The adapter's manifest is broken, or a file is a link that leaves the folder.
-    """
-    names = (*TOKENIZERS, *TOKENIZER_SETTINGS)
-    paths = [adapter / name for name in names if (adapter / name).is_file()]
+def prep_adapter_tokenizer(adapter: Path) -> tuple[SmallFile, ...]:
+    """Return the tokenizer files of an adapter that prep wrote. Empty for other adapters."""
     # An adapter of PEFT may have the unchanged tokenizer of its base beside it. Only a manifest shows prep's own.
     manifest = read_manifest(adapter)
-    if manifest is None or not any(path.name in TOKENIZERS for path in paths):
-        return files
-    return (
-        *(file for file in files if file.path not in names),
-        *copied_files(map(SideFile.at_top, paths), adapter, manifest=manifest),
-    )
+    if manifest is None or not any((adapter / name).is_file() for name in TOKENIZERS):
+        return ()
+    return _copied_files(adapter, ALL_TOKENIZER_FILES, manifest=manifest)
 
 
 def _folder_of(path: Path) -> Path:
@@ -239,7 +224,7 @@ def _tokenizer_files(path: Path) -> tuple[SmallFile, ...]:
     """Return the tokenizer and its settings. A tokenizer file with another name gets the usual name."""
     folder = _folder_of(path)
     if not path.is_file():
-        return _copied_files(folder, (*TOKENIZERS, *TOKENIZER_SETTINGS))
+        return _copied_files(folder, ALL_TOKENIZER_FILES, path_prefix=PATH_PREFIX)
     # The user names this file, so that a link may leave the folder.
     real_path = path.resolve()
     (tokenizer,) = copied_files([SideFile.at_top(real_path)], real_path.parent)
@@ -249,12 +234,17 @@ def _tokenizer_files(path: Path) -> tuple[SmallFile, ...]:
         if path.suffix == Path(SENTENCEPIECE_TOKENIZER).suffix
         else TOKENIZER_FILE
     )
-    return (replace(tokenizer, path=PATH_PREFIX + name), *_copied_files(folder, TOKENIZER_SETTINGS))
+    settings = _copied_files(folder, TOKENIZER_SETTINGS, path_prefix=PATH_PREFIX)
+    return (replace(tokenizer, path=PATH_PREFIX + name), *settings)
 
 
-def _copied_files(folder: Path, names: Sequence[str]) -> tuple[SmallFile, ...]:
+def _copied_files(
+    folder: Path, names: Sequence[str], *, manifest: Manifest | None = None, path_prefix: str = ""
+) -> tuple[SmallFile, ...]:
+    """Return the files of a folder with some names, to copy unchanged."""
     paths = [folder / name for name in names if (folder / name).is_file()]
-    return copied_files(map(SideFile.at_top, paths), folder, path_prefix=PATH_PREFIX)
+    files = map(SideFile.at_top, paths)
+    return copied_files(files, folder, manifest=manifest, path_prefix=path_prefix)
 
 
 def _loaded_files(files: Sequence[SmallFile]) -> dict[str, SmallFile]:
@@ -264,14 +254,6 @@ def _loaded_files(files: Sequence[SmallFile]) -> dict[str, SmallFile]:
     paths = single[:1] or [PATH_PREFIX + name for name in TOKENIZERS]
     paths += [PATH_PREFIX + name for name in TOKENIZER_SETTINGS]
     return {path: by_path[path] for path in paths if path in by_path}
-
-
-def _is_subset(some: dict[str, SmallFile], others: dict[str, SmallFile]) -> bool:
-    """Return whether all files of `some` are in `others` with the same content."""
-    return all(
-        path in others and _read_content(file) == _read_content(others[path])
-        for path, file in some.items()
-    )
 
 
 def _read_content(file: SmallFile) -> bytes:

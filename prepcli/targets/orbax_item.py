@@ -21,12 +21,7 @@ from prepcli.models.partition import Spec, leaf_spec, partition_spec
 from prepcli.models.rules import LeafDims, Rules
 from prepcli.models.verbatim import stacked_numbers
 from prepcli.planning.arrays import MappedArray, identity_axis_map
-from prepcli.planning.chunk_placement import (
-    ChunkLayout,
-    LeafPiece,
-    place_chunk_files,
-    place_chunks,
-)
+from prepcli.planning.chunk_placement import ChunkLayout, LeafPiece, place_chunk_files, place_chunks
 from prepcli.planning.item_storage import OCDBT, Compression, ItemStorage
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import OutputFile, OutputLeaf
@@ -236,29 +231,19 @@ def place_leaves(
             "no tensor has elements",
             GET_AGAIN_HINT,
         )
-    layout, files = _place_in_files([piece for _, piece in pieces], storage)
+    placing = place_chunk_files if storage.has_chunk_files else place_chunks
+    layout = placing([piece for _, piece in pieces])
     locations: dict[str, tuple[MappedArray, ...]] = {}
     # `place_chunks` returns one location per piece in the same order. A tensor has one per leaf that uses it.
     for (name, _), location in zip(pieces, layout.locations):
         locations[name] = (*locations.get(name, ()), location)
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     return Placed(
-        files=files,
+        files=tuple(_data_files(layout, storage)),
         locations=locations,
         leaves=tuple(_output_leaves(source, leaves, layout)),
         specs=specs,
     )
-
-
-def _place_in_files(
-    pieces: Sequence[LeafPiece], storage: ItemStorage
-) -> tuple[ChunkLayout, tuple[OutputFile, ...]]:
-    """Return the location of each chunk, and the files."""
-    if storage.has_chunk_files:
-        layout = place_chunk_files(pieces)
-        return layout, _chunk_files(layout, storage)
-    layout = place_chunks(pieces)
-    return layout, _data_files(layout.file_sizes)
 
 
 def _output_leaves(
@@ -480,23 +465,14 @@ def _dim_names(axis_map: AxisMap) -> list[tuple[str, ...]]:
     return names
 
 
-def _data_files(file_sizes: Sequence[int]) -> tuple[OutputFile, ...]:
-    """Return the data files. OCDBT names them by 32 hexadecimal digits, here derived from the file's number."""
-    # Names are fixed, so that equal plans write equal bytes.
-    files: list[OutputFile] = []
-    for number, size in enumerate(file_sizes):
-        name = hashlib.md5(f"prep data file {number}".encode(), usedforsecurity=False)
-        files.append(OutputFile(f"d/{name.hexdigest()}", size))
-    return tuple(files)
-
-
-def _chunk_files(layout: ChunkLayout, storage: ItemStorage) -> tuple[OutputFile, ...]:
-    """Return the files of single chunks, by number."""
+def _data_files(layout: ChunkLayout, storage: ItemStorage) -> Iterator[OutputFile]:
+    """Yield the files of chunks, by number. OCDBT names them by 32 hexadecimal digits."""
     paths: dict[int, str] = {}
-    for leaf, boxes in layout.placed_chunks.items():
-        for box in boxes:
-            paths[box.chunks.file] = storage.chunk_path(leaf, box.first)
-    files: list[OutputFile] = []
+    if storage.has_chunk_files:
+        for leaf, boxes in layout.placed_chunks.items():
+            for box in boxes:
+                paths[box.chunks.file] = storage.chunk_path(leaf, box.first)
     for number, size in enumerate(layout.file_sizes):
-        files.append(OutputFile(paths[number], size))
-    return tuple(files)
+        # Names are fixed, so that equal plans write equal bytes.
+        name = hashlib.md5(f"prep data file {number}".encode(), usedforsecurity=False)
+        yield OutputFile(paths.get(number, f"d/{name.hexdigest()}"), size)

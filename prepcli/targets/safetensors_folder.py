@@ -130,11 +130,7 @@ def index_files(layouts: Sequence[SafetensorsLayout]) -> tuple[SmallFile, ...]:
 
 
 def place_mapped(draft: Draft, tensor_map: TensorMap, shard_nbytes: int) -> Placed:
-    """Place the tensors of a model under the names of a map: the way back to the names of another trainer.
-
-    Raises:
-        PrepError: The map does not fit the model.
-    """
+    """Place the tensors of a model under the names of a map: the way back to the names of another trainer."""
     source = draft.source
     row_counts = draft.row_counts
     rows = _rows_of_model(source, tensor_map, draft.vocabulary.stored_size)
@@ -157,11 +153,7 @@ def place_mapped(draft: Draft, tensor_map: TensorMap, shard_nbytes: int) -> Plac
 
 
 def _rows_of_model(source: Source, tensor_map: TensorMap, vocab_rows: int) -> list[MapRow]:
-    """Return the rows with the sizes of a model.
-
-    Raises:
-        PrepError: The map is for another family, or a row is invalid.
-    """
+    """Return the rows with the sizes of a model."""
     family = None if source.family.is_verbatim else source.family
     expected = family.name if family else ""
     if tensor_map.family != expected:
@@ -180,11 +172,7 @@ def _rows_of_model(source: Source, tensor_map: TensorMap, vocab_rows: int) -> li
 def _written_tensors(
     rows: Sequence[MapRow], infos: Mapping[str, TensorInfo], tensor_map: TensorMap, source: Source
 ) -> list[LayoutEntry]:
-    """Return the tensors of the output in the order of the rows.
-
-    Raises:
-        PrepError: A tensor would have two dtypes.
-    """
+    """Return the tensors of the output in the order of the rows."""
     dtypes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for row in rows:

@@ -131,11 +131,7 @@ def open_tokenizer(source: Source) -> SourceTokenizer:
 
 
 def tokens_for(opened: SourceTokenizer, tokens: Sequence[AddedToken]) -> tuple[AddedToken, ...]:
-    """Return tokens with the settings of their entries in a tokenizer.
-
-    Raises:
-        UsageError: A SentencePiece model cannot have one of the tokens.
-    """
+    """Return tokens with the settings of their entries in a tokenizer."""
     if not opened.is_sentencepiece:
         return tuple(tokens)
     for token in tokens:
@@ -243,11 +239,7 @@ def tokenizer_file(source: Source) -> str | None:
 def files_with_tokens(
     source: Source, tokenizer_file: str, tokens: Sequence[AddedToken], first_id: int
 ) -> tuple[dict[str, bytes], dict[str, FileEdit]]:
-    """Return the new content of each file changed by new tokens, and its record.
-
-    Raises:
-        PrepError: A file cannot be read, or is not in the form of transformers.
-    """
+    """Return the new content of each file changed by new tokens, and its record."""
     contents: dict[str, bytes] = {}
     edits: dict[str, FileEdit] = {}
     for name in (tokenizer_file, SETTINGS_FILE, SPECIAL_TOKENS, TOKEN_IDS):

@@ -86,11 +86,7 @@ def place_dcp_entries(
     paths: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     constants: Sequence[DcpConstant] = (),
 ) -> Placed:
-    """Place tensors in the files of a torch distributed checkpoint.
-
-    Raises:
-        PrepError: DCP does not support a dtype, or there are too many tensors for one `.metadata`.
-    """
+    """Place tensors in the files of a torch distributed checkpoint."""
     files: list[OutputFile] = []
     locations: dict[str, Locations] = {}
     dcp_entries: list[DcpEntry] = []
@@ -141,11 +137,7 @@ def place_dcp(draft: Draft, shard_nbytes: int) -> Placed:
 
 
 def place_dcp_tree(draft: Draft, tree: str, shard_nbytes: int) -> Placed:
-    """Place the tensors of a draft in a torch distributed checkpoint, under the names of another library.
-
-    Raises:
-        PrepError: A tensor has no leaf in the tree, or a leaf has no tensor.
-    """
+    """Place the tensors of a draft in a torch distributed checkpoint, under the names of another library."""
     dtypes = {tensor.name: tensor.dtype for tensor in draft.tensors}
     leaves = find_layout_leaves(draft, tree)
     entries: dict[str, LayoutEntry] = {}
@@ -238,11 +230,7 @@ def prepare_torch_adam(draft: Draft) -> TorchAdam:
 
 
 def place_trainer_checkpoint(draft: Draft, adam: TorchAdam, shard_nbytes: int) -> Placed:
-    """Place parameters and training state in the files of a checkpoint of Trainer.
-
-    Raises:
-        PrepError: PyTorch has no dtype of a moment.
-    """
+    """Place parameters and training state in the files of a checkpoint of Trainer."""
     placed = place_safetensors(draft, shard_nbytes)
     groups = adam.groups
     entries: dict[int, PickledValue] = {}
@@ -277,11 +265,7 @@ def place_trainer_checkpoint(draft: Draft, adam: TorchAdam, shard_nbytes: int) -
 
 
 def place_dcp_state(adam: TorchAdam, shard_nbytes: int) -> Placed:
-    """Place parameters and training state in a torch distributed checkpoint.
-
-    Raises:
-        PrepError: DCP does not support a dtype, or there are too many tensors for one `.metadata`.
-    """
+    """Place parameters and training state in a torch distributed checkpoint."""
     # Keys in the nested state dict -> entry with the name in the source.
     by_path: dict[tuple[str, ...], LayoutEntry] = {}
     constants: list[DcpConstant] = []

@@ -83,11 +83,7 @@ def in_tree(draft: Draft, tree: str) -> Draft:
 
 
 def find_layout_leaves(draft: Draft, tree: str) -> dict[str, list[LayoutLeaf]]:
-    """Return the leaves of each tensor in the tree of another library, by the name of the tensor.
-
-    Raises:
-        PrepError: A tensor has no leaf in the tree, or a leaf has no tensor.
-    """
+    """Return the leaves of each tensor in the tree of another library, by the name of the tensor."""
     source = draft.source
     family = source.family
     layout = family.layouts[tree]
@@ -177,11 +173,7 @@ def _check_layout_complete(
 
 
 def place_flax(draft: Draft, tree: str, container: str, shard_nbytes: int) -> Placed:
-    """Place the tensors of a draft in the leaves of a Flax folder.
-
-    Raises:
-        PrepError: A tensor has no leaf in the tree, or a leaf has no tensor.
-    """
+    """Place the tensors of a draft in the leaves of a Flax folder."""
     tensors = {tensor.name: tensor for tensor in draft.tensors}
     uses_by_tensor = find_layout_leaves(draft, tree)
     leaves: dict[tuple[str, ...], MsgpackLeaf] = {}
@@ -266,9 +258,6 @@ def place_trainer_item(draft: Draft, tree: str, storage: ItemStorage) -> Placed:
     """Place the parameters of a draft, and its training state if it has one, in the item of a trainer.
 
     The chunks have bounded sizes.
-
-    Raises:
-        PrepError: A tensor has no leaf in the tree, or a leaf has no tensor.
     """
     library = find_library(tree)
     place = library.item

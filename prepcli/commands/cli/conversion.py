@@ -208,7 +208,7 @@ def merge(
       prep merge my-adapter llama-7b --out merged
       prep merge my-adapter llama-7b-init --memory 128MiB
     """
-    from prepcli.commands.operations.merge import merge as run
+    from prepcli.commands.operations.export import merge as run
 
     request = partial(run, adapter, base, **conversion, **options)
     return _convert(request, context, sharing, output_options)

@@ -78,11 +78,7 @@ def docs_folder() -> Path:
 
 
 def find_page(name: str) -> Path:
-    """Return the path of a page by its name, such as `train`, `how-to/train` or `docs/how-to/train.md`.
-
-    Raises:
-        UsageError: No page has this name.
-    """
+    """Return the path of a page by its name, such as `train`, `how-to/train` or `docs/how-to/train.md`."""
     pages = _page_paths()
     *folders, stem = name.removesuffix(SUFFIX).split("/")
     path = pages.get(stem)

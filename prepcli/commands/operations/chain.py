@@ -546,11 +546,7 @@ def _num_common_rows(original: SourceTensor, dropped_rows: object) -> int:
 
 def file_digests(source: Source, copied: Collection[str] = ()) -> dict[str, str]:
     """Return the XXH3-128 of the small files of a checkpoint, by name. `--copy` copies further ones."""
-    digests: dict[str, str] = {}
-    for path, record in (source.manifest or NO_MANIFEST).files.items():
-        if "xxh3" in record and is_settings_file(path):
-            name = f"/{path}".rpartition(f"/{HF_FOLDER}/")[2].removeprefix("/")
-            digests[name] = record["xxh3"]
+    digests = recorded_file_digests(source.manifest or NO_MANIFEST)
     if not digests:
         for file in (*source.small_files, *source.left_files):
             if file in source.small_files or file.name in copied:
@@ -559,6 +555,16 @@ def file_digests(source: Source, copied: Collection[str] = ()) -> dict[str, str]
         for made_file in source.made_files.files:
             digests[Path(made_file.path).name] = record_digest_of_pieces([made_file.read_content()])
     return {name: digest for name, digest in digests.items() if name not in MADE_FILES}
+
+
+def recorded_file_digests(manifest: Manifest) -> dict[str, str]:
+    """Return the recorded XXH3-128 of all settings files of an output, by name."""
+    digests: dict[str, str] = {}
+    for path, record in manifest.files.items():
+        if "xxh3" in record and is_settings_file(path):
+            name = f"/{path}".rpartition(f"/{HF_FOLDER}/")[2].removeprefix("/")
+            digests[name] = record["xxh3"]
+    return digests
 
 
 def _recorded_edits(output: Source, source: Source) -> dict[str, tuple[str, str]]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from prepcli.commands.console.notebook import run_observer_of
 from prepcli.commands.console.stdio import silence_jax
-from prepcli.commands.operations.opening import common_options, open_checkpoint
+from prepcli.commands.operations.opening import (
+    CommonOptions,
+    check_config_option,
+    open_checkpoint,
+    source_line,
+)
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.observer import Observer, Progress
 from prepcli.core.option_spec import PathLike
@@ -57,17 +62,18 @@ def open_params(
 
 @contextmanager
 def open_parameters(
-    checkpoint: PathLike,
-    mesh: str | None,
-    options: Mapping[str, Any],
-    *,
-    verify: bool,
-    observer: Observer,
-) -> Iterator[OpenedModel]:
-    """Locate a checkpoint and open its parameters for a mesh. Close it at the end of the `with` block."""
-    located, source = open_checkpoint(common_options(checkpoint, None, options), observer)
+    common: CommonOptions, mesh: str | None, *, verify: bool, observer: Observer
+) -> Iterator[tuple[LocatedCheckpoint, Source, OpenedModel]]:
+    """Locate a checkpoint, note what it is, and open its parameters for a mesh. Close it at the end of the block.
+
+    Raises:
+        PrepError: The checkpoint, its options or the devices cannot be used.
+    """
+    located, source = open_checkpoint(common, observer)
+    check_config_option(common, source)
+    observer.note(source_line(source))
     with open_params(located, source, mesh, verify=verify, observer=observer) as opened:
-        yield opened
+        yield located, source, opened
 
 
 def resolve_compute_dtype(dtype: str | None, opened: OpenedModel) -> str:
@@ -91,7 +97,12 @@ def find_source_tokenizer(source: Source) -> Path | None:
     return next(filter(None, map(find_tokenizer, folders)), None)
 
 
-def tokenizer_path(source: Source, option: PathLike | None, *, purpose: str) -> Path:
+TOKENIZER_HINT = text("{}", Option("tokenizer", "PATH"))
+
+
+def tokenizer_path(
+    source: Source, option: PathLike | None, *, purpose: str, hint: str = TOKENIZER_HINT
+) -> Path:
     """Return the tokenizer of an option, or else of the checkpoint.
 
     Raises:
@@ -100,7 +111,6 @@ def tokenizer_path(source: Source, option: PathLike | None, *, purpose: str) -> 
     path = Path(option) if option is not None else find_source_tokenizer(source)
     if path is None:
         why = f"there is no tokenizer.json or SentencePiece model to {purpose} with"
-        hint = text("{}", Option("tokenizer", "PATH"))
         raise PrepError(f"{source.display_name} has no tokenizer", why, hint)
     return path
 

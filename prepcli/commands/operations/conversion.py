@@ -7,7 +7,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ from prepcli.commands.operations.opening import (
     CommonOptions,
     check_config_option,
     check_output_location,
-    check_output_url,
     open_checkpoint,
     source_line,
 )
 from prepcli.commands.operations.results import Conversion
-from prepcli.core.errors import Command, Option, PrepError, join_texts, text
+from prepcli.core.errors import Command, Option, PrepError, join_texts, text, usage_error
 from prepcli.core.formatting import count_text, format_bytes, join_names
 from prepcli.core.observer import LEAVES, Observer, Progress, RecordingObserver, observer_of
 from prepcli.engine.casts import format_cast, report_casts
@@ -31,23 +30,19 @@ from prepcli.execution.folder_run import FolderRun
 from prepcli.execution.output_paths import check_output_paths, parse_out_url
 from prepcli.execution.packed_folder_run import PackedFolderRun
 from prepcli.execution.run import ExecutionRequest, plan_digest
-from prepcli.execution.workers import (
-    WorkerPool,
-)
-from prepcli.formats.manifest import (
-    NO_MANIFEST,
-    origin_record,
-    read_manifest,
-)
+from prepcli.execution.workers import WorkerPool
+from prepcli.formats.manifest import NO_MANIFEST, origin_record, read_manifest
+from prepcli.formats.ocdbt import MAX_ENTRIES
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
-from prepcli.planning.work_units import Share, requested_share
+from prepcli.planning.work_units import requested_share
 from prepcli.sources.locate import LocatedCheckpoint, check_stream
 from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import prediction_vocabulary
-from prepcli.stores.addresses import ObjectStoreUrl, parse_url
+from prepcli.stores.addresses import ObjectStoreUrl
+from prepcli.targets.planner import Draft, Placed, make_plan
 
 # Stands for the path of the output in the next command.
 OUT_PLACEHOLDER = "{out}"
@@ -56,58 +51,57 @@ MAX_LEFT_FILES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedConversion:
-    """A plan with the messages and fields of its report.
-
-    Attributes:
-        plan: The plan.
-        default_out_name: Name of the output if the user gives none.
-        notes: Lines for the user.
-        fields: Fields for JSON.
-        next_command: The usual next command, for a shell.
-        source_view: Source of the plan, if it differs from the opened one.
-    """
-
-    plan: Plan
-    default_out_name: str
-    notes: Sequence[str]
-    fields: Mapping[str, object]
-    next_command: str = f"prep verify {OUT_PLACEHOLDER}"
-    source_view: Source | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class OpenedConversion:
     """The opened source of a conversion. The observer keeps the warnings for the result."""
 
+    command: str
     common: CommonOptions
     located: LocatedCheckpoint
     source: Source
     observer: RecordingObserver
-    url: ObjectStoreUrl | None
     started_s: float
 
-    def run(self, planned: PlannedConversion) -> Conversion:
-        """Execute a plan, unless this is a dry run. An output with a URL is written to the object store from memory.
+    def plan(
+        self,
+        draft: Draft,
+        placed: Placed,
+        request: str,
+        *,
+        name: str,
+        out_name: str,
+        notes: Iterable[str],
+        fields: Mapping[str, object],
+        next_command: str = f"prep verify {OUT_PLACEHOLDER}",
+        source_view: Source | None = None,
+    ) -> PlannedConversion:
+        """Plan a draft in its layout, and note the source and the plan.
+
+        Args:
+            draft: The model of the output.
+            placed: Its layout.
+            request: The command line for the manifest.
+            name: Name of the model in the manifest.
+            out_name: Name of the output if the user gives none.
+            notes: Lines for the user about the edits and the layout.
+            fields: Their fields for JSON.
+            next_command: The usual next command, for a shell.
+            source_view: Source with all read tensors, if the source of the draft lacks some.
 
         Raises:
-            PrepError: The output is invalid, or reading or writing failed.
+            PrepError: The output is invalid.
         """
-        common = self.common
         source = self.source
-        plan = _with_origin(planned.plan, source, self.located)
+        plan = make_plan(draft, placed, command=self.command, request=request, name=name)
+        check_index_size(plan)
+        plan = _with_origin(plan, source, self.located)
         check_output_paths(plan)
-        if self.url is None:
-            out: Path | str = common.out or Path(planned.default_out_name)
-            check_output_location(Path(out), source)
-        else:
-            out = str(self.url)
-            check_output_url(self.url, source)
+        out = parse_out_url(self.common.out) or self.common.out or Path(out_name)
+        check_output_location(out, source)
+        if not isinstance(out, Path):
+            # The objects of a bucket are written from memory.
             plan = plan_object_files(plan)
-        digest = plan_digest(plan)
         unsupported_reason = _unsupported_reason(source)
-        _note_plan(plan, planned.notes, source, unsupported_reason, self.observer)
-        accounting = _accounting(plan)
+        _note_plan(plan, notes, source, unsupported_reason, self.observer)
         details: dict[str, Any] = {
             "source": {
                 "name": source.display_name,
@@ -115,50 +109,107 @@ class OpenedConversion:
                 "files": len(source.files),
                 "bytes": sum(stamp.size for stamp in source.file_stamps),
             },
-            **planned.fields,
-            "plan_digest": digest,
-            "accounting": accounting,
+            **fields,
+            "plan_digest": plan_digest(plan),
+            "accounting": _accounting(plan),
             "chunks": plan.chunk_count,
             "casts": report_casts(plan.streams),
             "not_computed": unsupported_reason,
         }
+        next_command = next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out)))
+        return PlannedConversion(
+            self, plan, source_view or draft.source, out, details, next_command
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedConversion:
+    """A plan with the place of its output.
+
+    Attributes:
+        opened: The opened conversion.
+        plan: The plan.
+        source: Source with all read tensors.
+        out: Folder or URL of the output.
+        details: Fields for JSON.
+        next_command: The usual next command.
+    """
+
+    opened: OpenedConversion
+    plan: Plan
+    source: Source
+    out: Path | ObjectStoreUrl
+    details: dict[str, Any]
+    next_command: str
+
+    def run(self) -> Conversion:
+        """Execute the plan, unless this is a dry run.
+
+        Raises:
+            PrepError: Reading or writing failed.
+        """
+        options = self.opened.common
+        observer = self.opened.observer
+        out = self.out
+        digest = self.details["plan_digest"]
         result = ConversionResult()
-        if common.dry_run:
+        details = self.details
+        if options.dry_run:
             details = {"output": str(out), "dry_run": True, **details}
         else:
-            view = planned.source_view or source
-            result, manifest, share = _execute(common, plan, view, out, digest, self.observer)
-            accounting["changed_values"] = sum(cast.get("changed", 0) for cast in manifest.casts)
-            details |= self._report(plan, out, result, manifest, accounting["changed_values"])
+            share, launcher = requested_share(options.process_options.processes, os.environ)
+            if launcher:
+                observer.note(f"process {share.index} of {share.count}, according to {launcher}")
+            with WorkerPool(
+                options.process_options,
+                share,
+                memory_nbytes=options.memory_nbytes,
+                progress=observer.progress(),
+            ) as pool:
+                request = ExecutionRequest(
+                    plan=self.plan,
+                    run_id=digest,
+                    source=self.source,
+                    pool=pool,
+                    options=options,
+                    note=observer.note,
+                )
+                if isinstance(out, Path):
+                    run_class = PackedFolderRun if self.plan.compression else FolderRun
+                    result = run_class(request, out).run()
+                    manifest = read_manifest(out) or NO_MANIFEST
+                else:
+                    run = BucketRun(request, out)
+                    result = run.run()
+                    manifest = run.read_manifest()
+            details = {**details, **self._report(result, manifest)}
+            share = pool.share
             if share.count > 1:
                 processes = {"count": share.count, "index": share.index}
-                num_workers = common.process_options.num_workers
-                details["processes"] = {**processes, "workers": num_workers}
+                workers = options.process_options.num_workers
+                details["processes"] = {**processes, "workers": workers}
         return Conversion(
-            path=Path(out),
+            path=Path(str(out)),
             bytes_read=result.read_nbytes,
             bytes_written=result.written_nbytes,
-            seconds=time.monotonic() - self.started_s,
+            seconds=time.monotonic() - self.opened.started_s,
             peak_bytes=result.peak_nbytes,
             already_done=result.already_done,
             plan_digest=digest,
-            plan=plan,
+            plan=self.plan,
             details=details,
-            next_command=planned.next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out))),
-            warnings=tuple(self.observer.warnings),
+            next_command=self.next_command,
+            warnings=tuple(observer.warnings),
         )
 
-    def _report(
-        self,
-        plan: Plan,
-        out: Path | str,
-        result: ConversionResult,
-        manifest: Manifest,
-        num_changed: int,
-    ) -> dict[str, object]:
+    def _report(self, result: ConversionResult, manifest: Manifest) -> dict[str, object]:
         """Note the casts, the time and the compression of a written output, and return their JSON fields."""
-        memory_nbytes = self.common.memory_nbytes
-        observer = self.observer
+        plan = self.plan
+        out = self.out
+        memory_nbytes = self.opened.common.memory_nbytes
+        observer = self.opened.observer
+        num_changed = sum(cast.get("changed", 0) for cast in manifest.casts)
+        self.details["accounting"]["changed_values"] = num_changed
         for entry in manifest.casts:
             observer.note(format_cast(entry))
         if result.already_done:
@@ -171,7 +222,7 @@ class OpenedConversion:
                 dropped_text(plan),
                 f"{count_text(num_changed, 'value')} changed",
             ]
-            seconds = time.monotonic() - self.started_s
+            seconds = time.monotonic() - self.opened.started_s
             memory = f"peak {result.peak_nbytes >> 20} MiB of {memory_nbytes >> 20}"
             observer.note(f"done in {seconds:.1f} s, {memory}; {', '.join(filter(None, parts))}")
         details: dict[str, object] = {}
@@ -204,6 +255,7 @@ class OpenedConversion:
 
 
 def open_conversion(
+    command: str,
     common: CommonOptions,
     progress: Progress | Observer | None,
     is_candidate: Callable[[Path], bool] = Path.is_dir,
@@ -217,52 +269,25 @@ def open_conversion(
     """
     started_s = time.monotonic()
     recorder = RecordingObserver(observer_of(progress))
-    # This also checks the variables of launchers, before anything is read.
+    # The variables of launchers and the place of the output are checked before anything is read.
     requested_share(common.process_options.processes, os.environ)
-    url = parse_out_url(common.out)
+    parse_out_url(common.out)
     located, source = open_checkpoint(common, recorder, is_candidate, allow_adapters=allow_adapters)
     check_config_option(common, source)
     check_stream(common.stream, located)
-    return OpenedConversion(common, located, source, recorder, url=url, started_s=started_s)
+    return OpenedConversion(command, common, located, source, recorder, started_s)
 
 
-def _execute(
-    common: CommonOptions,
-    plan: Plan,
-    source: Source,
-    out: Path | str,
-    plan_digest: str,
-    observer: Observer,
-) -> tuple[ConversionResult, Manifest, Share]:
-    """Write the output of a plan. Return its counts, its manifest, and the share of this process in the work."""
-    share, launcher = requested_share(common.process_options.processes, os.environ)
-    if launcher:
-        observer.note(f"process {share.index} of {share.count}, according to {launcher}")
-    with WorkerPool(
-        common.process_options,
-        share,
-        memory_nbytes=common.memory_nbytes,
-        progress=observer.progress(),
-    ) as pool:
-        request = ExecutionRequest(
-            plan=plan,
-            run_id=plan_digest,
-            source=source,
-            pool=pool,
-            overwrite=common.overwrite,
-            restart=common.restart,
-            allow_overflow=common.allow_overflow,
-            note=observer.note,
+def check_index_size(plan: Plan) -> None:
+    """Raise UsageError if the index of the output would have more entries than prep reads."""
+    num_entries = plan.chunk_count + len(plan.leaves)
+    if num_entries > MAX_ENTRIES:
+        what = f"{plan.source_name} would have {plan.chunk_count:,} chunks"
+        why = f"an index has at most {MAX_ENTRIES:,} entries"
+        hint = text(
+            "use a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules")
         )
-        if isinstance(out, Path):
-            run_class = PackedFolderRun if plan.compression else FolderRun
-            result = run_class(request, out).run()
-            manifest = read_manifest(out) or NO_MANIFEST
-        else:
-            run = BucketRun(request, parse_url(out))
-            result = run.run()
-            manifest = run.read_manifest()
-    return result, manifest, pool.share
+        raise usage_error(what, why, hint)
 
 
 def _with_origin(plan: Plan, source: Source, located: LocatedCheckpoint) -> Plan:
@@ -326,7 +351,7 @@ def dropped_text(plan: Plan) -> str:
 
 def _note_plan(
     plan: Plan,
-    notes: Sequence[str],
+    notes: Iterable[str],
     source: Source,
     unsupported_reason: str | None,
     observer: Observer,

@@ -26,19 +26,13 @@ from prepcli.commands.operations.compute_options import (
 )
 from prepcli.commands.operations.computing import (
     compute_together,
-    open_params,
+    open_parameters,
     process_index,
     resolve_compute_dtype,
     source_generation_defaults,
     tokenizer_path,
 )
-from prepcli.commands.operations.opening import (
-    CommonOptions,
-    check_config_option,
-    common_options,
-    open_checkpoint,
-    source_line,
-)
+from prepcli.commands.operations.opening import CommonOptions, common_options
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Evaluation, EvaluationScores
 from prepcli.core.errors import Key, Option, PrepError, Style, text, usage_error
@@ -105,11 +99,7 @@ def evaluation_recipe(
     dtype: str,
     max_positions: int,
 ) -> Recipe:
-    """Return the recipe that computes the loss on one source of data.
-
-    Raises:
-        UsageError: A setting is invalid.
-    """
+    """Return the recipe that computes the loss on one source of data."""
     overrides = as_tuple(options.get("overrides", ()))
     for override in overrides:
         _check_override(override)
@@ -216,12 +206,7 @@ def load_model(
 
 
 def check_target_metrics(options: EvaluateOptions, opened: OpenedModel) -> None:
-    """Check that the metrics of the options can be computed.
-
-    Raises:
-        UsageError: A name is unknown, or the model has no encoder or its mesh splits tokens.
-        PrepError: A package is not installed.
-    """
+    """Check that the metrics of the options can be computed."""
     names = as_tuple(options["metrics"])
     if not names:
         return
@@ -384,15 +369,10 @@ def _evaluate(
     # The backend reads the settings of exact sums when it starts, so nothing may use a device before this.
     if options["reduction"] == "exact":
         start_exact_backend()
-    located, source = open_checkpoint(common, observer)
-    check_config_option(common, source)
-    observer.note(source_line(source))
     with ExitStack() as stack:
         stack.enter_context(catch_out_of_memory(OUT_OF_MEMORY_HINT))
-        opened = stack.enter_context(
-            open_params(
-                located, source, options["mesh"], verify=options["verify"], observer=observer
-            )
+        _, source, opened = stack.enter_context(
+            open_parameters(common, options["mesh"], verify=options["verify"], observer=observer)
         )
         # Without `cache`, the tokens are kept here until the end of the call.
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))

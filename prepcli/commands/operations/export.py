@@ -1,4 +1,7 @@
-"""`prep export`: convert a checkpoint to a Hugging Face folder, or to the checkpoint of another library."""
+"""`prep export` and `prep merge`: a Hugging Face folder, or the checkpoint of another library.
+
+`merge` writes the folder of a base model with the values of an adapter.
+"""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
@@ -7,8 +10,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Unpack
 
 from prepcli.commands.operations.conversion import (
@@ -17,19 +20,18 @@ from prepcli.commands.operations.conversion import (
     PlannedConversion,
     open_conversion,
 )
-from prepcli.commands.operations.export_checks import (
+from prepcli.commands.operations.export_request import (
     DEFAULT_SHARD_NBYTES,
-    WrittenMap,
     check_request,
     file_format,
-    read_export_map,
-    shard_nbytes,
-    written_storage,
-)
-from prepcli.commands.operations.export_sources import (
+    map_settings,
+    names_tied_head,
     no_effect_error,
+    read_export_map,
     select_parts,
+    shard_nbytes,
     take_quantized_bytes,
+    written_storage,
 )
 from prepcli.commands.operations.opening import (
     CommonOptions,
@@ -39,7 +41,7 @@ from prepcli.commands.operations.opening import (
     recorded_values,
 )
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
+from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions, MergeOptions
 from prepcli.commands.operations.results import Conversion
 from prepcli.commands.operations.training_state import (
     check_no_adapter,
@@ -48,37 +50,34 @@ from prepcli.commands.operations.training_state import (
     exported_state_notes,
     state_folder_name,
 )
-from prepcli.core.errors import (
-    Command,
-    Option,
-    PrepError,
-    text,
-    usage_error,
-)
+from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import Observer, Progress, observer_of
-from prepcli.core.option_spec import PathLike, format_command_line
+from prepcli.core.option_spec import PathLike, format_command_line, with_defaults
 from prepcli.execution.hub_push import PushTarget, check_push, parse_push_target, push_folder
 from prepcli.execution.workers import ProcessOptions
+from prepcli.formats.manifest import NO_MANIFEST, SAMPLE_DIGEST_KEY, read_manifest
 from prepcli.planning.item_storage import OCDBT
 from prepcli.planning.libraries import DCP_FORMAT, HF_LAYOUT, find_library
-from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Plan
+from prepcli.planning.manifest_fields import Manifest, MergedAdapter
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.planning.work_units import requested_share
+from prepcli.restore.digest_checks import sample_digest
+from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.maps import TensorMap
+from prepcli.sources.openers.peft_folder import is_adapter
 from prepcli.sources.source import Source, stored_axis_maps
 from prepcli.stores.byte_ranges import retry_policy_from_env
-from prepcli.targets.adapter_updates import base_of_adapter, draft_adapter
-from prepcli.targets.planner import (
-    Draft,
-    Placed,
-    make_plan,
-    start_draft,
-    with_rows,
-    with_tied_head,
+from prepcli.targets.adapter_updates import (
+    base_of_adapter,
+    draft_adapter,
+    merge_adapter,
+    open_base_adapter,
+    with_adapter_tokenizer,
 )
+from prepcli.targets.planner import Draft, Placed, start_draft, with_rows, with_tied_head
 from prepcli.targets.safetensors_folder import place_adapter, place_mapped, place_safetensors
 from prepcli.targets.torch_folder import (
     place_dcp,
@@ -88,8 +87,6 @@ from prepcli.targets.torch_folder import (
     prepare_torch_adam,
 )
 from prepcli.targets.trees import in_tree, place_flax, place_trainer_item
-
-NO_MAP = WrittenMap()
 
 
 @public
@@ -133,9 +130,8 @@ def export(
     observer = observer_of(progress)
     check_allow_overflow(options["allow_overflow"], options["dtype"])
     target = _push_target(options, common, observer)
-    opened = open_conversion(common, observer)
-    # A plan reads only headers.
-    conversion = opened.run(plan_export(options, opened, check_towers=not dry_run))
+    opened = open_conversion("export", common, observer)
+    conversion = _plan_export(opened, options).run()
     if target is None:
         return conversion
     if dry_run:
@@ -180,56 +176,59 @@ def _push_target(
     return target
 
 
-def plan_export(
-    options: ExportOptions, opened: OpenedConversion, *, check_towers: bool
-) -> PlannedConversion:
-    """Plan the copy of every tensor to the files of the requested layout.
-
-    `check_towers` compares the towers of a multimodal model with a training step's record of them.
-    """
+def _plan_export(opened: OpenedConversion, options: ExportOptions) -> PlannedConversion:
+    """Plan the copy of every tensor to the files of the requested layout."""
     source = opened.source
     located = opened.located
     if source.tree_manifest.is_adapter:
-        return _plan_adapter(options, source, located)
+        return _plan_adapter(opened, options)
     access = checkpoint_access(opened.common, opened.observer)
-    source = select_parts(options, source, access, check_digest=check_towers)
+    # A plan reads only headers.
+    is_checked = not opened.common.dry_run
+    source = select_parts(options, source, access, check_digest=is_checked)
     check_request(options, source)
     if options["training_state"]:
         check_state_request(options, source)
     source = take_quantized_bytes(options, source, located, opened.common, opened.observer)
-    written_map = read_export_map(options, source)
-    draft = draft_export(options, source, written_map)
-    plan = plan_draft(
-        options,
-        draft,
-        located,
-        command="export",
-        request=_command_line(options, source),
-        written_map=written_map,
-    )
+    tensor_map = read_export_map(options, source)
+    draft = draft_export(options, source, tensor_map)
+    placed = place_export(options, draft, tensor_map)
+    model_name = exported_name(located, draft)
     suffix = options["layout"]
     if suffix == HF_LAYOUT and file_format(options) == DCP_FORMAT:
         suffix = DCP_FORMAT
-    name = f"{plan.settings['name']}-{suffix}"
+    out_name = f"{model_name}-{suffix}"
     if draft.state is not None:
-        name = state_folder_name(options, draft.state) or name
+        out_name = state_folder_name(options, draft.state) or out_name
+    has_rounding = any(not scale.is_exact for scale in draft.scales.values())
     next_command = f"prep verify {OUT_PLACEHOLDER}"
-    if not _has_rounding(plan) and not options["dtype"]:
+    if not has_rounding and not options["dtype"]:
         # Only values that were not changed can be compared with the source.
         next_command += f" {shlex.quote(source.display_name)}"
-    return PlannedConversion(
-        plan,
-        name,
-        notes=tuple(_notes(options, draft, plan, located)),
-        fields=report_fields(options, draft, plan),
+    notes = [_headline(options, draft, placed, located)]
+    if has_rounding:
+        notes.append(
+            "the layout changes values with rounding: an output is read back only if every value returns"
+        )
+    if draft.state is not None:
+        notes += exported_state_notes(options, draft)
+    return opened.plan(
+        draft,
+        placed,
+        _command_line(options, source),
+        name=model_name,
+        out_name=out_name,
+        notes=notes,
+        fields=report_fields(options, draft, placed),
         next_command=next_command,
-        source_view=draft.source,
     )
 
 
-def draft_export(options: ExportOptions, source: Source, written_map: WrittenMap = NO_MAP) -> Draft:
+def draft_export(
+    options: ExportOptions, source: Source, tensor_map: TensorMap | None = None
+) -> Draft:
     """Return the draft of an export: the model in the requested dtype and tree, and its training state."""
-    tied_head = _stored_tied_head(options, source, written_map)
+    tied_head = _stored_tied_head(options, source, tensor_map)
     source = with_tied_head(source) if tied_head else source
     draft = start_draft(
         source,
@@ -240,7 +239,8 @@ def draft_export(options: ExportOptions, source: Source, written_map: WrittenMap
     )
     if not options["keep_padding"]:
         draft = with_rows(draft, draft.vocabulary.true_size)
-    draft = replace(draft, settings=written_map.record)
+    if tensor_map is not None:
+        draft = replace(draft, settings=map_settings(tensor_map))
     if options["training_state"]:
         draft = draft_state(options, draft)
     if options["layout"] in source.family.layouts:
@@ -248,40 +248,33 @@ def draft_export(options: ExportOptions, source: Source, written_map: WrittenMap
     return draft
 
 
-def plan_draft(
-    options: ExportOptions,
-    draft: Draft,
-    located: LocatedCheckpoint,
-    *,
-    command: str,
-    request: str,
-    written_map: WrittenMap = NO_MAP,
-) -> Plan:
-    """Return the plan of a draft in the requested layout. See `make_plan`.
-
-    Raises:
-        PrepError: The draft does not fit the layout.
-    """
+def place_export(
+    options: ExportOptions, draft: Draft, tensor_map: TensorMap | None = None
+) -> Placed:
+    """Place the tensors of a draft in the requested layout."""
     settings = Manifest()
     if options["layout"] != HF_LAYOUT:
         settings |= Manifest(layout=options["layout"])
     storage = written_storage(options)
     if storage != OCDBT:
         settings |= Manifest(storage=storage.name)
-    placed = replace(_place(options, draft, written_map), settings=settings)
-    name = located.model_name
+    return replace(_place(options, draft, tensor_map), settings=settings)
+
+
+def exported_name(located: LocatedCheckpoint, draft: Draft) -> str:
+    """Return the name of a model in the manifest of its export."""
     if draft.vocabulary.stored_size == draft.vocabulary.true_size:
-        name = name.removesuffix("-padded")
-    return make_plan(draft, placed, command=command, request=request, name=name)
+        return located.model_name.removesuffix("-padded")
+    return located.model_name
 
 
-def _place(options: ExportOptions, draft: Draft, written_map: WrittenMap) -> Placed:
+def _place(options: ExportOptions, draft: Draft, tensor_map: TensorMap | None) -> Placed:
     """Place the tensors of a draft in the files of the requested layout and format."""
     tree = options["layout"]
     container = file_format(options)
     max_nbytes = shard_nbytes(options)
-    if written_map.tensor_map is not None:
-        return place_mapped(draft, written_map.tensor_map, max_nbytes)
+    if tensor_map is not None:
+        return place_mapped(draft, tensor_map, max_nbytes)
     if find_library(tree, container).item is not None:
         return place_trainer_item(draft, tree, written_storage(options))
     if container == DCP_FORMAT:
@@ -297,47 +290,36 @@ def _place(options: ExportOptions, draft: Draft, written_map: WrittenMap) -> Pla
     return place_safetensors(draft, max_nbytes)
 
 
-def report_fields(options: ExportOptions, draft: Draft, plan: Plan) -> dict[str, object]:
+def report_fields(options: ExportOptions, draft: Draft, placed: Placed) -> dict[str, object]:
     """Return the fields of an export for JSON."""
     vocabulary = draft.vocabulary
     return {
         "vocab": {"true": vocabulary.true_size, "written": vocabulary.stored_size},
-        "files": len(plan.files),
+        "files": len(placed.files),
         "layout": options["layout"],
         "format": file_format(options),
     }
 
 
-def _notes(
-    options: ExportOptions, draft: Draft, plan: Plan, located: LocatedCheckpoint
-) -> Iterator[str]:
-    """Yield lines for the user: `llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
+def _headline(
+    options: ExportOptions, draft: Draft, placed: Placed, located: LocatedCheckpoint
+) -> str:
+    """Return a line for the user: `llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
     step = draft.source.tree_manifest.step
     name = located.model_name if step is None else f"{located.model_name} step {step}"
     title = find_library(options["layout"], file_format(options)).title
-    line = f"{name} -> {title}, {len(plan.files)} file{'s' if len(plan.files) > 1 else ''}"
+    line = f"{name} -> {title}, {len(placed.files)} file{'s' if len(placed.files) > 1 else ''}"
     removed_rows = draft.resize.vocabulary.stored_size - draft.vocabulary.stored_size
     if removed_rows > 0:
         line += f"; {count_text(removed_rows, 'row')} of padding removed"
     dropped_nbytes = sum(part.nbytes for part in draft.left if part.rule == OPT_STATE_RULE)
     if dropped_nbytes:
         line += f"; optimizer state ({format_bytes(dropped_nbytes)}) dropped"
-    yield line
-    if _has_rounding(plan):
-        yield (
-            "the layout changes values with rounding: an output is read back only if every value returns"
-        )
-    if draft.state is not None:
-        yield from exported_state_notes(options, draft)
-
-
-def _has_rounding(plan: Plan) -> bool:
-    """Return whether the layout changes values with rounding."""
-    return any(stream.scale and not stream.scale.is_exact for stream in plan.streams)
+    return line
 
 
 def _stored_tied_head(
-    options: ExportOptions, source: Source, written_map: WrittenMap
+    options: ExportOptions, source: Source, tensor_map: TensorMap | None
 ) -> frozenset[str]:
     """Return the name of a tied head to write as a separate tensor. Empty if there is none.
 
@@ -349,7 +331,7 @@ def _stored_tied_head(
     if options["training_state"] and file_format(options) == DCP_FORMAT:
         needs_head = True
     is_tied = needs_head and source.family.is_tied(source.config)
-    if is_tied or written_map.names_tied_head(source):
+    if is_tied or (tensor_map is not None and names_tied_head(tensor_map, source)):
         return frozenset([source.family.tying.head_tensor])
     return frozenset()
 
@@ -365,10 +347,9 @@ def _command_line(options: ExportOptions, source: Source) -> str:
     return format_command_line("export", source.display_name, ExportOptions, values)
 
 
-def _plan_adapter(
-    options: ExportOptions, source: Source, located: LocatedCheckpoint
-) -> PlannedConversion:
-    """Plan the export of trained adapters to the files of PEFT."""
+def _plan_adapter(opened: OpenedConversion, options: ExportOptions) -> PlannedConversion:
+    """Plan the copy of trained adapters to the files of PEFT."""
+    source = opened.source
     if options["layout"] != HF_LAYOUT or options["format"] is not None or options["keep_padding"]:
         what = text(
             "{}, {} and {} are not supported for adapters",
@@ -386,19 +367,151 @@ def _plan_adapter(
     check_no_adapter(options, source)
     dtype = options["dtype"]
     draft = draft_adapter(source, dtype)
-    plan = make_plan(
+    name = opened.located.model_name
+    base = shlex.quote(base_of_adapter(source.tree_manifest))
+    return opened.plan(
         draft,
         place_adapter(draft),
-        command="export",
-        request=format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
-        name=located.model_name,
-    )
-    base = shlex.quote(base_of_adapter(source.tree_manifest))
-    return PlannedConversion(
-        plan,
-        f"{located.model_name}-adapter",
-        notes=(f"{located.model_name} -> adapter of PEFT, rank {plan.settings['lora']['rank']}",),
+        format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
+        name=name,
+        out_name=f"{name}-adapter",
+        notes=[f"{name} -> adapter of PEFT, rank {source.tree_manifest['lora']['rank']}"],
         fields={"layout": "peft", "format": "safetensors", "files": 1},
         next_command=f"prep merge {OUT_PLACEHOLDER} {base}",
-        source_view=draft.source,
+    )
+
+
+# --- prep merge
+
+
+@public
+def merge(
+    adapter: PathLike,
+    base: PathLike,
+    out: PathLike | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | Observer | None = None,
+    process_options: ProcessOptions | None = None,
+    **options: Unpack[MergeOptions],
+) -> Conversion:
+    """Add a LoRA adapter to the weights of its base model, and write a Hugging Face folder.
+
+    Args:
+        adapter: Folder of an adapter in the format of PEFT.
+        base: Folder, alias, hub id, or `gs://`/`s3://` URL of the base model.
+        out: Output folder. Default: a name made from the base's.
+        dry_run: Return the plan from headers only. No weight is read and no file is written.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
+        **options: See `MergeOptions`.
+
+    Returns:
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
+
+    Raises:
+        UsageError: An argument is invalid.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the base are damaged.
+        PrepError: The adapter does not fit the base, or the merge failed. An interrupted one resumes when called again.
+    """
+    adapter = Path(adapter)
+    if is_adapter(Path(base)) and not is_adapter(adapter):
+        why = f"{base} is an adapter and {adapter} is not one: the first argument is the adapter"
+        hint = text("{}", Command("merge", str(base), str(adapter)))
+        raise usage_error("adapter and base are exchanged", why, hint)
+    common = common_options(base, out, options, dry_run=dry_run, process_options=process_options)
+    # A merge computes nothing with the model: the names in the files are enough.
+    common = replace(common, verbatim=None)
+    return _plan_merge(open_conversion("merge", common, progress), adapter, options).run()
+
+
+def _plan_merge(
+    opened: OpenedConversion, adapter_path: Path, options: MergeOptions
+) -> PlannedConversion:
+    """Plan the copy of the base's tensors, with the values of an adapter added to some of them."""
+    source = opened.source
+    located = opened.located
+    access = checkpoint_access(opened.common, opened.observer)
+    if source.tree_manifest.is_adapter:
+        raise usage_error(
+            f"{source.display_name} is the run of an adapter",
+            "it has only adapters; a base is a complete model",
+            text("{}", Command("merge", "ADAPTER", "BASE")),
+        )
+    # A plan reads only headers.
+    check_base = options["verify"] and not opened.common.dry_run
+    # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.
+    copy_options = with_defaults(ExportOptions, {"keep_padding": True})
+    source = _with_towers(copy_options, source, access, check_digest=check_base)
+    adapter = open_base_adapter(adapter_path, source)
+    if source.family.is_verbatim and adapter.settings.fan_in_fan_out:
+        what = f"{source.display_name} is not supported as a base of {adapter_path}"
+        why = "fan_in_fan_out is true, and which weights of this architecture are transposed is unknown"
+        raise PrepError(what, why, "PEFT's `merge_and_unload()` merges the adapter")
+    if check_base:
+        _check_base(adapter_path, source)
+    draft, source_view = merge_adapter(draft_export(copy_options, source), adapter)
+    merged: MergedAdapter = {
+        "adapter": str(adapter.path),
+        "scaling": adapter.settings.lora_config().scaling,
+        "tensors": len(draft.updates) + len(draft.replaced),
+    }
+    # An adapter that PEFT wrote has no manifest.
+    manifest = adapter.source.manifest
+    if manifest is not None and manifest.digest is not None:
+        merged["manifest"] = manifest.digest
+    draft = replace(draft, settings=Manifest(merged=merged))
+    factors = " or ".join(
+        f"{scale:g}" for scale in sorted({u.scale for u in draft.updates.values()})
+    )
+    change = f"{len(draft.updates)} tensors change, scaled by {factors}"
+    if draft.replaced:
+        replaced = count_text(len(draft.replaced), "tensor")
+        change += f", and {replaced} of the adapter replaces the base's"
+    base = adapter.settings.base_model_name_or_path
+    origin = f" (trained with {base:.60})" if base else ""
+    placed = place_export(copy_options, draft)
+    return opened.plan(
+        *with_adapter_tokenizer(draft, placed, adapter_path),
+        format_command_line(
+            f"merge {adapter_path}", source.display_name, MergeOptions, recorded_values(options)
+        ),
+        name=exported_name(located, draft),
+        out_name=f"{located.model_name}-merged",
+        notes=[f"{adapter_path}{origin} -> {source.display_name}: {change}"],
+        fields={**report_fields(copy_options, draft, placed), "merged": merged},
+        source_view=source_view,
+    )
+
+
+def _with_towers(
+    options: ExportOptions, source: Source, access: Access, *, check_digest: bool
+) -> Source:
+    """Return the base. A training step of a multimodal model has the towers of its start model."""
+    try:
+        return select_parts(options, source, access, check_digest=check_digest)
+    except PrepError as error:
+        export_step = Command("export", source.display_name, Option("towers", "CHECKPOINT"))
+        hint = text("{} writes a base with towers", export_step)
+        raise PrepError(error.what, error.why, hint) from error
+
+
+def _check_base(adapter: Path, source: Source) -> None:
+    """Raise PrepError if the manifest of an adapter has the digest of another base.
+
+    An adapter that PEFT wrote has no manifest, and is not checked.
+    """
+    base = (read_manifest(adapter) or NO_MANIFEST).base
+    recorded = base.get(SAMPLE_DIGEST_KEY)
+    if recorded is None or recorded == (digest := sample_digest(source)):
+        return
+    base_name = f"{base.get('name')!s:.60}"
+    why = f"the first rows of its tensors have the digest {digest}, the rows of {base_name} had {recorded}"
+    hint = text(
+        "name the model that the adapter was trained with, or pass {} to merge with another one",
+        Option("verify", False),
+    )
+    raise PrepError(
+        f"{adapter} was trained with another base than {source.display_name}", why, hint
     )

@@ -219,11 +219,7 @@ def _read_file_prompts(file: PathLike | None, group: ProcessGroup | None) -> lis
 
 
 def _with_tools(prompts: Sequence[Prompt], options: GenerateOptions) -> list[Prompt]:
-    """Return the prompts, with the tools of the option for conversations without tools of their own.
-
-    Raises:
-        UsageError: An option for conversations is set, and there is none.
-    """
+    """Return the prompts, with the tools of the option for conversations without tools of their own."""
     has_chats = any(not isinstance(prompt, str) for prompt in prompts)
     if not has_chats:
         why = "it is for conversations, which a chat template renders"

@@ -16,16 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 from prepcli.commands.operations.compute_options import GenerateOptions
 from prepcli.commands.operations.computing import (
     find_source_tokenizer,
-    open_params,
+    open_parameters,
     resolve_compute_dtype,
     source_generation_defaults,
+    tokenizer_path,
 )
-from prepcli.commands.operations.opening import (
-    CommonOptions,
-    check_config_option,
-    open_checkpoint,
-    source_line,
-)
+from prepcli.commands.operations.opening import CommonOptions
 from prepcli.commands.operations.operation import reject_without
 from prepcli.core.errors import DamagedError, Option, PrepError, text, usage_error
 from prepcli.core.json_values import JsonObject, JsonValue, load_json
@@ -224,14 +220,13 @@ def open_generation_model(
     from trainer.data.chat_prompts import PromptEncoder
     from trainer.distributed.sharding import catch_out_of_memory
 
-    located, source = open_checkpoint(common, observer)
-    check_config_option(common, source)
-    observer.note(source_line(source))
     with (
         catch_out_of_memory(OUT_OF_MEMORY_HINT),
-        open_params(
-            located, source, options["mesh"], verify=options["verify"], observer=observer
-        ) as opened,
+        open_parameters(common, options["mesh"], verify=options["verify"], observer=observer) as (
+            _,
+            source,
+            opened,
+        ),
     ):
         tokenizer = _load_tokenizer(
             options["tokenizer"],
@@ -328,19 +323,13 @@ def _load_tokenizer(
     """Load the tokenizer of the option or of the source.
 
     If no tokenizer is required, because all prompts are token ids, a missing or invalid one of the source is ignored.
-
-    Raises:
-        PrepError: A required tokenizer is missing, or a tokenizer is invalid and not ignored.
     """
     from trainer.data.tokenizer import load_tokenizer
 
-    path = Path(option) if option is not None else find_source_tokenizer(source)
     hint = text("{}, or {}", Option("tokenizer", "PATH"), PROMPT_IDS)
-    if path is None:
-        if not is_required:
-            return None
-        why = "there is no tokenizer.json or SentencePiece model to encode the prompts with"
-        raise PrepError(f"{source.display_name} has no tokenizer", why, hint)
+    if not is_required and option is None and find_source_tokenizer(source) is None:
+        return None
+    path = tokenizer_path(source, option, purpose="encode the prompts", hint=hint)
     try:
         tokenizer = load_tokenizer(path)
     except PrepError as error:

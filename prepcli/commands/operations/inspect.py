@@ -71,11 +71,7 @@ from prepcli.targets.orbax_item import item_leaf_spec
 def check_values(
     located: LocatedCheckpoint, names: Collection[str] | None, observer: Observer
 ) -> None:
-    """Compare an output of prep with its recorded digests, before statistics of its values are shown.
-
-    Raises:
-        DamagedError: A tensor differs from its digest.
-    """
+    """Compare an output of prep with its recorded digests, before statistics of its values are shown."""
     if located.manifest is None:
         return
     # Quantised weights have digests as they are stored, and scaled values as they are scaled.
@@ -350,12 +346,7 @@ def shard_leaf(
     mesh_text: str | None,
     dequantize: bool = False,
 ) -> LeafShards:
-    """Split a leaf of a checkpoint by a mesh. No data is read.
-
-    Raises:
-        UsageError: There is no mesh, or it does not divide the leaf.
-        PrepError: No leaf has the name, or the checkpoint cannot be read.
-    """
+    """Split a leaf of a checkpoint by a mesh. No data is read."""
     inspected = inspect_checkpoint(checkpoint, observer, options, dequantize=dequantize)
     contents = inspected.contents
     check_stream(options.get("stream", False), inspected.located)
@@ -384,11 +375,7 @@ def shard_leaf(
 def shard_leaves(
     contents: CheckpointContents, leaves: Iterable[LogicalLeaf], mesh: Mesh
 ) -> list[Spec]:
-    """Return the sharding of leaves on a mesh by the rules of their checkpoint.
-
-    Raises:
-        UsageError: The mesh does not divide a leaf.
-    """
+    """Return the sharding of leaves on a mesh by the rules of their checkpoint."""
     rules = merge_rules(partition_rules(contents))
     specs: list[Spec] = []
     for leaf in leaves:

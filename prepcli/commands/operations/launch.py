@@ -47,7 +47,7 @@ from prepcli.launch.job import (
     parse_env,
 )
 from prepcli.launch.local import GRACE_MARGIN_S, ProcessWatcher, start_processes
-from prepcli.launch.options import LocalOptions, SlurmOptions, TpuOptions
+from prepcli.launch.options import LocalOptions, TpuOptions
 from prepcli.launch.ray import ray_driver, ray_hardware
 from prepcli.launch.sky import sky_hardware, sky_task
 from prepcli.launch.slurm import slurm_script
@@ -83,12 +83,6 @@ class _Engine:
     has_labels: bool = True
 
 
-def _slurm_hardware(
-    options: SlurmOptions, command: LaunchedCommand, training: Training | None
-) -> Hardware:
-    return plain_hardware(options["nodes"], options["devices_per_node"])
-
-
 def _tpu_hardware(
     options: TpuOptions, command: LaunchedCommand, training: Training | None
 ) -> Hardware | None:
@@ -101,7 +95,7 @@ def _tpu_hardware(
 ENGINES = {
     "slurm": _Engine(
         script=slurm_script,
-        hardware=_slurm_hardware,
+        hardware=lambda options, *_: plain_hardware(options["nodes"], options["devices_per_node"]),
         # `--parsable` prints the job id without a sentence around it.
         submit=("sbatch", "--parsable"),
         has_labels=False,
@@ -336,11 +330,7 @@ def submit_line(target: str, path: Path) -> str:
 
 
 def submit_script(target: str, script: str) -> str:
-    """Submit a script and return the reply of the engine.
-
-    Raises:
-        PrepError: The program of the engine is not installed, or it failed.
-    """
+    """Submit a script and return the reply of the engine."""
     command = ENGINES[target].submit
     if target == "sky":
         with tempfile.TemporaryDirectory(prefix="prep-") as folder:

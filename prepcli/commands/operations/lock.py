@@ -127,9 +127,6 @@ def _read_unchanged(source: Source, read_content: Callable[[], Lock], observer: 
     """Return the lock of a source that does not change while it is read.
 
     A lock of old and new bytes would approve a checkpoint that never existed.
-
-    Raises:
-        PrepError: The checkpoint has changed.
     """
     settings = [*settings_files(source).values()]
     weights_before = read_source_state(source.file_stamps, source, RERUN_HINT)

@@ -45,11 +45,7 @@ def temporary_folder() -> Path:
 
 
 def file_array(shape: tuple[int, ...]) -> np.ndarray:
-    """Return a float32 array in a temporary file without a name. The file is removed with the array.
-
-    Raises:
-        PrepError: The file system has no room.
-    """
+    """Return a float32 array in a temporary file without a name. The file is removed with the array."""
     nbytes = 4 * math.prod(shape)
     try:
         with tempfile.TemporaryFile() as file:
@@ -82,9 +78,6 @@ def prep_outputs(
     """Load a model onto its mesh, and yield its output on each prompt.
 
     The arrays are in temporary files. Memory does not grow with the number of logits.
-
-    Raises:
-        PrepError: A parameter is missing or damaged, or the device lacks memory.
     """
     import jax
 
@@ -179,9 +172,6 @@ def transformers_outputs(
     """Load a Hugging Face folder with transformers on the CPU, and yield the output on each prompt.
 
     Code of the folder is not run.
-
-    Raises:
-        PrepError: torch or transformers is not installed, or transformers cannot load the folder.
     """
     import torch
 

@@ -17,7 +17,7 @@ from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.engine.budget import parse_memory
 from prepcli.execution.folder_store import remove_leftover
 from prepcli.execution.output_paths import check_local_path
-from prepcli.execution.workers import ONE_PROCESS, ProcessOptions
+from prepcli.execution.workers import ONE_PROCESS, ProcessOptions, RunOptions
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.restore.digest_checks import note_missing_file_digests
 from prepcli.sources.dropped_tensors import drop_tensors
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from prepcli.sources.maps import TensorMap
 
 
-@dataclass(frozen=True, slots=True)
-class CommonOptions:
-    """Common options of converting commands.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonOptions(RunOptions):
+    """Common options of converting commands: which checkpoint is read, how, and how the output is written.
 
     The fields have the names and meanings of the options, with these differences.
 
@@ -62,17 +62,12 @@ class CommonOptions:
 
     checkpoint: str | None
     out: Path | None
-    memory_nbytes: int
     dry_run: bool = False
-    overwrite: bool = False
-    restart: bool = False
     offline: bool = False
     revision: str | None = None
     step: int | str | None = None
-    process_options: ProcessOptions = ONE_PROCESS
     stream: bool = False
     config: Path | None = None
-    allow_overflow: bool = False
     ema: bool = False
     verbatim: bool | None = False
     copied_files: tuple[str, ...] = ()
@@ -326,8 +321,11 @@ def source_line(source: Source) -> str:
 UNWRITTEN_SOURCES = "sources are never written to"
 
 
-def check_output_location(out: Path, source: Source) -> None:
+def check_output_location(out: Path | ObjectStoreUrl, source: Source) -> None:
     """Raise UsageError if writing the output would change or delete the source or the user's own folders."""
+    if isinstance(out, ObjectStoreUrl):
+        _check_objects(out, source)
+        return
     target = out.resolve()
     # A conversion writes to NAME.partial and renames it at the end, so neither name may be the source.
     partial = target.with_name(target.name + ".partial")
@@ -359,7 +357,7 @@ def check_output_location(out: Path, source: Source) -> None:
             raise usage_error(what, why, other_name)
 
 
-def check_output_url(url: ObjectStoreUrl, source: Source) -> None:
+def _check_objects(url: ObjectStoreUrl, source: Source) -> None:
     """Raise UsageError if the output would replace objects of the source, or of the folder around it."""
     if not is_url(source.display_name):
         return

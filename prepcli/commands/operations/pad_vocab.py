@@ -12,6 +12,7 @@ from typing import Unpack
 from prepcli.algebra.axis_map import ParsedAxisMap
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
+    OpenedConversion,
     PlannedConversion,
     open_conversion,
 )
@@ -28,11 +29,10 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.rules import PARAM_RULES, format_rule
 from prepcli.planning.plan import Fill
-from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, source_axis_maps
 from prepcli.sources.tensor_match import Vocabulary, check_padded_size
 from prepcli.targets.orbax_item import Partitioning
-from prepcli.targets.planner import Draft, make_plan, start_draft, with_rows
+from prepcli.targets.planner import Draft, start_draft, with_rows
 from prepcli.targets.safetensors_folder import place_in_source_files
 
 FILL_KINDS = ("zeros", "mean", "normal")
@@ -76,10 +76,11 @@ def pad_vocab(
     )
     check_seed(options["init"], options["seed"])
     opened = open_conversion(
+        "pad-vocab",
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         progress,
     )
-    return opened.run(plan_pad_vocab(options, opened.source, opened.located))
+    return _plan_padding(opened, options).run()
 
 
 def padded_size(options: PadVocabOptions, vocabulary: Vocabulary) -> int:
@@ -133,10 +134,9 @@ def make_fill(init: str, seed: int | None, source: Source) -> Fill:
     return Fill(init, seed, float(std))
 
 
-def plan_pad_vocab(
-    options: PadVocabOptions, source: Source, located: LocatedCheckpoint
-) -> PlannedConversion:
-    """Plan a copy of each tensor to the file of the same name, with more rows in the vocabulary's tensors."""
+def _plan_padding(opened: OpenedConversion, options: PadVocabOptions) -> PlannedConversion:
+    """Plan the copy of each tensor to the file of the same name, with more rows in the vocabulary's tensors."""
+    source = opened.source
     if not source.tensor_file_names:
         hint = text(
             "{} also pads, and {} writes a Hugging Face folder",
@@ -159,17 +159,13 @@ def plan_pad_vocab(
         multiple = None
     # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
     values = {**recorded_values(options), "multiple": multiple}
-    name = f"{located.model_name.removesuffix('-padded')}-padded"
-    plan = make_plan(
+    name = f"{opened.located.model_name.removesuffix('-padded')}-padded"
+    return opened.plan(
         draft,
         place_in_source_files(draft),
-        command="pad-vocab",
-        request=format_command_line("pad-vocab", source.display_name, PadVocabOptions, values),
+        format_command_line("pad-vocab", source.display_name, PadVocabOptions, values),
         name=name,
-    )
-    return PlannedConversion(
-        plan,
-        name,
+        out_name=name,
         notes=(_vocabulary_line(draft, options["init"]),),
         fields={
             "vocab": {

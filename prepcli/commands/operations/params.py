@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from prepcli.commands.operations.computing import open_parameters, open_params
+from prepcli.commands.operations.computing import open_params
 from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import ModuleOptions, SourceOptions
@@ -30,7 +30,7 @@ from prepcli.models.parameters import Family
 from prepcli.models.registry import family_of
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Plan, SmallFile
+from prepcli.planning.plan import Plan
 from prepcli.planning.tensors import PARAMS
 from prepcli.restore.digest_checks import check_without_checksums
 from prepcli.restore.weights_reader import WeightsReader
@@ -169,7 +169,10 @@ def _plan_item(
         raise _mismatch_error(source, "the tree has no embed.tokens")
     # The tree decides about the padding, e.g. [50264, 2048] for 50257 tokens. A 0-d array counts as one row here, and
     # `_check_leaves` reports its shape.
-    manifest = _manifest_fields(source, located.model_name, vocab_rows=(*tokens.shape, 1)[0])
+    with WeightsReader(source, (*tokens.shape, 1)[0], verify=False) as reader:
+        # The chunks have bounded sizes.
+        bounded = Manifest(mesh=None, rules=[*source.tree_manifest.rules])
+        manifest = start_manifest(source, reader, located.model_name) | bounded
     _check_leaves(shapes, source, manifest)
     if source.wrapper is not None:
         # The output has only the parameters.
@@ -179,20 +182,17 @@ def _plan_item(
     plan = plan_training_step(
         shapes, manifest, request=request, slab_nbytes=make_budget(MEMORY_NBYTES).slab_nbytes
     )
+    prefix = f"{HF_FOLDER}/"
+    extra_files = copied_small_files(source, prefix)
     return replace(
         plan,
         command=COMMAND,
         item="",
         settings=plan.settings | Manifest(kind="init"),
-        small_files=_small_files(source, plan.settings.config),
+        small_files=settings_files(
+            plan.settings.config, extra_files=extra_files, path_prefix=prefix
+        ),
     )
-
-
-def _manifest_fields(source: Source, name: str, *, vocab_rows: int) -> Manifest:
-    """Return the manifest of the model with `vocab_rows` rows of the vocabulary, for chunks of bounded size."""
-    with WeightsReader(source, vocab_rows, verify=False) as reader:
-        rules = [*source.tree_manifest.rules]
-        return start_manifest(source, reader, name) | Manifest(mesh=None, rules=rules)
 
 
 def _check_leaves(shapes: Mapping[str, LeafSpec], source: Source, manifest: Manifest) -> None:
@@ -219,12 +219,6 @@ def _mismatch_error(source: Source, why: str) -> PrepError:
         why,
         text("{} with a checkpoint of the same model", Option("like")),
     )
-
-
-def _small_files(source: Source, config: HFConfig) -> tuple[SmallFile, ...]:
-    prefix = f"{HF_FOLDER}/"
-    extra_files = copied_small_files(source, prefix)
-    return settings_files(config, extra_files=extra_files, path_prefix=prefix)
 
 
 # --- Modules and trees of Flax
@@ -410,7 +404,8 @@ def _build_computation(
         )
     verify = options.get("verify", True)
     observer = observer_of(progress)
-    with open_parameters(model, mesh, options, verify=verify, observer=observer) as opened:
+    located, source = open_checkpoint(common_options(model, None, options), observer)
+    with open_params(located, source, mesh, verify=verify, observer=observer) as opened:
         computation = Computation(
             opened.model, _forward_config(opened.model, opened.sharding, options)
         )

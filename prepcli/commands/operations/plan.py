@@ -108,11 +108,7 @@ def resolve_target(
     observer: Observer,
     tensor_map: TensorMap | None = None,
 ) -> PlanTarget:
-    """Return a recipe with its model and rules. A checkpoint gets a recipe with default settings.
-
-    Raises:
-        PrepError: The recipe is invalid, or the model is unknown or not supported.
-    """
+    """Return a recipe with its model and rules. A checkpoint gets a recipe with default settings."""
     path = _recipe_path(target)
     is_recipe = path.suffix == RECIPE_SUFFIX
     if is_recipe:
@@ -144,11 +140,7 @@ def resolve_target(
 
 
 def _recipe_path(target: str) -> Path:
-    """Return the path of a recipe file or of the shipped recipe with this name, else the path itself.
-
-    Raises:
-        UsageError: A shipped recipe and a file have this name.
-    """
+    """Return the path of a recipe file or of the shipped recipe with this name, else the path itself."""
     path = find_recipe(Path(target))
     shipped = recipes_folder() / path.name
     is_shipped = path.suffix == RECIPE_SUFFIX and not path.exists() and shipped.is_file()

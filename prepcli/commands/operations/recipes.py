@@ -157,12 +157,7 @@ def shipped_recipes() -> list[ShippedRecipe]:
 
 
 def copy_recipe(name: str, out: Path | None) -> Path:
-    """Copy a shipped recipe to a file, `NAME.toml` by default, and return its path.
-
-    Raises:
-        UsageError: No recipe has this name.
-        PrepError: The file exists or cannot be written.
-    """
+    """Copy a shipped recipe to a file, `NAME.toml` by default, and return its path."""
     path = shipped_recipe(name)
     target = out or Path(path.name)
     check_local_path(target)

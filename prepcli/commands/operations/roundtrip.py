@@ -10,18 +10,17 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 import numpy as np
 
-from prepcli.commands.operations.chain import file_digests
+from prepcli.commands.operations.chain import MADE_FILES, file_digests, recorded_file_digests
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.inspection_options import RoundtripOptions
 from prepcli.commands.operations.opening import (
-    CommonOptions,
     check_output_location,
     check_result_path,
     common_options,
@@ -130,7 +129,6 @@ def roundtrip(
     check_result_path(path)
     check_output_location(path, source)
     source_options = {name: options[name] for name in SourceOptions.__annotations__}
-    model = _Model(str(checkpoint), common, source_options, source, observer)
     ways: list[RoundtripWay] = []
     for name in names:
         try:
@@ -138,8 +136,11 @@ def roundtrip(
         except OSError as error:
             raise io_error(path, error) from error
         with folder:
-            ways.append(model.take_way(name, Path(folder.name)))
-        observer.note(f"{name}: {ways[-1].status}")
+            way = _take_way(
+                name, str(checkpoint), source, source_options, Path(folder.name), observer
+            )
+            ways.append(way)
+        observer.note(f"{name}: {way.status}")
     if all(way.status == "not available" for way in ways):
         hint = text("take other ways with {}", Option("layout", "WAY"))
         raise PrepError(f"{source.display_name} has no way back", ways[0].reason, hint)
@@ -158,105 +159,98 @@ def roundtrip(
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A model to convert on several ways, opened with `common`. `options` are its options for other operations."""
+def _take_way(
+    name: str,
+    checkpoint: str,
+    source: Source,
+    source_options: Mapping[str, Any],
+    folder: Path,
+    observer: Observer,
+) -> RoundtripWay:
+    """Convert a model in a folder step by step, and compare the end with it."""
+    steps = _steps_of(name, source)
+    commands: list[str] = []
+    for command, options in steps:
+        words = [Option(key, options[key]).words(TERMINAL) for key in options]
+        commands.append(" ".join([command, *words]))
+    way = RoundtripWay(name, tuple(commands), "not available")
+    current = checkpoint
+    written_nbytes = 0
+    for number, (command, step_options) in enumerate(steps):
+        out = folder / str(number)
+        # The options of the source are for the model alone.
+        options = {"memory": source_options["memory"]} if number else dict(source_options)
+        if command == "pad-vocab":
+            options.pop("step", None)
+        silent = SilentCommandObserver(observer.progress(), command)
+        try:
+            conversion = CONVERSIONS[command](
+                current, out, progress=silent, **options, **step_options
+            )
+        except PrepError as error:
+            if number or _is_damaged_or_unread(error):
+                raise
+            # Not every family has every layout, and not every mesh divides a model.
+            return replace(way, reason=f"{error.what}: {error.why}")
+        if reason := _fault_of(out, name, source):
+            return replace(way, reason=reason)
+        if number:
+            # The disk needs room for two steps of a way, and not for all.
+            shutil.rmtree(current)
+        current = str(out)
+        written_nbytes = conversion.bytes_written
+    manifest = read_manifest(Path(current)) or NO_MANIFEST
+    silent = SilentCommandObserver(observer.progress(), "verify")
+    result = verify(checkpoint, current, progress=silent, strict=True, **source_options)
+    differences = [f"{each['tensor']} {each['what']}" for each in result.differences]
+    differences += [f"{each['tensor']}: {each['why']}" for each in result.left_out]
+    differences += [f"another {each['kind']} `{each['key']}`" for each in result.settings]
+    # Names and digests of the files that only one of both has.
+    files = file_digests(source).items() ^ recorded_file_digests(manifest).items()
+    names = {name for name, _ in files}.difference(MADE_FILES)
+    differences += [f"another {name}" for name in sorted(names)]
+    lines: list[bytes] = []
+    for item in sorted(manifest.tensors.items()):
+        line = json.dumps(item, sort_keys=True, separators=(",", ":"))
+        lines.append(f"{line}\n".encode())
+    return replace(
+        way,
+        status="different" if differences else "equal",
+        tensors=len(lines),
+        nbytes=written_nbytes,
+        digest=record_digest_of_pieces(lines),
+        reason=join_names(differences, max_names=MAX_DIFFERENCES, separator="; "),
+    )
 
-    checkpoint: str
-    common: CommonOptions
-    options: Mapping[str, Any]
-    source: Source
-    observer: Observer
 
-    def take_way(self, name: str, folder: Path) -> RoundtripWay:
-        """Convert the model in a folder step by step, and compare the end with it."""
-        steps = self._steps_of(name)
-        commands: list[str] = []
-        for command, options in steps:
-            words = [Option(key, options[key]).words(TERMINAL) for key in options]
-            commands.append(" ".join([command, *words]))
-        way = RoundtripWay(name, tuple(commands), "not available")
-        current = self.checkpoint
-        written_nbytes = 0
-        for number, (command, step_options) in enumerate(steps):
-            out = folder / str(number)
-            # The options of the source are for the model alone.
-            options = dict(self.options) if number == 0 else {"memory": self.options["memory"]}
-            if command == "pad-vocab":
-                options.pop("step", None)
-            observer = SilentCommandObserver(self.observer.progress(), command)
-            convert = CONVERSIONS[command]
-            try:
-                conversion = convert(current, out, progress=observer, **options, **step_options)
-            except PrepError as error:
-                if number or _is_damaged_or_unread(error):
-                    raise
-                # Not every family has every layout, and not every mesh divides a model.
-                return replace(way, reason=f"{error.what}: {error.why}")
-            if reason := self._fault_of(out, name):
-                return replace(way, reason=reason)
-            if number:
-                # The disk needs room for two steps of a way, and not for all.
-                shutil.rmtree(current)
-            current = str(out)
-            written_nbytes = conversion.bytes_written
-        differences = self._differences_from(current)
-        records = (read_manifest(Path(current)) or NO_MANIFEST).tensors
-        lines: list[bytes] = []
-        for item in sorted(records.items()):
-            line = json.dumps(item, sort_keys=True, separators=(",", ":"))
-            lines.append(f"{line}\n".encode())
-        return replace(
-            way,
-            status="different" if differences else "equal",
-            tensors=len(records),
-            nbytes=written_nbytes,
-            digest=record_digest_of_pieces(lines),
-            reason=join_names(differences, max_names=MAX_DIFFERENCES, separator="; "),
-        )
+def _steps_of(name: str, source: Source) -> list[_Step]:
+    """Return the steps of a way for a model."""
+    steps = [*WAYS[name]]
+    command, options = steps[0]
+    if source.tree_manifest and command == "save-init":
+        # An init or a training step is resharded. Its vocabulary is padded already, or its user wants none.
+        kept = {key: value for key, value in options.items() if key != "pad_vocab"}
+        steps[0] = ("reshard", kept)
+    if source.quantized:
+        # An export of decoded weights may have the bytes of their quantised model. The way back is for the values.
+        for number, (command, options) in enumerate(steps):
+            if command == "export":
+                steps[number] = (command, {**options, "quantized": "dequantize"})
+    return steps
 
-    def _steps_of(self, name: str) -> list[_Step]:
-        """Return the steps of a way for this model."""
-        steps = [*WAYS[name]]
-        command, options = steps[0]
-        if self.source.tree_manifest and command == "save-init":
-            # An init or a training step is resharded. Its vocabulary is padded already, or its user wants none.
-            kept = {key: value for key, value in options.items() if key != "pad_vocab"}
-            steps[0] = ("reshard", kept)
-        if self.source.quantized:
-            # An export of decoded weights may have the bytes of their quantised model. The way back is for the values.
-            for number, (command, options) in enumerate(steps):
-                if command == "export":
-                    steps[number] = (command, {**options, "quantized": "dequantize"})
-        return steps
 
-    def _fault_of(self, out: Path, name: str) -> str:
-        """Return why a conversion has no way back, or empty."""
-        manifest = read_manifest(out) or NO_MANIFEST
-        if manifest.lost_values:
-            # Such an output is refused as a source.
-            return f"the scale of the layout changes {count_text(manifest.lost_values, 'value')}"
-        stored_name = self.source.names.stored_name
-        prefix = self.source.names.wrapper_prefix
-        names = {prefix + stored_name(tensor.name) for tensor in self.source.tensors}
-        if name == VERBATIM_WAY and not names <= manifest.tensors.keys():
-            return "the copy has the names of another library"
-        return ""
-
-    def _differences_from(self, back: str) -> list[str]:
-        """Return the differences between the model and the end of a way: tensors, settings and files."""
-        observer = SilentCommandObserver(self.observer.progress(), "verify")
-        result = verify(self.checkpoint, back, progress=observer, strict=True, **self.options)
-        differences = [f"{each['tensor']} {each['what']}" for each in result.differences]
-        differences += [f"{each['tensor']}: {each['why']}" for each in result.left_out]
-        differences += [f"another {each['kind']} `{each['key']}`" for each in result.settings]
-        common = replace(
-            self.common, checkpoint=back, revision=None, step=None, config=None, lock=None
-        )
-        _, returned = open_checkpoint(common, observer)
-        # Names and digests of the files that only one of both has.
-        files = file_digests(self.source).items() ^ file_digests(returned).items()
-        return [*differences, *(f"another {name}" for name in sorted({name for name, _ in files}))]
+def _fault_of(out: Path, name: str, source: Source) -> str:
+    """Return why a conversion has no way back, or empty."""
+    manifest = read_manifest(out) or NO_MANIFEST
+    if manifest.lost_values:
+        # Such an output is refused as a source.
+        return f"the scale of the layout changes {count_text(manifest.lost_values, 'value')}"
+    stored_name = source.names.stored_name
+    prefix = source.names.wrapper_prefix
+    names = {prefix + stored_name(tensor.name) for tensor in source.tensors}
+    if name == VERBATIM_WAY and not names <= manifest.tensors.keys():
+        return "the copy has the names of another library"
+    return ""
 
 
 def _is_damaged_or_unread(error: BaseException | None) -> bool:

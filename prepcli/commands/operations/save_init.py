@@ -12,6 +12,7 @@ from typing import Unpack
 
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
+    OpenedConversion,
     PlannedConversion,
     open_conversion,
 )
@@ -32,20 +33,15 @@ from prepcli.core.observer import Observer, Progress
 from prepcli.core.option_spec import PathLike, as_tuple, format_command_line, with_defaults
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.codecs import parse_compression
-from prepcli.formats.manifest import (
-    find_manifest_folder,
-    read_manifest,
-)
-from prepcli.formats.ocdbt import MAX_ENTRIES
+from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import find_item
 from prepcli.models.mesh import folder_suffix, parse_mesh
 from prepcli.models.rule_text import merge_rules, with_default_preset
 from prepcli.models.rules import LeafDims, check_leaf_rules
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.item_storage import ORBAX_STORAGES
-from prepcli.planning.plan import DroppedTensor, Plan
+from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.tensors import OPT_STATE_RULE, is_quantization_tensor
-from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import as_verbatim, truncate_layers
 from prepcli.sources.quantization import is_quantized
 from prepcli.sources.source import Source, SourceTensor
@@ -62,7 +58,6 @@ from prepcli.targets.planner import (
     Draft,
     Placed,
     dropped_state,
-    make_plan,
     start_draft,
     with_rows,
     with_source_state,
@@ -105,10 +100,11 @@ def save_init(
     if options["quantized"] == "keep":
         check_allow_overflow(options["allow_overflow"], options["dtype"])
     opened = open_conversion(
+        "save-init",
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         progress,
     )
-    return opened.run(plan_orbax_item(options, opened.source, opened.located))
+    return _plan_orbax_item(opened, options).run()
 
 
 @public
@@ -142,20 +138,14 @@ def reshard(
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     opened = open_conversion(
+        "reshard",
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         progress,
         _is_unresharded,
     )
     # `reshard` has none of the options of new rows and casts.
     values = with_defaults(SaveInitOptions, options)
-    planned = plan_orbax_item(
-        values,
-        opened.source,
-        opened.located,
-        params_only=options["params_only"],
-        command="reshard",
-    )
-    return opened.run(planned)
+    return _plan_orbax_item(opened, values, params_only=options["params_only"]).run()
 
 
 def _check_padding_options(options: SaveInitOptions) -> None:
@@ -179,15 +169,12 @@ def _is_unresharded(folder: Path) -> bool:
     return find_item(folder) is not None and manifest is not None and manifest.command != "reshard"
 
 
-def plan_orbax_item(
-    options: SaveInitOptions,
-    source: Source,
-    located: LocatedCheckpoint,
-    *,
-    params_only: bool = False,
-    command: str = "save-init",
+def _plan_orbax_item(
+    opened: OpenedConversion, options: SaveInitOptions, *, params_only: bool = False
 ) -> PlannedConversion:
     """Plan the copy of every tensor to its leaf, in chunks for the mesh. The command is `save-init` or `reshard`."""
+    source = opened.source
+    command = opened.command
     _check_source_kind(command, source)
     source, left = _converted_part(options, source, params_only)
     if source.family.is_verbatim:
@@ -215,42 +202,27 @@ def plan_orbax_item(
     draft = with_rows(draft, num_rows, make_fill(options["init"], options["seed"], source))
     draft = replace(with_source_state(draft), left=left)
     placed = layout.place(draft)
-    schema = ReshardOptions if command == "reshard" else SaveInitOptions
-    values = {**recorded_values(options), "params_only": params_only}
-    plan = make_plan(
-        draft,
-        placed,
-        command=command,
-        request=format_command_line(command, source.display_name, schema, values),
-        name=located.model_name,
-    )
-    check_index_size(plan)
-    notes = (*source.made_files.remarks, *_layout_lines(draft, layout, placed))
+    notes = [*source.made_files.remarks, *_layout_lines(draft, layout, placed)]
     if source.training_record is not None and layout.is_training_step:
-        notes += tuple(imported_state_notes(source.training_record))
+        notes += imported_state_notes(source.training_record)
+    schema = SaveInitOptions
     next_command = f"prep reshard {OUT_PLACEHOLDER} --mesh DP,FSDP,MP"
     if command == "reshard":
+        schema = ReshardOptions
         next_command = f"prep verify {OUT_PLACEHOLDER}"
-    meshes = {"from": source.tree_manifest.mesh, "to": plan.settings.mesh}
-    return PlannedConversion(
-        plan,
-        f"{located.model_name}-{_output_suffix(command, layout)}",
+    values = {**recorded_values(options), "params_only": params_only}
+    name = opened.located.model_name
+    meshes = {"from": source.tree_manifest.mesh, "to": placed.settings.mesh}
+    return opened.plan(
+        draft,
+        placed,
+        format_command_line(command, source.display_name, schema, values),
+        name=name,
+        out_name=f"{name}-{_output_suffix(command, layout)}",
         notes=notes,
-        fields={"leaves": len(plan.leaves), "layout": NATIVE_TREE, "mesh": meshes},
+        fields={"leaves": len(placed.leaves), "layout": NATIVE_TREE, "mesh": meshes},
         next_command=next_command,
     )
-
-
-def check_index_size(plan: Plan) -> None:
-    """Raise UsageError if the index of the output would have more entries than prep reads."""
-    num_entries = plan.chunk_count + len(plan.leaves)
-    if num_entries > MAX_ENTRIES:
-        what = f"{plan.source_name} would have {plan.chunk_count:,} chunks"
-        why = f"an index has at most {MAX_ENTRIES:,} entries"
-        hint = text(
-            "use a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules")
-        )
-        raise usage_error(what, why, hint)
 
 
 def _output_suffix(command: str, layout: OrbaxLayout) -> str:

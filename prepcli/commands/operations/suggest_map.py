@@ -32,7 +32,7 @@ from prepcli.engine.casts import parse_stream_digest
 from prepcli.execution.output_paths import check_local_path
 from prepcli.models.parameters import MAX_AXIS_SIZE
 from prepcli.models.registry import FAMILIES
-from prepcli.models.verbatim import split_numbers
+from prepcli.models.verbatim import dim_atoms, split_numbers
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, cast_dtype
 from prepcli.restore.digest_checks import num_rows, row_stream, stream_digests
@@ -190,11 +190,9 @@ class Relations:
                 names[key].append(name)
         complete: list[tuple[Relation, list[ValueKey]]] = []
         claims: Counter[object] = Counter()
-        attempts = _attempts(
+        for attempt, keys in self._compare(
             containers, members, is_stacked=is_stacked, is_transposed=is_transposed
-        )
-        is_read = is_stacked or is_transposed
-        for attempt, keys in self._compare(containers, attempts, is_read=is_read):
+        ):
             if all(key in names for key in keys):
                 complete.append((attempt, keys))
                 claims.update([attempt.container, *keys])
@@ -223,33 +221,42 @@ class Relations:
                 self.ambiguous[target] = list(dict.fromkeys(listed))[:MAX_CANDIDATES]
 
     def _compare(
-        self, tree: TensorTree, attempts: Iterable[Relation], *, is_read: bool
+        self, tree: TensorTree, members: TensorTree, *, is_stacked: bool, is_transposed: bool
     ) -> Iterator[tuple[Relation, list[ValueKey]]]:
-        """Yield each attempt with the values of its container in the shape of the members."""
+        """Yield each container, with its values in a shape of which the other tree has enough members."""
+        shapes: dict[tuple[str, int], Counter[Shape]] = defaultdict(Counter)
+        for dtype, shape, _ in members.keys.values():
+            shapes[dtype, math.prod(shape)][shape] += 1
         batch: list[tuple[Relation, list[SourceTensor]]] = []
         num_read = self._num_views
-        for attempt in attempts:
-            self._num_views += max(1, attempt.count)
-            if self._num_views > MAX_VIEWS:
-                break
-            try:
-                views = map_tensors(
-                    _view_rows(attempt.dims, attempt.count),
-                    {"s": tree.tensors[attempt.container]},
-                    None,
-                )
-            except PrepError:
-                # It is stored in several parts.
+        for name, (dtype, shape, digest) in tree.keys.items():
+            if is_stacked and (not shape or shape[0] > MAX_STACK):
                 continue
-            if not is_read:
-                dtype, _, digest = tree.keys[attempt.container]
-                yield attempt, [(dtype, attempt.member_shape, digest)]
-                continue
-            batch.append((attempt, sorted(views, key=lambda view: int(view.name))))
-            if self._num_views - num_read >= MAX_BATCH:
-                yield from _read_batch(tree, batch)
-                batch = []
-                num_read = self._num_views
+            count = shape[0] if is_stacked else 0
+            block = shape[1:] if is_stacked else shape
+            fitting = shapes.get((dtype, math.prod(block)), Counter())
+            for member_shape, num_members in islice(fitting.items(), MAX_SHAPES):
+                dims = row_dims(member_shape, block, is_transposed=is_transposed)
+                if dims is None or num_members < count:
+                    continue
+                self._num_views += max(1, count)
+                if self._num_views > MAX_VIEWS:
+                    yield from _read_batch(tree, batch)
+                    return
+                try:
+                    views = map_tensors(_view_rows(dims, count), {"s": tree.tensors[name]}, None)
+                except PrepError:
+                    # It is stored in several parts.
+                    continue
+                relation = Relation(name, member_shape, dims, count)
+                if not is_stacked and not is_transposed:
+                    yield relation, [(dtype, member_shape, digest)]
+                    continue
+                batch.append((relation, sorted(views, key=lambda view: int(view.name))))
+                if self._num_views - num_read >= MAX_BATCH:
+                    yield from _read_batch(tree, batch)
+                    batch = []
+                    num_read = self._num_views
         yield from _read_batch(tree, batch)
 
 
@@ -277,32 +284,6 @@ def dim_sizes(dims: str) -> dict[str, int]:
     return {atom: int(size) for atom, size in re.findall(r"(d(\d+)(?:_\d+)?)", dims)}
 
 
-def _attempts(
-    containers: TensorTree,
-    members: TensorTree,
-    *,
-    is_stacked: bool,
-    is_transposed: bool,
-) -> Iterator[Relation]:
-    """Yield the containers of which the other tree has enough members of a fitting shape."""
-    shapes: dict[tuple[str, int], Counter[Shape]] = defaultdict(Counter)
-    for dtype, shape, _ in members.keys.values():
-        shapes[dtype, math.prod(shape)][shape] += 1
-    for name, (dtype, shape, _) in containers.keys.items():
-        count = 0
-        block = shape
-        if is_stacked:
-            if not shape or shape[0] > MAX_STACK:
-                continue
-            count = shape[0]
-            block = shape[1:]
-        fitting = shapes.get((dtype, math.prod(block)), Counter())
-        for member_shape, num_members in islice(fitting.items(), MAX_SHAPES):
-            dims = row_dims(member_shape, block, is_transposed=is_transposed)
-            if dims is not None and num_members >= count:
-                yield Relation(name, member_shape, dims, count)
-
-
 @lru_cache(maxsize=1 << 16)
 def row_dims(member: Shape, container: Shape, *, is_transposed: bool) -> tuple[str, str] | None:
     """Return the dims of two tensors with equal or transposed values. None if they have no common axes.
@@ -326,10 +307,7 @@ def row_dims(member: Shape, container: Shape, *, is_transposed: bool) -> tuple[s
             merged[-2:] = merged[:-3:-1]
     if merged is None:
         return None
-    atoms: list[str] = []
-    for axis, extent in enumerate(long):
-        repetition = long[:axis].count(extent)
-        atoms.append(f"d{extent}_{repetition + 1}" if repetition else f"d{extent}")
+    atoms = dim_atoms(long)
     texts: list[str] = []
     for dims in (merged, [[axis] for axis in range(len(long))]):
         words: list[str] = []
@@ -394,8 +372,11 @@ class RowWriter:
         if first.count == 1:
             index = "1"
         elif len({*indices}) > 1:
-            index = next((atoms[column] for column in atoms if _ranks(column) == indices), "")
-            index = index.partition("@")[0]
+            for column, atom in atoms.items():
+                # The position of each number among the different ones, e.g. (4, 7, 4) -> (0, 1, 0)
+                numbers = sorted({*column})
+                if not index and tuple(map(numbers.index, column)) == indices:
+                    index = atom.partition("@")[0]
         elif first.count:
             index = f"f{first.count}={first.index}"
             sizes[f"f{first.count}"] = str(first.count)
@@ -433,12 +414,6 @@ class RowWriter:
 
 def _columns(names: Sequence[str]) -> Iterator[Column]:
     return zip(*(split_numbers(name)[1] for name in names))
-
-
-def _ranks(column: Column) -> tuple[int, ...]:
-    """Return the position of each number among the different ones, e.g. (4, 7, 4) -> (0, 1, 0)."""
-    ranks = {number: rank for rank, number in enumerate(sorted({*column}))}
-    return tuple(ranks[number] for number in column)
 
 
 def _numbered_name(names: Sequence[str], atoms: Mapping[Column, str]) -> str:

@@ -15,14 +15,11 @@ from typing import Unpack, cast, get_args
 
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
+    OpenedConversion,
     PlannedConversion,
     open_conversion,
 )
-from prepcli.commands.operations.opening import (
-    common_options,
-    make_match_options,
-    recorded_values,
-)
+from prepcli.commands.operations.opening import common_options, make_match_options, recorded_values
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import (
     AddTokensOptions,
@@ -31,7 +28,7 @@ from prepcli.commands.operations.options import (
 )
 from prepcli.commands.operations.pad_vocab import check_seed, make_fill, mesh_rows
 from prepcli.commands.operations.results import Conversion
-from prepcli.commands.operations.save_init import check_index_size, resolve_layout
+from prepcli.commands.operations.save_init import resolve_layout
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text, join_names
 from prepcli.core.observer import Observer, Progress
@@ -48,14 +45,9 @@ from prepcli.formats.added_tokens import (
     read_token_list,
 )
 from prepcli.planning.item_storage import StorageName
-from prepcli.planning.manifest_fields import (
-    REPLACED_PADDING_RULE,
-    AddedTokensRecord,
-    Manifest,
-)
-from prepcli.planning.plan import Fill, Plan, SmallFile
+from prepcli.planning.manifest_fields import REPLACED_PADDING_RULE, AddedTokensRecord, Manifest
+from prepcli.planning.plan import Fill, SmallFile
 from prepcli.planning.tensors import is_leaf_path, split_name
-from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source
 from prepcli.sources.source_views import AVERAGE_SLOT
@@ -64,9 +56,9 @@ from prepcli.sources.vocabulary_tensors import VocabularyTensors, find_vocabular
 from prepcli.targets.orbax_item import OrbaxLayout
 from prepcli.targets.planner import (
     Draft,
+    Placed,
     VocabResize,
     draft_of,
-    make_plan,
     resize_vocabulary,
     with_source_state,
 )
@@ -139,18 +131,15 @@ def add_tokens(
     common = common_options(
         checkpoint, out, stored, dry_run=dry_run, process_options=process_options
     )
-    opened = open_conversion(common, progress, allow_adapters=True)
-    planned = plan_add_tokens(options, tokens, opened.source, opened.located)
-    return opened.run(planned)
+    conversion = open_conversion(ADD, common, progress, allow_adapters=True)
+    return _plan_addition(conversion, options, tokens).run()
 
 
-def plan_add_tokens(
-    options: AddTokensOptions,
-    tokens: Sequence[AddedToken],
-    source: Source,
-    located: LocatedCheckpoint,
+def _plan_addition(
+    conversion: OpenedConversion, options: AddTokensOptions, tokens: Sequence[AddedToken]
 ) -> PlannedConversion:
     """Plan a copy of a checkpoint with more tokens. The first one gets the id after the last one of the vocabulary."""
+    source = conversion.source
     _check_source(source, ADD)
     opened = open_tokenizer(source)
     tokens = tokens_for(opened, tokens)
@@ -171,7 +160,7 @@ def plan_add_tokens(
         "tokens": [{"id": token.id, "content": token.content} for token in addition.tokens],
     }
     num_rows = _padded_rows(source, present, max(num_tokens, vocabulary.stored_size))
-    name = f"{located.model_name}-added"
+    name = f"{conversion.located.model_name}-added"
     resize = VocabResize(
         vocabulary,
         present.names,
@@ -182,36 +171,26 @@ def plan_add_tokens(
         dropped_rule=REPLACED_PADDING_RULE,
     )
     draft = _resized_draft(source, present, Vocabulary(num_tokens, num_rows), resize)
-    plan = _plan_change(
-        replace(draft, settings=Manifest(added_tokens=added)),
-        contents,
-        command=ADD,
-        request=format_command_line(
-            ADD, source.display_name, AddTokensOptions, recorded_values(options)
-        ),
-        name=name,
-    )
-    next_command = f"prep pad-vocab {OUT_PLACEHOLDER}"
-    if source.tree_manifest:
-        next_command = f"prep verify {OUT_PLACEHOLDER}"
-    return PlannedConversion(
-        plan,
-        name,
-        notes=_notes(options["init"], vocabulary, added),
-        fields={"added_tokens": added},
-        next_command=next_command,
-    )
-
-
-def _notes(init: str, vocabulary: Vocabulary, added: AddedTokensRecord) -> list[str]:
+    draft = replace(draft, settings=Manifest(added_tokens=added))
     count, ids = _count_with_ids(vocabulary.true_size, added["count"])
-    values = "the mean of their pieces" if init == "mean" else init
+    values = "the mean of their pieces" if options["init"] == "mean" else options["init"]
     notes = [f"{count} added: {ids}, rows of {values}"]
     padding = vocabulary.stored_size - vocabulary.true_size
     if padding:
         rows = count_text(padding, "row")
         notes.append(f"padding of {rows} is replaced: by tokens, then by zeros")
-    return notes
+    next_command = f"prep pad-vocab {OUT_PLACEHOLDER}"
+    if source.tree_manifest:
+        next_command = f"prep verify {OUT_PLACEHOLDER}"
+    return conversion.plan(
+        *_place_change(draft, contents),
+        format_command_line(ADD, source.display_name, AddTokensOptions, recorded_values(options)),
+        name=name,
+        out_name=name,
+        notes=notes,
+        fields={"added_tokens": added},
+        next_command=next_command,
+    )
 
 
 def _change_files(
@@ -363,14 +342,13 @@ def remove_tokens(
     common = common_options(
         checkpoint, out, stored, dry_run=dry_run, process_options=process_options
     )
-    opened = open_conversion(common, progress, allow_adapters=True)
-    return opened.run(plan_remove_tokens(options, opened.source, opened.located))
+    conversion = open_conversion(REMOVE, common, progress, allow_adapters=True)
+    return _plan_removal(conversion, options).run()
 
 
-def plan_remove_tokens(
-    options: RemoveTokensOptions, source: Source, located: LocatedCheckpoint
-) -> PlannedConversion:
+def _plan_removal(conversion: OpenedConversion, options: RemoveTokensOptions) -> PlannedConversion:
     """Plan a copy of a checkpoint without the tokens of the last addition."""
+    source = conversion.source
     _check_source(source, REMOVE)
     additions = recorded_additions(source)
     if not additions:
@@ -390,22 +368,13 @@ def plan_remove_tokens(
     old_vocabulary = Vocabulary(addition.true_vocab_size, num_rows)
     contents: dict[str, bytes | None] = {**files_without_tokens(source, addition)}
     contents[RECORD_FILE] = encode_record(additions[:-1]) if additions[:-1] else None
-    name = f"{located.model_name.removesuffix('-added')}-removed"
+    name = f"{conversion.located.model_name.removesuffix('-added')}-removed"
     resize = VocabResize(
         old_vocabulary,
         present.names,
         Fill("zeros"),
         keeps_padding=False,
         dropped_rule="added tokens",
-    )
-    plan = _plan_change(
-        _resized_draft(source, present, old_vocabulary, resize),
-        contents,
-        command=REMOVE,
-        request=format_command_line(
-            REMOVE, source.display_name, RemoveTokensOptions, recorded_values(options)
-        ),
-        name=name,
     )
     tokens, ids = _count_with_ids(addition.true_vocab_size, len(addition.tokens))
     notes = [
@@ -417,9 +386,14 @@ def plan_remove_tokens(
         rows = count_text(padding, "row")
         notes.append(f"padding of {rows} is zeros, as padding of prep is by default")
     removed = [{"id": token.id, "content": token.content} for token in addition.tokens]
-    return PlannedConversion(
-        plan,
-        name,
+    draft = _resized_draft(source, present, old_vocabulary, resize)
+    return conversion.plan(
+        *_place_change(draft, contents),
+        format_command_line(
+            REMOVE, source.display_name, RemoveTokensOptions, recorded_values(options)
+        ),
+        name=name,
+        out_name=name,
         notes=notes,
         fields={"removed_tokens": {"count": len(removed), "tokens": removed}},
     )
@@ -438,11 +412,7 @@ def _count_with_ids(first: int, count: int) -> tuple[str, str]:
 
 
 def recorded_additions(source: Source) -> tuple[Addition, ...]:
-    """Return the recorded additions of a source.
-
-    Raises:
-        DamagedError: The record is damaged.
-    """
+    """Return the recorded additions of a source."""
     data = read_side_file(source, RECORD_FILE)
     if data is None:
         return ()
@@ -479,14 +449,8 @@ def _padded_rows(source: Source, present: VocabularyTensors, num_rows: int) -> i
     return mesh_rows(present.axis_maps, layout.partitioning, num_rows)
 
 
-def _plan_change(
-    draft: Draft, files: Mapping[str, bytes | None], *, command: str, request: str, name: str
-) -> Plan:
-    """Plan a draft in the format and layout of its source, with other small files. Content None removes a file.
-
-    Raises:
-        PrepError: The training state has tensors with some dims of the embedding.
-    """
+def _place_change(draft: Draft, files: Mapping[str, bytes | None]) -> tuple[Draft, Placed]:
+    """Place a draft in the format and layout of its source, with other small files. Content None removes a file."""
     source = draft.source
     side_files = [file for file in draft.side_files if file.path not in files]
     for path, content in files.items():
@@ -495,29 +459,25 @@ def _plan_change(
     draft = replace(draft, side_files=tuple(side_files))
     layout = _item_layout(source)
     if layout is None:
-        placed = place_in_source_files(draft)
-    else:
-        moments: list[str] = []
-        partial: list[str] = []
-        for tensor in source.state_tensors:
-            slot, tensor_name = split_name(tensor.name)
-            if is_leaf_path(tensor_name):
-                partial.append(tensor.name)
-            elif tensor_name in draft.resize.tensors and slot != AVERAGE_SLOT:
-                moments.append(tensor.name)
-        if partial:
-            what = f"the optimizer state of {source.display_name} is not supported"
-            names = join_names(partial, max_names=3)
-            why = f"it has factored moments, or moments of some parameters only: {names}"
-            params_only = Command("reshard", source.display_name, Option("params_only", True))
-            raise usage_error(what, why, text("{} leaves it out", params_only))
-        # New rows of moments are zeros: no step has changed them.
-        resize = replace(draft.resize, zero_tensors=frozenset(moments))
-        draft = with_source_state(replace(draft, resize=resize))
-        placed = layout.place(draft)
-    plan = make_plan(draft, placed, command=command, request=request, name=name)
-    check_index_size(plan)
-    return plan
+        return draft, place_in_source_files(draft)
+    moments: list[str] = []
+    partial: list[str] = []
+    for tensor in source.state_tensors:
+        slot, tensor_name = split_name(tensor.name)
+        if is_leaf_path(tensor_name):
+            partial.append(tensor.name)
+        elif tensor_name in draft.resize.tensors and slot != AVERAGE_SLOT:
+            moments.append(tensor.name)
+    if partial:
+        what = f"the optimizer state of {source.display_name} is not supported"
+        names = join_names(partial, max_names=3)
+        why = f"it has factored moments, or moments of some parameters only: {names}"
+        params_only = Command("reshard", source.display_name, Option("params_only", True))
+        raise usage_error(what, why, text("{} leaves it out", params_only))
+    # New rows of moments are zeros: no step has changed them.
+    resize = replace(draft.resize, zero_tensors=frozenset(moments))
+    draft = with_source_state(replace(draft, resize=resize))
+    return draft, layout.place(draft)
 
 
 def _resized_draft(

@@ -9,7 +9,6 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from prepcli.commands.operations.export_checks import file_format
 from prepcli.commands.operations.options import ExportOptions, SaveInitOptions
 from prepcli.core.errors import (
     GET_AGAIN_HINT,
@@ -175,11 +174,7 @@ def _multimodal_error(source: Source, why: str, hint: str) -> PrepError:
 
 
 def draft_state(options: ExportOptions, draft: Draft) -> Draft:
-    """Return a draft with the training state of its source in the form of another library.
-
-    Raises:
-        PrepError: The source has no state of AdamW, or its order in the output is unknown.
-    """
+    """Return a draft with the training state of its source in the form of another library."""
     source = draft.source
     state = read_training_state(source)
     kind = _state_kind(options)
@@ -245,6 +240,6 @@ def exported_state_notes(options: ExportOptions, draft: Draft) -> Iterator[str]:
 
 def _state_kind(options: ExportOptions) -> TrainerState:
     """Return the training states of the library of an export."""
-    kind = find_library(options["layout"], file_format(options)).state
+    kind = find_library(options["layout"], options["format"]).state
     assert kind is not None
     return kind

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.commands.operations.accept import accept_files
 from prepcli.commands.operations.compared_settings import setting_differences
 from prepcli.commands.operations.inspection_options import VerifyOptions
 from prepcli.commands.operations.opening import (
@@ -31,6 +30,7 @@ from prepcli.commands.operations.verification_results import (
 )
 from prepcli.commands.operations.verify_sources import (
     VerifiedModel,
+    accept_files,
     check_checksum_file,
     check_contents,
     collect_model,
@@ -99,91 +99,77 @@ def verify(
     """
     started_s = time.monotonic()
     observer = observer_of(progress)
-    request = _Request(
-        replace(common_options(checkpoint, None, options), quantized="stored"),
-        against=None if against is None else str(against),
-        quick=options["quick"],
-        strict=options["strict"],
-        tolerance=options["tolerance"],
-    )
-    _check_pair_options(request)
+    common = replace(common_options(checkpoint, None, options), quantized="stored")
+    other = None if against is None else str(against)
+    _check_pair_options(options, other)
     if not options["accept"]:
-        result = _verify_checkpoint(request, observer)
+        result = _verify_checkpoint(common, other, options, observer)
         return replace(result, seconds=time.monotonic() - started_s)
     files = [str(path) for path in options["accept"]]
-    accepted = accept_files(request.common.checkpoint or f"./{default_checkpoint(Path())}", files)
+    accepted = accept_files(common.checkpoint or f"./{default_checkpoint(Path())}", files)
     # The output is checked against the new records before they are written: a kill or a difference leaves the old ones.
     with unwritten_manifest(accepted.folder, accepted.data):
-        result = _verify_checkpoint(request, observer)
+        result = _verify_checkpoint(common, other, options, observer)
     if result:
         accepted.write(observer)
         result = replace(result, accepted=tuple(accepted.changes))
     return replace(result, seconds=time.monotonic() - started_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """Request of a comparison."""
-
-    common: CommonOptions
-    against: str | None  # the second checkpoint, or None to compare with the manifest
-    quick: bool  # read no values
-    strict: bool  # fail on other settings too
-    tolerance: float | None  # largest accepted difference of two values, or None to compare bits
-
-
-def _check_pair_options(request: _Request) -> None:
+def _check_pair_options(options: VerifyOptions, against: str | None) -> None:
     """Raise UsageError for options of pairs without a second checkpoint, or for `--tolerance` with `--quick`."""
+    tolerance = options["tolerance"]
     pair_options = (
-        (Option("strict", True), request.strict, "it compares the settings of two checkpoints"),
+        (Option("strict", True), options["strict"], "it compares the settings of two checkpoints"),
         (
             Option("tolerance"),
-            request.tolerance is not None,
+            tolerance is not None,
             "a checkpoint and its digests are equal or not",
         ),
     )
     for option, is_set, why in pair_options:
-        if is_set and request.against is None:
+        if is_set and against is None:
             what = text("{} requires a second checkpoint", option)
             raise usage_error(what, why, text("remove {}, or name the second checkpoint", option))
-    if request.tolerance is not None and request.quick:
+    if tolerance is not None and options["quick"]:
         what = text("{} and {} exclude each other", Option("tolerance"), Option("quick", True))
         raise usage_error(what, "a quick check reads no values", "remove one of them")
 
 
-def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
+def _verify_checkpoint(
+    common: CommonOptions, against: str | None, options: VerifyOptions, observer: Observer
+) -> Verification:
     """Compare a checkpoint with its manifest's digests, or with another checkpoint of any format and layout."""
     # Values that a scale has rounded have no way back. They are compared as they are stored, and a tolerance is for the
     # values of the model.
-    kept_scales: KeptScales = "rounded" if request.tolerance is None else "none"
-    if request.against is None and request.common.lock is None:
+    kept_scales: KeptScales = "rounded" if options["tolerance"] is None else "none"
+    if against is None and common.lock is None:
         # The way back rounds, so that it does not show each changed bit of the stored values. A lock has the digests
         # of the values after the way back.
         kept_scales = "all"
     located, source = open_checkpoint(
-        first_options(request.common, request.against),
+        first_options(common, against),
         observer,
         allow_adapters=True,
         kept_scales=kept_scales,
-        notes_names=request.against is None,
+        notes_names=against is None,
     )
     check_checksum_file(source)
-    if request.against is None:
+    if against is None:
         observer.note(source_line(source))
-        check_config_option(request.common, source)
-        check_stream(request.common.stream, located)
-        return _verify_digests(collect_model(source), request, observer)
-    common = request.common
+        check_config_option(common, source)
+        check_stream(common.stream, located)
+        return _verify_digests(collect_model(source), common, options, observer)
     # The step, the revision and the lock belong to the first checkpoint.
     against_options = CommonOptions(
-        checkpoint=request.against,
+        checkpoint=against,
         out=None,
         memory_nbytes=common.memory_nbytes,
         offline=common.offline,
         stream=common.stream,
         config=common.config,
         quantized=common.quantized,
-        tensor_map=None if is_output(request.against) else common.tensor_map,
+        tensor_map=None if is_output(against) else common.tensor_map,
         # One checkpoint with the names of its file is enough: the other one is then compared by them.
         verbatim=None if common.verbatim else common.verbatim,
     )
@@ -191,15 +177,15 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     against_located, against_source = open_checkpoint(
         mapped, observer, allow_adapters=True, kept_scales=kept_scales, notes_names=False
     )
-    check_config_option(request.common, source, against_source)
-    check_stream(request.common.stream, located, against_located)
+    check_config_option(common, source, against_source)
+    check_stream(common.stream, located, against_located)
     check_contents(source, against_source)
     check_checksum_file(against_source)
     manifests = [one.manifest or NO_MANIFEST for one in (source, against_source)]
     source = with_recorded_text_part(source, manifests[1])
     against_source = with_recorded_text_part(against_source, manifests[0])
-    for options, one in ((request.common, source), (mapped, against_source)):
-        note_file_names(options, one, observer)
+    for one_options, one in ((common, source), (mapped, against_source)):
+        note_file_names(one_options, one, observer)
         observer.note(source_line(one))
     # An output without the dropped tensors of its source has a config without them.
     compared = without_recorded_drops(source, manifests[1])
@@ -207,20 +193,22 @@ def _verify_checkpoint(request: _Request, observer: Observer) -> Verification:
     for one, other in ((compared, against_source), (against_source, source)):
         note_unrecorded_drops(one, other, observer)
     settings = tuple(setting_differences(compared, against_source))
-    pair = comparable_sources(compared, against_source, observer)
-    a = collect_model(pair.source, pair.against)
-    b = collect_model(pair.against, pair.source)
-    result = _verify_pair(a, b, request, observer)
-    left_out = (*pair.left_out, *unused_tensors(a, b), *unused_tensors(b, a))
-    is_equal = result.is_equal and not (request.strict and (settings or left_out))
+    compared, against_source, towers = comparable_sources(compared, against_source, observer)
+    a = collect_model(compared, against_source)
+    b = collect_model(against_source, compared)
+    result = _verify_pair(a, b, common, options, observer)
+    left_out = (*towers, *unused_tensors(a, b), *unused_tensors(b, a))
+    is_equal = result.is_equal and not (options["strict"] and (settings or left_out))
     return replace(result, is_equal=is_equal, settings=settings, left_out=left_out)
 
 
-def _verify_digests(model: VerifiedModel, request: _Request, observer: Observer) -> Verification:
+def _verify_digests(
+    model: VerifiedModel, common: CommonOptions, options: VerifyOptions, observer: Observer
+) -> Verification:
     """Compare with the digests of the manifest."""
     source = model.source
     tensors = [t for t in source.all_tensors if t.digests]
-    if request.quick:
+    if options["quick"]:
         result = _make_verification(model, ())
         return replace(result, values=None, checked=HEADER_CHECKS)
     if not tensors:
@@ -233,7 +221,7 @@ def _verify_digests(model: VerifiedModel, request: _Request, observer: Observer)
     digests = tensor_digests(
         source,
         [(t, rows) for t, rows, _ in pieces],
-        request.common.memory_nbytes,
+        common.memory_nbytes,
         progress=observer.progress(),
         task="verify",
         is_checked=False,
@@ -270,19 +258,23 @@ def _tie_findings(
 
 
 def _verify_pair(
-    a: VerifiedModel, b: VerifiedModel, request: _Request, observer: Observer
+    a: VerifiedModel,
+    b: VerifiedModel,
+    common: CommonOptions,
+    options: VerifyOptions,
+    observer: Observer,
 ) -> Verification:
     """Compare two checkpoints of one family. Their formats and layouts may differ. Padding is not compared."""
     if a.source.family.name != b.source.family.name:
         why = f"{a.source.family.name} and {b.source.family.name}"
         what = f"{a.source.display_name} and {b.source.display_name} are of different families"
         raise PrepError(what, why, "name two checkpoints of one family")
-    tolerance = request.tolerance
+    tolerance = options["tolerance"]
     findings = list(_shape_findings(a, b, has_tolerance=tolerance is not None))
-    if request.quick:
+    if options["quick"]:
         result = _make_verification(a, findings, against=b)
         return result if findings else replace(result, values=None, checked=SHAPE_CHECKS)
-    memory_nbytes = request.common.memory_nbytes
+    memory_nbytes = common.memory_nbytes
     # Tensors of different shapes or dtypes have no values to compare.
     mismatched = {(finding["leaf"], finding["tensor"]) for finding in findings}
     names: list[str] = []
@@ -360,9 +352,6 @@ def _value_findings(
 
     Digests find them in one pass over each checkpoint, in the order of its files. Only different tensors are read a
     second time, side by side, for the first different value.
-
-    Raises:
-        DamagedError: No tensor differs, and one does not match its recorded digest.
     """
     digests_by_name: list[dict[str, str]] = []
     reads: list[_ReadStreams] = []

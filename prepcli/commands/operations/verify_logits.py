@@ -9,19 +9,17 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Unpack
+from dataclasses import replace
+from typing import NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from prepcli.commands.console.stdio import silence_jax
 from prepcli.commands.operations.compute_options import MAX_ID_DIGITS, split_token_ids
-from prepcli.commands.operations.computing import open_params
+from prepcli.commands.operations.computing import open_parameters
 from prepcli.commands.operations.generate import read_prompts
-from prepcli.commands.operations.inspection_options import (
-    LogitsOptions,
-)
+from prepcli.commands.operations.inspection_options import LogitsOptions
 from prepcli.commands.operations.model_outputs import (
     PromptOutput,
     prep_outputs,
@@ -29,13 +27,7 @@ from prepcli.commands.operations.model_outputs import (
     transformers_folder,
     transformers_outputs,
 )
-from prepcli.commands.operations.opening import (
-    CommonOptions,
-    check_config_option,
-    common_options,
-    open_checkpoint,
-    source_line,
-)
+from prepcli.commands.operations.opening import CommonOptions, common_options
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.verification_results import LogitComparison, PromptComparison
 from prepcli.core.errors import Option, PrepError, text, usage_error
@@ -66,23 +58,14 @@ FINAL_NORM = "final norm"
 Prompts = Mapping[str, Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class LogitDistance:
-    """Distance between the logits of two models.
-
-    Attributes:
-        kl_mean: Mean over the tokens of KL(a || b) = sum p_a (log p_a - log p_b), in nats.
-        kl_max: Largest KL divergence of a token.
-        top1_agreement: Fraction of the tokens with the same largest logit.
-        top5_overlap: Mean fraction of the five largest logits in common.
-        max_abs: Largest |a - b|. Infinite if a logit is not finite.
-    """
+class LogitDistance(TypedDict):
+    """Distance between the logits a and b of two models. See `PromptComparison`."""
 
     kl_mean: float
     kl_max: float
     top1_agreement: float
     top5_overlap: float
-    max_abs: float
+    max_difference: float
 
 
 def logit_distance(a: np.ndarray, b: np.ndarray) -> LogitDistance:
@@ -97,25 +80,32 @@ def logit_distance(a: np.ndarray, b: np.ndarray) -> LogitDistance:
         a_rows = a[rows].astype(np.float64)
         b_rows = b[rows].astype(np.float64)
         if not (np.isfinite(a_rows).all() and np.isfinite(b_rows).all()):
-            return LogitDistance(np.inf, np.inf, 0.0, 0.0, np.inf)
+            return {
+                "kl_mean": np.inf,
+                "kl_max": np.inf,
+                "top1_agreement": 0.0,
+                "top5_overlap": 0.0,
+                "max_difference": np.inf,
+            }
         divergences[rows] = _kl_divergence(a_rows, b_rows)
         num_same += int((a_rows.argmax(1) == b_rows.argmax(1)).sum())
         overlap += float(_top_overlap(a_rows, b_rows).sum())
         max_abs = max(max_abs, float(np.abs(a_rows - b_rows).max()))
-    return LogitDistance(
-        kl_mean=float(divergences.mean()),
-        kl_max=float(divergences.max()),
-        top1_agreement=num_same / num_tokens,
-        top5_overlap=overlap / num_tokens,
-        max_abs=max_abs,
-    )
+    return {
+        "kl_mean": float(divergences.mean()),
+        "kl_max": float(divergences.max()),
+        "top1_agreement": num_same / num_tokens,
+        "top5_overlap": overlap / num_tokens,
+        "max_difference": max_abs,
+    }
 
 
 def _kl_divergence(a: Float64Array, b: Float64Array) -> Float64Array:
-    """Return KL(a || b) of each row of logits. Rounding may make it slightly negative, which counts as 0."""
+    """Return KL(a || b) = sum p_a (log p_a - log p_b) of each row of logits, in nats."""
     log_a = _log_softmax(a)
     log_b = _log_softmax(b)
     divergence: Float64Array = (np.exp(log_a) * (log_a - log_b)).sum(1)
+    # Rounding may make it slightly negative.
     return np.maximum(divergence, 0.0)
 
 
@@ -258,10 +248,11 @@ def _open_model(common: CommonOptions, mesh: str | None, observer: Observer) -> 
     """Open a checkpoint for reading onto a mesh. Raise UsageError for a mesh with sp."""
     from trainer.training.datasets import decoder_start_token_id
 
-    located, source = open_checkpoint(common, observer)
-    check_config_option(common, source)
-    observer.note(source_line(source))
-    with open_params(located, source, mesh, verify=True, observer=observer) as opened:
+    with open_parameters(common, mesh, verify=True, observer=observer) as (
+        located,
+        source,
+        opened,
+    ):
         if opened.sharding.sequence_parallel_size > 1:
             raise usage_error(
                 text("{} splits tokens over sp", Option("mesh", mesh)),
@@ -380,7 +371,6 @@ def _check_disk(prompts: Sequence[Sequence[int]], model: _Model) -> None:
 
 def _compare(prompt_name: str, first: PromptOutput, second: PromptOutput) -> PromptComparison:
     """Return the distances between two outputs on one prompt."""
-    distance = logit_distance(first.logits, second.logits)
     states = (*first.encoder_states, *first.states)
     other_states = (*second.encoder_states, *second.states)
     layers: tuple[float, ...] = ()
@@ -390,11 +380,7 @@ def _compare(prompt_name: str, first: PromptOutput, second: PromptOutput) -> Pro
     return PromptComparison(
         name=prompt_name,
         tokens=len(first.logits),
-        kl_mean=distance.kl_mean,
-        kl_max=distance.kl_max,
-        top1_agreement=distance.top1_agreement,
-        top5_overlap=distance.top5_overlap,
-        max_difference=distance.max_abs,
+        **logit_distance(first.logits, second.logits),
         layer_differences=layers,
         parts_at=_parting_place(layers, len(first.encoder_states)),
     )

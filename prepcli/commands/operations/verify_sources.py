@@ -1,4 +1,4 @@
-"""The two checkpoints of `prep verify`: their tensors, their names for messages, and the parts that both have."""
+"""The checkpoints of `prep verify`: their tensors and names, the parts that both have, and accepted changes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,32 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from prepcli.algebra.boxes import Range
 from prepcli.commands.operations.opening import CommonOptions
-from prepcli.commands.operations.verification_results import LeftOutTensor, TensorDifference
+from prepcli.commands.operations.verification_results import (
+    AcceptedChange,
+    LeftOutTensor,
+    OldAndNew,
+    TensorDifference,
+)
 from prepcli.core.errors import Command, DamagedError, Option, PrepError, text, usage_error
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import format_bytes, join_names
 from prepcli.core.observer import Observer
 from prepcli.formats.checksums import read_checksum_bytes
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
+    STATE_ITEM,
     again_hint,
+    encode_manifest,
     find_manifest_folder,
+    is_settings_file,
+    manifest_digest,
+    parse_manifest,
     read_manifest,
+    record_file,
 )
 from prepcli.models.prediction import UNRECORDED_RULE
 from prepcli.models.text_part import TIED_FIELD
@@ -31,12 +43,15 @@ from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.dropped_tensors import without_recorded_drops
 from prepcli.sources.model_family import TEXT_ONLY_RULE, as_verbatim, towers_title, without_towers
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
+from prepcli.sources.references import CONFIG, LocalPath, RunStep, parse_reference
 from prepcli.sources.source import (
+    HF_FOLDER,
     Source,
     SourceTensor,
     TensorLabel,
     label_tensors,
     match_source_tensors,
+    read_config,
     stored_axis_maps,
 )
 from prepcli.sources.stored_forms import in_one_form, with_family
@@ -45,6 +60,7 @@ from prepcli.sources.tensor_match import (
     TensorMatch,
 )
 from prepcli.sources.vocabulary_tensors import vocabulary_names
+from prepcli.stores.files import io_error, read_small_file, write_file
 from prepcli.targets.planner import with_tied_head
 
 
@@ -130,27 +146,13 @@ def _collect_adapter(source: Source) -> VerifiedModel:
 # --- Tensors that both checkpoints have
 
 
-@dataclass(frozen=True, slots=True)
-class ComparableSources:
-    """Two checkpoints with the kinds of tensors that both have.
-
-    Attributes:
-        source: The first checkpoint.
-        against: The second checkpoint.
-        left_out: Towers and multi-token prediction that one of them leaves out on purpose.
-    """
-
-    source: Source
-    against: Source
-    left_out: tuple[LeftOutTensor, ...] = ()
-
-
 def comparable_sources(
     source: Source, against_source: Source, observer: Observer
-) -> ComparableSources:
+) -> tuple[Source, Source, list[LeftOutTensor]]:
     """Return two checkpoints without the kinds of tensors that one of them leaves out on purpose.
 
-    Both are decoded if one is. The observer gets a line per ignored kind.
+    Both are decoded if one is. The observer gets a line per ignored kind. The result has the towers and the multi-token
+    prediction left out of one.
     """
     source, against_source = decode_alike(source, against_source)
     if not (source.state_tensors and against_source.state_tensors):
@@ -168,7 +170,7 @@ def comparable_sources(
         against_source.family is ADAPTER_FAMILY
     )
     if is_adapter_alone or any(family.is_verbatim for family in families):
-        return ComparableSources(*_with_file_names(source, against_source))
+        return *_with_file_names(source, against_source), []
     left_out: list[LeftOutTensor] = []
     pair: list[Source] = []
     for one, other in ((source, against_source), (against_source, source)):
@@ -177,7 +179,7 @@ def comparable_sources(
         pair.append(without_towers(one) if towers else one)
     if source.family.name == against_source.family.name:
         pair = [*_with_equal_parameters(pair[0], pair[1])]
-    return ComparableSources(pair[0], pair[1], tuple(left_out))
+    return pair[0], pair[1], left_out
 
 
 def _with_equal_parameters(source: Source, against_source: Source) -> tuple[Source, Source]:
@@ -326,9 +328,6 @@ def first_options(common: CommonOptions, against: str | None) -> CommonOptions:
     """Return the options of the first checkpoint of a comparison.
 
     A map is for the second checkpoint, or for the first one if prep wrote the second one.
-
-    Raises:
-        UsageError: There is a map, and no second checkpoint.
     """
     if common.tensor_map is None:
         return common
@@ -366,3 +365,150 @@ def check_checksum_file(source: Source) -> None:
     except DamagedError as error:
         # Its hint is for commands with an option to read without checks.
         raise error.with_texts(hint=again_hint(source.manifest)) from error.__cause__
+
+
+# --- Files changed on purpose
+
+
+# Path of the config in a Hugging Face folder, in an init and in a training step.
+MODEL_CONFIGS = (
+    CONFIG,
+    f"{HF_FOLDER}/{CONFIG}",
+    f"{STATE_ITEM}/{HF_FOLDER}/{CONFIG}",
+)
+MAX_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedFiles:
+    """New records of changed files, not written yet.
+
+    Attributes:
+        folder: Folder of the manifest.
+        data: Bytes of the manifest with the new records.
+        changes: The name of each file with its old and new size and digest, and the changed keys of a config.
+    """
+
+    folder: Path
+    data: bytes
+    changes: list[AcceptedChange]
+
+    def write(self, observer: Observer) -> None:
+        """Write the manifest, and note each change. Raise PrepError if it cannot be written."""
+        path = self.folder / MANIFEST_FILE
+        try:
+            write_file(path, self.data)
+        except OSError as error:
+            raise io_error(path, error) from error
+        for change in self.changes:
+            observer.note(_describe_change(change))
+
+
+def accept_files(checkpoint: str, files: Sequence[str]) -> AcceptedFiles:
+    """Return a copy of an output's manifest with the current size and digest of the given files.
+
+    The record of a removed file is deleted. A changed config.json replaces `config` in the manifest.
+
+    Raises:
+        UsageError: The checkpoint is not a local output that records its files, or it lists no such file.
+        PrepError: A file cannot be read.
+    """
+    folder = _output_folder(checkpoint)
+    stored = parse_manifest(folder / MANIFEST_FILE, read_small_file(folder / MANIFEST_FILE))
+    if "files" not in stored:
+        why = (
+            "it was written by an earlier version of prep, which recorded no digests of small files"
+        )
+        what = text("{} has no effect for {}", Option("accept"), checkpoint)
+        raise usage_error(what, why, text("remove {}", Option("accept")))
+    names = [_recorded_name(folder, stored, file) for file in files]
+    # A copy, because its records change.
+    manifest = {**stored, "files": dict(stored.files)}
+    changes = [_accept_file(folder, manifest, name) for name in dict.fromkeys(names)]
+    return AcceptedFiles(folder, encode_manifest(manifest), changes)
+
+
+def _output_folder(checkpoint: str) -> Path:
+    """Return the folder with the manifest of a local output."""
+    reference = parse_reference(checkpoint)
+    if not isinstance(reference, LocalPath | RunStep):
+        what = text("{} needs a local output, not {}", Option("accept"), checkpoint)
+        raise usage_error(what, "it changes the manifest", "name a folder")
+    folder = find_manifest_folder(reference.path)
+    if not (folder / MANIFEST_FILE).is_file():
+        what = text("{} has no effect for {}", Option("accept"), checkpoint)
+        why = f"it has no {MANIFEST_FILE}"
+        raise usage_error(what, why, text("remove {}", Option("accept")))
+    return folder
+
+
+def _recorded_name(folder: Path, manifest: Manifest, file: str) -> str:
+    """Return the recorded name of a settings file, given by its path or by the end of it."""
+    # Without files of tensors and metadata of an Orbax item
+    names = [MANIFEST_FILE]
+    names += [n for n, record in manifest.files.items() if "xxh3" in record and is_settings_file(n)]
+    path = Path(file).absolute()
+    if path.is_relative_to(folder.absolute()):
+        file = path.relative_to(folder.absolute()).as_posix()
+    if file in names:
+        return file
+    # With the slash, `config.json` matches `hf/config.json` but not `generation_config.json`.
+    candidates = [name for name in names if f"/{name}".endswith(f"/{file}")]
+    hint = text("{} with one of these names", Option("accept"))
+    if not candidates:
+        why = f"its settings and tokenizer files are {join_names(names[1:], max_names=MAX_SHOWN)}"
+        raise usage_error(f"{folder} records no file `{file}`", why, hint)
+    if len(candidates) > 1:
+        why = f"they are {join_names(candidates, max_names=MAX_SHOWN)}"
+        raise usage_error(f"`{file}` is the name of several files of {folder}", why, hint)
+    return candidates[0]
+
+
+def _accept_file(folder: Path, manifest: dict[str, Any], name: str) -> AcceptedChange:
+    """Change the record of one file, and return the changes."""
+    # The user edited the manifest itself. `encode_manifest` computes its digest again.
+    if name == MANIFEST_FILE:
+        old_digest = manifest["digest"]
+        new_digest = manifest_digest(manifest)
+        return {"file": name, "xxh3": {"old": old_digest, "new": new_digest}}
+    records = manifest["files"]
+    old = records[name]
+    if not (folder / name).exists():
+        del records[name]
+        return {
+            "file": name,
+            "bytes": {"old": old["bytes"], "new": None},
+            "xxh3": {"old": old["xxh3"], "new": None},
+        }
+    new = record_file(folder / name)
+    records[name] = new
+    sizes: OldAndNew = {"old": old["bytes"], "new": new["bytes"]}
+    digests: OldAndNew = {"old": old["xxh3"], "new": new.get("xxh3")}
+    if name not in MODEL_CONFIGS:
+        return {"file": name, "bytes": sizes, "xxh3": digests}
+    config = read_config(folder / name)
+    recorded = manifest["config"]
+    # A key with the value None differs from an absent key.
+    missing = object()
+    keys = [
+        key
+        for key in {*recorded, *config}
+        if recorded.get(key, missing) != config.get(key, missing)
+    ]
+    manifest["config"] = config
+    return {"file": name, "keys": sorted(keys), "bytes": sizes, "xxh3": digests}
+
+
+def _describe_change(change: AcceptedChange) -> str:
+    """Describe an accepted file: `accepted hf/config.json: 612 -> 613 bytes, xxh3 1c… -> 8f…; changed: rope_theta`."""
+    name = change["file"]
+    digests = change["xxh3"]
+    sizes = change.get("bytes")
+    if digests["new"] is None:
+        return f"accepted {name}: it was removed, and is no longer recorded"
+    if digests["old"] == digests["new"]:
+        return f"accepted {name}: it is unchanged"
+    size = f"{sizes['old']:,} -> {sizes['new']:,} bytes, " if sizes else ""
+    keys = change.get("keys", ())
+    suffix = f"; changed: {join_names(keys, max_names=MAX_SHOWN)}" if keys else ""
+    return f"accepted {name}: {size}xxh3 {digests['old']:.32} -> {digests['new']}{suffix}"

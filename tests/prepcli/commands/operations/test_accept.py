@@ -10,7 +10,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations.accept import accept_files
+from prepcli.commands.operations.verify_sources import accept_files
 from prepcli.core.errors import FAILED, OK, USAGE, DamagedError
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest
 from tests.helpers.manifests import changed_manifest, remove_file_records

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.console.ui import open_ui
-from prepcli.commands.operations.export_checks import parse_shard_size
+from prepcli.commands.operations.export_request import parse_shard_size
 from prepcli.commands.operations.save_init import save_init
 from prepcli.core.errors import PrepError
 from prepcli.engine.budget import MIN_MEMORY_NBYTES, parse_memory

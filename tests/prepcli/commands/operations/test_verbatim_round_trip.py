@@ -249,7 +249,7 @@ def test_output_with_too_many_chunks_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     write_folder(Path("m"), layered_model(), CONFIG)
-    monkeypatch.setattr("prepcli.commands.operations.save_init.MAX_ENTRIES", 10)
+    monkeypatch.setattr("prepcli.commands.operations.conversion.MAX_ENTRIES", 10)
     assert "would have 33 chunks" in run_failing(capsys, 2, "save-init", "./m")
     assert not Path("m-init").exists()
 

@@ -1,4 +1,4 @@
-"""The source of an export: the parts of a model with towers, and the bytes of a quantised one.
+"""What an export reads and writes: its layout, format, map and sizes of files, and the parts of its source.
 
 The towers are the image and audio encoders of a multimodal model, and multi-token prediction. Decoded weights are
 exported as the quantised bytes of their original model, or as their values.
@@ -10,29 +10,58 @@ exported as the quantised bytes of their original model, or as their values.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from prepcli.commands.operations.opening import CommonOptions, open_checkpoint
-from prepcli.commands.operations.options import ExportOptions
-from prepcli.core.errors import Command, Option, PrepError, text, usage_error
-from prepcli.core.formatting import count_text
+from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
+from prepcli.core.errors import Command, Option, PrepError, join_texts, text, usage_error
+from prepcli.core.formatting import count_text, did_you_mean, format_bytes, parse_bytes
 from prepcli.core.json_values import quote_name
 from prepcli.core.observer import Observer
-from prepcli.restore.digest_checks import towers_digest
-from prepcli.sources.dequantized import (
-    DECODED_DTYPE,
-    has_quantized_weights,
-    with_quantized_bytes,
+from prepcli.engine.digest import record_digest
+from prepcli.formats.safetensors import SUFFIX
+from prepcli.models.registry import FAMILIES
+from prepcli.planning.item_storage import LEVANTER, OCDBT, ORBAX_STORAGES, ItemStorage
+from prepcli.planning.libraries import (
+    DCP_FORMAT,
+    HF_LAYOUT,
+    LIBRARIES,
+    LIBRARIES_BY_LAYOUT,
+    ORBAX_FORMAT,
+    STREAM_FORMAT,
+    TENSORSTORE_FORMAT,
+    find_library,
 )
+from prepcli.planning.manifest_fields import Manifest
+from prepcli.restore.digest_checks import towers_digest
+from prepcli.sources.dequantized import DECODED_DTYPE, has_quantized_weights, with_quantized_bytes
 from prepcli.sources.folders import Access, cached_model
 from prepcli.sources.locate import LocatedCheckpoint, locate
-from prepcli.sources.model_family import text_model, text_part_fault, with_towers
+from prepcli.sources.mapped import CONTENT_KEY, read_map
+from prepcli.sources.maps import TensorMap
+from prepcli.sources.model_family import (
+    models_title,
+    text_model,
+    text_part_fault,
+    towers_title,
+    with_towers,
+)
 from prepcli.sources.opening import open_source
 from prepcli.sources.recorded_sources import find_quantized_source
 from prepcli.sources.references import HubRepo, parse_reference
 from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import prediction_vocabulary
 
+DEFAULT_SHARD_NBYTES = 5 * 10**9
+# Smaller shard sizes need a unit: `5` means 5 bytes, but the user means 5 GB.
+MIN_UNITLESS_NBYTES = 1 << 20
+# Formats without files of a chosen size: their name in messages, and the reason.
+UNSPLIT_FORMATS = {
+    STREAM_FORMAT: ("streams", "an EasyLM stream is one file"),
+    ORBAX_FORMAT: ("Orbax items", "their chunks determine the files"),
+    TENSORSTORE_FORMAT: ("Levanter checkpoints", "their chunks determine the files"),
+}
 SOURCE_OPTION = Option("quantized_source", "SOURCE")
 # A tower is the image or audio encoder of a multimodal model. Multi-token prediction is stored like one.
 NO_TOWERS = "it has no vision or audio towers, and no multi-token prediction"
@@ -41,6 +70,186 @@ TOWERS_HINT = text(
     Option("towers", "CHECKPOINT"),
     Option("text_only", True),
 )
+
+
+def read_export_map(options: ExportOptions, source: Source) -> TensorMap | None:
+    """Return the map of an export, if it has one."""
+    path = options.get("map")
+    if path is None:
+        return None
+    option = Option("map")
+    other = ""
+    if options["layout"] != HF_LAYOUT:
+        other = f"the layout {options['layout']}"
+    elif options["format"] not in (None, SUFFIX):
+        other = f"the format {options['format']}"
+    elif source.wrapper is not None:
+        other = models_title(source)
+    if other:
+        why = f"a map names tensors of {SUFFIX} files"
+        raise usage_error(
+            text("{} is not supported for {}", option, other), why, text("remove {}", option)
+        )
+    return read_map(Path(path))
+
+
+def map_settings(tensor_map: TensorMap) -> Manifest:
+    """Return the entry of a map in the manifest. With its content, the output is read without a file."""
+    record = {
+        "name": tensor_map.name,
+        "xxh3": record_digest(tensor_map.content.encode()),
+        CONTENT_KEY: tensor_map.content,
+    }
+    return Manifest(map=record)
+
+
+def names_tied_head(tensor_map: TensorMap, source: Source) -> bool:
+    """Return whether a map writes an LM head for a model with tied embeddings."""
+    tying = source.family.tying
+    is_stored = any(tensor.name == tying.head_tensor for tensor in source.tensors)
+    if source.family.is_verbatim or is_stored:
+        return False
+    head = source.names.full_name(tying.head_tensor)
+    return any(row.target.name_parts == (head,) for row in tensor_map.rows)
+
+
+def file_format(options: ExportOptions) -> str:
+    """Return the format of the files: the requested one, or the default of a known layout."""
+    return find_library(options["layout"], options["format"]).file_format
+
+
+def written_storage(options: ExportOptions) -> ItemStorage:
+    """Return the storage of the arrays of an item."""
+    if file_format(options) == TENSORSTORE_FORMAT:
+        return LEVANTER
+    return ORBAX_STORAGES[options["storage"]]
+
+
+def check_storage(options: ExportOptions) -> None:
+    """Raise UsageError if a storage is requested for a layout without an Orbax item."""
+    layout = options["layout"]
+    is_default = ORBAX_STORAGES[options["storage"]] == OCDBT
+    if is_default or find_library(layout).file_format == ORBAX_FORMAT:
+        return
+    layouts = [
+        name for name in LIBRARIES_BY_LAYOUT if find_library(name).file_format == ORBAX_FORMAT
+    ]
+    option = Option("storage", options["storage"])
+    raise usage_error(
+        text("{} is not supported with {}", option, Option("layout", layout)),
+        f"it is about Orbax items, the layouts {', '.join(layouts)}",
+        text("remove {}, or use {} for prep's own tree", option, Command("save-init")),
+    )
+
+
+def parse_shard_size(size: str) -> int:
+    """Parse the option `shard_size`. Raise UsageError for 0, and for less than 1 MiB without a unit."""
+    nbytes = parse_bytes(size, "shard_size")
+    number = size.strip()
+    option = Option("shard_size", size)
+    if nbytes == 0:
+        raise usage_error(
+            text("invalid {}", option),
+            "a file has at least one byte",
+            text("{}", Option("shard_size", DEFAULT_SHARD_SIZE)),
+        )
+    if number.replace(".", "").isdecimal() and nbytes < MIN_UNITLESS_NBYTES:
+        why = f"a number without a unit is in bytes: {format_bytes(nbytes)}"
+        hint = text("{}", Option("shard_size", f"{number}GB"))
+        raise usage_error(text("{} has no unit", option), why, hint)
+    return nbytes
+
+
+def shard_nbytes(options: ExportOptions) -> int:
+    """Return the maximum size of a file."""
+    size = options["shard_size"]
+    return parse_shard_size(size) if isinstance(size, str) else size
+
+
+def check_request(options: ExportOptions, source: Source) -> None:
+    """Raise UsageError for a conflict of layout, format and size, and for an export without any change."""
+    layout = options["layout"]
+    if layout not in LIBRARIES_BY_LAYOUT:
+        layouts = list(LIBRARIES_BY_LAYOUT)
+        raise usage_error(
+            text("{} is unknown", Option("layout", layout)),
+            f"the layouts are {', '.join(layouts)}",
+            did_you_mean(layout, layouts),
+        )
+    check_storage(options)
+    _check_format(layout, options["format"])
+    _check_layout_of_model(layout, source)
+    _check_shard_size(options)
+    _check_is_changed(options, source)
+
+
+def _check_format(layout: str, requested_format: str | None) -> None:
+    """Raise UsageError for a format without support in the layout."""
+    formats = [library.file_format for library in LIBRARIES_BY_LAYOUT[layout]]
+    if requested_format is None or requested_format in formats:
+        return
+    requested = text("{} {}", Option("layout", layout), Option("format", requested_format))
+    hint = text("remove {}", Option("format"))
+    for library in LIBRARIES:
+        if requested_format == library.file_format:
+            other = text("use {}", Option("layout", library.layouts[0]))
+            hint = join_texts(", or ", [hint, other])
+            break
+    raise usage_error(
+        text("{} is not supported", requested),
+        f"the layout {layout} has the format {' or '.join(formats)}",
+        hint,
+    )
+
+
+def _check_layout_of_model(layout: str, source: Source) -> None:
+    """Raise UsageError for a layout without names for the tensors of the model."""
+    # A source with towers has a family without the layouts of its parameters.
+    family = FAMILIES.get(source.family.name, source.family)
+    supported = (HF_LAYOUT, *family.layouts)
+    if layout not in supported:
+        raise usage_error(
+            f"layout {layout} is not supported for {family.name}",
+            f"supported: {', '.join(supported)}",
+            text("{}", Option("layout", HF_LAYOUT)),
+        )
+    if layout != HF_LAYOUT and source.wrapper is not None:
+        raise usage_error(
+            f"layout {layout} is not supported for {models_title(source)}",
+            f"it has no names for the {towers_title(source)} of {source.display_name}",
+            text("{} leaves them out", Option("text_only", True)),
+        )
+
+
+def _check_shard_size(options: ExportOptions) -> None:
+    """Raise UsageError for a size of files in a format of one file."""
+    if shard_nbytes(options) == DEFAULT_SHARD_NBYTES:
+        return
+    if file_format(options) in UNSPLIT_FORMATS:
+        name, why = UNSPLIT_FORMATS[file_format(options)]
+        raise usage_error(
+            text("{} is not supported for {}", Option("shard_size"), name),
+            why,
+            text("remove {}", Option("shard_size")),
+        )
+
+
+def _check_is_changed(options: ExportOptions, source: Source) -> None:
+    """Raise UsageError if the output would be a copy of a Hugging Face folder."""
+    if options["layout"] != HF_LAYOUT or file_format(options) == DCP_FORMAT:
+        return
+    if options["dtype"] or options["text_only"] or options["map"] or source.manifest:
+        return
+    is_safetensors = all(path.name.endswith(f".{SUFFIX}") for path in source.files)
+    if source.tensor_file_names and is_safetensors:
+        raise usage_error(
+            f"cannot export {source.display_name}",
+            "it is a Hugging Face folder that transformers reads already",
+            text("{}", Command("save-init", source.display_name)),
+        )
+
+
+# --- Towers, and quantised bytes
 
 
 def select_parts(
@@ -198,11 +407,7 @@ def take_quantized_bytes(
 def _open_recorded_original(
     source: Source, located: LocatedCheckpoint, common: CommonOptions, observer: Observer
 ) -> Source:
-    """Open the quantised model of the manifest. A model of the hub is not downloaded.
-
-    Raises:
-        PrepError: It is not found, cannot be read, or has changed.
-    """
+    """Open the quantised model of the manifest. A model of the hub is not downloaded."""
     name, manifest = find_quantized_source(source.tree_manifest, located.files.path)
     reference = parse_reference(name)
     if isinstance(reference, HubRepo):
@@ -221,11 +426,7 @@ def _open_recorded_original(
 
 
 def _open_original(name: str, common: CommonOptions, observer: Observer) -> Source:
-    """Open a quantised model with the names of its files.
-
-    Raises:
-        PrepError: It does not exist, cannot be read, or is not quantised.
-    """
+    """Open a quantised model with the names of its files."""
     original = replace(
         common,
         checkpoint=name,
