@@ -46,6 +46,7 @@ from prepcli.formats.orbax_chunks import (
     encode_documents,
     iter_index_entries,
 )
+from prepcli.formats.registry import SUFFIXES
 from prepcli.formats.zarr import ZARR_TYPESTRS, parse_zarr_document
 from prepcli.planning.arrays import Array
 from prepcli.planning.item_storage import (
@@ -74,7 +75,6 @@ ITEM_MARKERS = {
     METADATA_FILE: (METADATA_FILE,),
     LEVANTER_METADATA_FILE: (LEVANTER_METADATA_FILE, OCDBT_MANIFEST),
 }
-READABLE_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
 # Places of items in a step of another trainer, for the checkpoints that prep exports.
 ITEM_PLACES = [library.item for library in LIBRARIES if library.item and library.item.item]
 # Names of the item with the parameters.
@@ -210,7 +210,7 @@ def list_checkpoint_folders(path: AnyPath) -> list[AnyPath]:
             names = list_folder(child)
         except PrepError:  # a folder of someone else
             continue
-        if any(n in CHECKPOINT_FILES or Path(n).suffix in READABLE_SUFFIXES for n in names):
+        if any(n in CHECKPOINT_FILES or n.endswith(SUFFIXES) for n in names):
             folders.append(child)
     return folders
 

@@ -8,8 +8,9 @@ from typing import assert_never
 
 from prepcli.core.errors import Option, text, usage_error
 from prepcli.formats.manifest import item_manifest_folder, read_manifest, read_manifest_of_file
+from prepcli.formats.registry import FORMATS, Kind
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.sources.detect import Detected, Kind, detect, detect_file, detect_gguf
+from prepcli.sources.detect import Detected, detect, detect_file, detect_gguf
 from prepcli.sources.folders import (
     DEFAULT_ACCESS,
     Access,
@@ -111,7 +112,7 @@ def locate(
         manifest = read_manifest_of_file(files.path)
     else:
         manifest = read_manifest(files.path if item is None else item_manifest_folder(item))
-    if kind in ("safetensors", "torch") and detected.may_be_quantized:
+    if FORMATS[kind].is_hf_folder and detected.may_be_quantized:
         remark = unused_quantization_note(files.path)
         if remark:
             access.note(remark)

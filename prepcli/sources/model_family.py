@@ -41,8 +41,6 @@ from prepcli.sources.source_views import (
 from prepcli.stores.files import is_there
 from prepcli.stores.paths import AnyPath
 
-# Formats of files with the names of transformers.
-MULTIMODAL_KINDS = ("safetensors", "torch", "dcp")
 # Rule that drops the towers of an export of the text model.
 TEXT_ONLY_RULE = "--text-only"
 # Settings of images and sounds, which the text model does not have.
