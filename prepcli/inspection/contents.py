@@ -324,7 +324,7 @@ def _stored_contents(located: LocatedCheckpoint, stored: ModelFiles) -> Checkpoi
     if located.kind == "adapter":
         return _with_adapter_settings(contents)
     if (folder / CONFIG).exists():
-        return replace(contents, config=read_config(folder / CONFIG))
+        return replace(contents, config=located.read_config(folder / CONFIG))
     return contents
 
 

@@ -18,7 +18,7 @@ from prepcli.core.errors import (
     text,
 )
 from prepcli.core.formatting import join_names
-from prepcli.core.json_values import load_json, parse_json
+from prepcli.core.json_values import HFConfig, load_json, parse_json
 from prepcli.formats import torch_files
 from prepcli.formats.meta_llama_config import is_dense_mistral
 from prepcli.formats.msgpack import sniff_msgpack_kind
@@ -146,11 +146,13 @@ class Detected:
         kind: The format.
         item: Path of an Orbax item within the checkpoint. None for other formats.
         may_be_quantized: Whether settings of a quantisation tool may be among the files.
+        config: Content of the config.json of a folder with weights, if it is a JSON object.
     """
 
     kind: Kind
     item: str | None = None
     may_be_quantized: bool = True
+    config: HFConfig | None = None
 
 
 def _names_matching(*patterns: str) -> Select:
@@ -231,29 +233,29 @@ def detect(
     if isinstance(verdict, Refusal):
         raise verdict.error(selected_names, folder.display_name)
     may_be_quantized = any(name in QUANTIZATION_FILES for name in top_names)
+    config: HFConfig | None = None
     if CONFIG in top_names:
-        quantisation = _read_quantisation(folder)
+        config = _read_config(folder)
+        quantisation = _describe_quantisation(config or {})
         may_be_quantized = may_be_quantized or bool(quantisation)
         if quantisation and not allow_quantized and not _has_only_dense_tensors(folder):
             why = f"{CONFIG} has a {quantisation}"
             raise _quantised_refusal(why).error((), folder.display_name)
-    if verdict == "safetensors" and _is_native_mistral(folder, top_names):
-        return Detected("meta", may_be_quantized=may_be_quantized)
-    return Detected(verdict, may_be_quantized=may_be_quantized)
+    if verdict == "safetensors" and _is_native_mistral(folder, top_names, config):
+        verdict = "meta"
+    return Detected(verdict, may_be_quantized=may_be_quantized, config=config)
 
 
-def _is_native_mistral(folder: Folder, top_names: Sequence[str]) -> bool:
+def _is_native_mistral(folder: Folder, top_names: Sequence[str], config: HFConfig | None) -> bool:
     """Return whether the only weights are those of a dense Mistral with the names of its own code.
 
     Its other models, e.g. with experts or images, keep the names of their files.
     """
     if select_safetensors_files(top_names) != [MISTRAL_FILE] or META_PARAMS_FILE not in top_names:
         return False
+    if CONFIG in top_names and (config or {}).get("model_type") != "mistral":
+        return False
     try:
-        if CONFIG in top_names:
-            config = load_json(folder.read(CONFIG, 0, MAX_CONFIG_NBYTES))
-            if not isinstance(config, dict) or config.get("model_type") != "mistral":
-                return False
         return is_dense_mistral(parse_json(folder.read(META_PARAMS_FILE, 0, MAX_CONFIG_NBYTES)))
     except ValueError:
         return False
@@ -309,11 +311,8 @@ def apply_rules(
     return None, ()
 
 
-def _read_quantisation(folder: Folder) -> str:
-    """Return the quantisation that config.json describes, e.g. `quantization_config: gptq`. Empty if there is none.
-
-    Raise PrepError if config.json cannot be parsed.
-    """
+def _read_config(folder: Folder) -> HFConfig | None:
+    """Return the content of config.json, or None if it is no JSON object. Raise PrepError if it cannot be parsed."""
     content = folder.read(CONFIG, 0, MAX_CONFIG_NBYTES + 1)
     try:
         if len(content) > MAX_CONFIG_NBYTES:
@@ -323,8 +322,11 @@ def _read_quantisation(folder: Folder) -> str:
         raise DamagedError(
             f"{folder.display_name} has a broken {CONFIG}", str(error), BROKEN_CONFIG_HINT
         ) from error
-    if not isinstance(config, Mapping):
-        return ""
+    return config if isinstance(config, dict) else None
+
+
+def _describe_quantisation(config: HFConfig) -> str:
+    """Return the quantisation in a config, e.g. `quantization_config: gptq`. Empty if there is none."""
     # Multimodal models have the key under text_config.
     text_config = config.get("text_config")
     sections = [config, text_config if isinstance(text_config, Mapping) else {}]

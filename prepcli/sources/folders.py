@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path, PurePath
 
 from prepcli.core.errors import Command, Option, PrepError, Text, text, usage_error
@@ -112,16 +113,19 @@ def make_access(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointFiles:
-    """The files of a checkpoint to open.
+# Without slots: a cached property needs the dict of the instance.
+@dataclass(frozen=True)
+class OpenFolder:
+    """A folder or a single file of a checkpoint, on a disk or in a bucket. Its names are listed once.
 
     Attributes:
-        path: Folder or file of the checkpoint, on a disk or in a store.
-        commit: Commit on the hub.
+        display_name: Name of the checkpoint in messages.
+        path: Folder or file.
+        commit: Commit on the hub, if it is a model of the hub.
         omitted: Descriptions of files and subfolders on the hub that are not in `path`, e.g. `onnx/ (weights)`.
     """
 
+    display_name: str
     path: AnyPath
     commit: str | None = None
     omitted: tuple[str, ...] = ()
@@ -131,24 +135,24 @@ class CheckpointFiles:
         """Whether the files are read from a server."""
         return isinstance(self.path, StorePath)
 
+    @cached_property
+    def listed_names(self) -> Sequence[str]:
+        """Names of all files and subfolders."""
+        return list_folder(self.path)
 
-@dataclass(frozen=True, slots=True)
-class OpenFolder:
-    """A folder or a single file, on a disk or in a bucket. `commit` is set for a snapshot in the hub's cache."""
-
-    display_name: str
-    path: AnyPath
-    commit: str | None = None
+    @cached_property
+    def item(self) -> AnyPath | None:
+        """The Orbax item that the folder is or holds."""
+        return find_item(self.path, self.listed_names)
 
     def names(self) -> list[str]:
         """List the names in the folder, and the metadata file of its Orbax item."""
-        item = find_item(self.path)
-        names = [name for name in list_folder(self.path) if name != METADATA_FILE]
+        names = [name for name in self.listed_names if name != METADATA_FILE]
         # Only the item that will be opened is listed, e.g. the one of a run's last step.
-        if item is None:
+        if self.item is None:
             return names
-        folder = path_in_folder(item, self.path) or PurePath()
-        metadata_files = ITEM_MARKERS[item_metadata_file(item) or METADATA_FILE]
+        folder = path_in_folder(self.item, self.path) or PurePath()
+        metadata_files = ITEM_MARKERS[item_metadata_file(self.item) or METADATA_FILE]
         return [*((folder / name).as_posix() for name in metadata_files), *names]
 
     def read(self, name: str, start: int, stop: int) -> bytes:
@@ -164,9 +168,9 @@ class OpenFolder:
         """Return the folder itself."""
         return self.path
 
-    def fetch(self, kind: Kind) -> CheckpointFiles:
+    def fetch(self, kind: Kind) -> OpenFolder:
         """Return the folder itself: its files are read where they are."""
-        return CheckpointFiles(self.path, self.commit)
+        return self
 
 
 def open_bucket_folder(reference: BucketUrl, access: Access) -> OpenFolder:
@@ -359,7 +363,7 @@ class HubFolder:
                 return None
             return self.listing.open_remote(names)
 
-    def fetch(self, kind: Kind) -> CheckpointFiles:
+    def fetch(self, kind: Kind) -> OpenFolder:
         """Download the files of one weight format, the config and the tokenizer, unless they are streamed."""
         if self.file:
             return self._fetch_gguf()
@@ -376,9 +380,11 @@ class HubFolder:
         names += [name for name in settings if name in self.listing.siblings]
         with self._translate_errors():
             if self.access.stream:
-                return CheckpointFiles(self._streamed_folder(names), self.listing.commit, omitted)
+                return OpenFolder(
+                    self.display_name, self._streamed_folder(names), self.listing.commit, omitted
+                )
             path = self.listing.download(names, self.access.progress)
-        return CheckpointFiles(path, path.name, omitted)
+        return OpenFolder(self.display_name, path, path.name, omitted)
 
     def _nested_files(self) -> SelectedNames:
         """Return the side files in subfolders to download, and descriptions of the subfolders to leave."""
@@ -399,7 +405,7 @@ class HubFolder:
                 names = [name for name in names if not name.endswith(suffix) or name in indexed]
         return names
 
-    def _fetch_gguf(self) -> CheckpointFiles:
+    def _fetch_gguf(self) -> OpenFolder:
         """Download a GGUF file, or all parts of its model, unless they are streamed."""
         names = part_names(self.file)
         missing = [name for name in names if name not in self.listing.siblings]
@@ -411,10 +417,12 @@ class HubFolder:
             )
             raise PrepError(f"{self.display_name} has no {missing[0]}", why, hint)
         if self.access.stream:
-            return CheckpointFiles(self._streamed_folder(names) / self.file, self.listing.commit)
+            return OpenFolder(
+                self.display_name, self._streamed_folder(names) / self.file, self.listing.commit
+            )
         with self._translate_errors():
             path = self.listing.download(names, self.access.progress)
-        return CheckpointFiles(path / self.file, path.name)
+        return OpenFolder(self.display_name, path / self.file, path.name)
 
     def _streamed_folder(self, names: Iterable[str]) -> StorePath:
         """Return the folder of files that are read where they are."""

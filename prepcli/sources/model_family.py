@@ -30,9 +30,10 @@ from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_rows import QUANTIZATION
 from prepcli.planning.tensor_match import TensorNames, detect_names, find_wrapper_prefix
 from prepcli.planning.tensors import TOWERS, qualify, split_name
+from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import SideFiles, find_side_files
-from prepcli.sources.source import Source, SourceTensor, Wrapper, read_config
+from prepcli.sources.source import Source, SourceTensor, Wrapper
 from prepcli.sources.source_views import (
     append_files,
     shift_file_numbers,
@@ -263,7 +264,7 @@ class FolderModel:
 
 
 def read_folder_model(
-    folder: AnyPath,
+    located: LocatedCheckpoint,
     config_path: AnyPath | None,
     hints: SourceHints,
     tensors: TensorTypes,
@@ -273,7 +274,7 @@ def read_folder_model(
     """Read the model of a folder with weight files.
 
     Args:
-        folder: The folder.
+        located: The located checkpoint.
         config_path: Path of the config.json. None without one: then the tensors are kept under their names,
             which is called the verbatim family.
         hints: User-supplied facts about the checkpoint.
@@ -282,14 +283,14 @@ def read_folder_model(
     """
     config: HFConfig = {}
     if config_path is not None:
-        config = read_config(config_path)
+        config = located.read_config(config_path)
     # Of a multimodal model, the family of the text part is selected by the names without the prefix.
     prefix = ""
     if not hints.verbatim:
         prefix = multimodal_wrapper_prefix(config, tensors.keys(), hints.drop)
     bare_tensors = {name.removeprefix(prefix): types for name, types in tensors.items()}
     family = select_family(config, hints, bare_tensors, manifest, wrapper=prefix)
-    side_files = find_side_files(folder, hints.copied_files)
+    side_files = find_side_files(located.files.path, hints.copied_files)
     names = detect_names(family, config, full_names=bare_tensors.keys())
     if prefix:
         names = replace(names, wrapper_prefix=prefix)

@@ -20,7 +20,7 @@ from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.dropped_tensors import UNINDEXED_RULE, matching_drops, unindexed_names
-from prepcli.sources.folders import CheckpointFiles
+from prepcli.sources.folders import OpenFolder
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
@@ -189,13 +189,15 @@ def read_source(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     return source
 
 
-def _with_omitted(source: Source, files: CheckpointFiles) -> Source:
+def _with_omitted(source: Source, files: OpenFolder) -> Source:
     """Return a source with descriptions of all files beside it that a conversion leaves out."""
     unread: list[str] = []
     # The checksums of an Orbax item of prep are in a *.bin file.
     if source.root.is_dir() and not source.tree_manifest:
         read_names = {path.name for path in source.files}
-        unread = unread_weights(list_folder(source.root), read_names)
+        is_listed = source.root == files.path
+        names = files.listed_names if is_listed else list_folder(source.root)
+        unread = unread_weights(names, read_names)
     omitted = dict.fromkeys((*source.omitted, *files.omitted, *unread))
     return replace(source, omitted=tuple(omitted))
 

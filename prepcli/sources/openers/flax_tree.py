@@ -35,7 +35,7 @@ from prepcli.sources.references import (
     split_part,
 )
 from prepcli.sources.side_files import SideFile, find_side_files, matches_any
-from prepcli.sources.source import Source, file_position, file_stamps, read_config
+from prepcli.sources.source import Source, file_position, file_stamps
 
 # Suffixes of a model's small files. The folder may have files of any name.
 SETTINGS_SUFFIXES = {
@@ -55,7 +55,7 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     _check_kind(kind, hints, display_name)
     folder = path if path.is_dir() else path.parent
     config_path = find_config_path(hints, folder, display_name)
-    config = read_config(config_path) if config_path else {}
+    config = located.read_config(config_path) if config_path else {}
     stored = read_flax_files(path, kind)
     leaves = {array.name: array for array in stored.tensors}
     if len(leaves) < len(stored.tensors):

@@ -50,7 +50,7 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     config_path = find_config_path(hints, path, located.display_name)
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in stored.tensors}
     manifest = located.manifest if row.has_recorded_headers else None
-    model = read_folder_model(path, config_path, hints, types, manifest=manifest)
+    model = read_folder_model(located, config_path, hints, types, manifest=manifest)
     arrays: Sequence[Array] = stored.tensors
     numbers, blobs = assign_blobs(arrays, stored.files)
     has_shared_bytes = len(blobs) > len(stored.files)
