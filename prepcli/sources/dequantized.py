@@ -43,10 +43,11 @@ from prepcli.sources.source import (
     HF_FOLDER,
     Source,
     SourceTensor,
+    append_files,
     match_source_tensors,
+    shift_file_numbers,
     stored_axis_maps,
 )
-from prepcli.sources.source_views import append_files, shift_file_numbers
 from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.stores.buffers import Blob
 from prepcli.stores.paths import AnyPath

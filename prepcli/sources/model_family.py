@@ -33,8 +33,10 @@ from prepcli.planning.tensors import TOWERS, qualify, split_name
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import SideFiles, find_side_files
-from prepcli.sources.source import Source, SourceTensor, Wrapper
-from prepcli.sources.source_views import (
+from prepcli.sources.source import (
+    Source,
+    SourceTensor,
+    Wrapper,
     append_files,
     shift_file_numbers,
     without_transposed_tensors,

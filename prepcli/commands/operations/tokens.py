@@ -59,8 +59,7 @@ from prepcli.planning.tensor_match import Vocabulary, check_padded_size
 from prepcli.planning.tensors import split_name
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
-from prepcli.sources.source import Source
-from prepcli.sources.source_views import AVERAGE_SLOT
+from prepcli.sources.source import AVERAGE_SLOT, Source
 from prepcli.sources.vocabulary_tensors import VocabularyTensors, find_vocabulary
 from prepcli.targets.orbax_item import OrbaxLayout
 from prepcli.targets.planner import (

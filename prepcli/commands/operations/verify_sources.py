@@ -33,6 +33,7 @@ from prepcli.planning.tensors import split_name
 from prepcli.restore.digest_checks import num_rows, row_stream
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.dropped_tensors import without_recorded_drops
+from prepcli.sources.mapped import in_one_form, with_family
 from prepcli.sources.model_family import TEXT_ONLY_RULE, as_verbatim, towers_title, without_towers
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import (
@@ -43,7 +44,6 @@ from prepcli.sources.source import (
     match_source_tensors,
     stored_axis_maps,
 )
-from prepcli.sources.stored_forms import in_one_form, with_family
 from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.targets.planner import with_tied_head
 
