@@ -279,13 +279,14 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
     operations = cast_decoders(weights.decoders, DECODED_DTYPE)
     blob = DerivedArrays(contents.display_name, operations, files)
     number = len(files)
+    stored = {entry.name: entry for entry in contents.entries}
     decoded: dict[str, SourceTensor] = {}
     places: dict[str, FilePosition | None] = {}
     for decoder, start in zip(weights.decoders, blob.offsets):
         values = whole_array(decoder.name, DECODED_DTYPE, decoder.shape, (number, start))
         codes = decoder.stored[0]
         decoded[codes.name] = stored_tensor(values)
-        places[decoder.name] = codes.position
+        places[decoder.name] = first_element(stored[codes.name])
     stored_names = weights.stored_names | weights.activation_scales
     entries: list[SourceTensor] = []
     for entry in contents.entries:
