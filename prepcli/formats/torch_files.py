@@ -201,7 +201,7 @@ def is_training_file(name: str) -> bool:
 
 
 def select_transformers_files(names: Iterable[str]) -> list[str]:
-    """Return the files that transformers names: the index, and the weights without those of another name."""
+    """Return the index and the weight files with the names of transformers."""
     return [name for name in names if name == INDEX_FILE or _HF_FILE.fullmatch(name)]
 
 

@@ -144,7 +144,7 @@ class Detected:
 
     Attributes:
         kind: The format.
-        item: Path of an Orbax item within the checkpoint. None for other formats.
+        item: Path of an Orbax item within the checkpoint, if there is one.
         may_be_quantized: Whether settings of a quantisation tool may be among the files.
         config: Content of the config.json of a folder with weights, if it is a JSON object.
     """

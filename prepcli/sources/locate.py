@@ -47,7 +47,7 @@ class LocatedCheckpoint:
         manifest: Manifest of an output of prep, else None.
         part: EasyLM part in the name, as `params` in `params::PATH`.
         access: How the checkpoint was accessed. Opening it gives notes to the same receiver.
-        item: The Orbax item that the path is or holds. None for other formats.
+        item: The Orbax item that the path is or holds, if any.
         may_be_quantized: Whether settings of a quantisation tool may be among the files.
         config: Content of the config.json in the folder of the files, if it was read to detect the format.
     """
@@ -73,7 +73,7 @@ class LocatedCheckpoint:
         return path.parent if path.is_file() else path
 
     def read_config(self, path: AnyPath) -> HFConfig:
-        """Return the content of a config.json. That of the files is read once."""
+        """Return the content of a config.json. The file in the folder of the checkpoint is read once."""
         if self.config is not None and path == self.files.path / CONFIG:
             return self.config
         return read_config(path)

@@ -346,10 +346,7 @@ def map_tensors(
 
 
 def _join_parts(parts: Iterable[TensorPart]) -> Iterator[SourceTensor]:
-    """Yield the tensors that are made of parts of stored ones.
-
-    The digests of the stored tensors are checked in place of those of a part.
-    """
+    """Yield tensors made of parts of stored ones. The digests of the stored tensors are checked instead."""
     by_name: dict[str, list[TensorPart]] = {}
     for part in parts:
         by_name.setdefault(part[0], []).append(part)
