@@ -34,7 +34,7 @@ class Format:
     Attributes:
         title: Name in messages.
         opener: Module of `sources.openers`. Its function `read` returns the source of a located checkpoint.
-        read_files: Reads the headers of a folder or file in which each tensor is one array. None if tensors are stored in another way.
+        read_files: Reads the headers of a folder or file. None if a tensor may be several arrays.
         iter_tensors: Yields the tensors of a folder, and reads a file when its first tensor is needed. By default,
             `read_files` reads all of them.
         select: Selects the files of a model by the names that libraries give them.

@@ -69,7 +69,6 @@ def open_source(
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
             and excluded.
     """
-    display_name = located.display_name
     row = FORMATS[located.kind]
     with again_hints(located.manifest):
         check_recorded_files(located)
@@ -88,13 +87,13 @@ def open_source(
             drop=drop,
         )
         source = read_source(located, hints)
-        check_patterns(copied_files, source.small_files, display_name)
+        check_patterns(copied_files, source.small_files, located.display_name)
         _report_unindexed(source, located, drop)
         for note in source.notes:
             located.access.note(note)
         if prefix := source.names.wrapper_prefix:
             located.access.note(
-                f"the prefix {quote_name(prefix)} of all tensors of {display_name} is taken off"
+                f"the prefix {quote_name(prefix)} of all tensors of {located.display_name} is taken off"
             )
         if layout is not None:
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
@@ -117,7 +116,7 @@ def open_source(
         if row.has_hf_names:
             source = _split_unless_verbatim(source, verbatim, drop)
         if verbatim is False and source.family.is_verbatim:
-            raise verbatim_error(display_name)
+            raise verbatim_error(located.display_name)
         return source
 
 
