@@ -141,7 +141,8 @@ def read_model_files(
     file_by_tensor: dict[str, str] = {}
     for header in headers:
         for tensor in header.tensors:
-            name = index_name(tensor)
+            # In an index, the path of a leaf has slashes.
+            name = "/".join(map(str, tensor.path)) or tensor.name
             if weight_map is not None and weight_map.get(name) != header.file_name:
                 unindexed.append(UnindexedTensor(name, header.file_name, tensor.nbytes))
                 continue
@@ -162,11 +163,6 @@ def read_model_files(
 def index_suffix(index: str) -> str:
     """Return the suffix of the files in an index: `model.safetensors.index.json` -> `.safetensors`."""
     return PurePath(index.removesuffix(INDEX_SUFFIX)).suffix
-
-
-def index_name(tensor: Array) -> str:
-    """Return the name of a tensor in an index: the path of a leaf has slashes."""
-    return "/".join(map(str, tensor.path)) or tensor.name
 
 
 def shard_name(stem: str, number: int, count: int, suffix: str) -> str:

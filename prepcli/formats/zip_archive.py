@@ -41,11 +41,6 @@ _UTF8 = 1 << 11
 MAX_DIRECTORY_NBYTES = 16 << 20
 
 
-def _no_root(names: list[str]) -> str:
-    del names
-    return ""
-
-
 class ZipArchive:
     """An archive. Only its directory is read, records on request.
 
@@ -54,12 +49,12 @@ class ZipArchive:
         directory: Bytes of the directory.
     """
 
-    def __init__(self, file: BinaryIO, find_root: Callable[[list[str]], str] = _no_root) -> None:
+    def __init__(self, file: BinaryIO, find_root: Callable[[list[str]], str] | None = None) -> None:
         """Read and check the directory.
 
         Args:
             file: The archive.
-            find_root: Returns the common folder of the names of all records, with a slash.
+            find_root: Returns the common folder of the names of all records, with a slash. Default: there is none.
         """
         self._file = file
         start, nbytes, count = self._locate_directory()
@@ -83,7 +78,9 @@ class ZipArchive:
         if not num_entries == len(infos) == count or archive.start_dir != start:
             raise ValueError(f"its directory has {num_entries:,} entries, its end record {count:,}")
         _check_names(infos)
-        root = find_root([info.orig_filename for info in infos])
+        root = ""
+        if find_root is not None:
+            root = find_root([info.orig_filename for info in infos])
         self.records: dict[str, zipfile.ZipInfo] = {}
         for info in infos:
             name = info.orig_filename.removeprefix(root)

@@ -333,17 +333,11 @@ def select_family(
     return family_of(config)
 
 
-def existing_config(path: AnyPath, hints: SourceHints) -> AnyPath | None:
-    """Return the path of a config.json, or None if it does not exist and the verbatim family may be used."""
-    # A broken link is an error of its own, and no checkpoint without a config.
-    if hints.verbatim is False or is_there(path):
-        return path
-    return None
-
-
 def find_config_path(hints: SourceHints, folder: AnyPath, display_name: str) -> AnyPath | None:
     """Return the path of the user's config.json or of the folder's, or None if no config is needed."""
-    if hints.config_path is None and existing_config(folder / CONFIG, hints) is None:
+    # A broken link is an error of its own, and no checkpoint without a config.
+    needs_config = hints.verbatim is False or hints.config_path is not None
+    if not needs_config and not is_there(folder / CONFIG):
         return None
     return hints.resolve_config_path(folder, display_name)
 

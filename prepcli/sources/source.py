@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from prepcli.algebra.axis_map import ParsedAxisMap, bind_row
 from prepcli.core.errors import (
@@ -59,6 +59,10 @@ from prepcli.sources.side_files import SideFile
 from prepcli.stores.buffers import Blob
 from prepcli.stores.files import MAX_CONFIG_NBYTES, is_there, read_small_file
 from prepcli.stores.paths import AnyPath
+
+if TYPE_CHECKING:
+    from prepcli.formats.gguf import GgufHeader
+    from prepcli.formats.model_files import FileHeader
 
 # In an init checkpoint: config, tokenizer and the other files of the model.
 HF_FOLDER = "hf"
@@ -371,31 +375,7 @@ def read_json_object(path: AnyPath, max_nbytes: int = MAX_CONFIG_NBYTES) -> Json
     return document
 
 
-class WeightFileHeader(Protocol):
-    """The parts of a weight file's header that show whether the file has changed since."""
-
-    @property
-    def file_name(self) -> str:
-        """Name in the folder of the checkpoint."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-        ...
-
-    @property
-    def mtime_ns(self) -> int:
-        """Time of the last change."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """XXH3-128 of the bytes outside of tensors."""
-        ...
-
-
-def file_stamps(headers: Iterable[WeightFileHeader]) -> tuple[SourceFile, ...]:
+def file_stamps(headers: Iterable[FileHeader | GgufHeader]) -> tuple[SourceFile, ...]:
     """Return size, time and digest of each weight file."""
     return tuple(
         SourceFile(header.file_name, header.size, header.mtime_ns, header.digest)
