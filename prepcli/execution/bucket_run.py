@@ -84,9 +84,10 @@ class BucketRun(Run):
         kept_nbytes = max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams))
         self._num_compressing = 0
         if compression := plan.compression:
-            self._num_compressing = compression_threads(compression, memory_nbytes)
+            chunk_nbytes = max((leaf.chunk_nbytes for leaf in plan.leaves), default=0)
+            encoder_nbytes = codec_of(compression).encoder_nbytes(compression.level, chunk_nbytes)
+            self._num_compressing = compression_threads(encoder_nbytes, memory_nbytes)
             # As many contexts again for chunks of split objects, continued by a later piece
-            encoder_nbytes = codec_of(compression).encoder_nbytes(compression.level)
             kept_nbytes += 2 * self._num_compressing * encoder_nbytes
         budget, self._limits = make_object_budget(
             memory_nbytes,

@@ -151,9 +151,8 @@ def _chunk_ranges(extents: Sequence[ChunkExtent]) -> Iterator[tuple[int, int]]:
             yield offset, extent.blocks.per_chunk.chunk_nbytes
 
 
-def compression_threads(compression: Compression, memory_nbytes: int) -> int:
+def compression_threads(encoder_nbytes: int, memory_nbytes: int) -> int:
     """Return the number of threads for the compression within a memory limit."""
-    encoder_nbytes = codec_of(compression).encoder_nbytes(compression.level)
     return max(1, min(MAX_THREADS, memory_nbytes // CONTEXT_SHARE // encoder_nbytes))
 
 

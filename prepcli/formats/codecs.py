@@ -10,10 +10,8 @@ from __future__ import annotations
 import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, BinaryIO, ClassVar, Protocol, cast
-
-import google_crc32c
 
 from prepcli.core.errors import Option, text, usage_error
 from prepcli.planning.item_storage import Compression
@@ -115,8 +113,8 @@ class WrittenCodec(ChunkCodec):
 
     @classmethod
     @abstractmethod
-    def encoder_nbytes(cls, level: int) -> int:
-        """Return the memory of an encoder."""
+    def encoder_nbytes(cls, level: int, chunk_nbytes: int) -> int:
+        """Return the memory of an encoder of chunks of at most `chunk_nbytes` bytes."""
 
     @classmethod
     @abstractmethod
@@ -127,7 +125,7 @@ class WrittenCodec(ChunkCodec):
 class Zstd(WrittenCodec):
     """Frames of Zstandard."""
 
-    # `zstandard` is imported late: most items have no compressed chunks.
+    # `zstandard` is imported late, as `google_crc32c` below: most items have no compressed chunks.
     name = "zstd"
     zarr2_id = "zstd"
     zarr3_name = "zstd"
@@ -189,7 +187,7 @@ class Zstd(WrittenCodec):
         return zstandard.ZstdCompressor(level=level).compressobj(size=nbytes)
 
     @classmethod
-    def encoder_nbytes(cls, level: int) -> int:
+    def encoder_nbytes(cls, level: int, chunk_nbytes: int) -> int:
         """Return the memory of a context and its window, e.g. 1.1 MB for level 1 and 94 MB for level 19."""
         import zstandard
 
@@ -251,8 +249,11 @@ class Crc32c(ChunkCodec):
     is_checksum = True
 
     def __init__(self, stored: ByteReader) -> None:
+        import google_crc32c
+
         self._stored = stored
         self._pending = b""
+        self._extend = google_crc32c.extend
         self._crc = 0
 
     def read(self, count: int) -> bytes:
@@ -262,22 +263,36 @@ class Crc32c(ChunkCodec):
         data_nbytes = min(count, max(0, len(self._pending) - CRC32C_NBYTES))
         data = self._pending[:data_nbytes]
         self._pending = self._pending[data_nbytes:]
-        self._crc = google_crc32c.extend(self._crc, data)
+        self._crc = self._extend(self._crc, data)
         if not data and count and self._pending != struct.pack("<I", self._crc):
             raise ValueError("its checksum does not match")
         return data
 
 
-CODECS: dict[str, type[ChunkCodec]] = {codec.name: codec for codec in (Zstd, Gzip, Zlib, Crc32c)}
+def codecs_by(key: str, codecs: Iterable[type[ChunkCodec]]) -> dict[str, type[ChunkCodec]]:
+    """Return codecs by one of their names. Raise ValueError if two have the same one."""
+    by_key: dict[str, type[ChunkCodec]] = {}
+    for codec in codecs:
+        value = getattr(codec, key)
+        if value is not None and by_key.setdefault(value, codec) is not codec:
+            raise ValueError(
+                f"{by_key[value].__name__} and {codec.__name__} have the {key} {value}"
+            )
+    return by_key
+
+
+CODECS = codecs_by("name", (Zstd, Gzip, Zlib, Crc32c))
+ZARR2_CODECS = codecs_by("zarr2_id", CODECS.values())
+ZARR3_CODECS = codecs_by("zarr3_name", CODECS.values())
 COMPRESSORS = tuple(codec.name for codec in CODECS.values() if not codec.is_checksum)
+# Codecs that prep writes.
+WRITTEN_CODECS = {name: codec for name, codec in CODECS.items() if issubclass(codec, WrittenCodec)}
 
 
 def codec_of(compression: Compression) -> type[WrittenCodec]:
     """Return the codec of chunks to write."""
-    codec = CODECS[compression.codec_name]
     # `parse_compression` accepts no other codec.
-    assert issubclass(codec, WrittenCodec)
-    return codec
+    return WRITTEN_CODECS[compression.codec_name]
 
 
 def open_decoder(codec_names: Sequence[str], stored: ByteReader) -> ByteReader:
@@ -303,8 +318,7 @@ def parse_compression(value: str | None) -> Compression | None:
     if value is None:
         return None
     name, colon, level_text = value.partition(":")
-    written = {key: each for key, each in CODECS.items() if issubclass(each, WrittenCodec)}
-    codec = written.get(name)
+    codec = WRITTEN_CODECS.get(name)
     level = 0
     if level_text.isdecimal() and len(level_text) < 3:
         level = int(level_text)
@@ -313,11 +327,11 @@ def parse_compression(value: str | None) -> Compression | None:
     if codec is None or level not in codec.levels:
         choices = [
             f"{codec.name}, and {codec.name}:{codec.levels[0]} to {codec.name}:{codec.levels[-1]}"
-            for codec in written.values()
+            for codec in WRITTEN_CODECS.values()
         ]
         raise usage_error(
             text("{} is invalid", Option("compress", value)),
             f"valid values are {'; '.join(choices)}",
-            text("{}", Option("compress", next(iter(written)))),
+            text("{}", Option("compress", next(iter(WRITTEN_CODECS)))),
         )
     return Compression(name, level)

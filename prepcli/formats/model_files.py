@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.formatting import count_text, join_names
@@ -23,6 +24,7 @@ from prepcli.stores.files import (
 from prepcli.stores.paths import AnyPath, StorePath, map_files
 
 MAX_INDEX_NBYTES = 100_000_000
+INDEX_SUFFIX = ".index.json"
 # First bytes, format, explanation, hint (empty: download it again).
 _OTHER_FORMATS = (
     ((b"<!", b"<h", b"<H", b"<?"), "a web page", "an error page was saved under this name", ""),
@@ -139,7 +141,8 @@ def read_model_files(
     file_by_tensor: dict[str, str] = {}
     for header in headers:
         for tensor in header.tensors:
-            name = index_name(tensor)
+            # In an index, the path of a leaf has slashes.
+            name = "/".join(map(str, tensor.path)) or tensor.name
             if weight_map is not None and weight_map.get(name) != header.file_name:
                 unindexed.append(UnindexedTensor(name, header.file_name, tensor.nbytes))
                 continue
@@ -157,9 +160,9 @@ def read_model_files(
     return ModelFiles(path, headers, tuple(tensors), tuple(unindexed))
 
 
-def index_name(tensor: Array) -> str:
-    """Return the name of a tensor in an index: the path of a leaf has slashes."""
-    return "/".join(map(str, tensor.path)) or tensor.name
+def index_suffix(index: str) -> str:
+    """Return the suffix of the files in an index: `model.safetensors.index.json` -> `.safetensors`."""
+    return PurePath(index.removesuffix(INDEX_SUFFIX)).suffix
 
 
 def shard_name(stem: str, number: int, count: int, suffix: str) -> str:
@@ -167,12 +170,34 @@ def shard_name(stem: str, number: int, count: int, suffix: str) -> str:
     return f"{stem}-{number:05d}-of-{count:05d}.{suffix}"
 
 
-def read_weight_map(path: AnyPath, suffix: str) -> dict[str, str]:
-    """Read the file name of each tensor from an index file.
+def list_weight_files(
+    folder: AnyPath, selected: Sequence[str]
+) -> tuple[Sequence[str], Mapping[str, str] | None]:
+    """Return the names of a model's files, and the file of each tensor if they are in an index.
 
     Args:
-        path: Path of the index.
-        suffix: Suffix of the weight files, without the dot.
+        folder: Folder of the model.
+        selected: The files, or only the index of them.
+
+    Raises:
+        PrepError: The index is not valid, or a file of it is missing.
+    """
+    if len(selected) != 1 or not selected[0].endswith(INDEX_SUFFIX):
+        return selected, None
+    weight_map = read_weight_map(folder / selected[0])
+    tensor_counts = Counter(weight_map.values())
+    missing: list[str] = []
+    for name, count in sorted(tensor_counts.items()):
+        if not is_there(folder / name, follow_links=True):
+            missing.append(f"{name} ({count_text(count, 'tensor')})")
+    if missing:
+        why = f"the index names {join_names(missing, max_names=_MAX_LISTED)}"
+        raise _missing_files_error(folder, len(missing), len(tensor_counts), why)
+    return sorted(tensor_counts), weight_map
+
+
+def read_weight_map(path: AnyPath) -> dict[str, str]:
+    """Read the file name of each tensor from an index file.
 
     Raises:
         PrepError: The file is not a valid index, or a file name has another suffix or a folder.
@@ -182,7 +207,7 @@ def read_weight_map(path: AnyPath, suffix: str) -> dict[str, str]:
         if stat.st_size > MAX_INDEX_NBYTES:
             raise ValueError(f"it has {stat.st_size:,} bytes, the limit is {MAX_INDEX_NBYTES:,}")
         weight_map = _parse_weight_map(
-            _parse_index(read_small_file(path, MAX_INDEX_NBYTES)), suffix
+            _parse_index(read_small_file(path, MAX_INDEX_NBYTES)), index_suffix(path.name)
         )
     except ValueError as error:
         raise DamagedError(
@@ -191,20 +216,6 @@ def read_weight_map(path: AnyPath, suffix: str) -> dict[str, str]:
     for name in {*weight_map.values()}:
         resolve_named_path(path.parent, name, path)
     return weight_map
-
-
-def list_indexed_files(folder: AnyPath, weight_map: Mapping[str, str]) -> list[str]:
-    """Return the sorted file names of an index. Raise PrepError if a file is missing."""
-    tensor_counts = Counter(weight_map.values())
-    missing: list[str] = []
-    for name, count in sorted(tensor_counts.items()):
-        if is_there(folder / name, follow_links=True):
-            continue
-        missing.append(f"{name} ({count_text(count, 'tensor')})")
-    if missing:
-        why = f"the index names {join_names(missing, max_names=_MAX_LISTED)}"
-        raise _missing_files_error(folder, len(missing), len(tensor_counts), why)
-    return sorted(tensor_counts)
 
 
 def check_numbered_files(folder: AnyPath, names: Sequence[str]) -> None:
@@ -303,10 +314,8 @@ def _parse_weight_map(index: object, suffix: str) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError("it has no weight_map from tensors to files")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not file.endswith(f".{suffix}"):
-            raise ValueError(
-                f"it puts {quote_name(name)} in something other than a *.{suffix} file"
-            )
+        if not isinstance(file, str) or not file.endswith(suffix):
+            raise ValueError(f"it puts {quote_name(name)} in something other than a *{suffix} file")
         if not file.isprintable() or any(mark in file for mark in "/\\:"):
             raise ValueError(
                 f"it puts {quote_name(name)} in {quote_name(file)}, which is not the bare name of a file"

@@ -25,9 +25,8 @@ from prepcli.formats.model_files import (
     FileHeader,
     ModelFiles,
     damage_hint,
-    list_indexed_files,
+    list_weight_files,
     read_model_files,
-    read_weight_map,
 )
 from prepcli.planning.arrays import Array, parted_array, whole_array
 from prepcli.planning.tensors import ITEM_BITS, itemsize
@@ -138,24 +137,25 @@ def select_other_flax_files(names: Collection[str]) -> list[str]:
     return [name for name in names if name.endswith(f".{SUFFIX}") and not name.startswith(".")]
 
 
-def detect_msgpack_kind(names: Collection[str]) -> MsgpackKind | None:
-    """Return `flax` or `easylm` by the file names of a folder, or None for neither."""
-    if any(name in names for name in FLAX_FILES):
-        return "flax"
-    if any(name in STREAM_FILES or _NUMBERED_STREAM.fullmatch(name) for name in names):
-        return "easylm"
-    return None
+def select_named_flax_files(names: Sequence[str]) -> list[str]:
+    """Return the Flax files of a known name, in the order of precedence."""
+    return [name for name in FLAX_FILES if name in names]
 
 
-def select_flax_files(names: Sequence[str]) -> list[str]:
-    """Return the file names of a Flax model in a repository. With an index, these are all files that it may name."""
+def select_streams(names: Sequence[str]) -> list[str]:
+    """Return the EasyLM streams: the file of a known name, else all numbered ones."""
+    named = [name for name in STREAM_FILES if name in names][:1]
+    return named or list(filter(_NUMBERED_STREAM.fullmatch, names))
+
+
+def select_flax_downloads(names: Sequence[str]) -> list[str]:
+    """Return the files of a model in a repository. With an index, these are all files that it may name."""
     if SINGLE_FILE in names:
         return [SINGLE_FILE]
     files = select_other_flax_files(names)
     if INDEX_FILE in names:
         return [INDEX_FILE, *files]
-    known = [name for name in FLAX_FILES if name in names]
-    return known[:1] or files
+    return select_named_flax_files(names)[:1] or files
 
 
 def read_flax_files(path: AnyPath, kind: MsgpackKind) -> ModelFiles:
@@ -172,31 +172,21 @@ def read_flax_files(path: AnyPath, kind: MsgpackKind) -> ModelFiles:
     if not path.is_dir():
         return read_model_files(path, (path,), read_header)
     names = list_folder(path)
-    weight_map: dict[str, str] | None = None
     if kind == "easylm":
-        files = [_find_stream_file(path, names)]
+        files = select_streams(names)
+        if len(files) > 1:
+            what = f"{path} holds {len(files)} EasyLM streams"
+            hint = f"one of them: `params::{path / files[-1]}`"
+            raise PrepError(what, ", ".join(files), hint)
     else:
-        files = [name for name in FLAX_FILES if name in names][:1]
-    if files == [INDEX_FILE]:
-        weight_map = read_weight_map(path / INDEX_FILE, SUFFIX)
-        files = list_indexed_files(path, weight_map)
-    elif not files:
+        files = select_named_flax_files(names)[:1]
+    if not files:
         files = select_other_flax_files(names)
         if len(files) != 1:
             what = f"{path} holds {len(files)} msgpack files"
             raise PrepError(what, ", ".join(files[:4]), f"name one of them: `{path / files[0]}`")
-    return read_model_files(path, [path / name for name in files], read_header, weight_map)
-
-
-def _find_stream_file(folder: AnyPath, names: list[str]) -> str:
-    for name in STREAM_FILES:
-        if name in names:
-            return name
-    numbered = list(filter(_NUMBERED_STREAM.fullmatch, names))
-    if len(numbered) == 1:
-        return numbered[0]
-    hint = f"one of them: `params::{folder / numbered[-1]}`"
-    raise PrepError(f"{folder} holds {len(numbered)} EasyLM streams", ", ".join(numbered), hint)
+    listed, weight_map = list_weight_files(path, files)
+    return read_model_files(path, [path / name for name in listed], read_header, weight_map)
 
 
 # Format: https://github.com/msgpack/msgpack/blob/master/spec.md, and the extension types of

@@ -45,6 +45,7 @@ from prepcli.formats.orbax_chunks import (
     encode_documents,
     iter_index_entries,
 )
+from prepcli.formats.registry import SUFFIXES
 from prepcli.formats.zarr import ZARR_TYPESTRS, parse_zarr_document
 from prepcli.planning.arrays import Array
 from prepcli.planning.item_storage import (
@@ -74,7 +75,6 @@ ITEM_MARKERS = {
     METADATA_FILE: (METADATA_FILE,),
     LEVANTER_METADATA_FILE: (LEVANTER_METADATA_FILE, OCDBT_MANIFEST),
 }
-READABLE_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
 # Places of items in a step of another trainer, for the checkpoints that prep exports.
 ITEM_PLACES = [library.item for library in LIBRARIES if library.item and library.item.item]
 # Names of the item with the parameters.
@@ -158,24 +158,32 @@ def item_metadata_file(folder: AnyPath) -> str | None:
     return None
 
 
-def find_item(path: PathT) -> PathT | None:
-    """Return the item that `path` is or holds: the item of a step folder, or of a run folder's last step."""
-    if (item := _find_item_of_step(path)) is not None:
+def find_item(path: PathT, names: Sequence[str] | None = None) -> PathT | None:
+    """Return the item that `path` is or holds: the item of a step folder, or of a run folder's last step.
+
+    Args:
+        path: Folder of an item, a step or a run.
+        names: The names in it, if they were listed before.
+    """
+    item, children = _search_step(path, names)
+    if item is not None:
         return item
     steps: list[tuple[int, PathT]] = []
-    for child in _list_subfolders(path):
+    for child in children:
         if match := _STEP_NAME.fullmatch(child.name):
             steps.append((int(match[1]), child))
     # A killed writer may have left the last step without an item.
     for _, step in sorted(steps, key=lambda numbered: numbered[0], reverse=True):
-        item = _find_item_of_step(step)
+        item, _ = _search_step(step)
         if item is not None:
             return item
     return None
 
 
-def _find_item_of_step(step: PathT) -> PathT | None:
-    """Return the item of a step folder.
+def _search_step(
+    step: PathT, names: Sequence[str] | None = None
+) -> tuple[PathT | None, list[PathT]]:
+    """Return the item of a step folder, if it has one, and the subfolders that were searched.
 
     The names that Orbax uses come first, then the only item, then one of `PARAMS_ITEMS` next to an optimizer state. A
     folder with an item and checkpoints of other formats holds several models, and no item is chosen.
@@ -184,19 +192,19 @@ def _find_item_of_step(step: PathT) -> PathT | None:
     # the name of MaxText.
     for candidate in (step, step / "default", step / "state", step / "items"):
         if item_metadata_file(candidate) is not None:
-            return candidate
+            return candidate, []
     items: list[PathT] = []
-    for child in _list_subfolders(step):
+    children = _list_subfolders(step, names)
+    for child in children:
         if (child / METADATA_FILE).is_file() and not child.name.isdigit():
             items.append(child)
     if len(items) == 1:
-        if len(list_checkpoint_folders(step)) <= 1:
-            return items[0]
-        return None
+        is_only_model = len(list_checkpoint_folders(step)) <= 1
+        return (items[0] if is_only_model else None), children
     for item in items:
         if item.name in PARAMS_ITEMS:
-            return item
-    return None
+            return item, children
+    return None, children
 
 
 def list_checkpoint_folders(path: AnyPath) -> list[AnyPath]:
@@ -210,15 +218,17 @@ def list_checkpoint_folders(path: AnyPath) -> list[AnyPath]:
             names = list_folder(child)
         except PrepError:  # a folder of someone else
             continue
-        if any(n in CHECKPOINT_FILES or Path(n).suffix in READABLE_SUFFIXES for n in names):
+        if any(n in CHECKPOINT_FILES or n.endswith(SUFFIXES) for n in names):
             folders.append(child)
     return folders
 
 
-def _list_subfolders(path: PathT) -> list[PathT]:
-    if path.is_dir():
-        return [path / name for name in list_folder(path) if (path / name).is_dir()]
-    return []
+def _list_subfolders(path: PathT, names: Sequence[str] | None = None) -> list[PathT]:
+    if not path.is_dir():
+        return []
+    if names is None:
+        names = list_folder(path)
+    return [path / name for name in names if (path / name).is_dir()]
 
 
 def find_name_clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias, TypeGuard
@@ -25,10 +25,9 @@ from prepcli.formats.model_files import (
     check_numbered_files,
     damage_hint,
     download_again_hint,
-    list_indexed_files,
+    list_weight_files,
     other_format_error,
     read_model_files,
-    read_weight_map,
     shard_name,
 )
 from prepcli.planning.arrays import Array, whole_array
@@ -129,6 +128,14 @@ def select_safetensors_files(names: Iterable[str]) -> list[str]:
     return next(([name] for name in (INDEX_FILE, SINGLE_FILE) if name in visible), visible)
 
 
+def select_safetensors_downloads(names: Iterable[str]) -> list[str]:
+    """Return the files of a model in a repository. With an index, these are all files that it may name."""
+    files = [name for name in names if name == INDEX_FILE or name.endswith(f".{SUFFIX}")]
+    if SINGLE_FILE in files and INDEX_FILE not in files:
+        return [SINGLE_FILE]
+    return files
+
+
 def read_safetensors_folder(folder: AnyPath) -> ModelFiles:
     """Read the headers of a model's files, in the order of file names. Links are followed.
 
@@ -137,7 +144,7 @@ def read_safetensors_folder(folder: AnyPath) -> ModelFiles:
     Raises:
         PrepError: The folder is unreadable, or a file or tensor of the index is missing.
     """
-    names, weight_map = _list_weight_files(folder)
+    names, weight_map = list_weight_files(folder, select_safetensors_files(list_folder(folder)))
     if weight_map is None:
         _check_model(folder, names)
     paths = [folder / name for name in names]
@@ -164,20 +171,11 @@ def iter_folder_tensors(folder: AnyPath) -> Iterator[Array]:
     Raises:
         PrepError: As `read_safetensors_folder`. Tensors that are missing from the files are not noticed.
     """
-    names, weight_map = _list_weight_files(folder)
+    names, weight_map = list_weight_files(folder, select_safetensors_files(list_folder(folder)))
     for file_number, name in enumerate(names):
         for tensor in read_safetensors_header(folder / name, file_number).tensors:
             if weight_map is None or weight_map.get(tensor.name) == name:
                 yield tensor
-
-
-def _list_weight_files(folder: AnyPath) -> tuple[Sequence[str], Mapping[str, str] | None]:
-    """Return the names of a model's files, and the index: the file of each tensor, or None without an index."""
-    names = select_safetensors_files(list_folder(folder))
-    if names != [INDEX_FILE]:
-        return names, None
-    weight_map = read_weight_map(folder / INDEX_FILE, SUFFIX)
-    return list_indexed_files(folder, weight_map), weight_map
 
 
 # Functions for a single file

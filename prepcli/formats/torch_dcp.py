@@ -105,6 +105,13 @@ class DcpFolder(ModelFiles):
         return tuple(f"{name} is not a tensor" for name in self.non_tensors)
 
 
+def select_dcp_files(names: Sequence[str]) -> list[str]:
+    """Return the data files of a checkpoint. Empty if it is not complete: its metadata is written last."""
+    if METADATA_FILE not in names:
+        return []
+    return [name for name in names if name.lower().endswith(SUFFIX)]
+
+
 def read_dcp_folder(folder: AnyPath) -> DcpFolder:
     """Read the metadata of a checkpoint, and the header of each box.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.formatting import join_names
@@ -22,15 +22,13 @@ from prepcli.formats.model_files import (
     check_numbered_files,
     damage_hint,
     download_again_hint,
-    list_indexed_files,
+    list_weight_files,
     other_format_error,
     read_model_files,
-    read_weight_map,
 )
 from prepcli.formats.torch_archive import (
     INT64_LIMIT,
     UNSUPPORTED_NAMES,
-    ZIP_MAGIC,
     TorchArchive,
     is_tensor,
 )
@@ -41,6 +39,7 @@ from prepcli.formats.torch_pickle import (
     PickledName,
     UnexpectedNameError,
 )
+from prepcli.formats.zip_archive import ZIP_MAGIC
 from prepcli.planning.arrays import Array
 from prepcli.stores.files import list_folder, open_regular_file, stat_file, unreadable_error
 from prepcli.stores.paths import AnyPath
@@ -201,33 +200,24 @@ def is_training_file(name: str) -> bool:
     return any(fnmatchcase(name.lower(), pattern) for pattern in TRAINING_FILE_PATTERNS)
 
 
-def detect_torch_kind(names: Iterable[str]) -> Literal["torch", "meta"] | None:
-    """Return the kind of a folder by its file names: saved by transformers, or by Meta. None if neither."""
-    names = list(names)
-    if INDEX_FILE in names or any(_HF_FILE.fullmatch(name) for name in names):
-        return "torch"
-    if any(CONSOLIDATED_FILE.fullmatch(name) for name in names):
-        return "meta"
-    return None
+def select_transformers_files(names: Iterable[str]) -> list[str]:
+    """Return the index and the weight files with the names of transformers."""
+    return [name for name in names if name == INDEX_FILE or _HF_FILE.fullmatch(name)]
 
 
-def select_torch_files(names: Iterable[str]) -> list[str]:
-    """Return the file names of a PyTorch model in a repository without safetensors, with its index or params.json.
+def select_meta_files(names: Iterable[str]) -> list[str]:
+    """Return the files of a model in Meta's layout."""
+    return [name for name in names if CONSOLIDATED_FILE.fullmatch(name)]
 
-    With an index, these are all files that it may name.
+
+def select_torch_downloads(names: Sequence[str]) -> list[str]:
+    """Return the files of a model in a repository. With an index, these are all files that it may name.
 
     The list is empty if the names do not identify a model.
     """
-    names = list(names)
-    kind = detect_torch_kind(names)
-    if kind == "meta":
-        return [n for n in names if n == META_PARAMS_FILE or CONSOLIDATED_FILE.fullmatch(n)]
     if INDEX_FILE in names:
-        indexed = [name for name in names if name.endswith(f".{INDEXED_SUFFIX}")]
-        return [INDEX_FILE, *indexed]
-    if kind == "torch":
-        return select_model_files(names)
-    return []
+        return [INDEX_FILE, *(name for name in names if name.endswith(f".{INDEXED_SUFFIX}"))]
+    return select_model_files(names) if select_transformers_files(names) else []
 
 
 def read_torch_folder(folder: AnyPath) -> ModelFiles:
@@ -236,13 +226,8 @@ def read_torch_folder(folder: AnyPath) -> ModelFiles:
     Raises:
         PrepError: The folder is unreadable, or a file or tensor of the index is missing.
     """
-    candidates = select_model_files(list_folder(folder))
-    weight_map: dict[str, str] | None = None
-    names = candidates
-    if candidates == [INDEX_FILE]:
-        weight_map = read_weight_map(folder / INDEX_FILE, INDEXED_SUFFIX)
-        names = list_indexed_files(folder, weight_map)
-    else:
+    names, weight_map = list_weight_files(folder, select_model_files(list_folder(folder)))
+    if weight_map is None:
         _check_model(folder, names)
     files = [folder / name for name in names]
     return read_model_files(folder, files, read_torch_header, weight_map)

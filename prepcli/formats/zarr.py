@@ -18,7 +18,14 @@ import numpy as np
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import JsonObject, JsonValue, parse_json, quote_name
-from prepcli.formats.codecs import CODECS, COMPRESSORS, CRC32C_NBYTES, Crc32c, codec_of
+from prepcli.formats.codecs import (
+    COMPRESSORS,
+    CRC32C_NBYTES,
+    ZARR2_CODECS,
+    ZARR3_CODECS,
+    Crc32c,
+    codec_of,
+)
 from prepcli.planning.item_storage import ZARR2, ChunkKeys, Compression, ZarrVersion
 from prepcli.planning.tensors import ITEM_BITS
 
@@ -227,9 +234,9 @@ def _parse_v2(name: str, document: JsonObject) -> ZarrArray:
         method = method.get("id")
     codec_names: tuple[str, ...] = ()
     if method is not None:
-        codec_names = tuple(codec.name for codec in CODECS.values() if codec.zarr2_id == method)
-        if not codec_names:
+        if not isinstance(method, str) or method not in ZARR2_CODECS:
             raise _UnsupportedError(f"is stored compressed with {quote_name(str(method))}")
+        codec_names = (ZARR2_CODECS[method].name,)
     if document.get("filters"):
         raise _UnsupportedError("is stored with filters")
     order = document.get("order")
@@ -342,9 +349,8 @@ def _byte_codec_names(codecs: Sequence[_Extension]) -> tuple[str, ...]:
         raise _UnsupportedError(f"{first_codec}; an array must begin with the codec `bytes`")
     if codecs[0][1].get("endian", "little") != "little":
         raise _UnsupportedError("is stored big endian")
-    by_name = {codec.zarr3_name: codec for codec in CODECS.values() if codec.zarr3_name}
     names = [codec_name for codec_name, _ in codecs[1:]]
-    known = [by_name[codec_name] for codec_name in names if codec_name in by_name]
+    known = [ZARR3_CODECS[codec_name] for codec_name in names if codec_name in ZARR3_CODECS]
     kinds = [codec.is_checksum for codec in known]
     if len(known) < len(names) or kinds not in ([], [False], [True], [False, True]):
         raise _UnsupportedError(f"is stored with {', '.join(map(quote_name, names))}")

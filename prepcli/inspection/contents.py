@@ -15,8 +15,10 @@ from prepcli.core.json_values import HFConfig
 from prepcli.engine.blobs import DerivedArrays
 from prepcli.formats.codecs import CODECS
 from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.model_files import ModelFiles
 from prepcli.formats.orbax import OrbaxNonArray, read_item
 from prepcli.formats.orbax_chunks import dotted_name
+from prepcli.formats.registry import FORMATS, Kind
 from prepcli.models.parameters import VERBATIM, Family
 from prepcli.models.registry import FAMILIES
 from prepcli.models.text_part import TextPart
@@ -32,15 +34,9 @@ from prepcli.sources.dequantized import (
     decoder_of_tensor,
     find_stored_weights,
 )
-from prepcli.sources.detect import Kind
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.maps import TensorMap
-from prepcli.sources.model_family import (
-    MULTIMODAL_KINDS,
-    find_text_part,
-    multimodal_wrapper_prefix,
-)
-from prepcli.sources.openers.hf_folder import read_stored
+from prepcli.sources.model_family import find_text_part, multimodal_wrapper_prefix
 from prepcli.sources.openers.orbax_item import find_config, stored_leaves
 from prepcli.sources.opening import check_recorded_files, open_source, read_source
 from prepcli.sources.quantization import (
@@ -193,17 +189,18 @@ def read_contents(
         PrepError: The checkpoint is broken or not supported.
     """
     check_recorded_files(located)
+    row = FORMATS[located.kind]
     if located.kind == "gguf":
         return _gguf_contents(located, config_path)
-    if located.kind == "meta":
+    if located.item is not None:
+        contents = _orbax_contents(located, located.item)
+    elif row.read_files is not None:
+        contents = _stored_contents(located, row.read_files(located.files.path))
+    else:
         # The tensors are those of Hugging Face, each assembled from the shards.
         source = read_source(located, NO_HINTS)
         names = [source.names.display_name(tensor.name) for tensor in source.tensors]
         contents = _source_contents(located, source, names)
-    elif located.kind == "orbax":
-        contents = _orbax_contents(located)
-    else:
-        contents = _stored_contents(located)
     if config_path is not None:
         hints = SourceHints(config_path)
         config = read_config(hints.resolve_config_path(contents.folder, located.display_name))
@@ -221,7 +218,7 @@ def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
         if wrapper_type == contents.manifest.config.get("model_type"):
             return contents
         return replace(contents, wrapper_type=str(wrapper_type))
-    if contents.kind not in MULTIMODAL_KINDS or contents.family or contents.is_verbatim:
+    if not FORMATS[contents.kind].has_hf_names or contents.family or contents.is_verbatim:
         return contents
     full_names = [entry.name for entry in contents.entries]
     prefix = multimodal_wrapper_prefix(contents.config, full_names)
@@ -241,29 +238,30 @@ def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
 def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
     """Return the contents with the decoders of quantised weights. A fault becomes one of `non_arrays`."""
     settings = model_quantization(contents.config, contents.folder)
-    if not settings and contents.kind in ("safetensors", "torch"):
+    if not settings and FORMATS[contents.kind].is_hf_folder:
         remark = unused_quantization_note(contents.folder)
         if remark:
             return replace(contents, non_arrays=(*contents.non_arrays, remark))
-    if not settings or contents.kind != "safetensors":
+    if not settings or not FORMATS[contents.kind].is_hf_folder:
         return contents
     try:
-        weights = _find_weights(contents)
+        weights, _ = _find_weights(contents)
     except PrepError as error:
         remark = f"{error.what}: {error.why}"
         return replace(contents, non_arrays=(*contents.non_arrays, remark))
     return replace(contents, decoders=weights.decoders)
 
 
-def _find_weights(contents: CheckpointContents) -> QuantizedWeights:
-    """Return the quantised weights of safetensors files."""
-    # A tensor of safetensors files is one array.
-    tensors = [entry.placement[0].array for entry in contents.entries]
+def _find_weights(
+    contents: CheckpointContents,
+) -> tuple[QuantizedWeights, tuple[AnyPath | Blob, ...]]:
+    """Return the quantised weights, and the files and blobs that their tensors are read from."""
     return find_stored_weights(
         model_quantization(contents.config, contents.folder),
-        tensors,
+        {entry.name: entry for entry in contents.entries},
         contents.byte_sources,
         quantization_file(contents.config, contents.folder),
+        display_name=contents.display_name,
     )
 
 
@@ -271,24 +269,24 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
     """Return the contents with decoded weights in place of their codes, and without scales."""
     if not model_quantization(contents.config, contents.folder):
         raise not_quantized_error(contents.display_name, contents.folder)
-    if contents.kind != "safetensors":
+    if not FORMATS[contents.kind].is_hf_folder:
         hint = text("save the model as safetensors")
         if contents.kind == "orbax":
             hint = text("{} writes them", Command("export", contents.display_name))
-        why = "inspect decodes quantised weights in safetensors files only"
+        why = "inspect decodes quantised weights in files with the names of transformers only"
         raise PrepError(f"{contents.display_name} cannot be decoded", why, hint)
-    weights = _find_weights(contents)
-    files = contents.byte_sources
+    weights, files = _find_weights(contents)
     operations = cast_decoders(weights.decoders, DECODED_DTYPE)
     blob = DerivedArrays(contents.display_name, operations, files)
     number = len(files)
+    stored = {entry.name: entry for entry in contents.entries}
     decoded: dict[str, SourceTensor] = {}
     places: dict[str, FilePosition | None] = {}
     for decoder, start in zip(weights.decoders, blob.offsets):
         values = whole_array(decoder.name, DECODED_DTYPE, decoder.shape, (number, start))
         codes = decoder.stored[0]
         decoded[codes.name] = stored_tensor(values)
-        places[decoder.name] = codes.position
+        places[decoder.name] = first_element(stored[codes.name])
     stored_names = weights.stored_names | weights.activation_scales
     entries: list[SourceTensor] = []
     for entry in contents.entries:
@@ -305,14 +303,13 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
     )
 
 
-def _stored_contents(located: LocatedCheckpoint) -> CheckpointContents:
+def _stored_contents(located: LocatedCheckpoint, stored: ModelFiles) -> CheckpointContents:
     """Return the contents of files in which each tensor is one array."""
     path = located.files.path
-    stored = read_stored(located.kind, path)
     folder = path if path.is_dir() else path.parent
     manifest = NO_MANIFEST
-    # prep writes no manifest that describes files of PyTorch, and not each file near a manifest is a part of an output.
-    if located.kind not in ("torch", "dcp") and path.is_dir():
+    # Not each file near a manifest is a part of an output.
+    if FORMATS[located.kind].has_recorded_headers and path.is_dir():
         manifest = located.manifest or NO_MANIFEST
         check_headers(folder, manifest, file_stamps(stored.headers))
     contents = CheckpointContents(
@@ -328,7 +325,7 @@ def _stored_contents(located: LocatedCheckpoint) -> CheckpointContents:
     if located.kind == "adapter":
         return _with_adapter_settings(contents)
     if (folder / CONFIG).exists():
-        return replace(contents, config=read_config(folder / CONFIG))
+        return replace(contents, config=located.read_config(folder / CONFIG))
     return contents
 
 
@@ -351,10 +348,10 @@ def _with_adapter_settings(contents: CheckpointContents) -> CheckpointContents:
     return replace(contents, adapter=summary)
 
 
-def _orbax_contents(located: LocatedCheckpoint) -> CheckpointContents:
-    """Return the contents of an Orbax checkpoint."""
+def _orbax_contents(located: LocatedCheckpoint, folder: AnyPath) -> CheckpointContents:
+    """Return the contents of an Orbax checkpoint with an item in a folder."""
     path = located.files.path
-    item = read_item(located.item or path)
+    item = read_item(folder)
     manifest = located.manifest or NO_MANIFEST
     config_path = find_config(item.folder, path)
     near_config = read_config(config_path) if config_path else {}

@@ -16,6 +16,7 @@ from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import did_you_mean, join_names
 from prepcli.core.json_values import HFConfig
 from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.formats.registry import FORMATS
 from prepcli.inspection.contents import CheckpointContents, name_path
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family, StoredShapes, parameter_rows
@@ -25,7 +26,7 @@ from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.libraries import find_marked_library
 from prepcli.planning.tensors import PARAMS, TOWERS, is_quantization_leaf
 from prepcli.sources.foreign_trees import match_foreign_tree
-from prepcli.sources.model_family import MULTIMODAL_KINDS, select_family
+from prepcli.sources.model_family import select_family
 from prepcli.sources.references import SourceHints
 from prepcli.sources.source import SourceTensor
 from prepcli.sources.tensor_match import TensorNames, detect_names
@@ -149,7 +150,7 @@ def _family_of_save_init(contents: CheckpointContents) -> Family:
 
 def _is_kept(contents: CheckpointContents) -> bool:
     """Return whether codes and scales are kept under the names in their files, in the verbatim family."""
-    return contents.kind == "safetensors" and bool(contents.decoders)
+    return FORMATS[contents.kind].is_hf_folder and bool(contents.decoders)
 
 
 def _check_shape(
@@ -251,9 +252,10 @@ def _first_missing(family: Family, config: HFConfig, shapes: StoredShapes) -> st
 
 
 def _has_file_names(contents: CheckpointContents) -> bool:
-    if contents.kind == "dcp":
-        return find_marked_library({entry.name for entry in contents.entries}) is None
-    return contents.kind in MULTIMODAL_KINDS
+    row = FORMATS[contents.kind]
+    if row.has_layouts and find_marked_library({entry.name for entry in contents.entries}):
+        return False
+    return row.has_hf_names
 
 
 def _file_shapes(family: Family, contents: CheckpointContents) -> dict[str, tuple[int, ...]]:
@@ -271,7 +273,7 @@ def _count_parameters(family: Family, contents: CheckpointContents) -> int | Non
         shapes = _file_shapes(family, contents)
         if _first_missing(family, contents.config, shapes):
             return None
-    elif contents.kind in ("orbax", "flax", "easylm", "dcp"):
+    elif FORMATS[contents.kind].has_layouts:
         shapes = _tree_tensor_shapes(family, contents)
     else:
         names = TensorNames(family)

@@ -36,7 +36,7 @@ from prepcli.restore.box_reads import (
 )
 from prepcli.sources.decoded_arrays import DecodeChunks
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
-from prepcli.sources.source_views import AVERAGE_SLOT
+from prepcli.sources.source import AVERAGE_SLOT
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import MAX_READ_THREADS
 from prepcli.stores.paths import AnyPath, is_remote, without_read_ahead

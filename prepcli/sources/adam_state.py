@@ -36,8 +36,13 @@ from prepcli.planning.tensors import (
     qualify,
     split_name,
 )
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
-from prepcli.sources.source_views import AVERAGE_SLOT
+from prepcli.sources.source import (
+    AVERAGE_SLOT,
+    Source,
+    SourceTensor,
+    match_source_tensors,
+    stored_axis_maps,
+)
 from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.stores.paths import AnyPath
 

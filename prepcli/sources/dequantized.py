@@ -41,10 +41,11 @@ from prepcli.sources.source import (
     HF_FOLDER,
     Source,
     SourceTensor,
+    append_files,
     match_source_tensors,
+    shift_file_numbers,
     stored_axis_maps,
 )
-from prepcli.sources.source_views import append_files, shift_file_numbers
 from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS, Vocabulary, with_vocabulary
 from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.stores.buffers import Blob
@@ -223,39 +224,52 @@ def _find_source_weights(
     if not has_quantized_weights(source):
         raise not_quantized_error(source.display_name, source.root)
     settings = model_quantization(source.config, folder)
-    # The tensors of an init are stored in chunks. They are read as a further blob.
-    chunked = [tensor for tensor in source.tensors if not tensor.placement[0].is_contiguous]
-    blobs = source.byte_sources
-    joined = DerivedArrays(source.display_name, tuple(map(JoinChunks, chunked)), blobs)
-    joined_offsets = iter(joined.offsets)
-    tensors: list[Array] = []
-    for tensor in source.tensors:
-        position = tensor.placement[0].position
-        if not tensor.placement[0].is_contiguous:
-            position = (len(blobs), next(joined_offsets))
-        name = source.names.stored_name(tensor.name)
-        tensors.append(whole_array(name, tensor.dtype, tensor.shape, position))
-    if chunked:
-        blobs = (*blobs, joined)
+    tensors = {source.names.stored_name(tensor.name): tensor for tensor in source.tensors}
     settings_file = quantization_file(source.config, folder)
-    return settings, find_stored_weights(settings, tensors, blobs, settings_file), blobs
+    weights, blobs = find_stored_weights(
+        settings, tensors, source.byte_sources, settings_file, display_name=source.display_name
+    )
+    return settings, weights, blobs
 
 
 def find_stored_weights(
     settings: Mapping[str, Any],
-    tensors: Sequence[Array],
-    blobs: Sequence[AnyPath | Blob],
+    tensors: Mapping[str, SourceTensor],
+    blobs: tuple[AnyPath | Blob, ...],
     settings_file: str,
-) -> QuantizedWeights:
-    """Return the decoders of quantised weights in files and blobs. See `find_weights`."""
+    *,
+    display_name: str,
+) -> tuple[QuantizedWeights, tuple[AnyPath | Blob, ...]]:
+    """Return the decoders of quantised weights, and the files and blobs that their tensors are read from.
+
+    Args:
+        settings: Quantisation config of the model.
+        tensors: Stored tensors, by their names in the files.
+        blobs: Files and blobs of the tensors.
+        settings_file: Name of the file with the settings, for messages.
+        display_name: Name of the checkpoint in messages.
+    """
+    # Tensors in chunks, e.g. those of an init, are read as a further blob.
+    chunked = [tensor for tensor in tensors.values() if not tensor.placement[0].is_contiguous]
+    joined = DerivedArrays(display_name, tuple(map(JoinChunks, chunked)), blobs)
+    joined_offsets = iter(joined.offsets)
+    arrays: list[Array] = []
+    for name, tensor in tensors.items():
+        position = tensor.placement[0].position
+        if not tensor.placement[0].is_contiguous:
+            position = (len(blobs), next(joined_offsets))
+        arrays.append(whole_array(name, tensor.dtype, tensor.shape, position))
+    if chunked:
+        blobs = (*blobs, joined)
     with open_blobs(blobs) as files:
 
-        def read_payload(tensor: Array) -> bytes:
-            data = np.empty(tensor.nbytes, np.uint8)
-            files.read_at(tensor.file, tensor.offset, data)
+        def read_payload(array: Array) -> bytes:
+            data = np.empty(array.nbytes, np.uint8)
+            files.read_at(array.file, array.offset, data)
             return data.tobytes()
 
-        return find_weights(settings, tensors, read_payload, settings_file=settings_file)
+        weights = find_weights(settings, arrays, read_payload, settings_file=settings_file)
+    return weights, blobs
 
 
 def _decoded_source(source: Source, weights: QuantizedWeights, blob: DerivedArrays) -> Source:

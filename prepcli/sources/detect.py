@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from prepcli.core.errors import (
     BROKEN_CONFIG_HINT,
@@ -18,55 +18,25 @@ from prepcli.core.errors import (
     text,
 )
 from prepcli.core.formatting import join_names
-from prepcli.core.json_values import load_json, parse_json
+from prepcli.core.json_values import HFConfig, load_json, parse_json
+from prepcli.formats import torch_files
 from prepcli.formats.meta_llama_config import is_dense_mistral
-from prepcli.formats.msgpack import detect_msgpack_kind, select_other_flax_files, sniff_msgpack_kind
+from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import ITEM_MARKERS
+from prepcli.formats.registry import FORMATS, SUFFIXES, Kind, Select
 from prepcli.formats.run_steps import is_begun_run, no_step_error
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_HINT, select_safetensors_files
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
 from prepcli.formats.torch_files import (
     META_PARAMS_FILE,
     MISTRAL_FILE,
-    SUFFIXES,
     TRAINING_FILE_PATTERNS,
-    detect_torch_kind,
-    select_model_files,
 )
 from prepcli.quantized.formats import QUANTIZATION_FILES, QUANTIZATION_KEYS
 from prepcli.sources.quantization import has_quantized_tensors
 from prepcli.sources.references import CONFIG
 from prepcli.stores.files import MAX_CONFIG_NBYTES, read_bytes
 from prepcli.stores.paths import AnyPath
-
-Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm", "adapter", "gguf"]
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A format of checkpoints.
-
-    Attributes:
-        title: Name in messages.
-        opener: Module of `sources.openers`. Its function `read` returns the source of a located checkpoint.
-    """
-
-    title: str
-    opener: str
-
-
-# Each format has a row here, and in RULES if it is detected by the names in a folder.
-FORMATS: Mapping[Kind, Format] = {
-    "safetensors": Format("safetensors", "hf_folder"),
-    "torch": Format("PyTorch", "hf_folder"),
-    "meta": Format("PyTorch in Meta's layout", "meta_folder"),
-    "dcp": Format("torch distributed checkpoint", "dcp_folder"),
-    "flax": Format("Flax msgpack", "flax_tree"),
-    "easylm": Format("EasyLM stream", "flax_tree"),
-    "orbax": Format("orbax", "orbax_item"),
-    "adapter": Format("adapter of PEFT", "peft_folder"),
-    "gguf": Format("GGUF", "gguf_file"),
-}
 
 MAX_LISTED = 6
 # Folders above the metadata file of an Orbax item: its step and the item itself.
@@ -174,17 +144,15 @@ class Detected:
 
     Attributes:
         kind: The format.
-        item: Path of an Orbax item within the checkpoint. None for other formats.
+        item: Path of an Orbax item within the checkpoint, if there is one.
         may_be_quantized: Whether settings of a quantisation tool may be among the files.
+        config: Content of the config.json of a folder with weights, if it is a JSON object.
     """
 
     kind: Kind
     item: str | None = None
     may_be_quantized: bool = True
-
-
-# Top-level names -> names that a rule applies to.
-Select = Callable[[Sequence[str]], Sequence[str]]
+    config: HFConfig | None = None
 
 
 def _names_matching(*patterns: str) -> Select:
@@ -194,54 +162,35 @@ def _names_matching(*patterns: str) -> Select:
     return lambda names: [name for name in names if matches_any(name)]
 
 
-def _all_names_if(matches: Callable[[Sequence[str]], bool]) -> Select:
-    """Return a function that selects all names if `matches(names)`, else none."""
-    return lambda names: names if matches(names) else ()
-
-
 def _adapter_config(names: Sequence[str]) -> Sequence[str]:
     if ADAPTER_CONFIG in names and CONFIG not in names:
         return [ADAPTER_CONFIG]
     return []
 
 
-def _distributed_files(names: Sequence[str]) -> Sequence[str]:
-    """Return the files of a torch distributed checkpoint, if it is complete."""
-    if DCP_METADATA_FILE in names:
-        return _names_matching("*.distcp")(names)
-    return []
-
-
 def _training_files(names: Sequence[str]) -> Sequence[str]:
     """Return the PyTorch files of a training run without those of the model."""
     matching = _names_matching(*TRAINING_FILE_PATTERNS)(names)
-    return [name for name in matching if name.lower().endswith(SUFFIXES)]
+    return [name for name in matching if name.lower().endswith(torch_files.SUFFIXES)]
 
 
 # The first rule that selects a name decides, so the order matters:
 #   1. Files that look like a model but are not one: adapters and quantised weights are safetensors
 #      files too, and their tensors do not have the values of the model.
-#   2. Weights, the format with the safest and fastest reader first. Repositories on the hub often
-#      have the same model as safetensors, PyTorch and Flax.
+#   2. Weights under the names of their libraries.
 #   3. Formats that are not supported. A repository may have GGUF files next to its safetensors, so
 #      that these rules come after the weights.
-#   4. PyTorch and Flax files of any other name, and last the files that only a training run has: an
+#   4. Weights of any other name, and last the files that only a training run has: an
 #      `optimizer.bin` next to a model must not hide it.
 RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
     (_adapter_config, ADAPTER),
     (_names_matching("quantize_config.json"), GPTQ),
     (_names_matching("quant_config.json"), AWQ),
     (_names_matching("hf_quant_config.json"), MODELOPT),
-    (select_safetensors_files, "safetensors"),
-    (_all_names_if(lambda names: detect_torch_kind(names) == "torch"), "torch"),
-    (_all_names_if(lambda names: detect_torch_kind(names) == "meta"), "meta"),
-    (_all_names_if(lambda names: detect_msgpack_kind(names) == "flax"), "flax"),
-    (_all_names_if(lambda names: detect_msgpack_kind(names) == "easylm"), "easylm"),
+    *((row.select, kind) for kind, row in FORMATS.items()),
     (_names_matching("*.gguf"), GGUF),
-    (_distributed_files, "dcp"),
     (_names_matching("*.distcp"), DISTRIBUTED),
-    (select_model_files, "torch"),
-    (select_other_flax_files, "flax"),
+    *((row.select_other, kind) for kind, row in FORMATS.items()),
     (_training_files, TRAINING_FILES),
 )
 
@@ -284,29 +233,29 @@ def detect(
     if isinstance(verdict, Refusal):
         raise verdict.error(selected_names, folder.display_name)
     may_be_quantized = any(name in QUANTIZATION_FILES for name in top_names)
+    config: HFConfig | None = None
     if CONFIG in top_names:
-        quantisation = _read_quantisation(folder)
+        config = _read_config(folder)
+        quantisation = _describe_quantisation(config or {})
         may_be_quantized = may_be_quantized or bool(quantisation)
         if quantisation and not allow_quantized and not _has_only_dense_tensors(folder):
             why = f"{CONFIG} has a {quantisation}"
             raise _quantised_refusal(why).error((), folder.display_name)
-    if verdict == "safetensors" and _is_native_mistral(folder, top_names):
-        return Detected("meta", may_be_quantized=may_be_quantized)
-    return Detected(verdict, may_be_quantized=may_be_quantized)
+    if verdict == "safetensors" and _is_native_mistral(folder, top_names, config):
+        verdict = "meta"
+    return Detected(verdict, may_be_quantized=may_be_quantized, config=config)
 
 
-def _is_native_mistral(folder: Folder, top_names: Sequence[str]) -> bool:
+def _is_native_mistral(folder: Folder, top_names: Sequence[str], config: HFConfig | None) -> bool:
     """Return whether the only weights are those of a dense Mistral with the names of its own code.
 
     Its other models, e.g. with experts or images, keep the names of their files.
     """
     if select_safetensors_files(top_names) != [MISTRAL_FILE] or META_PARAMS_FILE not in top_names:
         return False
+    if CONFIG in top_names and (config or {}).get("model_type") != "mistral":
+        return False
     try:
-        if CONFIG in top_names:
-            config = load_json(folder.read(CONFIG, 0, MAX_CONFIG_NBYTES))
-            if not isinstance(config, dict) or config.get("model_type") != "mistral":
-                return False
         return is_dense_mistral(parse_json(folder.read(META_PARAMS_FILE, 0, MAX_CONFIG_NBYTES)))
     except ValueError:
         return False
@@ -362,11 +311,8 @@ def apply_rules(
     return None, ()
 
 
-def _read_quantisation(folder: Folder) -> str:
-    """Return the quantisation that config.json describes, e.g. `quantization_config: gptq`. Empty if there is none.
-
-    Raise PrepError if config.json cannot be parsed.
-    """
+def _read_config(folder: Folder) -> HFConfig | None:
+    """Return the content of config.json, or None if it is no JSON object. Raise PrepError if it cannot be parsed."""
     content = folder.read(CONFIG, 0, MAX_CONFIG_NBYTES + 1)
     try:
         if len(content) > MAX_CONFIG_NBYTES:
@@ -376,8 +322,11 @@ def _read_quantisation(folder: Folder) -> str:
         raise DamagedError(
             f"{folder.display_name} has a broken {CONFIG}", str(error), BROKEN_CONFIG_HINT
         ) from error
-    if not isinstance(config, Mapping):
-        return ""
+    return config if isinstance(config, dict) else None
+
+
+def _describe_quantisation(config: HFConfig) -> str:
+    """Return the quantisation in a config, e.g. `quantization_config: gptq`. Empty if there is none."""
     # Multimodal models have the key under text_config.
     text_config = config.get("text_config")
     sections = [config, text_config if isinstance(text_config, Mapping) else {}]
@@ -415,8 +364,9 @@ def no_checkpoint_error(names: Sequence[str], display_name: str) -> PrepError:
     if is_begun_run(names):
         return no_step_error(display_name)
     listed = join_names(names, max_names=MAX_LISTED) if names else "nothing"
+    looked_for = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
     return PrepError(
         f"`{display_name}` holds no checkpoint",
-        f"looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream; found {listed}",
+        f"looked for {looked_for}, Orbax `_METADATA`, EasyLM stream; found {listed}",
         "name the folder with the weights",
     )

@@ -7,27 +7,26 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path, PurePath
 
 from prepcli.core.errors import Command, Option, PrepError, Text, text, usage_error
 from prepcli.core.formatting import join_names
 from prepcli.core.observer import NullProgress, Observer, Progress
-from prepcli.formats import msgpack, safetensors, torch_files
 from prepcli.formats.gguf import part_names
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.model_files import read_weight_map
-from prepcli.formats.msgpack import select_flax_files
+from prepcli.formats.model_files import index_suffix, read_weight_map
 from prepcli.formats.orbax import (
     ITEM_MARKERS,
     find_item,
     item_metadata_file,
     list_checkpoint_folders,
 )
+from prepcli.formats.registry import FORMATS, INDEX_FILES, Kind, select_downloads
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
-from prepcli.formats.torch_files import select_torch_files
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.quantized.formats import QUANTIZATION_FILES
-from prepcli.sources.detect import Kind, Refusal, apply_rules, no_checkpoint_error
+from prepcli.sources.detect import Refusal, apply_rules, no_checkpoint_error
 from prepcli.sources.references import CONFIG, BucketUrl, HubRepo
 from prepcli.sources.side_files import (
     ListedFile,
@@ -114,16 +113,19 @@ def make_access(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointFiles:
-    """The files of a checkpoint to open.
+# Without slots: a cached property needs the dict of the instance.
+@dataclass(frozen=True)
+class OpenFolder:
+    """A folder or a single file of a checkpoint, on a disk or in a bucket. Its names are listed once.
 
     Attributes:
-        path: Folder or file of the checkpoint, on a disk or in a store.
-        commit: Commit on the hub.
+        display_name: Name of the checkpoint in messages.
+        path: Folder or file.
+        commit: Commit on the hub, if it is a model of the hub.
         omitted: Descriptions of files and subfolders on the hub that are not in `path`, e.g. `onnx/ (weights)`.
     """
 
+    display_name: str
     path: AnyPath
     commit: str | None = None
     omitted: tuple[str, ...] = ()
@@ -133,24 +135,24 @@ class CheckpointFiles:
         """Whether the files are read from a server."""
         return isinstance(self.path, StorePath)
 
+    @cached_property
+    def listed_names(self) -> Sequence[str]:
+        """Names of all files and subfolders."""
+        return list_folder(self.path)
 
-@dataclass(frozen=True, slots=True)
-class OpenFolder:
-    """A folder or a single file, on a disk or in a bucket. `commit` is set for a snapshot in the hub's cache."""
-
-    display_name: str
-    path: AnyPath
-    commit: str | None = None
+    @cached_property
+    def item(self) -> AnyPath | None:
+        """The Orbax item that the folder is or holds."""
+        return find_item(self.path, self.listed_names)
 
     def names(self) -> list[str]:
         """List the names in the folder, and the metadata file of its Orbax item."""
-        item = find_item(self.path)
-        names = [name for name in list_folder(self.path) if name != METADATA_FILE]
+        names = [name for name in self.listed_names if name != METADATA_FILE]
         # Only the item that will be opened is listed, e.g. the one of a run's last step.
-        if item is None:
+        if self.item is None:
             return names
-        folder = path_in_folder(item, self.path) or PurePath()
-        metadata_files = ITEM_MARKERS[item_metadata_file(item) or METADATA_FILE]
+        folder = path_in_folder(self.item, self.path) or PurePath()
+        metadata_files = ITEM_MARKERS[item_metadata_file(self.item) or METADATA_FILE]
         return [*((folder / name).as_posix() for name in metadata_files), *names]
 
     def read(self, name: str, start: int, stop: int) -> bytes:
@@ -166,9 +168,9 @@ class OpenFolder:
         """Return the folder itself."""
         return self.path
 
-    def fetch(self, kind: Kind) -> CheckpointFiles:
+    def fetch(self, kind: Kind) -> OpenFolder:
         """Return the folder itself: its files are read where they are."""
-        return CheckpointFiles(self.path, self.commit)
+        return self
 
 
 def open_bucket_folder(reference: BucketUrl, access: Access) -> OpenFolder:
@@ -236,13 +238,6 @@ SMALL_FILE_PATTERNS = (
     *QUANTIZATION_FILES,
 )
 
-# Suffix of the files that each index names.
-INDEX_SUFFIXES = {
-    safetensors.INDEX_FILE: safetensors.SUFFIX,
-    torch_files.INDEX_FILE: torch_files.INDEXED_SUFFIX,
-    msgpack.INDEX_FILE: msgpack.SUFFIX,
-}
-
 
 def open_hub_folder(repo: HubRepo, access: Access) -> OpenFolder | HubFolder:
     """List the files of a model on the hub, or in the hub's cache if there is no network.
@@ -308,7 +303,7 @@ def _cached_folder(repo: HubRepo) -> OpenFolder:
     names = folder.names()
     # Another program may have cached only the tokenizer or the config of this revision. A folder of a
     # recognized but unsupported format passes too, because a later error names the format.
-    if not _select_weights(names) and not isinstance(apply_rules(names)[0], Refusal):
+    if not select_downloads(names) and not isinstance(apply_rules(names)[0], Refusal):
         raise FileNotFoundError(f"{path} has no weights")
     return folder
 
@@ -364,32 +359,32 @@ class HubFolder:
         """Return the weights and settings to download, read where they are, if the hub reports a commit."""
         with self._translate_errors():
             names = self._files_to_fetch()
-            if self.listing.commit is None or not _select_weights(names):
+            if self.listing.commit is None or not select_downloads(names):
                 return None
             return self.listing.open_remote(names)
 
-    def fetch(self, kind: Kind) -> CheckpointFiles:
+    def fetch(self, kind: Kind) -> OpenFolder:
         """Download the files of one weight format, the config and the tokenizer, unless they are streamed."""
         if self.file:
             return self._fetch_gguf()
         with self._translate_errors():
             names = self._files_to_fetch()
-        if not _select_weights(names):
+        if not select_downloads(names):
             raise no_checkpoint_error(sorted(self.names()), self.display_name)
         nested = self._nested_files()
         omitted = (*nested.omitted, *unread_weights(self.names(), names))
         names = [*names, *nested.copied]
         # A model's repository may have an adapter too. Only the adapter itself needs these settings,
         # and a conversion would copy them next to its output.
-        if kind == "meta" and torch_files.MISTRAL_FILE in names:
-            names = [*names, torch_files.META_PARAMS_FILE]
-        if kind == "adapter":
-            names = [*names, safetensors.ADAPTER_CONFIG]
+        settings = FORMATS[kind].settings_files
+        names += [name for name in settings if name in self.listing.siblings]
         with self._translate_errors():
             if self.access.stream:
-                return CheckpointFiles(self._streamed_folder(names), self.listing.commit, omitted)
+                return OpenFolder(
+                    self.display_name, self._streamed_folder(names), self.listing.commit, omitted
+                )
             path = self.listing.download(names, self.access.progress)
-        return CheckpointFiles(path, path.name, omitted)
+        return OpenFolder(self.display_name, path, path.name, omitted)
 
     def _nested_files(self) -> SelectedNames:
         """Return the side files in subfolders to download, and descriptions of the subfolders to leave."""
@@ -402,16 +397,15 @@ class HubFolder:
     def _files_to_fetch(self) -> list[str]:
         """Return the files of one weight format, the config and the side files. An index decides which weights."""
         names = files_to_download(self.names(), self.access.copied_files)
-        for index, suffix in INDEX_SUFFIXES.items():
+        for index in INDEX_FILES:
             if index in names:
-                weight_map = read_weight_map(self.listing.download_file(index), suffix)
+                weight_map = read_weight_map(self.listing.download_file(index))
                 indexed = {*weight_map.values()}
-                names = [
-                    name for name in names if not name.endswith(f".{suffix}") or name in indexed
-                ]
+                suffix = index_suffix(index)
+                names = [name for name in names if not name.endswith(suffix) or name in indexed]
         return names
 
-    def _fetch_gguf(self) -> CheckpointFiles:
+    def _fetch_gguf(self) -> OpenFolder:
         """Download a GGUF file, or all parts of its model, unless they are streamed."""
         names = part_names(self.file)
         missing = [name for name in names if name not in self.listing.siblings]
@@ -423,10 +417,12 @@ class HubFolder:
             )
             raise PrepError(f"{self.display_name} has no {missing[0]}", why, hint)
         if self.access.stream:
-            return CheckpointFiles(self._streamed_folder(names) / self.file, self.listing.commit)
+            return OpenFolder(
+                self.display_name, self._streamed_folder(names) / self.file, self.listing.commit
+            )
         with self._translate_errors():
             path = self.listing.download(names, self.access.progress)
-        return CheckpointFiles(path / self.file, path.name)
+        return OpenFolder(self.display_name, path / self.file, path.name)
 
     def _streamed_folder(self, names: Iterable[str]) -> StorePath:
         """Return the folder of files that are read where they are."""
@@ -452,20 +448,8 @@ def files_to_download(names: Sequence[str], patterns: Sequence[str] = ()) -> lis
     safetensors, Flax files if there is neither. `patterns` select further files.
     """
     top = [name for name in names if "/" not in name]
-    if safetensors.INDEX_FILE in top:
-        every = [name for name in top if name.endswith(".safetensors")]
-        weights = [safetensors.INDEX_FILE, *every]
-    elif safetensors.SINGLE_FILE in top:
-        weights = [safetensors.SINGLE_FILE]
-    else:
-        weights = _select_weights(top)
-    selected = set(weights)
+    selected = set(select_downloads(top))
     side_files = [name for name in top if not is_weight_file(name)]
     for pattern in (*SMALL_FILE_PATTERNS, *patterns):
         selected.update(name for name in side_files if fnmatchcase(name, pattern))
     return sorted(selected)
-
-
-def _select_weights(names: Sequence[str]) -> list[str]:
-    weights = [name for name in names if name.endswith(".safetensors")]
-    return weights or select_torch_files(names) or select_flax_files(names)

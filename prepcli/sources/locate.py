@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import assert_never
 
 from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.json_values import HFConfig
 from prepcli.formats.manifest import item_manifest_folder, read_manifest, read_manifest_of_file
+from prepcli.formats.registry import FORMATS, Kind
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.sources.detect import Detected, Kind, detect, detect_file, detect_gguf
+from prepcli.sources.detect import Detected, detect, detect_file, detect_gguf
 from prepcli.sources.folders import (
     DEFAULT_ACCESS,
     Access,
-    CheckpointFiles,
     HubFolder,
     OpenFolder,
     open_bucket_folder,
@@ -21,6 +22,7 @@ from prepcli.sources.folders import (
 )
 from prepcli.sources.quantization import unused_quantization_note
 from prepcli.sources.references import (
+    CONFIG,
     BucketUrl,
     HubRepo,
     LocalPath,
@@ -28,6 +30,7 @@ from prepcli.sources.references import (
     RunStep,
     parse_reference,
 )
+from prepcli.sources.source import read_config
 from prepcli.stores.files import name_fault
 from prepcli.stores.paths import AnyPath
 
@@ -44,19 +47,21 @@ class LocatedCheckpoint:
         manifest: Manifest of an output of prep, else None.
         part: EasyLM part in the name, as `params` in `params::PATH`.
         access: How the checkpoint was accessed. Opening it gives notes to the same receiver.
-        item: The Orbax item that the path is or holds. None for other formats.
+        item: The Orbax item that the path is or holds, if any.
         may_be_quantized: Whether settings of a quantisation tool may be among the files.
+        config: Content of the config.json in the folder of the files, if it was read to detect the format.
     """
 
     display_name: str
     model_name: str
     kind: Kind
-    files: CheckpointFiles
+    files: OpenFolder
     manifest: Manifest | None
     part: str = ""
     access: Access = DEFAULT_ACCESS
     item: AnyPath | None = None
     may_be_quantized: bool = True
+    config: HFConfig | None = None
 
     @property
     def manifest_folder(self) -> AnyPath:
@@ -66,6 +71,12 @@ class LocatedCheckpoint:
         path = self.files.path
         # `OUTPUT/flax_model.msgpack` given by its own path: its manifest is in the same folder.
         return path.parent if path.is_file() else path
+
+    def read_config(self, path: AnyPath) -> HFConfig:
+        """Return the content of a config.json. The file in the folder of the checkpoint is read once."""
+        if self.config is not None and path == self.files.path / CONFIG:
+            return self.config
+        return read_config(path)
 
 
 def locate(
@@ -111,7 +122,7 @@ def locate(
         manifest = read_manifest_of_file(files.path)
     else:
         manifest = read_manifest(files.path if item is None else item_manifest_folder(item))
-    if kind in ("safetensors", "torch") and detected.may_be_quantized:
+    if FORMATS[kind].is_hf_folder and detected.may_be_quantized:
         remark = unused_quantization_note(files.path)
         if remark:
             access.note(remark)
@@ -125,6 +136,7 @@ def locate(
         access=access,
         item=item,
         may_be_quantized=detected.may_be_quantized,
+        config=detected.config,
     )
 
 
@@ -141,7 +153,7 @@ def open_folder(reference: Reference, access: Access) -> OpenFolder | HubFolder:
             assert_never(reference)
 
 
-def _recorded_name(reference: Reference, files: CheckpointFiles, manifest: Manifest | None) -> str:
+def _recorded_name(reference: Reference, files: OpenFolder, manifest: Manifest | None) -> str:
     """Return the model name in the manifest. Empty if it is no file name, as outputs are called after it."""
     # A model of the hub has the name of its repository, and a single file its own.
     if manifest is None or isinstance(reference, HubRepo) or files.path.is_file():

@@ -1,30 +1,42 @@
-"""Apply a tensor map to a source: tensors under other names, transposed, stacked and taken apart."""
+"""The tensors of a source in another form: of a user's map, or of another version of transformers.
+
+A map renames, transposes, stacks and takes apart. transformers 4 stores a matrix per expert, and transformers 5 one
+tensor with the matrices of all experts:
+
+    layers.3.mlp.experts.7.up_proj.weight    [mlp, embed]
+    layers.3.mlp.experts.gate_up_proj        [experts, 2 mlp, embed]
+
+Both are rows of one parameter (`Parameter.row` and `Parameter.alternate`). The elements of one form are views of the
+tensors of the other one.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from prepcli.algebra.axis_map import bind_row
+from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import did_you_mean
 from prepcli.core.json_values import HFConfig
 from prepcli.engine.digest import record_digest
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.models.parameters import (
-    Family,
-    StoredShapes,
-    dropped_patterns,
-    parameter_rows,
-)
+from prepcli.models.parameters import Family, StoredShapes, dropped_patterns, parameter_rows
 from prepcli.models.prediction import prediction_names
 from prepcli.models.registry import FAMILIES, family_of
 from prepcli.models.verbatim import verbatim_family
 from prepcli.planning.arrays import Location
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor
-from prepcli.planning.tensors import FLOAT_DTYPES, is_quantization_tensor
+from prepcli.planning.tensors import (
+    FLOAT_DTYPES,
+    PARAMS,
+    is_quantization_tensor,
+    qualify,
+    split_name,
+)
 from prepcli.quantized.formats import quantization_settings
 from prepcli.sources.maps import (
     MAX_NBYTES,
@@ -37,8 +49,22 @@ from prepcli.sources.maps import (
     map_error,
     parse_map,
 )
-from prepcli.sources.source import Source, SourceTensor, file_position, recorded_digests
-from prepcli.sources.tensor_match import VOCAB_ATOM, TensorInfo, TensorNames, detect_names
+from prepcli.sources.model_family import split_towers, with_bare_names
+from prepcli.sources.source import (
+    Source,
+    SourceTensor,
+    file_position,
+    match_source_tensors,
+    recorded_digests,
+    stored_axis_maps,
+)
+from prepcli.sources.tensor_match import (
+    DEFAULT_MATCH_OPTIONS,
+    VOCAB_ATOM,
+    TensorInfo,
+    TensorNames,
+    detect_names,
+)
 from prepcli.stores.files import read_small_file
 from prepcli.stores.paths import AnyPath
 
@@ -49,6 +75,8 @@ SCALES_RULE = "--map changes the weights of the scales"
 # Key of the text of the map in the record of an export.
 CONTENT_KEY = "content"
 AtomSizes = dict[str, int | tuple[int, ...]]
+# Name and shape of a tensor to make, a stored tensor, and the place of the part of it.
+TensorPart = tuple[str, tuple[int, ...], SourceTensor, Location]
 
 
 def read_map(path: AnyPath) -> TensorMap:
@@ -303,29 +331,38 @@ def map_tensors(
     rows: Sequence[MapRow], tensors: Mapping[str, SourceTensor], names: TensorNames | None
 ) -> tuple[SourceTensor, ...]:
     """Return the targets, in the order of their bytes in the files."""
-    targets: dict[str, SourceTensor] = {}
-    stored_parts: dict[str, dict[str, SourceTensor]] = {}
+    copies: list[SourceTensor] = []
+    parts: list[TensorPart] = []
     for row in rows:
         for target, source_name, indices in row.pairs():
             stored = tensors[source_name]
             name = names.bare_name(target) if names else target
             if row.is_copy:
-                targets[name] = replace(stored, name=name)
-                continue
-            location = _composed(row, indices, stored)
-            parts = stored_parts.setdefault(name, {})
-            parts.update((part.name, part) for part in stored.stored)
-            if name in targets:
-                placement = (*targets[name].placement, location)
-                targets[name] = replace(targets[name], placement=placement)
+                copies.append(replace(stored, name=name))
             else:
-                shape = row.target.source_shape
-                targets[name] = SourceTensor(
-                    name, stored.dtype, shape, (location,), (), stored.default_dtype
-                )
-    for name, parts in stored_parts.items():
-        targets[name] = replace(targets[name], made_from=tuple(parts.values()))
-    return tuple(sorted(targets.values(), key=file_position))
+                location = _composed(row, indices, stored)
+                parts.append((name, row.target.source_shape, stored, location))
+    return tuple(sorted((*copies, *_join_parts(parts)), key=file_position))
+
+
+def _join_parts(parts: Iterable[TensorPart]) -> Iterator[SourceTensor]:
+    """Yield tensors made of parts of stored ones. The digests of the stored tensors are checked instead."""
+    by_name: dict[str, list[TensorPart]] = {}
+    for part in parts:
+        by_name.setdefault(part[0], []).append(part)
+    for name, group in by_name.items():
+        made_from: dict[str, SourceTensor] = {}
+        for _, _, stored, _ in group:
+            made_from.update((tensor.name, tensor) for tensor in stored.stored)
+        _, shape, first, _ = group[0]
+        yield SourceTensor(
+            name,
+            first.dtype,
+            shape,
+            tuple(location for _, _, _, location in group),
+            default_dtype=first.default_dtype,
+            made_from=tuple(made_from.values()),
+        )
 
 
 def apply_recorded_map(source: Source, tensor_map: TensorMap) -> Source:
@@ -361,3 +398,124 @@ def _file_names(source: Source, mapped: Sequence[SourceTensor]) -> tuple[str, ..
     for tensor, file_name in zip(source.tensors, source.tensor_file_names):
         name_of_file[file_position(tensor)[0]] = file_name
     return tuple(name_of_file[file_position(tensor)[0]] for tensor in mapped)
+
+
+def in_one_form(source: Source, other: Source) -> tuple[Source, Source]:
+    """Return two sources of one family with each parameter in the same tensors.
+
+    A parameter that they store in two forms gets the form with more tensors. Sources with equal forms are returned
+    unchanged.
+    """
+    shapes = {tensor.name: tensor.shape for tensor in source.tensors}
+    other_shapes = {tensor.name: tensor.shape for tensor in other.tensors}
+    if shapes == other_shapes:
+        return source, other
+    # Both lists are in the order of the family's parameters.
+    rows = _bound_rows(source, shapes)
+    other_rows = _bound_rows(other, other_shapes)
+    forms: set[int] = set()
+    other_forms: set[int] = set()
+    for number, (row, other_row) in enumerate(zip(rows, other_rows)):
+        if _form(row) == _form(other_row):
+            continue
+        if _num_tensors(row) < _num_tensors(other_row):
+            forms.add(number)
+        else:
+            other_forms.add(number)
+    target_rows = _bound_rows(source, other_shapes)
+    other_target_rows = _bound_rows(other, shapes)
+    return (
+        _with_forms(source, [MapRow(0, target_rows[n], rows[n]) for n in sorted(forms)]),
+        _with_forms(
+            other, [MapRow(0, other_target_rows[n], other_rows[n]) for n in sorted(other_forms)]
+        ),
+    )
+
+
+def with_family(source: Source) -> Source:
+    """Return a source of the verbatim family with the family of its config, or unchanged if its tensors do not fit."""
+    model_type = source.config.get("model_type")
+    if not source.family.is_verbatim:
+        return source
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        return split_towers(source)
+    family = FAMILIES[model_type]
+    try:
+        names = detect_names(family, source.config, full_names={t.name for t in source.tensors})
+        model = with_bare_names(replace(source, family=family), names)
+        model = split_towers(model)
+        match_source_tensors(model, stored_axis_maps(model), DEFAULT_MATCH_OPTIONS)
+    except PrepError:
+        return source
+    return model
+
+
+def _bound_rows(source: Source, shapes: StoredShapes) -> list[AxisMap]:
+    """Return the axis map of each parameter of a source in the form with tensors of these names and shapes."""
+    manifest = source.tree_manifest
+    rows = parameter_rows(
+        source.family, source.config, manifest.scan, manifest.scan_axis, tensors=shapes
+    )
+    sizes = source.family.sizes(source.config)
+    return [bind_row(row, sizes) for row in rows.values()]
+
+
+def _form(row: AxisMap) -> tuple[object, ...]:
+    """Return what distinguishes two forms of a parameter: the names of its tensors, and the order of their axes."""
+    axes = [[factor.atom for factor in dim.factors] for dim in row.source_dims]
+    return row.name_parts, axes
+
+
+def _num_tensors(row: AxisMap) -> int:
+    return math.prod(factor.extent for factor in row.stacked_factors)
+
+
+def _with_forms(source: Source, rows: Sequence[MapRow]) -> Source:
+    """Return a source with the target tensors of rows, and of their training state, in place of the stored ones."""
+    if not rows:
+        return source
+    tensors = _views(source.tensors, rows, PARAMS)
+    state: dict[str, SourceTensor] = {tensor.name: tensor for tensor in source.state_tensors}
+    for slot in {split_name(name)[0] for name in state}:
+        if slot:
+            state = {tensor.name: tensor for tensor in _views(tuple(state.values()), rows, slot)}
+    return replace(source, tensors=tensors, state_tensors=tuple(state.values()))
+
+
+def _views(
+    stored: Sequence[SourceTensor], rows: Sequence[MapRow], slot: str
+) -> tuple[SourceTensor, ...]:
+    """Return tensors with a slot of the state in another form, in the order of their bytes in the files.
+
+    `map_tensors` makes the tensors of a user's map. It keeps no tensor without a row, and raises an error where this
+    function leaves the tensors as they are. Only this function reads leaves of several parts: their chunks belong to
+    both forms.
+    """
+    tensors = {tensor.name: tensor for tensor in stored}
+    parts: list[TensorPart] = []
+    replaced: set[str] = set()
+    for row in rows:
+        for target, source_name, indices in row.pairs():
+            tensor = tensors.get(qualify(slot, source_name))
+            location = None if tensor is None else _view(row, indices, tensor)
+            if tensor is None or location is None:
+                # It is missing, or is in parts that cannot be taken apart.
+                return tuple(stored)
+            replaced.add(tensor.name)
+            parts.append((qualify(slot, target), row.target.source_shape, tensor, location))
+    kept = [tensor for tensor in stored if tensor.name not in replaced]
+    return tuple(sorted((*kept, *_join_parts(parts)), key=file_position))
+
+
+def _view(row: MapRow, indices: Mapping[str, int], stored: SourceTensor) -> Location | None:
+    """Return where a tensor of another form is stored in a tensor, or None if it is stored in several parts."""
+    for location in stored.placement:
+        if location.axis_map is not None and location.axis_map == row.source:
+            # The part of a leaf. Both forms have the leaf's dims, and the same chunks.
+            atoms = [factor.atom for factor in row.target.stacked_factors]
+            stacked = tuple((atom, indices[atom]) for atom in atoms)
+            return replace(location, axis_map=row.target, stacked_indices=stacked)
+    if len(stored.placement) != 1:
+        return None
+    (location,) = stored.placement
+    return compose_location(row, indices, location)

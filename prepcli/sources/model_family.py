@@ -28,10 +28,13 @@ from prepcli.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, ve
 from prepcli.planning.manifest_fields import Manifest, QuantizedRecord
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.tensors import QUANTIZATION, TOWERS, qualify, split_name
+from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import SideFiles, find_side_files
-from prepcli.sources.source import Source, SourceTensor, Wrapper, read_config
-from prepcli.sources.source_views import (
+from prepcli.sources.source import (
+    Source,
+    SourceTensor,
+    Wrapper,
     append_files,
     shift_file_numbers,
     without_transposed_tensors,
@@ -40,8 +43,6 @@ from prepcli.sources.tensor_match import TensorNames, detect_names, find_wrapper
 from prepcli.stores.files import is_there
 from prepcli.stores.paths import AnyPath
 
-# Formats of files with the names of transformers.
-MULTIMODAL_KINDS = ("safetensors", "torch", "dcp")
 # Rule that drops the towers of an export of the text model.
 TEXT_ONLY_RULE = "--text-only"
 # Settings of images and sounds, which the text model does not have.
@@ -264,7 +265,7 @@ class FolderModel:
 
 
 def read_folder_model(
-    folder: AnyPath,
+    located: LocatedCheckpoint,
     config_path: AnyPath | None,
     hints: SourceHints,
     tensors: TensorTypes,
@@ -274,7 +275,7 @@ def read_folder_model(
     """Read the model of a folder with weight files.
 
     Args:
-        folder: The folder.
+        located: The located checkpoint.
         config_path: Path of the config.json. None without one: then the tensors are kept under their names,
             which is called the verbatim family.
         hints: User-supplied facts about the checkpoint.
@@ -283,14 +284,14 @@ def read_folder_model(
     """
     config: HFConfig = {}
     if config_path is not None:
-        config = read_config(config_path)
+        config = located.read_config(config_path)
     # Of a multimodal model, the family of the text part is selected by the names without the prefix.
     prefix = ""
     if not hints.verbatim:
         prefix = multimodal_wrapper_prefix(config, tensors.keys(), hints.drop)
     bare_tensors = {name.removeprefix(prefix): types for name, types in tensors.items()}
     family = select_family(config, hints, bare_tensors, manifest, wrapper=prefix)
-    side_files = find_side_files(folder, hints.copied_files)
+    side_files = find_side_files(located.files.path, hints.copied_files)
     names = detect_names(family, config, full_names=bare_tensors.keys())
     if prefix:
         names = replace(names, wrapper_prefix=prefix)
@@ -331,17 +332,11 @@ def select_family(
     return family_of(config)
 
 
-def existing_config(path: AnyPath, hints: SourceHints) -> AnyPath | None:
-    """Return the path of a config.json, or None if it does not exist and the verbatim family may be used."""
-    # A broken link is an error of its own, and no checkpoint without a config.
-    if hints.verbatim is False or is_there(path):
-        return path
-    return None
-
-
 def find_config_path(hints: SourceHints, folder: AnyPath, display_name: str) -> AnyPath | None:
     """Return the path of the user's config.json or of the folder's, or None if no config is needed."""
-    if hints.config_path is None and existing_config(folder / CONFIG, hints) is None:
+    # A broken link is an error of its own, and no checkpoint without a config.
+    needs_config = hints.verbatim is False or hints.config_path is not None
+    if not needs_config and not is_there(folder / CONFIG):
         return None
     return hints.resolve_config_path(folder, display_name)
 

@@ -11,20 +11,20 @@ from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text, did_you_mean, join_names
 from prepcli.core.json_values import quote_name
 from prepcli.formats.manifest import again_hints, check_files
+from prepcli.formats.registry import FORMATS
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.libraries import HF_LAYOUT
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
-from prepcli.sources.detect import FORMATS
 from prepcli.sources.dropped_tensors import UNINDEXED_RULE, matching_drops, unindexed_names
-from prepcli.sources.folders import CheckpointFiles
+from prepcli.sources.folders import OpenFolder
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.maps import TensorMap
-from prepcli.sources.model_family import MULTIMODAL_KINDS, split_towers, verbatim_error
+from prepcli.sources.model_family import split_towers, verbatim_error
 from prepcli.sources.references import CONFIG, KeptScales, SourceHints
 from prepcli.sources.side_files import check_patterns, unread_weights
 from prepcli.sources.source import Source, check_headers
@@ -33,8 +33,6 @@ from prepcli.stores.paths import SMALL_NBYTES, StorePath, fetch_copies, is_remot
 
 # A note names at most this many tensors that the index does not name.
 MAX_UNINDEXED_NAMES = 5
-# Formats of trees with several layouts.
-TREE_KINDS = ("orbax", "flax", "easylm", "dcp")
 # Entry for the training state of an output of prep on the hub.
 UNREAD_STATE = DroppedTensor("training state", 0, OPT_STATE_RULE)
 
@@ -71,7 +69,7 @@ def open_source(
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
             and excluded.
     """
-    display_name = located.display_name
+    row = FORMATS[located.kind]
     with again_hints(located.manifest):
         check_recorded_files(located)
         if layout is not None:
@@ -89,13 +87,13 @@ def open_source(
             drop=drop,
         )
         source = read_source(located, hints)
-        check_patterns(copied_files, source.small_files, display_name)
+        check_patterns(copied_files, source.small_files, located.display_name)
         _report_unindexed(source, located, drop)
         for note in source.notes:
             located.access.note(note)
         if prefix := source.names.wrapper_prefix:
             located.access.note(
-                f"the prefix {quote_name(prefix)} of all tensors of {display_name} is taken off"
+                f"the prefix {quote_name(prefix)} of all tensors of {located.display_name} is taken off"
             )
         if layout is not None:
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
@@ -106,19 +104,19 @@ def open_source(
         source = _with_store_stamps(_with_omitted(source, located.files))
         if export_map is None and hints.verbatim:
             source = _with_model_digests(source, located, config_path)
-        if located.kind in ("safetensors", "torch"):
+        if row.is_hf_folder:
             source = without_unused_quantization(source)
         # The opener of GGUF files has already decoded the weights.
-        if dequantize and located.kind != "gguf":
+        if dequantize and not source.quantization:
             source = dequantize_source(source)
         if tensor_map is not None:
             source = apply_map(source, tensor_map)
         elif export_map is not None:
             source = apply_recorded_map(source, export_map)
-        if located.kind in MULTIMODAL_KINDS:
+        if row.has_hf_names:
             source = _split_unless_verbatim(source, verbatim, drop)
         if verbatim is False and source.family.is_verbatim:
-            raise verbatim_error(display_name)
+            raise verbatim_error(located.display_name)
         return source
 
 
@@ -141,7 +139,7 @@ def _with_model_digests(
 
 def _check_layout_option(located: LocatedCheckpoint, layout: str) -> None:
     """Raise PrepError if the layout of a checkpoint is known, and the requested one has no effect or differs."""
-    if located.kind not in TREE_KINDS:
+    if not FORMATS[located.kind].has_layouts:
         recorded = HF_LAYOUT
         why = "its tensors have the names of Hugging Face"
     elif located.manifest is not None:
@@ -169,7 +167,7 @@ def _check_layout_is_used(
 
     `is_requested` says whether the user asked for the names in the files.
     """
-    is_foreign = located.manifest is None and located.kind in TREE_KINDS
+    is_foreign = located.manifest is None and FORMATS[located.kind].has_layouts
     if not is_foreign or not source.family.is_verbatim or layout == HF_LAYOUT:
         return
     option = Option("source_layout", layout)
@@ -190,13 +188,15 @@ def read_source(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     return source
 
 
-def _with_omitted(source: Source, files: CheckpointFiles) -> Source:
+def _with_omitted(source: Source, files: OpenFolder) -> Source:
     """Return a source with descriptions of all files beside it that a conversion leaves out."""
     unread: list[str] = []
     # The checksums of an Orbax item of prep are in a *.bin file.
     if source.root.is_dir() and not source.tree_manifest:
         read_names = {path.name for path in source.files}
-        unread = unread_weights(list_folder(source.root), read_names)
+        is_listed = source.root == files.path
+        names = files.listed_names if is_listed else list_folder(source.root)
+        unread = unread_weights(names, read_names)
     omitted = dict.fromkeys((*source.omitted, *files.omitted, *unread))
     return replace(source, omitted=tuple(omitted))
 
@@ -248,7 +248,7 @@ def _with_training_state(
     if located.files.commit is not None:
         what = text("{} is not supported for {}", option, located.display_name)
         raise usage_error(what, "only the files of its model are read", "copy it to this machine")
-    if located.kind in ("safetensors", "torch"):
+    if FORMATS[located.kind].is_hf_folder:
         from prepcli.sources.torch_state import read_trainer_checkpoint
 
         return read_trainer_checkpoint(source)

@@ -5,13 +5,12 @@ Settings may be left over from the model before it was decoded. They count only 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.json_values import HFConfig
-from prepcli.formats.safetensors import iter_folder_tensors, select_safetensors_files
-from prepcli.formats.torch_files import detect_torch_kind, read_torch_folder
+from prepcli.formats.registry import iter_hf_tensors
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.quantized.formats import (
     QUANTIZATION_FILES,
@@ -93,7 +92,9 @@ def has_quantized_tensors(folder: AnyPath) -> bool:
     True for formats without dtypes in a header, and for broken headers: their error is raised by the opener.
     """
     try:
-        return any(may_be_quantized(name, dtype) for name, dtype in _stored_dtypes(folder))
+        # Header by header: the first one of a quantised model is usually enough.
+        tensors = iter_hf_tensors(folder, list_folder(folder))
+        return any(may_be_quantized(tensor.name, tensor.dtype) for tensor in tensors)
     except (LookupError, PrepError):
         return True
 
@@ -103,17 +104,3 @@ def may_be_quantized(name: str, dtype: str) -> bool:
     if dtype in FLOAT_DTYPES:
         return name.endswith(SCALE_SUFFIXES)
     return dtype != "bool" and not name.endswith(BUFFER_SUFFIXES)
-
-
-def _stored_dtypes(folder: AnyPath) -> Iterator[tuple[str, str]]:
-    """Yield name and dtype of each tensor. Raise LookupError for other formats than safetensors and PyTorch."""
-    names = list_folder(folder)
-    if select_safetensors_files(names):
-        # Header by header: the first one of a quantised model is usually enough.
-        for tensor in iter_folder_tensors(folder):
-            yield tensor.name, tensor.dtype
-    elif detect_torch_kind(names) == "torch":
-        for tensor in read_torch_folder(folder).tensors:
-            yield tensor.name, tensor.dtype
-    else:
-        raise LookupError(folder)

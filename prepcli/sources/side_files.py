@@ -18,11 +18,11 @@ from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
-from prepcli.formats import msgpack, safetensors, torch_files
+from prepcli.formats import torch_files
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.orbax import ITEM_MARKERS, READABLE_SUFFIXES
+from prepcli.formats.orbax import ITEM_MARKERS
+from prepcli.formats.registry import INDEX_FILES, SUFFIXES
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
-from prepcli.formats.torch_dcp import SUFFIX as DCP_SUFFIX
 from prepcli.planning.item_storage import ZARR2, ZARR3
 from prepcli.sources.references import CONFIG
 from prepcli.stores.files import list_folder
@@ -39,10 +39,9 @@ from prepcli.stores.paths import (
 SNAPSHOTS = "snapshots"
 BLOBS = "blobs"
 MODEL_FOLDER_PREFIX = "models--"
-INDEX_FILES = (safetensors.INDEX_FILE, torch_files.INDEX_FILE, msgpack.INDEX_FILE)
 # A file of transformers' Trainer. A copy of it in another step would have the wrong step number.
 TRAINER_STATE_FILE = "trainer_state.json"
-WEIGHT_SUFFIXES = {*READABLE_SUFFIXES, ".h5", ".gguf", ".onnx", ".ot", ".npz"}
+WEIGHT_SUFFIXES = (*SUFFIXES, ".h5", ".gguf", ".onnx", ".ot", ".npz")
 CODE_SUFFIX = ".py"
 # Names at the top of a model's folder that a conversion writes itself, or that belong to a training.
 SKIPPED_NAMES = {CONFIG, MANIFEST_FILE, TRAINER_STATE_FILE, *INDEX_FILES}
@@ -272,7 +271,7 @@ def matches_any(name: str, patterns: Sequence[str]) -> bool:
 
 def is_weight_file(name: str) -> bool:
     """Return whether a file has weights, by its name."""
-    return name.endswith((*WEIGHT_SUFFIXES, DCP_SUFFIX))
+    return name.endswith(WEIGHT_SUFFIXES)
 
 
 def is_hidden(name: str) -> bool:

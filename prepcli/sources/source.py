@@ -1,4 +1,4 @@
-"""`Source`: an opened checkpoint of any format as a list of tensors. Every conversion reads from one."""
+"""`Source`: an opened checkpoint of any format as a list of tensors, and views of it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from prepcli.algebra.axis_map import ParsedAxisMap
+from prepcli.algebra.axis_map import ParsedAxisMap, bind_row
 from prepcli.core.errors import (
     BROKEN_CONFIG_HINT,
     GET_AGAIN_HINT,
     DamagedError,
+    Key,
     Option,
     PrepError,
     text,
+    usage_error,
 )
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import HFConfig, JsonObject, load_json, quote_name
@@ -32,7 +34,10 @@ from prepcli.planning.plan import DroppedTensor, SmallFile, SourceFile
 from prepcli.planning.tensors import (
     DECODED,
     ITEM_BITS,
+    OPT_STATE,
+    PARAMS,
     QUANTIZATION,
+    SEPARATOR,
     TOWERS,
     cast_dtype,
     is_leaf_path,
@@ -57,10 +62,16 @@ from prepcli.stores.buffers import Blob
 from prepcli.stores.files import MAX_CONFIG_NBYTES, is_there, read_small_file
 from prepcli.stores.paths import AnyPath
 
+if TYPE_CHECKING:
+    from prepcli.formats.gguf import GgufHeader
+    from prepcli.formats.model_files import FileHeader
+
 # In an init checkpoint: config, tokenizer and the other files of the model.
 HF_FOLDER = "hf"
 # A file of transformers' Trainer.
 SCHEDULER_FILE = "scheduler.pt"
+# The moving average of a run's parameters (`optimizer.ema`).
+AVERAGE_SLOT = f"{OPT_STATE}.ema"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +194,7 @@ class Source:
             `planning.tensors`.
         blobs: Byte sources by the file numbers of placements. Empty if the placements refer to `files`.
         extra_entries: Other contents of the files, which no conversion uses.
-        has_averages: Whether the parameters are the averages of a run. See `sources.source_views`.
+        has_averages: Whether the parameters are the averages of a run. See `use_averaged_params`.
         quantization: Settings of quantised weights that are decoded. Empty if there are none.
         quantized: Records of the decoded weights with scales in `state_tensors`, by name.
         config_path: File that `config` was read from, or None.
@@ -366,31 +377,7 @@ def read_json_object(path: AnyPath, max_nbytes: int = MAX_CONFIG_NBYTES) -> Json
     return document
 
 
-class WeightFileHeader(Protocol):
-    """The parts of a weight file's header that show whether the file has changed since."""
-
-    @property
-    def file_name(self) -> str:
-        """Name in the folder of the checkpoint."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-        ...
-
-    @property
-    def mtime_ns(self) -> int:
-        """Time of the last change."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """XXH3-128 of the bytes outside of tensors."""
-        ...
-
-
-def file_stamps(headers: Iterable[WeightFileHeader]) -> tuple[SourceFile, ...]:
+def file_stamps(headers: Iterable[FileHeader | GgufHeader]) -> tuple[SourceFile, ...]:
     """Return size, time and digest of each weight file."""
     return tuple(
         SourceFile(header.file_name, header.size, header.mtime_ns, header.digest)
@@ -466,3 +453,100 @@ def label_tensor(source: Source, tensor: SourceTensor) -> TensorLabel:
         # E.g. the base of a merge with the matrices of an adapter.
         uses = {}
     return label_tensors(source, uses).get(tensor.name, TensorLabel("", tensor.name))
+
+
+def append_files(source: Source, other: Source) -> Source:
+    """Return a source with the files of another one after its own, e.g. an adapter's after its base's.
+
+    Its tensors stay the same. To add a tensor of the other source, see `shift_file_numbers`.
+    """
+    blobs: tuple[AnyPath | Blob, ...] = ()
+    if source.blobs or other.blobs:
+        blobs = (*source.byte_sources, *other.byte_sources)
+    return replace(
+        source,
+        files=(*source.files, *other.files),
+        file_stamps=(*source.file_stamps, *other.file_stamps),
+        blobs=blobs,
+    )
+
+
+def shift_file_numbers(tensor: SourceTensor, count: int) -> SourceTensor:
+    """Return a tensor with `count` added to the numbers of the files that store it.
+
+    Placements name files by number. After the files 0 to 2 of one source, file 0 of an appended source is file 3.
+    """
+    placement = tuple(location.moved(count) for location in tensor.placement)
+    made_from = tuple(shift_file_numbers(stored, count) for stored in tensor.made_from)
+    return replace(tensor, placement=placement, made_from=made_from)
+
+
+def without_transposed_tensors(source: Source) -> Source:
+    """Return a source with its transposed tensors in the order of dims of the text class of transformers.
+
+    Files of Qwen3-VL-MoE have the experts as [experts, embed, 2 mlp] and [experts, mlp, embed]. The class of its text
+    model reads [experts, 2 mlp, embed] and [experts, embed, mlp]. The tensors become views of the stored bytes, which
+    have no digest in this order. Tensors with a digest are also read in the stored order, for a check.
+    """
+    family = source.family
+    sizes = family.sizes(source.config)
+    # Without shapes, a parameter has its usual form.
+    names = {tensor.name: () for tensor in source.tensors}
+    usual_rows = parameter_rows(family, source.config, tensors=names)
+    # The stored dim of each usual dim, for each transposed tensor, e.g. (0, 2, 1).
+    orders: dict[str, tuple[int, ...]] = {}
+    for path, row in source_axis_maps(source).items():
+        usual_dims = usual_rows[path].source_dims
+        if row.source_dims != usual_dims:
+            order = tuple(row.source_dims.index(dim) for dim in usual_dims)
+            orders |= {name: order for name, _ in bind_row(row, sizes).tensors()}
+    tensors: list[SourceTensor] = []
+    checked: list[SourceTensor] = []
+    for tensor in source.tensors:
+        order = orders.get(tensor.name)
+        if order is None:
+            tensors.append(tensor)
+            continue
+        placement = tuple(location.permuted(order) for location in tensor.placement)
+        shape = tuple(tensor.shape[dim] for dim in order)
+        tensors.append(replace(tensor, shape=shape, placement=placement, digests=()))
+        if tensor.digests:
+            checked.append(replace(tensor, name=qualify(DECODED, tensor.name)))
+    state_tensors = (*source.state_tensors, *checked)
+    return replace(source, tensors=tuple(tensors), state_tensors=state_tensors)
+
+
+def use_averaged_params(source: Source) -> Source:
+    """Return the source of a training step with the averages as its parameters.
+
+    The parameters become a part of the other training state.
+
+    Raises:
+        UsageError: The checkpoint has no averages.
+        PrepError: Some of the parameters have no average.
+    """
+    hint = text("remove {}", Option("ema", True))
+    averages: list[SourceTensor] = []
+    others: list[SourceTensor] = []
+    for tensor in source.state_tensors:
+        slot, name = split_name(tensor.name)
+        if slot != AVERAGE_SLOT:
+            others.append(tensor)
+            continue
+        # The averages of a complete slot are named like the tensors of the parameters. A slot that
+        # lacks parameters keeps the paths of its leaves (`planning.state_rows`).
+        if is_leaf_path(name):
+            why = text("a run with {} averages only the other parameters", Key("optimizer.freeze"))
+            raise PrepError(
+                f"{source.display_name} has averages of some parameters only", why, hint
+            )
+        averages.append(replace(tensor, name=qualify(PARAMS, name)))
+    if not averages:
+        why = text("{} was not set in the run's recipe", Key("optimizer.ema"))
+        raise usage_error(f"{source.display_name} has no averaged parameters", why, hint)
+    parameters = [
+        replace(tensor, name=f"{PARAMS}{SEPARATOR}{tensor.name}") for tensor in source.tensors
+    ]
+    return replace(
+        source, tensors=tuple(averages), state_tensors=(*parameters, *others), has_averages=True
+    )

@@ -42,8 +42,14 @@ from prepcli.sources.openers.peft_settings import (
     check_tying,
     read_settings,
 )
-from prepcli.sources.source import Source, SourceTensor, source_axis_maps, stored_axis_maps
-from prepcli.sources.source_views import append_files, shift_file_numbers
+from prepcli.sources.source import (
+    Source,
+    SourceTensor,
+    append_files,
+    shift_file_numbers,
+    source_axis_maps,
+    stored_axis_maps,
+)
 from prepcli.targets.hf_folder import (
     ALL_TOKENIZER_FILES,
     adapter_tokenizer,

@@ -48,8 +48,13 @@ from prepcli.sources.adam_state import AdamState
 from prepcli.sources.dequantized import quantization_entries
 from prepcli.sources.mapped import map_record
 from prepcli.sources.model_family import towers_entry
-from prepcli.sources.source import HF_FOLDER, Source, SourceTensor, match_source_tensors
-from prepcli.sources.source_views import shift_file_numbers
+from prepcli.sources.source import (
+    HF_FOLDER,
+    Source,
+    SourceTensor,
+    match_source_tensors,
+    shift_file_numbers,
+)
 from prepcli.sources.state_rows import QUANTIZATION_RULE
 from prepcli.sources.tensor_match import (
     DEFAULT_MATCH_OPTIONS,

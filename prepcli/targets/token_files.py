@@ -24,13 +24,15 @@ from prepcli.formats.tokenizer_files import (
     SENTENCEPIECE_FILES,
     SENTENCEPIECE_SUFFIX,
     SETTINGS_FILE,
+    SPACE,
     TOKENIZER_FILE,
     VOCABULARY_FILES,
     encode_pieces,
+    parse_sentencepiece,
+    parse_tokenizer,
 )
 from prepcli.sources.side_files import resolve_small_file
 from prepcli.sources.source import Source
-from prepcli.sources.tokenizer_files import SPACE, parse_sentencepiece, parse_tokenizer
 from prepcli.stores.files import io_error, read_regular_file
 from prepcli.stores.paths import AnyPath
 

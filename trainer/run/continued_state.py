@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text
 from prepcli.restore.item_reader import ItemReader
-from prepcli.sources.source_views import AVERAGE_SLOT
+from prepcli.sources.source import AVERAGE_SLOT
 from trainer.run.start import StartCheckpoint
 
 if TYPE_CHECKING:

@@ -62,8 +62,7 @@ from prepcli.sources.recorded_sources import (
     recorded_sources,
 )
 from prepcli.sources.references import CONFIG, HubRepo, parse_reference
-from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
-from prepcli.sources.source_views import use_averaged_params
+from prepcli.sources.source import HF_FOLDER, Source, SourceTensor, use_averaged_params
 from prepcli.stores.addresses import is_url
 from prepcli.stores.paths import AnyPath
 

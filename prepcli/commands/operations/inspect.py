@@ -21,6 +21,7 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import MIN_MEMORY_NBYTES
 from prepcli.engine.collector import collector_paused
 from prepcli.formats.manifest import again_hint
+from prepcli.formats.registry import FORMATS, Kind
 from prepcli.inspection.contents import (
     AdapterSummary,
     CheckpointContents,
@@ -44,7 +45,6 @@ from prepcli.planning.manifest_fields import VocabularyRecord
 from prepcli.planning.tensors import OPT_STATE
 from prepcli.restore.digest_checks import check_tensors
 from prepcli.sources.dequantized import DECODED_DTYPE
-from prepcli.sources.detect import Kind
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.mapped import read_map
@@ -576,7 +576,7 @@ def _shapes_by_name(
     contents: CheckpointContents, *, as_hf_tensors: bool
 ) -> dict[str, ShapeAndDtype]:
     """Return each tensor's shape and dtype. Leaves of an Orbax checkpoint can be shown as Hugging Face tensors."""
-    if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta", "adapter", "gguf"):
+    if not as_hf_tensors or not FORMATS[contents.kind].has_layouts:
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
     located = replace(locate(str(contents.folder)), display_name=contents.display_name)
     source = open_source(located, verbatim=None)

@@ -27,8 +27,7 @@ from prepcli.sources.model_family import text_part_fault
 from prepcli.sources.opening import has_unread_state, open_source
 from prepcli.sources.quantization import is_quantized
 from prepcli.sources.references import KeptScales, default_checkpoint
-from prepcli.sources.source import Source
-from prepcli.sources.source_views import use_averaged_params
+from prepcli.sources.source import Source, use_averaged_params
 from prepcli.sources.tensor_match import MatchOptions
 from prepcli.stores.addresses import ObjectStoreUrl, is_url, parse_url
 from prepcli.stores.files import (

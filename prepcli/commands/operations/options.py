@@ -25,6 +25,7 @@ from prepcli.core.option_spec import (
     PathLike,
     PositiveInt,
 )
+from prepcli.formats.codecs import WRITTEN_CODECS
 from prepcli.planning.item_storage import StorageName
 from prepcli.planning.libraries import HF_LAYOUT, TREES, Layout
 
@@ -415,9 +416,10 @@ class LayoutOptions(
     compress: Annotated[
         str | None,
         option(
-            "zstd[:LEVEL]",
+            "|".join(f"{codec}[:LEVEL]" for codec in WRITTEN_CODECS),
             "Compress chunks. Default: uncompressed.",
-            '"zstd" or "zstd:LEVEL". Default: uncompressed.',
+            " or ".join(f'"{codec}" or "{codec}:LEVEL"' for codec in WRITTEN_CODECS)
+            + ". Default: uncompressed.",
             position=30,
             record=15,
         ),

@@ -49,8 +49,7 @@ from prepcli.planning.manifest_fields import REPLACED_PADDING_RULE, AddedTokensR
 from prepcli.planning.plan import Fill, SmallFile
 from prepcli.planning.tensors import is_leaf_path, split_name
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
-from prepcli.sources.source import Source
-from prepcli.sources.source_views import AVERAGE_SLOT
+from prepcli.sources.source import AVERAGE_SLOT, Source
 from prepcli.sources.tensor_match import Vocabulary, check_padded_size
 from prepcli.sources.vocabulary_tensors import VocabularyTensors, find_vocabulary
 from prepcli.targets.orbax_item import OrbaxLayout

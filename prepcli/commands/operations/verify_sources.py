@@ -41,6 +41,7 @@ from prepcli.planning.tensors import split_name
 from prepcli.restore.digest_checks import num_rows, row_stream
 from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.dropped_tensors import without_recorded_drops
+from prepcli.sources.mapped import in_one_form, with_family
 from prepcli.sources.model_family import TEXT_ONLY_RULE, as_verbatim, towers_title, without_towers
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.references import CONFIG, LocalPath, RunStep, parse_reference
@@ -54,11 +55,7 @@ from prepcli.sources.source import (
     read_config,
     stored_axis_maps,
 )
-from prepcli.sources.stored_forms import in_one_form, with_family
-from prepcli.sources.tensor_match import (
-    DEFAULT_MATCH_OPTIONS,
-    TensorMatch,
-)
+from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.sources.vocabulary_tensors import vocabulary_names
 from prepcli.stores.files import io_error, read_small_file, write_file
 from prepcli.targets.planner import with_tied_head

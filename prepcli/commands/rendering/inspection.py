@@ -23,6 +23,7 @@ from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.observer import LEAVES
 from prepcli.core.tables import Cell, format_table, wrap_line
 from prepcli.formats.orbax import item_metadata_file
+from prepcli.formats.registry import FORMATS
 from prepcli.inspection.contents import AdapterSummary, CheckpointContents, num_chunks
 from prepcli.inspection.logical_leaves import logical_leaves, missing_parameter, nbytes_below
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
@@ -34,7 +35,6 @@ from prepcli.models.partition import device_boxes, num_replicas, shard_shape
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE
 from prepcli.planning.tensors import OPT_STATE, PARAMS
-from prepcli.sources.detect import FORMATS
 from prepcli.sources.references import CONFIG
 from prepcli.sources.source import SourceTensor
 

@@ -57,7 +57,7 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
         folder, state, others = _split_state(folder)
     config_path = find_config_path(hints, path, located.display_name)
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
-    model = read_folder_model(path, config_path, hints, types)
+    model = read_folder_model(located, config_path, hints, types)
     tensors = file_tensors(folder.tensors, model.names, None)
     extra_entries: tuple[DroppedTensor, ...] = ()
     if library is not None and not model.family.is_verbatim:

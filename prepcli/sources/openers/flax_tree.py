@@ -10,19 +10,11 @@ from prepcli.core.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats import safetensors
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.model_files import ModelFiles, shard_name
-from prepcli.formats.msgpack import (
-    MsgpackKind,
-    MsgpackNonArray,
-    read_flax_files,
-)
+from prepcli.formats.msgpack import MsgpackKind, MsgpackNonArray, read_flax_files
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.tensors import PARAMS, TRAINING_STATE_RULE
 from prepcli.sources.dropped_tensors import unindexed_entries
-from prepcli.sources.foreign_trees import (
-    ForeignTree,
-    match_foreign_tree,
-    verbatim_tensors,
-)
+from prepcli.sources.foreign_trees import ForeignTree, match_foreign_tree, verbatim_tensors
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel, find_config_path, select_family
 from prepcli.sources.openers.hf_folder import make_source, with_recorded_digests
@@ -34,7 +26,7 @@ from prepcli.sources.references import (
     split_part,
 )
 from prepcli.sources.side_files import SideFile, find_side_files, matches_any
-from prepcli.sources.source import Source, file_position, file_stamps, read_config
+from prepcli.sources.source import Source, file_position, file_stamps
 from prepcli.sources.tensor_match import TensorNames
 
 # Suffixes of a model's small files. The folder may have files of any name.
@@ -55,7 +47,7 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     _check_kind(kind, hints, display_name)
     folder = path if path.is_dir() else path.parent
     config_path = find_config_path(hints, folder, display_name)
-    config = read_config(config_path) if config_path else {}
+    config = located.read_config(config_path) if config_path else {}
     stored = read_flax_files(path, kind)
     leaves = {array.name: array for array in stored.tensors}
     if len(leaves) < len(stored.tensors):

@@ -9,16 +9,11 @@ from pathlib import Path
 
 from prepcli.core.errors import PrepError
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.formats.model_files import ModelFiles
-from prepcli.formats.msgpack import read_flax_files
-from prepcli.formats.safetensors import read_adapter_files, read_safetensors_folder
-from prepcli.formats.torch_dcp import read_dcp_folder
-from prepcli.formats.torch_files import read_torch_folder
+from prepcli.formats.registry import FORMATS
 from prepcli.planning.arrays import Array
 from prepcli.planning.libraries import scaled_digests
 from prepcli.planning.manifest_fields import NOTHING, Manifest, ScaleRecord
 from prepcli.planning.plan import SourceFile
-from prepcli.sources.detect import Kind
 from prepcli.sources.dropped_tensors import unindexed_entries
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel, find_config_path, read_folder_model
@@ -49,18 +44,18 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
         PrepError: A file is broken or not supported.
     """
     path = located.files.path
-    stored = read_stored(located.kind, path)
+    row = FORMATS[located.kind]
+    assert row.read_files is not None
+    stored = row.read_files(path)
     config_path = find_config_path(hints, path, located.display_name)
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in stored.tensors}
-    is_torch = located.kind == "torch"
-    # prep writes no weights in this format of PyTorch.
-    manifest = None if is_torch else located.manifest
-    model = read_folder_model(path, config_path, hints, types, manifest=manifest)
-    arrays = stored.tensors
-    blobs: tuple[AnyPath, ...] = ()
-    if is_torch:
-        numbers, blobs = assign_blobs(arrays, stored.files)
-        arrays = tuple(array.in_file(number) for array, number in zip(arrays, numbers))
+    manifest = located.manifest if row.has_recorded_headers else None
+    model = read_folder_model(located, config_path, hints, types, manifest=manifest)
+    arrays: Sequence[Array] = stored.tensors
+    numbers, blobs = assign_blobs(arrays, stored.files)
+    has_shared_bytes = len(blobs) > len(stored.files)
+    if has_shared_bytes:
+        arrays = [array.in_file(number) for array, number in zip(arrays, numbers)]
     source = make_source(
         replace(located, manifest=manifest),
         model,
@@ -72,27 +67,10 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     return replace(
         source,
         tensor_file_names=tuple(names[tensor.file] for tensor in stored.tensors),
-        blobs=blobs,
+        blobs=blobs if has_shared_bytes else (),
         extra_entries=unindexed_entries(stored.unindexed),
         notes=tuple(header.remark for header in stored.headers if header.remark),
     )
-
-
-def read_stored(kind: Kind, path: AnyPath) -> ModelFiles:
-    """Read the headers of a checkpoint in files of which each tensor is one array."""
-    match kind:
-        case "torch":
-            return read_torch_folder(path)
-        case "flax" | "easylm":
-            return read_flax_files(path, kind)
-        case "dcp":
-            return read_dcp_folder(path)
-        case "adapter":
-            return read_adapter_files(path)
-        case "safetensors":
-            return read_safetensors_folder(path)
-        case "orbax" | "meta" | "gguf":
-            raise ValueError(f"a tensor of {kind} files is not one array")
 
 
 def make_source(

@@ -54,8 +54,7 @@ from prepcli.sources.foreign_trees import (
     leaf_as_tensor,
     match_foreign_tree,
 )
-from prepcli.sources.source import Source, SourceTensor, recorded_digests
-from prepcli.sources.source_views import AVERAGE_SLOT
+from prepcli.sources.source import AVERAGE_SLOT, Source, SourceTensor, recorded_digests
 
 # A leaf of the first moment, e.g. `opt_state.0.mu.params.decoder.decoder_norm.scale` in MaxText,
 # `opt_state.inner_state.1.mu.lm_head.weight` in Levanter, and `opt_state.0.mu.final_norm.w.value` in Tunix.

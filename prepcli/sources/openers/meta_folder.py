@@ -44,7 +44,7 @@ from prepcli.sources.model_family import FolderModel
 from prepcli.sources.openers import hf_folder
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import SideFile, find_side_files, matches_any
-from prepcli.sources.source import Source, SourceTensor, file_stamps, read_config
+from prepcli.sources.source import Source, SourceTensor, file_stamps
 from prepcli.sources.tensor_match import detect_names
 from prepcli.stores.files import list_folder, read_bytes, stat_file
 from prepcli.stores.paths import AnyPath, map_files
@@ -94,7 +94,7 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     if hints.verbatim and (path / MISTRAL_FILE).exists():
         return hf_folder.read(replace(located, kind="safetensors"), hints)
     headers = _read_headers(path)
-    config = _load_config(path, located.display_name, hints, headers)
+    config = _load_config(located, hints, headers)
     family = FAMILIES[str(config["model_type"])]
     sharded = _ShardedTensors(headers, config, family)
     tensors = tuple(tensor for _, tensor in sorted(sharded.tensors(), key=lambda pair: pair[0]))
@@ -149,11 +149,13 @@ def _read_headers(path: AnyPath) -> list[FileHeader]:
 
 
 def _load_config(
-    path: AnyPath, display_name: str, hints: SourceHints, headers: Sequence[FileHeader]
+    located: LocatedCheckpoint, hints: SourceHints, headers: Sequence[FileHeader]
 ) -> HFConfig:
     """Read the user's config.json or the one in the folder. Convert params.json if there is none."""
+    path = located.files.path
+    display_name = located.display_name
     if hints.config_path is not None or (path / CONFIG).is_file():
-        config = read_config(hints.resolve_config_path(path, display_name))
+        config = located.read_config(hints.resolve_config_path(path, display_name))
         model_type = config.get("model_type")
         if model_type not in NATIVE_FAMILIES:
             why = f"its config.json says `{model_type!s:.40}`, such files contain `{FAMILY.name}`"

@@ -16,7 +16,6 @@ from prepcli.formats.safetensors import (
     read_adapter_files,
 )
 from prepcli.models.parameters import Family, WeightTying
-from prepcli.planning.arrays import Array
 from prepcli.planning.manifest_fields import Manifest, TensorRecord, TensorRecords
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.hf_folder import file_tensors
@@ -94,7 +93,8 @@ def _check_records(path: AnyPath, header: FileHeader, records: TensorRecords) ->
         record = records.get(tensor.name, NO_RECORD)
         recorded = record.get("dtype"), record.get("shape")
         if recorded != (tensor.dtype, list(tensor.shape)):
-            why = f"{ADAPTER_FILE} has {_tensor_text(tensor)}, {MANIFEST_FILE} records {_record_text(record)}"
+            stored = f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}"
+            why = f"{ADAPTER_FILE} has {stored}, {MANIFEST_FILE} records {_record_text(record)}"
             raise DamagedError(f"{path} is damaged", why, DAMAGE_HINT)
         num_rows = tensor.shape[0] if tensor.shape else 1
         if [digest[:2] for digest in record["digests"]] != [[0, num_rows]]:
@@ -107,10 +107,6 @@ def _check_records(path: AnyPath, header: FileHeader, records: TensorRecords) ->
         raise DamagedError(
             f"{path} is damaged", f"{ADAPTER_FILE} has no {missing[0]:.200}", DAMAGE_HINT
         )
-
-
-def _tensor_text(tensor: Array) -> str:
-    return f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}"
 
 
 def _record_text(record: TensorRecord) -> str:

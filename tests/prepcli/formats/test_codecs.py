@@ -10,7 +10,15 @@ import pytest
 import tensorstore
 
 from prepcli.core.errors import PrepError
-from prepcli.formats.codecs import CODECS, Encoder, Gzip, WrittenCodec, parse_compression
+from prepcli.formats.codecs import (
+    CODECS,
+    WRITTEN_CODECS,
+    Encoder,
+    Gzip,
+    WrittenCodec,
+    codecs_by,
+    parse_compression,
+)
 from prepcli.planning.item_storage import Compression
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
@@ -36,6 +44,15 @@ def test_parse_compression_rejects_invalid_text(text: str):
     assert caught.value.why == "valid values are zstd, and zstd:1 to zstd:19"
 
 
+@pytest.mark.parametrize("key", ["name", "zarr2_id", "zarr3_name"])
+def test_codecs_by_refuses_a_name_twice(key: str):
+    class OtherGzip(Gzip):
+        """A codec with all names of another one."""
+
+    with pytest.raises(ValueError, match=f"Gzip and OtherGzip have the {key} gzip"):
+        codecs_by(key, (*CODECS.values(), OtherGzip))
+
+
 class WrittenGzip(Gzip, WrittenCodec):
     """A codec that prep writes too."""
 
@@ -51,7 +68,7 @@ class WrittenGzip(Gzip, WrittenCodec):
         return zlib.compressobj(level, wbits=cls.window_bits)
 
     @classmethod
-    def encoder_nbytes(cls, level: int) -> int:
+    def encoder_nbytes(cls, level: int, chunk_nbytes: int) -> int:
         return 1 << 18
 
     @classmethod
@@ -66,6 +83,7 @@ def test_one_class_adds_a_codec_to_the_command(
     """Judge by TensorStore. Its driver of zarr 2 names the settings `id` and `level`, that of zarr 3 `level`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(CODECS, "gzip", WrittenGzip)
+    monkeypatch.setitem(WRITTEN_CODECS, "gzip", WrittenGzip)
     table = make_checkpoint(tmp_path / "model", GPT_NEO)["transformer.wte.weight"]
     run_ok("save-init", "./model", "--out", "o", "--compress", "gzip:3", "--storage", storage)
     run_ok("verify", "o", "./model")

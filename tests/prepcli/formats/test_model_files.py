@@ -288,7 +288,7 @@ def test_folder_as_index_is_rejected(tmp_path: Path) -> None:
 def test_read_weight_map_reads_a_torch_index(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin.index.json"
     path.write_text('{"metadata": {"total_size": "12"}, "weight_map": {"a": "x.bin"}}')
-    assert read_weight_map(path, "bin") == {"a": "x.bin"}
+    assert read_weight_map(path) == {"a": "x.bin"}
 
 
 @settings(

@@ -13,11 +13,12 @@ import pytest
 from prepcli.core.errors import PrepError
 from prepcli.formats.torch_files import (
     MAX_NON_TENSORS,
-    detect_torch_kind,
     read_torch_folder,
     read_torch_header,
     read_torch_object,
+    select_meta_files,
     select_model_files,
+    select_transformers_files,
 )
 from prepcli.planning.arrays import whole_array
 from tests.golden.make_torch import FOLDER
@@ -266,7 +267,7 @@ def test_repeated_containers_are_converted_once(tmp_path: Path) -> None:
 # Which files of a folder
 
 
-def test_select_model_files_and_torch_kind_follow_names() -> None:
+def test_select_files_follows_names() -> None:
     index, single = "pytorch_model.bin.index.json", "pytorch_model.bin"
     kept = [
         "training_args.bin",
@@ -281,15 +282,10 @@ def test_select_model_files_and_torch_kind_follow_names() -> None:
     assert select_model_files(["model.pth", *kept]) == ["model.pth"]
     assert select_model_files(["b.PT", "a.bin"]) == ["a.bin", "b.PT"]
     assert select_model_files([*kept, "consolidated.00.pth"]) == []
-    assert (
-        detect_torch_kind([index])
-        == detect_torch_kind([single])
-        == detect_torch_kind(["pytorch_model-00001-of-00002.bin"])
-        == "torch"
-    )
-    assert detect_torch_kind(["consolidated.00.pth", "params.json"]) == "meta"
-    assert detect_torch_kind(["consolidated.00.pth", single]) == "torch"
-    assert detect_torch_kind(["model.pth", *kept]) is None
+    named = [index, single, "pytorch_model-00001-of-00002.bin"]
+    meta = "consolidated.00.pth"
+    assert select_transformers_files([*named, meta, "model.pth", *kept]) == named
+    assert select_meta_files([meta, "params.json", single]) == [meta]
 
 
 def shards(folder: Path, pickles: Mapping[str, bytes]) -> Path:

@@ -13,7 +13,7 @@ import prepcli as prep
 from prepcli.formats.orbax import find_item
 from prepcli.inspection.contents import MAX_PATH_PARTS, name_path, read_contents
 from prepcli.planning.arrays import whole_array
-from prepcli.sources.folders import CheckpointFiles
+from prepcli.sources.folders import OpenFolder
 from prepcli.sources.locate import locate
 from prepcli.sources.source import stored_tensor
 from prepcli.stores.paths import local_copy
@@ -71,7 +71,9 @@ def test_first_places_in_a_store_are_the_same(tmp_path: Path, monkeypatch: pytes
         located = locate(folder)
         local = read_contents(located)
         root, _ = store_of(read_files(Path(folder)))
-        stored = read_contents(replace(located, files=CheckpointFiles(root), item=find_item(root)))
+        stored = read_contents(
+            replace(located, files=OpenFolder(folder, root), item=find_item(root))
+        )
         places = [stored.first_place(entry) for entry in stored.entries]
         assert places == [local.first_place(entry) for entry in local.entries]
 

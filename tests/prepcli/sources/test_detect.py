@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import FAILED, PrepError
-from prepcli.sources.detect import Kind, detect, detect_file
+from prepcli.formats.registry import Kind
+from prepcli.sources.detect import detect, detect_file
 from prepcli.sources.folders import OpenFolder
 from prepcli.stores.files import MAX_CONFIG_NBYTES
 
@@ -85,7 +86,10 @@ def test_detect_accepts_orbax_item_step_or_run(tmp_path: Path, name: str) -> Non
 
 
 def test_folder_without_checkpoint_lists_its_files(tmp_path: Path) -> None:
-    prefix = "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream; found "
+    prefix = (
+        "looked for *.safetensors, *.bin, *.pth, *.pt, *.msgpack, *.distcp, "
+        "Orbax `_METADATA`, EasyLM stream; found "
+    )
     error = detect_error(fill(tmp_path / "x"), "./x")
     assert (error.what, error.why, error.hint) == (
         "`./x` holds no checkpoint",

@@ -16,8 +16,9 @@ from prepcli.core.errors import PrepError
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.ocdbt import ValueLocation, read_ocdbt_index
 from prepcli.formats.orbax import find_item
+from prepcli.formats.registry import Kind
 from prepcli.inspection.contents import read_contents
-from prepcli.sources.detect import Kind, detect
+from prepcli.sources.detect import detect
 from prepcli.sources.folders import Access, HubFolder, OpenFolder
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.opening import open_source

@@ -8,7 +8,7 @@ import pytest
 
 from prepcli.core.errors import USAGE, PrepError
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
-from prepcli.sources.folders import Access, CheckpointFiles, OpenFolder
+from prepcli.sources.folders import Access, OpenFolder
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.references import HubRepo, default_checkpoint
 from prepcli.stores.paths import local_copy
@@ -119,7 +119,7 @@ def test_path_takes_precedence_over_alias_and_hub_id(cwd: Path, downloads: list[
 
 def test_alias_resolves_to_its_hub_id(cwd: Path, downloads: list[object]) -> None:
     located = locate("llama-3-8b")
-    local_files = CheckpointFiles(cwd / "abc123", commit="abc123")
+    local_files = OpenFolder("meta-llama/Meta-Llama-3-8B", cwd / "abc123", commit="abc123")
     assert located == LocatedCheckpoint(
         "meta-llama/Meta-Llama-3-8B",
         "llama-3-8b",

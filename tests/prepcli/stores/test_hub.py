@@ -60,7 +60,7 @@ REPOS = {
     "o/ill": FakeRepo(status=503),
     "o/long": FakeRepo(GOOD, num_surplus=1000),
 }
-LOOKED_FOR = "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream"
+LOOKED_FOR = "looked for *.safetensors, *.bin, *.pth, *.pt, *.msgpack, *.distcp, Orbax `_METADATA`, EasyLM stream"
 SCRIPT = """
 import io, json, os, sys
 from prepcli.sources.folders import Access
@@ -368,10 +368,8 @@ def test_files_to_download_selects_one_format() -> None:
     flax = ["flax_model-00001-of-00001.msgpack", "flax_model.msgpack.index.json"]
     assert files_to_download([*flax, "tf_model.h5"]) == flax
     assert files_to_download([*flax, "flax_model.msgpack"]) == ["flax_model.msgpack"]
-    assert files_to_download(["consolidated.00.pth", "params.json", "checklist.chk"]) == [
-        "consolidated.00.pth",
-        "params.json",
-    ]
+    meta = ["consolidated.00.pth"]
+    assert files_to_download([*meta, "params.json", "checklist.chk"]) == meta
     assert files_to_download(["x.gguf", "imatrix.bin", "training_args.bin"]) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import DamagedError, PrepError, UsageError
 from prepcli.sources.locate import locate
+from tests.helpers.quantized import to_torch
 from tests.helpers.quantized_folders import FORMATS, Arrays, make_quantized
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.slow_cases import slow_except
@@ -218,6 +220,27 @@ def test_verify_decodes_the_kept_codes_of_an_init(name: str, options: dict[str, 
         names = {difference["tensor"] for difference in result.differences}
         names = {name for name in names if not name.startswith("quantization/")}
         assert names == {"model.norm.weight", f"{Q_PROJ}weight"}
+
+
+def test_inspect_decodes_files_of_pytorch(capsys: pytest.CaptureFixture[str]):
+    torch = pytest.importorskip("torch")
+    make_quantized(Path("m"), "gptq")
+    stored = {}
+    for name, array in read_tensors(Path("m")).items():
+        # A view in another order than C, which is read through a copy.
+        is_view = name.endswith("qweight")
+        tensor = to_torch(array)
+        stored[name] = tensor.t().contiguous().t() if is_view else tensor
+    Path("t").mkdir()
+    torch.save(stored, "t/pytorch_model.bin")
+    shutil.copy("m/config.json", "t")
+    statistics: list[dict[str, Any]] = []
+    for folder in ("m", "t"):
+        run_ok("inspect", folder, "--quantized", "dequantize", "--stats", "--json")
+        tensors = json.loads(capsys.readouterr().out)["tensors"]
+        statistics.append({tensor["name"]: tensor["stats"] for tensor in tensors})
+    assert statistics[0] == statistics[1]
+    assert f"{Q_PROJ}weight" in statistics[1]
 
 
 def test_inspect_of_kept_codes_names_the_export(capsys: pytest.CaptureFixture[str]):

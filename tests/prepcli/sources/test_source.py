@@ -21,8 +21,7 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.planning.arrays import Array, Location, MappedArray, parted_array, whole_array
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
-from prepcli.sources.source import SourceTensor
-from prepcli.sources.source_views import append_files, shift_file_numbers
+from prepcli.sources.source import SourceTensor, append_files, shift_file_numbers
 from tests.helpers.plans import flat
 from tests.helpers.stored_arrays import tensor_bytes
 from tests.helpers.tiny_checkpoints import make_checkpoint
