@@ -42,12 +42,15 @@ class OptionSpec:
         doc: Text in the reference of the Python functions. Empty for an option of the command line only.
         default: Value of an omitted option, or REQUIRED.
         flag: Option of the command line, if it is not `--` and the name of the field.
+        short: Its short form, e.g. `-q`.
+        is_count: Whether the value is the number of times that the option is given.
         cli_type: Type on the command line, if it does not follow from the annotation.
         parse: Function from each text of a repeated option to an item of the argument.
         maximum: Greatest value of a number on the command line.
         environment: Environment variable that replaces the option.
         position: Place in the help. Equal positions keep the order of the fields.
-        record: Place in the recorded command line. It never changes, because the line is part of each manifest.
+        record: Place in the recorded command line, or NOT_RECORDED. It never changes, because the line is part of each
+            manifest.
     """
 
     metavar: str | None
@@ -55,19 +58,44 @@ class OptionSpec:
     doc: str = ""
     default: Any = None
     flag: str = ""
+    short: str = ""
+    is_count: bool = False
     cli_type: Any = None
     parse: Callable[[str], Any] | None = None
     maximum: int | None = None
     environment: str | None = None
     position: int = 10
-    record: int | None = 100
+    record: int | None = NOT_RECORDED
 
     def flag_of(self, name: str) -> str:
         """Return the option of the command line for the field `name`, e.g. `scan_axis` -> `--scan-axis`."""
         return self.flag or f"--{name.replace('_', '-')}"
 
 
+def option(metavar: str | None, help: str, doc: str = "", **properties: Any) -> OptionSpec:
+    """Return an option. Without `doc`, functions have the text of the help."""
+    return OptionSpec(
+        metavar, help, doc or help.replace("Repeatable", "One or several"), **properties
+    )
+
+
+def flag(help: str, doc: str = "", **properties: Any) -> OptionSpec:
+    """Return an option without a value. It is off by default."""
+    return option(None, help, doc or f"{help} Default: False.", default=False, **properties)
+
+
 # Each command evaluates the annotations of the same few types several times.
+@cache
+def option_rows(options: type) -> Mapping[str, tuple[Any, OptionSpec]]:
+    """Return the type and the specification of each option of a TypedDict, by name."""
+    rows: dict[str, tuple[Any, OptionSpec]] = {}
+    for name, annotation in get_type_hints(options, include_extras=True).items():
+        for item in getattr(annotation, "__metadata__", ()):
+            if isinstance(item, OptionSpec):
+                rows[name] = (annotation, item)
+    return rows
+
+
 @cache
 def option_specs(options: type) -> Mapping[str, OptionSpec]:
     """Return the specification of each option of a TypedDict that has one.
@@ -76,12 +104,7 @@ def option_specs(options: type) -> Mapping[str, OptionSpec]:
     >>> option_specs(DropOptions)["untie"].default
     False
     """
-    specs: dict[str, OptionSpec] = {}
-    for name, annotation in get_type_hints(options, include_extras=True).items():
-        for item in getattr(annotation, "__metadata__", ()):
-            if isinstance(item, OptionSpec):
-                specs[name] = item
-    return specs
+    return {name: spec for name, (_, spec) in option_rows(options).items()}
 
 
 def with_defaults(options: type[Options], values: Mapping[str, object]) -> Options:

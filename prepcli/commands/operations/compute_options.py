@@ -8,9 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypedDict
 
-from prepcli.commands.operations.options import ConversionArguments, SourceOptions, flag, option
+from prepcli.commands.operations.options import SourceOptions
 from prepcli.core.errors import NO_VALUE, Key, Option, override_text, text, usage_error
-from prepcli.core.option_spec import Minimum, NonNegativeInt, PathLike, PositiveInt, option_specs
+from prepcli.core.option_spec import (
+    Minimum,
+    NonNegativeInt,
+    PathLike,
+    PositiveInt,
+    flag,
+    option,
+    option_specs,
+)
 
 MAX_ID_DIGITS = 9  # more than any token id has
 
@@ -146,20 +154,6 @@ _VERIFY = option(
     flag="--no-verify",
     position=27,
 )
-
-
-class EvaluateArguments(TypedDict, total=False):
-    """Argument of the function `evaluate` with an option on the command line: `--data`."""
-
-    data: Annotated[
-        PathLike | Sequence[PathLike],
-        option(
-            "[NAME=]PATH",
-            "Evaluate on this file, folder, glob or URL. Repeatable: a result for each name.",
-            default=(),
-            position=0,
-        ),
-    ]
 
 
 class EvaluateOptions(SourceOptions, total=False):
@@ -325,16 +319,6 @@ class GenerateOptions(SourceOptions, total=False):
     ]
     ema: Annotated[bool, _EMA]
     verify: Annotated[bool, _VERIFY]
-
-
-class TrainArguments(TypedDict, total=False):
-    """Arguments of the function `train` with an option on the command line, such as `--out`."""
-
-    out: Annotated[
-        PathLike | None,
-        option("RUN", "Save to RUN, a folder or bucket URL. Default: runs/NAME.", position=2),
-    ]
-    dry_run: Annotated[bool, option_specs(ConversionArguments)["dry_run"]]
 
 
 class TrainOptions(TypedDict, total=False):

@@ -15,30 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 from prepcli.core.option_spec import (
-    NOT_RECORDED,
     REQUIRED,
     NonNegativeInt,
-    OptionSpec,
     PathLike,
     PositiveInt,
+    flag,
+    option,
 )
 from prepcli.planning.item_storage import StorageName
 from prepcli.planning.libraries import HF_LAYOUT, TREES, Layout
-
-
-def option(metavar: str | None, help: str, doc: str = "", **properties: Any) -> OptionSpec:
-    """Return an option. Manifests record it only with `record`. Without `doc`, functions have the text of the help."""
-    doc = doc or help.replace("Repeatable", "One or several")
-    return OptionSpec(metavar, help, doc, **{"record": NOT_RECORDED, **properties})
-
-
-def flag(help: str, doc: str = "", **properties: Any) -> OptionSpec:
-    """Return an option without a value. It is off by default."""
-    return option(None, help, doc or f"{help} Default: False.", default=False, **properties)
-
 
 # Without the forms of the same trees with other layers.
 _STACKED = [tree for tree in TREES if not tree.endswith("scanned")]
@@ -553,6 +541,9 @@ class MergeOptions(SourceOptions, RerunOptions, StrictOptions, total=False):
     ]
 
 
+DRY_RUN = flag("Show the plan. Write nothing.", position=42)
+
+
 class ConversionArguments(TypedDict, total=False):
     """Arguments of the converting functions with an option on the command line, such as `--out`."""
 
@@ -560,7 +551,7 @@ class ConversionArguments(TypedDict, total=False):
         PathLike | None,
         option("FOLDER", "Write to FOLDER. Default: NAME and a suffix.", position=40),
     ]
-    dry_run: Annotated[bool, flag("Show the plan. Write nothing.", position=42)]
+    dry_run: Annotated[bool, DRY_RUN]
 
 
 class AddTokensOptions(ConversionOptions, DropOptions, StrictOptions, total=False):

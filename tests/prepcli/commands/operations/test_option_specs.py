@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli import root
-from prepcli.commands.cli.option_groups import Omit, typer_parameters
-from prepcli.commands.cli.root import COMMANDS, command_name
+from prepcli.commands.cli.launch import ENGINES
+from prepcli.commands.cli.root import COMMANDS
 from prepcli.commands.operations.options import (
     AddTokensOptions,
     ExportOptions,
@@ -25,9 +25,8 @@ from prepcli.core.option_spec import (
     option_specs,
     with_defaults,
 )
-from prepcli.launch.options import TpuOptions
 
-COMMAND_FUNCTIONS = {command_name(command): command for command in COMMANDS}
+COMMAND_FUNCTIONS = {command.name: command.function for command in COMMANDS}
 # The keyword options of the function of each command.
 OPTIONS_BY_COMMAND: dict[str, type] = {
     "pad-vocab": PadVocabOptions,
@@ -125,9 +124,8 @@ def test_commands_define_no_options_of_their_own():
 
 
 def test_required_option_has_no_default():
-    parameters = {
-        parameter.name: parameter for parameter in typer_parameters([(TpuOptions, Omit())])
-    }
+    (tpu,) = [engine for engine in ENGINES if engine.name == "tpu"]
+    parameters = inspect.signature(tpu.function).parameters
     assert parameters["zone"].default is inspect.Parameter.empty
     assert parameters["project"].default is None
 
