@@ -5,6 +5,7 @@ This module imports no NumPy, jax or huggingface_hub: every start of `prep` read
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -38,8 +39,8 @@ class OptionSpec:
 
     Attributes:
         metavar: Value in the help of the command line. None for a flag.
-        help: Text in the help of the command line.
-        doc: Text in the reference of the Python functions. Empty for an option of the command line only.
+        help: The sentence about the option, in the words of the command line.
+        more: Further facts, for the reference of the Python functions.
         default: Value of an omitted option, or REQUIRED.
         flag: Option of the command line, if it is not `--` and the name of the field.
         short: Its short form, e.g. `-q`.
@@ -55,7 +56,7 @@ class OptionSpec:
 
     metavar: str | None
     help: str
-    doc: str = ""
+    more: str = ""
     default: Any = None
     flag: str = ""
     short: str = ""
@@ -71,17 +72,36 @@ class OptionSpec:
         """Return the option of the command line for the field `name`, e.g. `scan_axis` -> `--scan-axis`."""
         return self.flag or f"--{name.replace('_', '-')}"
 
+    def is_negated(self, name: str) -> bool:
+        """Return whether the option sets the field `name` to False, e.g. `--no-verify` the field `verify`."""
+        return self.flag == f"--no-{name}"
 
-def option(metavar: str | None, help: str, doc: str = "", **properties: Any) -> OptionSpec:
-    """Return an option. Without `doc`, functions have the text of the help."""
-    return OptionSpec(
-        metavar, help, doc or help.replace("Repeatable", "One or several"), **properties
-    )
+    def reference(self, name: str) -> str:
+        """Return the text for the reference of the Python functions, in which options are arguments."""
+        sentence = self.help.replace("Repeatable", "One or several")
+        sentence = re.sub(r"^With --\w+: (\w)", lambda match: match[1].upper(), sentence)
+        if self.is_negated(name):
+            sentence = f"If False, {sentence[0].lower()}{sentence[1:]}"
+        sentence = re.sub(
+            r"--([a-z][a-z-]*)", lambda match: f"`{match[1].replace('-', '_')}`", sentence
+        )
+        parts = [sentence, self.more]
+        if self.default is REQUIRED:
+            parts.append("Required.")
+        elif self.default not in (None, ()):
+            default = f'"{self.default}"' if isinstance(self.default, str) else self.default
+            parts.append(f"Default: {default}.")
+        value = f" ({self.metavar})" if self.metavar else ""
+        return f"`{name}`{value}: {' '.join(filter(None, parts))}"
 
 
-def flag(help: str, doc: str = "", **properties: Any) -> OptionSpec:
+# An option is a field of a TypedDict, or a parameter of a command, with one of these.
+option = OptionSpec
+
+
+def flag(help: str, **properties: Any) -> OptionSpec:
     """Return an option without a value. It is off by default."""
-    return option(None, help, doc or f"{help} Default: False.", default=False, **properties)
+    return OptionSpec(None, help, default=False, **properties)
 
 
 # Each command evaluates the annotations of the same few types several times.

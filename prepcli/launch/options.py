@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, TypedDict
 
-from prepcli.core.option_spec import REQUIRED, NonNegativeInt, OptionSpec, PathLike, PositiveInt
+from prepcli.core.option_spec import REQUIRED, NonNegativeInt, PathLike, PositiveInt, flag, option
 from prepcli.launch.job import DEFAULT_GRACE_S, MAX_RESTARTS
 
 # Position in the help of options of several targets: after the options of one target.
@@ -20,7 +20,7 @@ class JobOptions(TypedDict):
 
     env: Annotated[
         Sequence[str],
-        OptionSpec(
+        option(
             "KEY=VALUE",
             "Set an environment variable. Repeatable.",
             default=(),
@@ -34,14 +34,12 @@ class SubmitOptions(JobOptions):
 
     job_name: Annotated[
         str | None,
-        OptionSpec("NAME", "Name the job. Default: by the recipe or command.", position=_SCRIPT),
+        option("NAME", "Name the job. Default: by the recipe or command.", position=_SCRIPT),
     ]
     out: Annotated[
-        PathLike | None, OptionSpec("FILE", "Write to FILE. Default: stdout.", position=_SCRIPT + 2)
+        PathLike | None, option("FILE", "Write to FILE. Default: stdout.", position=_SCRIPT + 2)
     ]
-    submit: Annotated[
-        bool, OptionSpec(None, "Submit the job.", default=False, position=_SCRIPT + 2)
-    ]
+    submit: Annotated[bool, flag("Submit the job.", position=_SCRIPT + 2)]
 
 
 class ScriptOptions(SubmitOptions):
@@ -49,7 +47,7 @@ class ScriptOptions(SubmitOptions):
 
     setup: Annotated[
         Sequence[str],
-        OptionSpec(
+        option(
             "LINE", "Run LINE before the command. Repeatable.", default=(), position=_SCRIPT + 2
         ),
     ]
@@ -60,7 +58,7 @@ class RestartOptions(TypedDict):
 
     max_restarts: Annotated[
         NonNegativeInt,
-        OptionSpec(
+        option(
             "N",
             "Restart at most N times after a stop or a kill.",
             default=MAX_RESTARTS,
@@ -73,16 +71,16 @@ class NodeOptions(TypedDict):
     """The nodes of a job with one process each."""
 
     nodes: Annotated[
-        PositiveInt, OptionSpec("N", "Use N nodes, with a process each.", default=1, position=2)
+        PositiveInt, option("N", "Use N nodes, with a process each.", default=1, position=2)
     ]
     devices_per_node: Annotated[
-        PositiveInt | None, OptionSpec("N", "Use N devices of each node.", position=2)
+        PositiveInt | None, option("N", "Use N devices of each node.", position=2)
     ]
     cpus: Annotated[
         PositiveInt | None,
-        OptionSpec("N", "Use N CPU cores of each node.", position=4),
+        option("N", "Use N CPU cores of each node.", position=4),
     ]
-    mem: Annotated[str | None, OptionSpec("SIZE", "Use SIZE memory of each node.", position=4)]
+    mem: Annotated[str | None, option("SIZE", "Use SIZE memory of each node.", position=4)]
 
 
 class GraceOptions(TypedDict):
@@ -90,7 +88,7 @@ class GraceOptions(TypedDict):
 
     grace: Annotated[
         PositiveInt,
-        OptionSpec(
+        option(
             "SECONDS",
             "Stop and save SECONDS before the job is killed.",
             default=DEFAULT_GRACE_S,
@@ -103,41 +101,39 @@ class SlurmOptions(NodeOptions, GraceOptions, ScriptOptions, RestartOptions):
     """Options of a SLURM job. None means the default of the cluster."""
 
     array: Annotated[
-        PositiveInt | None, OptionSpec("N", "Run N array tasks, with a share each.", position=3)
+        PositiveInt | None, option("N", "Run N array tasks, with a share each.", position=3)
     ]
     time: Annotated[
-        str | None, OptionSpec("LIMIT", "Set the time limit, such as 24:00:00.", position=5)
+        str | None, option("LIMIT", "Set the time limit, such as 24:00:00.", position=5)
     ]
-    partition: Annotated[str | None, OptionSpec("NAME", "Use this partition.", position=5)]
-    account: Annotated[str | None, OptionSpec("NAME", "Charge this account.", position=5)]
+    partition: Annotated[str | None, option("NAME", "Use this partition.", position=5)]
+    account: Annotated[str | None, option("NAME", "Charge this account.", position=5)]
     module: Annotated[
-        Sequence[str], OptionSpec("NAME", "Load a module. Repeatable.", default=(), position=5)
+        Sequence[str], option("NAME", "Load a module. Repeatable.", default=(), position=5)
     ]
     sbatch: Annotated[
         Sequence[str],
-        OptionSpec("OPTION", "Add an sbatch option. Repeatable.", default=(), position=5),
+        option("OPTION", "Add an sbatch option. Repeatable.", default=(), position=5),
     ]
-    log: Annotated[str | None, OptionSpec("FILE", "Log to FILE. Default: NAME-%j.log.", position=5)]
+    log: Annotated[str | None, option("FILE", "Log to FILE. Default: NAME-%j.log.", position=5)]
 
 
 class TpuOptions(ScriptOptions, RestartOptions):
     """Options of a Cloud TPU. `accelerator` and `zone` are required."""
 
-    accelerator: Annotated[
-        str, OptionSpec("TYPE", "Create a TPU, such as v5p-256.", default=REQUIRED)
-    ]
-    zone: Annotated[str, OptionSpec("ZONE", "Create it in ZONE.", default=REQUIRED)]
+    accelerator: Annotated[str, option("TYPE", "Create a TPU, such as v5p-256.", default=REQUIRED)]
+    zone: Annotated[str, option("ZONE", "Create it in ZONE.", default=REQUIRED)]
     project: Annotated[
         str | None,
-        OptionSpec("NAME", "Use this project."),
+        option("NAME", "Use this project."),
     ]
     runtime_version: Annotated[
-        str | None, OptionSpec("NAME", "Use this TPU software. Default: by TYPE.")
+        str | None, option("NAME", "Use this TPU software. Default: by TYPE.")
     ]
-    spot: Annotated[bool, OptionSpec(None, "Use a TPU that may be preempted.", default=False)]
-    detach: Annotated[bool, OptionSpec(None, "Start the command and return.", default=False)]
+    spot: Annotated[bool, flag("Use a TPU that may be preempted.")]
+    detach: Annotated[bool, flag("Start the command and return.")]
     gcloud: Annotated[
-        Sequence[str], OptionSpec("FLAG", "Add a flag of gcloud. Repeatable.", default=())
+        Sequence[str], option("FLAG", "Add a flag of gcloud. Repeatable.", default=())
     ]
 
 
@@ -145,60 +141,56 @@ class GkeOptions(NodeOptions, GraceOptions, ScriptOptions, RestartOptions):
     """Options of a JobSet. `image` is required."""
 
     image: Annotated[
-        str, OptionSpec("IMAGE", "Run this container with prep.", default=REQUIRED, position=1)
+        str, option("IMAGE", "Run this container with prep.", default=REQUIRED, position=1)
     ]
     accelerator: Annotated[
-        str | None, OptionSpec("LABEL", "Use nodes with this GPU or TPU label.", position=3)
+        str | None, option("LABEL", "Use nodes with this GPU or TPU label.", position=3)
     ]
-    topology: Annotated[str | None, OptionSpec("4x4x8", "Use this TPU topology.", position=3)]
+    topology: Annotated[str | None, option("4x4x8", "Use this TPU topology.", position=3)]
     claim: Annotated[
-        str | None, OptionSpec("NAME", "Work in this persistent volume claim.", position=5)
+        str | None, option("NAME", "Work in this persistent volume claim.", position=5)
     ]
-    queue: Annotated[str | None, OptionSpec("NAME", "Wait in this Kueue queue.", position=5)]
-    spot: Annotated[
-        bool, OptionSpec(None, "Use nodes that may be preempted.", default=False, position=5)
-    ]
+    queue: Annotated[str | None, option("NAME", "Wait in this Kueue queue.", position=5)]
+    spot: Annotated[bool, flag("Use nodes that may be preempted.", position=5)]
 
 
 class SkyOptions(NodeOptions, ScriptOptions):
     """Options of a managed job of SkyPilot."""
 
     accelerator: Annotated[
-        str | None, OptionSpec("TYPE", "Use this accelerator, such as H100.", position=3)
+        str | None, option("TYPE", "Use this accelerator, such as H100.", position=3)
     ]
     infra: Annotated[
-        str | None, OptionSpec("NAME", "Run on this cloud, such as gcp/us-east5.", position=3)
+        str | None, option("NAME", "Run on this cloud, such as gcp/us-east5.", position=3)
     ]
-    image: Annotated[str | None, OptionSpec("IMAGE", "Run this container with prep.", position=5)]
-    bucket: Annotated[str | None, OptionSpec("URL", "Mount this bucket at /bucket.", position=5)]
-    spot: Annotated[
-        bool, OptionSpec(None, "Use machines that may be preempted.", default=False, position=5)
-    ]
+    image: Annotated[str | None, option("IMAGE", "Run this container with prep.", position=5)]
+    bucket: Annotated[str | None, option("URL", "Mount this bucket at /bucket.", position=5)]
+    spot: Annotated[bool, flag("Use machines that may be preempted.", position=5)]
 
 
 class RayOptions(SubmitOptions, RestartOptions):
     """Options of a job on a Ray cluster."""
 
     workers: Annotated[
-        PositiveInt, OptionSpec("N", "Start N workers, one per node.", default=1, position=1)
+        PositiveInt, option("N", "Start N workers, one per node.", default=1, position=1)
     ]
     gpus: Annotated[
         PositiveInt | None,
-        OptionSpec("N", "Use N GPUs in each worker.", position=2),
+        option("N", "Use N GPUs in each worker.", position=2),
     ]
     tpus: Annotated[
         PositiveInt | None,
-        OptionSpec("N", "Use N TPU chips in each worker.", position=2),
+        option("N", "Use N TPU chips in each worker.", position=2),
     ]
     cpus: Annotated[
-        PositiveInt, OptionSpec("N", "Use N CPU cores in each worker.", default=1, position=2)
+        PositiveInt, option("N", "Use N CPU cores in each worker.", default=1, position=2)
     ]
     accelerator: Annotated[
-        str | None, OptionSpec("TYPE", "Use this accelerator, such as TPU-V6E.", position=3)
+        str | None, option("TYPE", "Use this accelerator, such as TPU-V6E.", position=3)
     ]
-    topology: Annotated[str | None, OptionSpec("4x4", "Use this TPU topology.", position=3)]
+    topology: Annotated[str | None, option("4x4", "Use this TPU topology.", position=3)]
     folder: Annotated[
-        str | None, OptionSpec("FOLDER", "Work in FOLDER, which all nodes see.", position=5)
+        str | None, option("FOLDER", "Work in FOLDER, which all nodes see.", position=5)
     ]
 
 
@@ -207,8 +199,8 @@ class LocalOptions(JobOptions):
 
     processes: Annotated[
         PositiveInt,
-        OptionSpec("N", "Start N processes.", default=2, maximum=64, position=1),
+        option("N", "Start N processes.", default=2, maximum=64, position=1),
     ]
     devices: Annotated[
-        PositiveInt, OptionSpec("M", "Use M CPU devices in each.", default=1, position=1)
+        PositiveInt, option("M", "Use M CPU devices in each.", default=1, position=1)
     ]

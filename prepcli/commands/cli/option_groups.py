@@ -237,7 +237,6 @@ FamilyArgument = Annotated[
     ),
 ]
 
-NEGATION = "--no-"
 # Functions that complete the values of options, by their metavar.
 COMPLETIONS = {"KIND[:N]": complete_devices}
 
@@ -396,7 +395,7 @@ def _rows_of_parameter(parameter: Parameter) -> Mapping[str, tuple[Any, OptionSp
 
 def _argument(name: str, spec: OptionSpec, value: Any) -> Any:
     """Return the value of an option on the command line as the argument of an operation."""
-    if _is_negated(name, spec):
+    if spec.is_negated(name):
         return not value
     if spec.default == ():
         return [text if spec.parse is None else spec.parse(text) for text in value or ()]
@@ -412,7 +411,7 @@ def _typer_option(name: str, annotation: Any, spec: OptionSpec) -> Parameter:
     if default is None or default == ():
         cli_type = cli_type | None
         default = None
-    if _is_negated(name, spec):
+    if spec.is_negated(name):
         default = False
     elif default is REQUIRED:
         default = Parameter.empty
@@ -430,11 +429,6 @@ def _typer_option(name: str, annotation: Any, spec: OptionSpec) -> Parameter:
     )
     annotated = Annotated[cli_type, typer_option]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotated)
-
-
-def _is_negated(name: str, spec: OptionSpec) -> bool:
-    """Return whether an option of the command line sets its field to False, e.g. `--no-verify` the field `verify`."""
-    return spec.flag == f"{NEGATION}{name}"
 
 
 def _cli_type(annotation: Any) -> tuple[Any, float | None, int | None]:

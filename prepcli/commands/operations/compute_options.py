@@ -138,18 +138,16 @@ _SOURCE_SPECS = option_specs(SourceOptions)
 _MESH = option(
     "DP,FSDP,MP",
     "Use this device mesh. Default: one device.",
-    '"dp,fsdp,mp" sizes or named axes. Default: the first device.',
 )
 _DTYPE = option(
     "NAME",
     "Compute in this dtype. Default: as stored.",
-    "Dtype of the computation. Default: bfloat16 if all weights are bfloat16, otherwise float32.",
+    more="Stored weights count as float32 unless all of them are bfloat16.",
 )
 _EMA = flag("Take the moving average of a run's parameters.", position=26)
 _VERIFY = option(
     None,
     "Skip checking the checkpoint's checksums.",
-    "Compare the weights with the checkpoint's checksums or digests. Default: True.",
     default=True,
     flag="--no-verify",
     position=27,
@@ -181,7 +179,6 @@ class EvaluateOptions(SourceOptions, total=False):
         option(
             "KEY=VALUE",
             f"Set a recipe key. Repeatable. {KEYS_TEXT}.",
-            f'One or more recipe keys, such as "data.source_length=512". {KEYS_TEXT}.',
             default=(),
             flag="--set",
         ),
@@ -196,7 +193,7 @@ class EvaluateOptions(SourceOptions, total=False):
         option(
             "N",
             "Compute N sequences at a time.",
-            "Sequences per batch, rounded up to a multiple of the mesh's dp x fsdp. Default: 8.",
+            more="The number is rounded up to a multiple of the mesh's dp x fsdp.",
             default=8,
         ),
     ]
@@ -207,8 +204,7 @@ class EvaluateOptions(SourceOptions, total=False):
         option(
             "KIND",
             "Compute fast, or exact: the same bits on any mesh.",
-            '"exact" computes each sequence alone: results have the same bits on any mesh and batch'
-            ' size. Default: "fast".',
+            more="exact computes each sequence alone, so that the batch size changes no bit either.",
             default="fast",
         ),
     ]
@@ -217,8 +213,7 @@ class EvaluateOptions(SourceOptions, total=False):
         option(
             "NAME",
             "Generate targets from sources, and compute rouge, bleu or exact_match. Repeatable.",
-            "Metrics of the targets that an encoder-decoder model generates from the sources:"
-            ' "rouge", "bleu", "exact_match". Default: none.',
+            more="The model must be an encoder-decoder.",
             default=(),
             flag="--metric",
         ),
@@ -254,8 +249,7 @@ class GenerateOptions(SourceOptions, total=False):
         option(
             "FILE",
             "Read one prompt per line (.jsonl: key `prompt`, `text` or `messages`). - is stdin.",
-            "File with one more prompt per line (.jsonl: key `prompt` or `text`, or `messages` and"
-            ' `tools` of a conversation). "-" is stdin.',
+            more="A conversation has `messages` and may have `tools`.",
             flag="--prompts",
             cli_type=str,
             position=1,
@@ -266,8 +260,7 @@ class GenerateOptions(SourceOptions, total=False):
         option(
             "PATH",
             "Use this tokenizer file or folder. Default: the model's.",
-            "A tokenizer.json, a SentencePiece model, or a folder with a tokenizer. Default: the"
-            " checkpoint's.",
+            more="The file is a tokenizer.json or a SentencePiece model.",
         ),
     ]
     max_new_tokens: Annotated[
@@ -290,8 +283,7 @@ class GenerateOptions(SourceOptions, total=False):
         option(
             "X",
             "Divide the logits of earlier tokens by X. Default: the model's.",
-            "Divisor of the positive logits, and factor of the negative logits, of earlier tokens. Default: the"
-            " model's.",
+            more="Negative logits are multiplied by it.",
         ),
     ]
     stop: Annotated[
@@ -306,7 +298,6 @@ class GenerateOptions(SourceOptions, total=False):
         option(
             "JSON",
             """Set variables of the chat template, e.g. '{"enable_thinking": false}'.""",
-            'Variables of the chat template, such as `{"enable_thinking": False}`, or their JSON text.',
             cli_type=str,
         ),
     ]
@@ -315,7 +306,7 @@ class GenerateOptions(SourceOptions, total=False):
     dtype: Annotated[ComputeDtype | None, _DTYPE]
     batch_size: Annotated[
         PositiveInt,
-        option("N", "Run N prompts at a time.", "Prompts per batch. Default: 16.", default=16),
+        option("N", "Run N prompts at a time.", default=16),
     ]
     ema: Annotated[bool, _EMA]
     verify: Annotated[bool, _VERIFY]
@@ -344,7 +335,6 @@ class TrainOptions(TypedDict, total=False):
         option(
             None,
             "Skip checking the checkpoint's checksums.",
-            "Compare the checkpoint with its checksums while it is read. Default: True.",
             default=True,
             flag="--no-verify",
             position=44,

@@ -80,7 +80,6 @@ class ChainOptions(SourceOptions, total=False):
         option(
             "FOLDER",
             "With --chain: find moved checkpoints in FOLDER. Repeatable.",
-            "Folders with moved or renamed checkpoints. They are found by their digests.",
             default=(),
             position=22,
         ),
@@ -89,7 +88,6 @@ class ChainOptions(SourceOptions, total=False):
         bool,
         flag(
             "With --chain: accept links with a missing source, or without a digest of it.",
-            "Accept links with a missing source, or without a digest of it. Default: False.",
             position=22,
         ),
     ]
@@ -103,7 +101,7 @@ class LogitsOptions(SourceOptions, total=False):
         option(
             "NUMBER",
             "Accept logits that differ by at most NUMBER.",
-            "Largest accepted difference between two logits. Default: 0.001.",
+            more="Default: 0.001.",
             position=21,
         ),
     ]
@@ -112,7 +110,6 @@ class LogitsOptions(SourceOptions, total=False):
         option(
             "FILE",
             "With --logits: comma-separated token ids, one prompt per line. Default: 16 and 512 random ids.",
-            "File of comma-separated token ids, one prompt per line. Default: 16 and 512 random ids.",
             position=24,
         ),
     ]
@@ -121,7 +118,6 @@ class LogitsOptions(SourceOptions, total=False):
         option(
             "prep|transformers",
             "With --logits: compute the second model with this library.",
-            '"prep" (the default) or "transformers": the library that computes the second model.',
             default="prep",
             position=24,
         ),
@@ -131,7 +127,6 @@ class LogitsOptions(SourceOptions, total=False):
         option(
             "DP,FSDP,MP",
             "With --logits: compute on this device mesh. Default: one device.",
-            '"dp,fsdp,mp" sizes or named axes. Default: the first device.',
             position=24,
         ),
     ]
@@ -231,8 +226,6 @@ class PlanOptions(TypedDict, total=False):
         bool,
         flag(
             "Compile the step for --devices. Show XLA's memory and collectives.",
-            "Compile the step for `devices`, for the memory and the collectives of XLA. Default:"
-            " False.",
             position=6,
         ),
     ]

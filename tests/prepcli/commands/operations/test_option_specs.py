@@ -20,8 +20,11 @@ from prepcli.commands.operations.options import (
     SaveInitOptions,
 )
 from prepcli.core.option_spec import (
+    REQUIRED,
     OptionSpec,
+    flag,
     format_command_line,
+    option,
     option_specs,
     with_defaults,
 )
@@ -131,5 +134,29 @@ def test_required_option_has_no_default():
 
 
 def test_new_option_needs_one_definition():
-    spec = OptionSpec("N", "Convert the first N layers.", "Number of layers.")
+    spec = option("N", "Convert the first N layers.", more="For a try.", default=3)
     assert spec.flag_of("num_layers") == "--num-layers"
+    text = "`num_layers` (N): Convert the first N layers. For a try. Default: 3."
+    assert spec.reference("num_layers") == text
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (
+            option(None, "Skip checking.", flag="--no-verify", default=True),
+            "`verify`: If False, skip checking. Default: True.",
+        ),
+        (
+            flag("With --chain: take --strict links."),
+            "`verify`: Take `strict` links. Default: False.",
+        ),
+        (
+            option("FILE", "Read FILE. Repeatable.", default=()),
+            "`verify` (FILE): Read FILE. One or several.",
+        ),
+        (option("FILE", "Read FILE.", default=REQUIRED), "`verify` (FILE): Read FILE. Required."),
+    ],
+)
+def test_reference_of_option_names_arguments(spec: OptionSpec, text: str):
+    assert spec.reference("verify") == text
