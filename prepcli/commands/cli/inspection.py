@@ -80,14 +80,14 @@ def verify(
         from prepcli.commands.rendering.checkpoints import chain_report
 
         values |= chain_options
-        return chain_report(verify_chain(checkpoint, progress=ui, **values), ui.columns)
+        return chain_report(verify_chain(checkpoint, progress=ui, **values))
     if logits:
         from prepcli.commands.operations.verify_logits import verify_logits
         from prepcli.commands.rendering.checkpoints import logits_report
 
         values |= {**logits_options, "tolerance": options.get("tolerance")}
         comparison = verify_logits(checkpoint, against, progress=ui, **values)
-        return logits_report(comparison, ui.columns)
+        return logits_report(comparison)
     from prepcli.commands.operations.verify import verify as run
     from prepcli.commands.rendering.checkpoints import verification_report
 
@@ -171,7 +171,7 @@ def roundtrip(
     from prepcli.commands.rendering.checkpoints import roundtrip_report
 
     result = run(checkpoint, out, progress=ui, **options)
-    return roundtrip_report(result, ui.columns)
+    return roundtrip_report(result)
 
 
 @command(guide="convert")
@@ -284,7 +284,7 @@ def demo(
     """
     from prepcli.commands.demo.run import run_demo
 
-    return run_demo(Path(out), ui, columns=ui.columns)
+    return run_demo(Path(out), ui)
 
 
 @command(guide="convert")
@@ -298,7 +298,7 @@ def models(family: FamilyArgument = None, *, ui: OutputUi) -> Report:
     from prepcli.commands.operations.about import list_aliases
     from prepcli.commands.rendering.checkpoints import aliases_report
 
-    return aliases_report(list_aliases(family), ui.columns)
+    return aliases_report(list_aliases(family))
 
 
 @command(guide="launchers")
@@ -315,7 +315,7 @@ def env(
     from prepcli.commands.rendering.environment import environment_report
 
     environment = read_environment(DEFAULT_MEMORY, list_devices=devices)
-    return environment_report(environment, ui.columns)
+    return environment_report(environment)
 
 
 @command(group="map", guide="map")
@@ -379,4 +379,4 @@ def docs(
 
     if page is not None:
         return page_report(find_page(page), ui, path_only=path)
-    return pages_report(list_pages(), docs_folder(), ui.columns, path_only=path)
+    return pages_report(list_pages(), docs_folder(), path_only=path)

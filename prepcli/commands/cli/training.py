@@ -159,7 +159,7 @@ def evaluate(
 
     with library_output_hidden(to_stderr=ui.level >= SLABS) as stdout:
         result = run(checkpoint, data, progress=replace(ui, out=stdout), **options)
-    return evaluation_report(result, ui.columns)
+    return evaluation_report(result)
 
 
 # --- prep tokenize
@@ -242,7 +242,7 @@ def plan(
     if search:
         meshes = fitting_meshes(target, progress=ui, **options)
         return meshes_report(meshes, ui)
-    return step_plan_report(run(target, progress=ui, **options), ui.columns)
+    return step_plan_report(run(target, progress=ui, **options))
 
 
 # --- prep report
@@ -277,7 +277,7 @@ def report(
     from prepcli.commands.operations.report import report as run
     from prepcli.commands.rendering.runs import runs_report
 
-    return runs_report(run(runs, out, progress=ui), ui.columns)
+    return runs_report(run(runs, out, progress=ui))
 
 
 # --- prep recipes
@@ -332,7 +332,7 @@ def recipes(
             "`prep recipes copy NAME --out FILE`",
         )
     if not names:
-        return recipes_report(shipped_recipes(), ui.columns)
+        return recipes_report(shipped_recipes())
     path = shipped_recipe(names[0])
     if is_copy:
         copy = str(copy_recipe(names[0], None if out is None else Path(out)))
