@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
+from prepcli.core.errors import OPTION_NAMES
+
 # Position of the fields that do not change the bytes of an output: manifests do not record them.
 NOT_RECORDED = None
 # Default value of a required option: Typer reports an error if it has no value.
@@ -42,7 +44,7 @@ class OptionSpec:
         help: The sentence about the option, in the words of the command line.
         more: Further facts, for the reference of the Python functions.
         default: Value of an omitted option, or REQUIRED.
-        flag: Option of the command line, if it is not `--` and the name of the field.
+        flag: Option of the command line, if it is not `--` and the name of the field, or its name in OPTION_NAMES.
         short: Its short form, e.g. `-q`.
         is_count: Whether the value is the number of times that the option is given.
         cli_type: Type on the command line, if it does not follow from the annotation.
@@ -70,7 +72,7 @@ class OptionSpec:
 
     def flag_of(self, name: str) -> str:
         """Return the option of the command line for the field `name`, e.g. `scan_axis` -> `--scan-axis`."""
-        return self.flag or f"--{name.replace('_', '-')}"
+        return self.flag or f"--{OPTION_NAMES.get(name, name).replace('_', '-')}"
 
     def is_negated(self, name: str) -> bool:
         """Return whether the option sets the field `name` to False, e.g. `--no-verify` the field `verify`."""

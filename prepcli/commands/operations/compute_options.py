@@ -180,7 +180,6 @@ class EvaluateOptions(SourceOptions, total=False):
             "KEY=VALUE",
             f"Set a recipe key. Repeatable. {KEYS_TEXT}.",
             default=(),
-            flag="--set",
         ),
     ]
     tokenizer: Annotated[
@@ -215,7 +214,6 @@ class EvaluateOptions(SourceOptions, total=False):
             "Generate targets from sources, and compute rouge, bleu or exact_match. Repeatable.",
             more="The model must be an encoder-decoder.",
             default=(),
-            flag="--metric",
         ),
     ]
     ema: Annotated[bool, _EMA]
@@ -227,7 +225,7 @@ class GenerateArguments(TypedDict, total=False):
 
     prompts: Annotated[
         str | Sequence[str],
-        option("TEXT", "Add a prompt. Repeatable.", default=(), flag="--prompt", position=0),
+        option("TEXT", "Add a prompt. Repeatable.", default=(), position=0),
     ]
     tokens: Annotated[
         Sequence[Sequence[int]],
@@ -250,7 +248,6 @@ class GenerateOptions(SourceOptions, total=False):
             "FILE",
             "Read one prompt per line (.jsonl: key `prompt`, `text` or `messages`). - is stdin.",
             more="A conversation has `messages` and may have `tools`.",
-            flag="--prompts",
             cli_type=str,
             position=1,
         ),
@@ -321,7 +318,6 @@ class TrainOptions(TypedDict, total=False):
             "KEY=VALUE",
             "Override a key, for example train.steps=10. `KEY=` removes one.",
             default=(),
-            flag="--set",
             position=1,
         ),
     ]

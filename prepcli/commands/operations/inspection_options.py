@@ -198,7 +198,6 @@ class PlanOptions(TypedDict, total=False):
             "KEY=VALUE",
             "Override a key, for example data.seq_length=8192.",
             default=(),
-            flag="--set",
             position=1,
         ),
     ]

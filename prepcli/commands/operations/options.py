@@ -370,7 +370,6 @@ class LayoutOptions(
             'activations ("act:seq=sp|none") or of single leaves ("re:PATTERN=mp,fsdp"), or is '
             'a preset ("flaxlm:1,1").',
             default=(),
-            flag="--rule",
             record=11,
         ),
     ]
