@@ -22,15 +22,9 @@ from prepcli.core import errors
 from prepcli.core.errors import text, usage_error
 from prepcli.core.formatting import did_you_mean
 from prepcli.core.observer import QUIET
+from prepcli.launch.engines import ENGINES, Engine
 from prepcli.launch.job import TRAIN, LaunchedCommand
-from prepcli.launch.options import (
-    GkeOptions,
-    LocalOptions,
-    RayOptions,
-    SkyOptions,
-    SlurmOptions,
-    TpuOptions,
-)
+from prepcli.launch.local import LocalOptions
 
 SEPARATOR = "--"
 
@@ -146,7 +140,7 @@ WordsArgument = Annotated[
 ]
 
 
-def _engine(name: str, options: type, guide: str, help: str) -> Command:
+def _engine_command(name: str, engine: Engine) -> Command:
     """Return the command that writes or submits the script of an engine."""
 
     def launch(
@@ -163,81 +157,12 @@ def _engine(name: str, options: type, guide: str, help: str) -> Command:
         launched = launched_command(context, recipe, words or ())
         return script_report(launch_script(name, launched, options))
 
-    launch.__annotations__["options"] = options
-    launch.__doc__ = help
-    return command(name, group="launch", guide=guide, typer_class=LaunchCommand)(launch)
+    launch.__annotations__["options"] = engine.options
+    launch.__doc__ = engine.help
+    return command(name, group="launch", guide=engine.guide, typer_class=LaunchCommand)(launch)
 
 
-ENGINES = (
-    _engine(
-        "slurm",
-        SlurmOptions,
-        "slurm",
-        """Write a SLURM batch script, or submit it.
-
-        The job saves and stops before its time limit. SLURM then requeues it, and it resumes.
-        With --array, each task of a job array writes its share of a conversion.
-
-        Examples:
-          prep launch slurm llama-13b --nodes 2 --devices-per-node 8
-          prep launch slurm run.toml --nodes 4 --time 24:00:00 --module cuda --submit
-          prep launch slurm run.toml --setup 'source env/bin/activate' -- --set seed=1
-          prep launch slurm --array 8 -- save-init llama-13b --mesh 1,64,4
-        """,
-    ),
-    _engine(
-        "tpu",
-        TpuOptions,
-        "tpu-pod",
-        """Write a script that creates a Cloud TPU, or run it.
-
-        The TPU runs the command. Commands without a mesh run on the first host.
-
-        Examples:
-          prep launch tpu run.toml --accelerator v5p-512 --zone us-east5-a
-          prep launch tpu run.toml --accelerator v4-64 --zone us-central2-b --spot
-          prep launch tpu --accelerator v4-8 --zone us-central2-b -- eval m --data d
-        """,
-    ),
-    _engine(
-        "gke",
-        GkeOptions,
-        "gke",
-        """Write a JobSet for Kubernetes, or create it.
-
-        Examples:
-          prep launch gke run.toml --image I --devices-per-node 8 --claim runs
-          prep launch gke run.toml --image I --devices-per-node 8 -- --out gs://B/RUN
-          prep launch gke --image I --nodes 4 --claim runs -- save-init llama-13b
-        """,
-    ),
-    _engine(
-        "sky",
-        SkyOptions,
-        "sky",
-        """Write a managed job of SkyPilot, or submit it.
-
-        SkyPilot starts the job again after a preemption, and it resumes.
-
-        Examples:
-          prep launch sky run.toml --accelerator tpu-v5p-8 -- --out gs://B/RUN
-          prep launch sky --spot -- export gs://B/RUN --out gs://B/MODEL
-        """,
-    ),
-    _engine(
-        "ray",
-        RayOptions,
-        "ray",
-        """Write the driver of a Ray job, or submit it.
-
-        Training runs in JaxTrainer of Ray Train. Conversions run as tasks with a share each.
-
-        Examples:
-          prep launch ray run.toml --workers 4 --gpus 8 --folder /shared/runs
-          prep launch ray --workers 4 --folder /shared -- save-init llama-13b
-        """,
-    ),
-)
+ENGINE_COMMANDS = tuple(_engine_command(name, engine) for name, engine in ENGINES.items())
 
 
 @command(group="launch", guide="several-processes", typer_class=LaunchCommand)

@@ -50,7 +50,7 @@ from prepcli.commands.cli.inspection import (
     suggest,
     verify,
 )
-from prepcli.commands.cli.launch import ENGINES, local
+from prepcli.commands.cli.launch import ENGINE_COMMANDS, local
 from prepcli.commands.cli.training import evaluate, generate, plan, recipes, report, tokenize, train
 from prepcli.core import version
 from prepcli.core.errors import USAGE
@@ -61,7 +61,7 @@ from prepcli.execution.signals import Interrupted, notes_of
 COMMANDS = (
     *(pad_vocab, add_tokens, remove_tokens),
     *(save_init, reshard, export, merge, verify, lock, roundtrip, inspect, suggest),
-    *(plan, tokenize, train, *ENGINES, local, report, evaluate, generate),
+    *(plan, tokenize, train, *ENGINE_COMMANDS, local, report, evaluate, generate),
     *(demo, docs, models, recipes, check_family, env),
 )
 GROUP_HELP = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli import root
-from prepcli.commands.cli.launch import ENGINES
+from prepcli.commands.cli.launch import ENGINE_COMMANDS
 from prepcli.commands.cli.root import COMMANDS
 from prepcli.commands.operations.options import (
     AddTokensOptions,
@@ -127,7 +127,7 @@ def test_commands_define_no_options_of_their_own():
 
 
 def test_required_option_has_no_default():
-    (tpu,) = [engine for engine in ENGINES if engine.name == "tpu"]
+    (tpu,) = [engine for engine in ENGINE_COMMANDS if engine.name == "tpu"]
     parameters = inspect.signature(tpu.function).parameters
     assert parameters["zone"].default is inspect.Parameter.empty
     assert parameters["project"].default is None
