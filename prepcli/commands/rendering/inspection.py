@@ -128,7 +128,13 @@ def shape_comparison_report(comparison: ShapeComparison, ui: Ui) -> Report:
     max_rows = len(differences) if ui.level >= LEAVES else MAX_ROWS
     lines: list[str] = []
     for name, a_shape, b_shape in differences[:max_rows]:
-        lines.append(difference_line(name, a_shape, b_shape, a_name=a_name, b_name=b_name))
+        if a_shape and b_shape:
+            line = f"differs  {name}  {shape_text(a_shape)} -> {shape_text(b_shape)}"
+        elif a_shape:
+            line = f"only in {a_name}  {name}  {shape_text(a_shape)}"
+        else:
+            line = f"only in {b_name}  {name}  {shape_text(b_shape)}"
+        lines.append(line)
     lines += _omitted_line(len(differences) - max_rows)
     counts = f"{len(differences)} of {count_text(comparison.num_compared, 'tensor')}"
     return Report(lines, fields, error=PrepError(f"{a_name} and {b_name} differ in {counts}"))
@@ -225,9 +231,11 @@ def _tensor_fields(selected: SelectedTensors) -> list[dict[str, object]]:
     """Return the JSON fields of each tensor."""
     contents = selected.checkpoint.contents
     tensors = [_entry_fields(contents, entry) for entry in selected.entries]
-    if selected.statistics is not None:
-        for fields, statistics in zip(tensors, selected.statistics):
-            fields["stats"] = _stats_fields(statistics)
+    for fields, statistics in zip(tensors, selected.statistics or ()):
+        fields["stats"] = None
+        if statistics is not None:
+            numbers = json_fields(statistics, "mean", "nan", "inf", "zeros")
+            fields["stats"] = {"min": statistics.minimum, "max": statistics.maximum, **numbers}
     return tensors
 
 
@@ -287,13 +295,6 @@ def _stats_table(
     return Table(header, rows, header[3:], optional=["shape"])
 
 
-def _stats_fields(statistics: TensorStats | None) -> dict[str, object] | None:
-    if statistics is None:
-        return None
-    counts = json_fields(statistics, "nan", "inf", "zeros")
-    return {"min": statistics.minimum, "max": statistics.maximum, "mean": statistics.mean, **counts}
-
-
 def header_lines(contents: CheckpointContents, source: SourceSummary) -> list[str]:
     """Describe the model and its storage in one line each, and the first entries other than arrays."""
     size_in_values = (
@@ -315,7 +316,10 @@ def header_lines(contents: CheckpointContents, source: SourceSummary) -> list[st
         )
         stored = [f"{title}{codecs}, {count_text(source['files'], 'data file')}, {leaves}"]
         stored += [f"mesh {source['mesh']}"] if source["mesh"] else []
-        stored += [_layout_text(source)] if source["layout"] else []
+        stacked = f"layers stacked on axis {source['scan_axis']}"
+        if not source["scan"]:
+            stacked = "one leaf per layer"
+        stored += [f"layout {source['layout']}, {stacked}"] if source["layout"] else []
         stored += [_step_text(contents)] if source["step"] is not None else []
     if vocab := source["vocab"]:
         true_text = f" ({vocab['true']} true)" if vocab["true"] != vocab["padded"] else ""
@@ -360,13 +364,6 @@ def _family_text(contents: CheckpointContents) -> str:
     return f"unknown family (no {CONFIG}: `--config PATH`)" if needs_config else "unknown family"
 
 
-def _layout_text(source: SourceSummary) -> str:
-    stacked = (
-        f"layers stacked on axis {source['scan_axis']}" if source["scan"] else "one leaf per layer"
-    )
-    return f"layout {source['layout']}, {stacked}"
-
-
 def _step_text(contents: CheckpointContents) -> str:
     params, state = (format_bytes(nbytes_below(contents, root)) for root in (PARAMS, OPT_STATE))
     return f"step {contents.manifest.step}: parameters {params}, optimizer state {state}"
@@ -381,19 +378,3 @@ def count_line(contents: CheckpointContents, entries: Sequence[SourceTensor]) ->
 def shape_fields(shape: ShapeAndDtype | None) -> dict[str, object] | None:
     """Return a shape and dtype for the JSON object."""
     return {"shape": shape[0], "dtype": shape[1]} if shape else None
-
-
-def difference_line(
-    name: str,
-    a_shape: ShapeAndDtype | None,
-    b_shape: ShapeAndDtype | None,
-    *,
-    a_name: str,
-    b_name: str,
-) -> str:
-    """Describe the difference of one tensor between two checkpoints."""
-    if a_shape and b_shape:
-        return f"differs  {name}  {shape_text(a_shape)} -> {shape_text(b_shape)}"
-    if a_shape:
-        return f"only in {a_name}  {name}  {shape_text(a_shape)}"
-    return f"only in {b_name}  {name}  {shape_text(b_shape)}"

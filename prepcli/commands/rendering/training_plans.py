@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from prepcli.commands.operations.plan import FittingMeshes
     from prepcli.commands.operations.results import StepPlan
-    from trainer.planning.memory_changes import MemoryChange
     from trainer.planning.mesh_search import MeshSearch
     from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
@@ -82,11 +81,14 @@ def step_plan_report(step: StepPlan) -> Report:
     blocks.append(Paragraph(CAVEAT))
     if step.compiled is not None:
         blocks += ["", *compiled_blocks(step.compiled)]
+    changes: dict[str, object] | None = None
+    if step.change is not None:
+        changes = {"set": dict(step.change.values), "peak": step.change.plan.memory.peak}
     fields = {
         **plan_fields(plan),
         "settings": step.settings,
         "kinds": [kind_fields(estimate) for estimate in step.kinds],
-        "changes": _change_fields(step.change),
+        "changes": changes,
         "compiled": compiled_fields(step.compiled),
     }
     return Report(blocks, fields)
@@ -110,12 +112,6 @@ def meshes_report(meshes: FittingMeshes, ui: Ui) -> Report:
     # A pipe has no width: a program that reads the text gets all meshes.
     show_all = ui.columns is None or ui.level >= LEAVES
     return Report([title, *search_blocks(search, show_all=show_all)], fields)
-
-
-def _change_fields(change: MemoryChange | None) -> dict[str, object] | None:
-    if change is None:
-        return None
-    return {"set": dict(change.values), "peak": change.plan.memory.peak}
 
 
 def search_blocks(search: MeshSearch, *, show_all: bool) -> list[Block]:
