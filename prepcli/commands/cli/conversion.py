@@ -15,7 +15,7 @@ import typer
 import prepcli
 from prepcli.commands.cli.option_groups import (
     CheckpointArgument,
-    Command,
+    CliCommand,
     Omit,
     OptionalCheckpointArgument,
     ProgressUi,
@@ -35,14 +35,14 @@ from prepcli.commands.operations.options import (
 )
 
 
-def conversion(guide: str) -> Callable[[Callable[..., None]], Command]:
+def conversion(guide: str) -> Callable[[Callable[..., None]], CliCommand]:
     """Return a decorator that makes the command of a converting function of `prepcli`.
 
     The decorated function declares the name, the help, the arguments and the options of the function. All conversions
     have the options of `convert` as well.
     """
 
-    def decorate(declaration: Callable[..., None]) -> Command:
+    def decorate(declaration: Callable[..., None]) -> CliCommand:
         def convert(
             context: typer.Context,
             *,

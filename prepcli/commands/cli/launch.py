@@ -11,15 +11,14 @@ import typer
 from typer.core import TyperGroup
 
 from prepcli.commands.cli.option_groups import (
-    Command,
+    CliCommand,
     OutputUi,
     StrictCommand,
     command,
     complete_recipe,
 )
 from prepcli.commands.console.ui import Report
-from prepcli.core import errors
-from prepcli.core.errors import text, usage_error
+from prepcli.core.errors import Command, text, usage_error
 from prepcli.core.formatting import did_you_mean
 from prepcli.core.observer import QUIET
 from prepcli.launch.engines import ENGINES, Engine
@@ -113,7 +112,7 @@ def _recipe_word(words: Sequence[str], values: Mapping[str, Any]) -> str:
     name = words[0]
     recipe: Path | None = values["recipe"]
     if recipe is None:
-        hint = text("{}", errors.Command(name, "RECIPE"))
+        hint = text("{}", Command(name, "RECIPE"))
         raise usage_error("no recipe was given", "a TOML file describes the training", hint)
     if Path(words[1]) != recipe:
         hint = f"`-- {name} {recipe} OPTIONS`"
@@ -140,7 +139,7 @@ WordsArgument = Annotated[
 ]
 
 
-def _engine_command(name: str, engine: Engine) -> Command:
+def _engine_command(name: str, engine: Engine) -> CliCommand:
     """Return the command that writes or submits the script of an engine."""
 
     def launch(

@@ -294,7 +294,7 @@ ProgressUi = Annotated[Ui, ProgressOptions]
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class CliCommand:
     """A command of `prep`.
 
     Attributes:
@@ -329,15 +329,15 @@ def command(
     guide: str = "",
     group: str = "",
     typer_class: type[TyperCommand] = StrictCommand,
-) -> Callable[[Callable[..., Report]], Command]:
-    """Return a decorator that makes a command of a function. See `Command` for the arguments.
+) -> Callable[[Callable[..., Report]], CliCommand]:
+    """Return a decorator that makes a command of a function. See `CliCommand` for the arguments.
 
     Without `name`, the command has the name of the function.
     """
 
-    def decorate(function: Callable[..., Report]) -> Command:
+    def decorate(function: Callable[..., Report]) -> CliCommand:
         word = name or function.__name__.replace("_", "-")
-        return Command(word, guide, group, typer_class, _typer_function(function, group or word))
+        return CliCommand(word, guide, group, typer_class, _typer_function(function, group or word))
 
     return decorate
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.cli.option_groups import Command, complete_page
+from prepcli.commands.cli.option_groups import CliCommand, complete_page
 from prepcli.commands.cli.root import COMMANDS
 from prepcli.commands.operations.about import docs_folder, page_names
 from prepcli.core.errors import OK, USAGE
@@ -68,7 +68,7 @@ def test_names_of_pages_are_unique():
 @pytest.mark.parametrize(
     "command", [each for each in COMMANDS if each.guide], ids=lambda each: each.name
 )
-def test_help_names_the_guide(command: Command, capsys: pytest.CaptureFixture[str]):
+def test_help_names_the_guide(command: CliCommand, capsys: pytest.CaptureFixture[str]):
     assert main([*f"{command.group} {command.name}".split(), "--help"]) == OK
     assert f"Guide: prep docs {command.guide}\n" in capsys.readouterr().out
 
