@@ -68,7 +68,7 @@ PURE_MODULES = {
         f"prepcli.launch.{name}"
         for name in (
             "job",
-            "options",
+            "engines",
             "ray",
             "sky",
             "slurm",

@@ -144,7 +144,7 @@ def _options_class(cls: Any) -> str:
     more = f"\nIncludes {', '.join(f'`{name}`' for name in included)}.\n" if included else ""
     names = {ast.unparse(node.target) for node in fields}
     specs = option_specs(cls).items()
-    docs = "".join(f"- `{name}`: {spec.doc}\n" for name, spec in specs if name in names)
+    docs = "".join(f"- {spec.reference(name)}\n" for name, spec in specs if name in names)
     described = f"\n**Attributes:**\n\n{docs}" if docs else ""
     return f"### `{cls.__name__}`\n\n{_docstring(cls)}{described}\n{_fields_block(keys)}\n{more}"
 

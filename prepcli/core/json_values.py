@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
+import math
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import (
     Annotated,
     Any,
@@ -122,6 +125,34 @@ def _parse_integer(digits: str) -> int:
 
 
 _DECODER = json.JSONDecoder(parse_int=_parse_integer)
+
+
+def json_value(value: object) -> object:
+    """Return a path as text, and a dataclass as an object. It is the `default` of `json.dumps`."""
+    if isinstance(value, PurePath):
+        return str(value)
+    return json_fields(value)
+
+
+def json_fields(result: Any, *names: str) -> dict[str, Any]:
+    """Return fields of a dataclass for a JSON object, all of them by default. Infinity and NaN become null.
+
+    >>> json_fields(complex(1, float("inf")), "real", "imag")
+    {'real': 1.0, 'imag': None}
+    """
+    names = names or tuple(field.name for field in dataclasses.fields(result))
+    fields: dict[str, Any] = {}
+    for name in names:
+        value = getattr(result, name)
+        if isinstance(value, tuple):
+            value = [None if is_non_finite(item) else item for item in value]
+        fields[name] = None if is_non_finite(value) else value
+    return fields
+
+
+def is_non_finite(value: object) -> bool:
+    """Return whether a value is infinity or NaN, which JSON lacks."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def json_type_name(value: object) -> str:

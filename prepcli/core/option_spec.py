@@ -5,11 +5,14 @@ This module imports no NumPy, jax or huggingface_hub: every start of `prep` read
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
+
+from prepcli.core.errors import OPTION_NAMES
 
 # Position of the fields that do not change the bytes of an output: manifests do not record them.
 NOT_RECORDED = None
@@ -38,36 +41,83 @@ class OptionSpec:
 
     Attributes:
         metavar: Value in the help of the command line. None for a flag.
-        help: Text in the help of the command line.
-        doc: Text in the reference of the Python functions. Empty for an option of the command line only.
+        help: The sentence about the option, in the words of the command line.
+        more: Further facts, for the reference of the Python functions.
         default: Value of an omitted option, or REQUIRED.
-        flag: Option of the command line, if it is not `--` and the name of the field.
+        flag: Option of the command line, if it is not `--` and the name of the field, or its name in OPTION_NAMES.
+        short: Its short form, e.g. `-q`.
+        is_count: Whether the value is the number of times that the option is given.
         cli_type: Type on the command line, if it does not follow from the annotation.
         parse: Function from each text of a repeated option to an item of the argument.
         maximum: Greatest value of a number on the command line.
         environment: Environment variable that replaces the option.
         position: Place in the help. Equal positions keep the order of the fields.
-        record: Place in the recorded command line. It never changes, because the line is part of each manifest.
+        record: Place in the recorded command line, or NOT_RECORDED. It never changes, because the line is part of each
+            manifest.
     """
 
     metavar: str | None
     help: str
-    doc: str = ""
+    more: str = ""
     default: Any = None
     flag: str = ""
+    short: str = ""
+    is_count: bool = False
     cli_type: Any = None
     parse: Callable[[str], Any] | None = None
     maximum: int | None = None
     environment: str | None = None
     position: int = 10
-    record: int | None = 100
+    record: int | None = NOT_RECORDED
 
     def flag_of(self, name: str) -> str:
         """Return the option of the command line for the field `name`, e.g. `scan_axis` -> `--scan-axis`."""
-        return self.flag or f"--{name.replace('_', '-')}"
+        return self.flag or f"--{OPTION_NAMES.get(name, name).replace('_', '-')}"
+
+    def is_negated(self, name: str) -> bool:
+        """Return whether the option sets the field `name` to False, e.g. `--no-verify` the field `verify`."""
+        return self.flag == f"--no-{name}"
+
+    def reference(self, name: str) -> str:
+        """Return the text for the reference of the Python functions, in which options are arguments."""
+        sentence = self.help.replace("Repeatable", "One or several")
+        sentence = re.sub(r"^With --\w+: (\w)", lambda match: match[1].upper(), sentence)
+        if self.is_negated(name):
+            sentence = f"If False, {sentence[0].lower()}{sentence[1:]}"
+        sentence = re.sub(
+            r"--([a-z][a-z-]*)", lambda match: f"`{match[1].replace('-', '_')}`", sentence
+        )
+        parts = [sentence, self.more]
+        if self.default is REQUIRED:
+            parts.append("Required.")
+        elif self.default not in (None, ()):
+            default = f'"{self.default}"' if isinstance(self.default, str) else self.default
+            parts.append(f"Default: {default}.")
+        value = f" ({self.metavar})" if self.metavar else ""
+        return f"`{name}`{value}: {' '.join(filter(None, parts))}"
+
+
+# An option is a field of a TypedDict, or a parameter of a command, with one of these.
+option = OptionSpec
+
+
+def flag(help: str, **properties: Any) -> OptionSpec:
+    """Return an option without a value. It is off by default."""
+    return OptionSpec(None, help, default=False, **properties)
 
 
 # Each command evaluates the annotations of the same few types several times.
+@cache
+def option_rows(options: type) -> Mapping[str, tuple[Any, OptionSpec]]:
+    """Return the type and the specification of each option of a TypedDict, by name."""
+    rows: dict[str, tuple[Any, OptionSpec]] = {}
+    for name, annotation in get_type_hints(options, include_extras=True).items():
+        for item in getattr(annotation, "__metadata__", ()):
+            if isinstance(item, OptionSpec):
+                rows[name] = (annotation, item)
+    return rows
+
+
 @cache
 def option_specs(options: type) -> Mapping[str, OptionSpec]:
     """Return the specification of each option of a TypedDict that has one.
@@ -76,12 +126,7 @@ def option_specs(options: type) -> Mapping[str, OptionSpec]:
     >>> option_specs(DropOptions)["untie"].default
     False
     """
-    specs: dict[str, OptionSpec] = {}
-    for name, annotation in get_type_hints(options, include_extras=True).items():
-        for item in getattr(annotation, "__metadata__", ()):
-            if isinstance(item, OptionSpec):
-                specs[name] = item
-    return specs
+    return {name: spec for name, (_, spec) in option_rows(options).items()}
 
 
 def with_defaults(options: type[Options], values: Mapping[str, object]) -> Options:

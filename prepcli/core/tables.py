@@ -8,7 +8,7 @@ first cell of each row gets a separate line above the other cells.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -97,6 +97,57 @@ def format_table(
         is_right_aligned = name in right_aligned or 0 < num_integers == len(values)
         columns.append(Column(name, cells, is_right_aligned, is_wrapped=name in wrapped))
     return layout_table(columns, width=width, optional=optional)
+
+
+class Paragraph(str):
+    """Text of one line or more, which a terminal wraps at its width. Other texts keep their lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table for terminals and pages. See `format_table` for its fields."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    right_aligned: Collection[str] = ()
+    optional: Sequence[str] = ()
+    wrapped: Collection[str] = ()
+
+    def text(self, width: int | None = None) -> str:
+        """Return the lines of the table."""
+        return format_table(
+            self.rows,
+            self.header,
+            self.right_aligned,
+            width,
+            optional=self.optional,
+            wrapped=self.wrapped,
+        )
+
+
+# A part of a result: lines of text, a paragraph or a table.
+Block = str | Table
+
+
+def format_blocks(blocks: Iterable[Block], width: int | None = None) -> str:
+    """Return blocks as text, each from a new line, for a terminal of a width.
+
+    >>> print(format_blocks([Table(["a", "b"], [["x", 1000]]), "", Paragraph("one two three")], 8))
+    a      b
+    x  1,000
+    <BLANKLINE>
+    one two
+    three
+    """
+    texts: list[str] = []
+    for block in blocks:
+        if isinstance(block, Table):
+            texts.append(block.text(width))
+        elif isinstance(block, Paragraph):
+            texts.append(wrap_line(block, width))
+        else:
+            texts.append(block)
+    return "\n".join(texts)
 
 
 def layout_table(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from typing import Annotated
 
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import did_you_mean
 from prepcli.core.json_values import JsonObject
+from prepcli.core.option_spec import REQUIRED, flag, option
 from prepcli.core.process_address import DEFAULT_PORT
 from prepcli.launch.hardware import (
     TPU_GENERATIONS,
@@ -21,15 +23,18 @@ from prepcli.launch.hardware import (
 from prepcli.launch.job import (
     NOT_RUN,
     RESTARTABLE_CODES,
+    GraceOptions,
     LaunchedCommand,
     LaunchJob,
+    NodeOptions,
+    RestartOptions,
+    ScriptOptions,
     as_label,
     check_label,
     comment,
     fill_template,
     yaml_text,
 )
-from prepcli.launch.options import GkeOptions
 from prepcli.models.slices import num_slices
 
 # Folder of the recipe and the start script in a container.
@@ -66,18 +71,35 @@ exec @command
 """
 
 
+class GkeOptions(NodeOptions, GraceOptions, ScriptOptions, RestartOptions):
+    """Options of a JobSet. `image` is required."""
+
+    image: Annotated[
+        str, option("IMAGE", "Run this container with prep.", default=REQUIRED, position=1)
+    ]
+    accelerator: Annotated[
+        str | None, option("LABEL", "Use nodes with this GPU or TPU label.", position=3)
+    ]
+    topology: Annotated[str | None, option("4x4x8", "Use this TPU topology.", position=3)]
+    claim: Annotated[
+        str | None, option("NAME", "Work in this persistent volume claim.", position=5)
+    ]
+    queue: Annotated[str | None, option("NAME", "Wait in this Kueue queue.", position=5)]
+    spot: Annotated[bool, flag("Use nodes that may be preempted.", position=5)]
+
+
 def gke_manifest(job: LaunchJob, options: GkeOptions) -> str:
     """Return the YAML of a job: a ConfigMap with the recipe and the start script, and the JobSet.
 
     All pods restart if one exits with 75 or is killed, or if its node is lost. An error of the command ends the job.
     """
     check_label(job.name)
-    for option, max_chars in _MAX_NAME_CHARS.items():
-        name: str | None = options[option]
+    for key, max_chars in _MAX_NAME_CHARS.items():
+        name: str | None = options[key]
         if name is not None and not (len(name) <= max_chars and _OBJECT_NAME.fullmatch(name)):
             why = f"a name has up to {max_chars} letters a-z and digits, with `-` and `.` between them"
-            what = text("{} is invalid", Option(option, name))
-            raise usage_error(what, why, text("{}", Option(option, as_label(name))))
+            what = text("{} is invalid", Option(key, name))
+            raise usage_error(what, why, text("{}", Option(key, as_label(name))))
     num_jobs = job.num_slices if _is_tpu(options) else 1
     # Keys of a ConfigMap are file names.
     recipe = re.sub(r"[^-._a-zA-Z0-9]", "-", job.command.recipe_name)

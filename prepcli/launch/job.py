@@ -1,4 +1,7 @@
-"""A job of `prep launch`: its command, the environment of its processes, lines of scripts, and YAML. No I/O."""
+"""A job of `prep launch`: its command and options, the environment of its processes, lines of scripts, and YAML.
+
+The functions do no I/O. Every start of `prep` reads this module and those of the engines.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,16 @@ import shlex
 import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
-
-import yaml
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from prepcli.core.errors import STOPPED, Option, Text, text, usage_error
 from prepcli.core.json_values import JsonObject, JsonValue
+from prepcli.core.option_spec import NonNegativeInt, PathLike, PositiveInt, flag, option
+
+if TYPE_CHECKING:
+    from yaml import MappingNode, SafeDumper, ScalarNode, SequenceNode
 
 TRAIN = "train"
 TOKENIZE = "tokenize"
@@ -31,6 +38,9 @@ RESTARTABLE = "75 | 13[1-9] | 14? | 15?"
 RESTARTABLE_CODES = (STOPPED, *range(131, 160))
 # Sentence in the head of scripts for clouds.
 NOT_RUN = "The authors of prep have not run this file on a real cloud."
+
+# Position in the help of options of several engines: after the options of one engine.
+_COMMON_POSITION = 20
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # RFC 1035, short enough for the suffixes of pods.
@@ -141,6 +151,94 @@ class LaunchJob:
         return [*(f"export {name}={shlex.quote(value)}" for name, value in self.env), *self.setup]
 
 
+class JobOptions(TypedDict):
+    """Environment of the processes of a job."""
+
+    env: Annotated[
+        Sequence[str],
+        option(
+            "KEY=VALUE",
+            "Set an environment variable. Repeatable.",
+            default=(),
+            position=_COMMON_POSITION + 1,
+        ),
+    ]
+
+
+class SubmitOptions(JobOptions):
+    """Options of the targets with a file to write and submit."""
+
+    job_name: Annotated[
+        str | None,
+        option(
+            "NAME", "Name the job. Default: by the recipe or command.", position=_COMMON_POSITION
+        ),
+    ]
+    out: Annotated[
+        PathLike | None,
+        option("FILE", "Write to FILE. Default: stdout.", position=_COMMON_POSITION + 2),
+    ]
+    submit: Annotated[bool, flag("Submit the job.", position=_COMMON_POSITION + 2)]
+
+
+class ScriptOptions(SubmitOptions):
+    """Options of targets with a shell script."""
+
+    setup: Annotated[
+        Sequence[str],
+        option(
+            "LINE",
+            "Run LINE before the command. Repeatable.",
+            default=(),
+            position=_COMMON_POSITION + 2,
+        ),
+    ]
+
+
+class RestartOptions(TypedDict):
+    """Limit of restarts of a job."""
+
+    max_restarts: Annotated[
+        NonNegativeInt,
+        option(
+            "N",
+            "Restart at most N times after a stop or a kill.",
+            default=MAX_RESTARTS,
+            position=_COMMON_POSITION + 2,
+        ),
+    ]
+
+
+class NodeOptions(TypedDict):
+    """The nodes of a job with one process each."""
+
+    nodes: Annotated[
+        PositiveInt, option("N", "Use N nodes, with a process each.", default=1, position=2)
+    ]
+    devices_per_node: Annotated[
+        PositiveInt | None, option("N", "Use N devices of each node.", position=2)
+    ]
+    cpus: Annotated[
+        PositiveInt | None,
+        option("N", "Use N CPU cores of each node.", position=4),
+    ]
+    mem: Annotated[str | None, option("SIZE", "Use SIZE memory of each node.", position=4)]
+
+
+class GraceOptions(TypedDict):
+    """The time between a signal and the end of a job."""
+
+    grace: Annotated[
+        PositiveInt,
+        option(
+            "SECONDS",
+            "Stop and save SECONDS before the job is killed.",
+            default=DEFAULT_GRACE_S,
+            position=6,
+        ),
+    ]
+
+
 def parse_env(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Return the names and values of `KEY=VALUE` texts. Raise UsageError for a text without `=`."""
     variables: list[tuple[str, str]] = []
@@ -220,9 +318,11 @@ def yaml_text(documents: Iterable[JsonObject]) -> str:
     All strings are quoted or literal blocks. PyYAML would leave e.g. `1e3` plain, and the parser
     of Kubernetes would take it for a number.
     """
+    import yaml
+
     return yaml.dump_all(
         documents,
-        Dumper=_Dumper,
+        Dumper=_dumper_class(),
         sort_keys=False,
         allow_unicode=True,
         # Folded lines would be hard to read in a manifest.
@@ -230,15 +330,24 @@ def yaml_text(documents: Iterable[JsonObject]) -> str:
     )
 
 
-class _Dumper(yaml.SafeDumper):
-    """Dumper with quoted strings, literal blocks for scripts, and without aliases."""
+@cache
+def _dumper_class() -> type[SafeDumper]:
+    """Return a dumper with quoted strings, literal blocks for scripts, and without aliases."""
+    # Every start of `prep` reads this module, and most commands write no YAML.
+    import yaml
 
-    def ignore_aliases(self, data: object) -> bool:
-        # A dict in two places, such as the requests and limits of resources, is written twice.
-        return True
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: object) -> bool:
+            # A dict in two places, such as the requests and limits of resources, is written twice.
+            return True
+
+    Dumper.add_representer(str, _text_node)
+    Dumper.add_representer(list, _list_node)
+    Dumper.add_representer(dict, _object_node)
+    return Dumper
 
 
-def _text_node(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+def _text_node(dumper: SafeDumper, value: str) -> ScalarNode:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -250,22 +359,17 @@ def _text_node(dumper: _Dumper, value: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
 
 
-def _list_node(dumper: _Dumper, values: list[JsonValue]) -> yaml.SequenceNode:
+def _list_node(dumper: SafeDumper, values: list[JsonValue]) -> SequenceNode:
     node = dumper.represent_list(values)
     # Numbers in one line
     node.flow_style = bool(values) and all(isinstance(value, int) for value in values)
     return node
 
 
-def _object_node(dumper: _Dumper, mapping: JsonObject) -> yaml.MappingNode:
+def _object_node(dumper: SafeDumper, mapping: JsonObject) -> MappingNode:
     node = dumper.represent_dict(mapping)
     for key, _ in node.value:
         if PLAIN_KEY.fullmatch(key.value):
             # PyYAML still quotes the words that it takes for other types, such as `null`.
             key.style = None
     return node
-
-
-_Dumper.add_representer(str, _text_node)
-_Dumper.add_representer(list, _list_node)
-_Dumper.add_representer(dict, _object_node)

@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Annotated, TextIO
 
 from prepcli.core.errors import INTERRUPTED, OK, RESUME_HINT, STOPPED, PrepError
+from prepcli.core.option_spec import PositiveInt, option
+from prepcli.launch.job import JobOptions
 
 # Variables with these prefixes would describe another job or other devices.
 REMOVED_PREFIXES = (
@@ -37,6 +39,18 @@ FIRST_PORT = 12_000
 # With fewer ports below the assigned ones, two jobs could choose the same port.
 MIN_PORTS = 1000
 MAX_PORT_TRIES = 100
+
+
+class LocalOptions(JobOptions):
+    """Options of processes on this machine."""
+
+    processes: Annotated[
+        PositiveInt,
+        option("N", "Start N processes.", default=2, maximum=64, position=1),
+    ]
+    devices: Annotated[
+        PositiveInt, option("M", "Use M CPU devices in each.", default=1, position=1)
+    ]
 
 
 def free_port() -> int:

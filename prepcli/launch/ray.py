@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import os
 from pathlib import PurePosixPath
+from typing import Annotated
 
 from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.option_spec import PositiveInt, option
 from prepcli.launch.hardware import Hardware, Training, plain_hardware
-from prepcli.launch.job import LaunchedCommand, LaunchJob, check_label, comment, fill_template
-from prepcli.launch.options import RayOptions
+from prepcli.launch.job import (
+    LaunchedCommand,
+    LaunchJob,
+    RestartOptions,
+    SubmitOptions,
+    check_label,
+    comment,
+    fill_template,
+)
 
 # Workers share their host only if there are fewer hosts than workers.
 STRATEGY = "SPREAD"
@@ -114,6 +123,32 @@ except RestartError as error:
     sys.exit(f"error: {error}")
 sys.exit(max(codes))
 """
+
+
+class RayOptions(SubmitOptions, RestartOptions):
+    """Options of a job on a Ray cluster."""
+
+    workers: Annotated[
+        PositiveInt, option("N", "Start N workers, one per node.", default=1, position=1)
+    ]
+    gpus: Annotated[
+        PositiveInt | None,
+        option("N", "Use N GPUs in each worker.", position=2),
+    ]
+    tpus: Annotated[
+        PositiveInt | None,
+        option("N", "Use N TPU chips in each worker.", position=2),
+    ]
+    cpus: Annotated[
+        PositiveInt, option("N", "Use N CPU cores in each worker.", default=1, position=2)
+    ]
+    accelerator: Annotated[
+        str | None, option("TYPE", "Use this accelerator, such as TPU-V6E.", position=3)
+    ]
+    topology: Annotated[str | None, option("4x4", "Use this TPU topology.", position=3)]
+    folder: Annotated[
+        str | None, option("FOLDER", "Work in FOLDER, which all nodes see.", position=5)
+    ]
 
 
 def ray_driver(job: LaunchJob, options: RayOptions) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from typing import Annotated
 
 from prepcli.core.errors import STOPPED, Option, text, usage_error
 from prepcli.core.json_values import JsonObject
+from prepcli.core.option_spec import flag, option
 from prepcli.core.process_address import DEFAULT_PORT
 from prepcli.launch.hardware import (
     GKE,
@@ -25,13 +27,14 @@ from prepcli.launch.job import (
     RESTARTABLE,
     LaunchedCommand,
     LaunchJob,
+    NodeOptions,
+    ScriptOptions,
     check_label,
     check_texts,
     comment,
     fill_template,
     yaml_text,
 )
-from prepcli.launch.options import SkyOptions
 
 # First version with `recover_on_exit_codes`.
 MIN_VERSION = "0.11.2"
@@ -60,6 +63,20 @@ export JAX_COORDINATOR_ADDRESS="$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):{DEFAULT_P
 export JAX_NUM_PROCESSES="$SKYPILOT_NUM_NODES"
 export JAX_PROCESS_ID="$SKYPILOT_NODE_RANK"\
 """
+
+
+class SkyOptions(NodeOptions, ScriptOptions):
+    """Options of a managed job of SkyPilot."""
+
+    accelerator: Annotated[
+        str | None, option("TYPE", "Use this accelerator, such as H100.", position=3)
+    ]
+    infra: Annotated[
+        str | None, option("NAME", "Run on this cloud, such as gcp/us-east5.", position=3)
+    ]
+    image: Annotated[str | None, option("IMAGE", "Run this container with prep.", position=5)]
+    bucket: Annotated[str | None, option("URL", "Mount this bucket at /bucket.", position=5)]
+    spot: Annotated[bool, flag("Use machines that may be preempted.", position=5)]
 
 
 def sky_task(job: LaunchJob, options: SkyOptions) -> str:

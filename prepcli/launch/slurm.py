@@ -5,10 +5,24 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections.abc import Sequence
+from typing import Annotated
 
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.launch.job import RESTARTABLE, LaunchJob, check_texts, comment, fill_template
-from prepcli.launch.options import SlurmOptions
+from prepcli.core.option_spec import PositiveInt, option
+from prepcli.launch.hardware import Hardware, Training, plain_hardware
+from prepcli.launch.job import (
+    RESTARTABLE,
+    GraceOptions,
+    LaunchedCommand,
+    LaunchJob,
+    NodeOptions,
+    RestartOptions,
+    ScriptOptions,
+    check_texts,
+    comment,
+    fill_template,
+)
 
 # Minimum time for the remaining tasks to end after the first one.
 MIN_WAIT_S = 300
@@ -39,6 +53,27 @@ case $code in
 esac
 exit "$code"
 """
+
+
+class SlurmOptions(NodeOptions, GraceOptions, ScriptOptions, RestartOptions):
+    """Options of a SLURM job. None means the default of the cluster."""
+
+    array: Annotated[
+        PositiveInt | None, option("N", "Run N array tasks, with a share each.", position=3)
+    ]
+    time: Annotated[
+        str | None, option("LIMIT", "Set the time limit, such as 24:00:00.", position=5)
+    ]
+    partition: Annotated[str | None, option("NAME", "Use this partition.", position=5)]
+    account: Annotated[str | None, option("NAME", "Charge this account.", position=5)]
+    module: Annotated[
+        Sequence[str], option("NAME", "Load a module. Repeatable.", default=(), position=5)
+    ]
+    sbatch: Annotated[
+        Sequence[str],
+        option("OPTION", "Add an sbatch option. Repeatable.", default=(), position=5),
+    ]
+    log: Annotated[str | None, option("FILE", "Log to FILE. Default: NAME-%j.log.", position=5)]
 
 
 def slurm_script(job: LaunchJob, options: SlurmOptions) -> str:
@@ -166,3 +201,10 @@ def time_limit_s(limit: str) -> int | None:
         total_s += int(number) * unit_s
         unit_s //= 60
     return total_s
+
+
+def slurm_hardware(
+    options: SlurmOptions, command: LaunchedCommand, training: Training | None
+) -> Hardware:
+    """Return the nodes and devices of a job."""
+    return plain_hardware(options["nodes"], options["devices_per_node"])

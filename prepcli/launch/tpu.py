@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from typing import Annotated
 
 from prepcli.core.errors import Option, text, usage_error
 from prepcli.core.formatting import did_you_mean
-from prepcli.launch.hardware import RUNTIME_VERSIONS
+from prepcli.core.option_spec import REQUIRED, flag, option
+from prepcli.launch.hardware import RUNTIME_VERSIONS, Hardware, Training, tpu_vm_hardware
 from prepcli.launch.job import (
     NOT_RUN,
     RESTARTABLE,
+    LaunchedCommand,
     LaunchJob,
+    RestartOptions,
+    ScriptOptions,
     check_label,
     check_texts,
     comment,
     fill_template,
 )
-from prepcli.launch.options import TpuOptions
 
 RESOURCES = "gcloud compute tpus queued-resources"
 VM = "gcloud compute tpus tpu-vm"
@@ -67,6 +72,25 @@ exit "$code"\
 """
 
 
+class TpuOptions(ScriptOptions, RestartOptions):
+    """Options of a Cloud TPU. `accelerator` and `zone` are required."""
+
+    accelerator: Annotated[str, option("TYPE", "Create a TPU, such as v5p-256.", default=REQUIRED)]
+    zone: Annotated[str, option("ZONE", "Create it in ZONE.", default=REQUIRED)]
+    project: Annotated[
+        str | None,
+        option("NAME", "Use this project."),
+    ]
+    runtime_version: Annotated[
+        str | None, option("NAME", "Use this TPU software. Default: by TYPE.")
+    ]
+    spot: Annotated[bool, flag("Use a TPU that may be preempted.")]
+    detach: Annotated[bool, flag("Start the command and return.")]
+    gcloud: Annotated[
+        Sequence[str], option("FLAG", "Add a flag of gcloud. Repeatable.", default=())
+    ]
+
+
 def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
     """Return the script of `gcloud` commands.
 
@@ -77,11 +101,11 @@ def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
     accelerator = options["accelerator"]
     names = ("accelerator", "zone", "project", "gcloud")
     check_texts(**{name: options[name] for name in names})
-    for flag in options["gcloud"]:
-        if not flag.startswith("--"):
+    for word in options["gcloud"]:
+        if not word.startswith("--"):
             # It would be a second name of a TPU.
-            what = text("{} is invalid", Option("gcloud", flag))
-            hint = text("{}", Option("gcloud", f"--{flag.lstrip('-')}"))
+            what = text("{} is invalid", Option("gcloud", word))
+            hint = text("{}", Option("gcloud", f"--{word.lstrip('-')}"))
             raise usage_error(what, "a flag of gcloud begins with two hyphens", hint)
     project = [f"--project={options['project']}"] if options["project"] else []
     location = shlex.join([f"--zone={options['zone']}", *project])
@@ -153,3 +177,15 @@ def _runtime_version(accelerator: str) -> str:
             f"unknown TPU type `{accelerator}`", f"known: {', '.join(RUNTIME_VERSIONS)}", hint
         )
     return RUNTIME_VERSIONS[generation]
+
+
+def tpu_hardware(
+    options: TpuOptions, command: LaunchedCommand, training: Training | None
+) -> Hardware | None:
+    """Return the hosts and devices of a TPU.
+
+    None for a generation that prep does not know. `--runtime-version` can still create it.
+    """
+    if training is None:
+        return None
+    return tpu_vm_hardware(options["accelerator"], training.num_devices)

@@ -1,25 +1,28 @@
 """Commands that write a checkpoint: pad-vocab, add-tokens, remove-tokens, save-init, reshard, export, merge."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
-# `expand_option_groups` sets every option.
+# `command` sets every option.
 
 from __future__ import annotations
 
-from functools import partial
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
+import prepcli
 from prepcli.commands.cli.option_groups import (
     CheckpointArgument,
+    CliCommand,
     Omit,
     OptionalCheckpointArgument,
-    OutputOptions,
-    ProgressOptions,
+    ProgressUi,
     SharingOptions,
-    expand_option_groups,
+    command,
 )
+from prepcli.commands.console.ui import Report
 from prepcli.commands.operations.options import (
     AddTokensOptions,
     ConversionArguments,
@@ -31,42 +34,70 @@ from prepcli.commands.operations.options import (
     SaveInitOptions,
 )
 
-if TYPE_CHECKING:
-    from prepcli.commands.operations.results import Conversion
+
+def conversion(guide: str) -> Callable[[Callable[..., None]], CliCommand]:
+    """Return a decorator that makes the command of a converting function of `prepcli`.
+
+    The decorated function declares the name, the help, the arguments and the options of the function. All conversions
+    have the options of `convert` as well.
+    """
+
+    def decorate(declaration: Callable[..., None]) -> CliCommand:
+        def convert(
+            context: typer.Context,
+            *,
+            conversion: ConversionArguments,
+            sharing: SharingOptions,
+            ui: ProgressUi,
+            options: Any,
+            **arguments: Any,
+        ) -> Report:
+            from prepcli.commands.rendering.checkpoints import conversion_report
+            from prepcli.execution.workers import ProcessOptions
+
+            # Workers run the command line again.
+            words = tuple(context.obj or ())
+            process_options = ProcessOptions(sharing["processes"], sharing["workers"], words)
+            function = getattr(prepcli, declaration.__name__)
+            result = function(
+                **arguments, **conversion, **options, progress=ui, process_options=process_options
+            )
+            return conversion_report(result, ui.level)
+
+        # The declared parameters come first, without `options` and `arguments` of `convert`.
+        declared = inspect.signature(declaration, eval_str=True).parameters
+        common = inspect.signature(convert, eval_str=True).parameters
+        names = ("conversion", "sharing", "ui")
+        parameters = [common["context"], *declared.values(), *(common[name] for name in names)]
+        keywords = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters]
+        vars(convert)["__signature__"] = inspect.Signature(keywords)
+        convert.__name__ = declaration.__name__
+        convert.__doc__ = declaration.__doc__
+        return command(guide=guide)(convert)
+
+    return decorate
 
 
-@expand_option_groups
+@conversion("pad")
 def pad_vocab(
-    context: typer.Context,
     checkpoint: CheckpointArgument,
     *,
     options: Annotated[PadVocabOptions, Omit("step")],
-    conversion: ConversionArguments,
-    sharing: SharingOptions,
-    output_options: ProgressOptions,
-) -> int:
+) -> None:
     """Pad the vocabulary so that a mesh divides it.
 
     Examples:
       prep pad-vocab gpt-neo-1.3B --multiple 8
       prep pad-vocab ./my-model --mesh 1,64,4 --init mean --dry-run
     """
-    from prepcli.commands.operations.pad_vocab import pad_vocab as run
-
-    request = partial(run, checkpoint, **conversion, **options)
-    return _convert(request, context, sharing, output_options)
 
 
-@expand_option_groups
+@conversion("vocabulary")
 def add_tokens(
-    context: typer.Context,
     checkpoint: CheckpointArgument,
     *,
     options: Annotated[AddTokensOptions, Omit("step")],
-    conversion: ConversionArguments,
-    sharing: SharingOptions,
-    output_options: ProgressOptions,
-) -> int:
+) -> None:
     """Add tokens to the tokenizer and the vocabulary.
 
     The checkpoint is a Hugging Face folder with a tokenizer.json or a SentencePiece model, or an
@@ -76,44 +107,28 @@ def add_tokens(
       prep add-tokens ./my-model --tokens tokens.txt
       prep add-tokens ./my-model --tokens tokens.json --init zeros --dry-run
     """
-    from prepcli.commands.operations.tokens import add_tokens as run
-
-    request = partial(run, checkpoint, **conversion, **options)
-    return _convert(request, context, sharing, output_options)
 
 
-@expand_option_groups
+@conversion("vocabulary")
 def remove_tokens(
-    context: typer.Context,
     checkpoint: CheckpointArgument,
     *,
     options: Annotated[RemoveTokensOptions, Omit("step")],
-    conversion: ConversionArguments,
-    sharing: SharingOptions,
-    output_options: ProgressOptions,
-) -> int:
+) -> None:
     """Remove the tokens of the last add-tokens.
 
     Examples:
       prep remove-tokens ./my-model-added
       prep remove-tokens ./my-model-added --out my-model-again --dry-run
     """
-    from prepcli.commands.operations.tokens import remove_tokens as run
-
-    request = partial(run, checkpoint, **conversion, **options)
-    return _convert(request, context, sharing, output_options)
 
 
-@expand_option_groups
+@conversion("convert")
 def save_init(
-    context: typer.Context,
     checkpoint: CheckpointArgument,
     *,
     options: Annotated[SaveInitOptions, Omit("step")],
-    conversion: ConversionArguments,
-    sharing: SharingOptions,
-    output_options: ProgressOptions,
-) -> int:
+) -> None:
     """Convert a Hugging Face checkpoint to sharded Orbax.
 
     Examples:
@@ -123,22 +138,14 @@ def save_init(
       prep save-init llama-13b --dtype bfloat16 --out llama-13b-bf16
       prep save-init gpt-neo-1.3B --mesh 1,64,4 --pad-vocab auto --dry-run
     """
-    from prepcli.commands.operations.save_init import save_init as run
-
-    request = partial(run, checkpoint, **conversion, **options)
-    return _convert(request, context, sharing, output_options)
 
 
-@expand_option_groups
+@conversion("reshard")
 def reshard(
-    context: typer.Context,
     checkpoint: OptionalCheckpointArgument = None,
     *,
     options: Annotated[ReshardOptions, Omit("revision", "offline", "stream", "true_vocab")],
-    conversion: ConversionArguments,
-    sharing: SharingOptions,
-    output_options: ProgressOptions,
-) -> int:
+) -> None:
     """Lay out an Orbax checkpoint for another mesh.
 
     Examples:
@@ -147,22 +154,14 @@ def reshard(
       prep reshard llama-13b-init --mesh 1,1,8 --no-scan
       prep reshard runs/llama-13b --step 2000 --params-only
     """
-    from prepcli.commands.operations.save_init import reshard as run
-
-    request = partial(run, checkpoint, **conversion, **options)
-    return _convert(request, context, sharing, output_options)
 
 
-@expand_option_groups
+@conversion("convert")
 def export(
-    context: typer.Context,
     checkpoint: OptionalCheckpointArgument = None,
     *,
     options: Annotated[ExportOptions, Omit("revision", "offline", "stream")],
-    conversion: ConversionArguments,
-    sharing: SharingOptions,
-    output_options: ProgressOptions,
-) -> int:
+) -> None:
     """Export a checkpoint to Hugging Face or another trainer.
 
     Examples:
@@ -172,15 +171,10 @@ def export(
       prep export llama-13b-init --layout easylm
       prep export llama-13b-init --push me/llama-13b --private
     """
-    from prepcli.commands.operations.export import export as run
-
-    request = partial(run, checkpoint, **conversion, **options)
-    return _convert(request, context, sharing, output_options)
 
 
-@expand_option_groups
+@conversion("lora")
 def merge(
-    context: typer.Context,
     adapter: Annotated[
         Path,
         typer.Argument(metavar="ADAPTER", help="Folder of a PEFT adapter.", show_default=False),
@@ -195,10 +189,7 @@ def merge(
     ],
     *,
     options: Annotated[MergeOptions, Omit("step")],
-    conversion: ConversionArguments,
-    sharing: SharingOptions,
-    output_options: ProgressOptions,
-) -> int:
+) -> None:
     """Add a LoRA adapter to its base model.
 
     The output is a Hugging Face folder. The product of the adapter's matrices is added in float32, and each value is
@@ -208,25 +199,3 @@ def merge(
       prep merge my-adapter llama-7b --out merged
       prep merge my-adapter llama-7b-init --memory 128MiB
     """
-    from prepcli.commands.operations.export import merge as run
-
-    request = partial(run, adapter, base, **conversion, **options)
-    return _convert(request, context, sharing, output_options)
-
-
-def _convert(
-    request: partial[Conversion],
-    context: typer.Context,
-    sharing: SharingOptions,
-    output_options: OutputOptions,
-) -> int:
-    """Run a conversion as the share of this process in the work, and print its result."""
-    from prepcli.commands.rendering.checkpoints import conversion_report
-    from prepcli.execution.workers import ProcessOptions
-
-    ui = output_options.open_console(request.func.__name__.replace("_", "-"))
-    # Workers run the command line again.
-    words = tuple(context.obj or ())
-    process_options = ProcessOptions(sharing["processes"], sharing["workers"], words)
-    result = request(progress=ui, process_options=process_options)
-    return ui.finish(conversion_report(result, ui.level))

@@ -6,7 +6,7 @@ import io
 from contextlib import redirect_stdout
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.cli.root import LAUNCH_COMMANDS, MAP_COMMANDS, help_order
+from prepcli.commands.cli.root import COMMANDS
 
 HEAD = """# Commands
 
@@ -17,13 +17,7 @@ For users who look up an option: the output of `--help` for every command. This 
 
 def cli_page() -> str:
     """Return the page: the help text of every command, in the order of `prep --help`."""
-    groups = {"map": MAP_COMMANDS, "launch": LAUNCH_COMMANDS}
-    names: list[str] = []
-    for name in help_order():
-        if name in groups:
-            names += [f"{name} {command.__name__}" for command in groups[name]]
-        else:
-            names.append(name)
+    names = [f"{command.group} {command.name}".strip() for command in COMMANDS]
     return "\n".join(
         [HEAD, *(f"## prep {name}\n\n```text\n{_help_text(name)}\n```\n" for name in names)]
     )

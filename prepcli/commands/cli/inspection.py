@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,25 +12,20 @@ from prepcli.commands.cli.option_groups import (
     CheckpointArgument,
     FamilyArgument,
     Omit,
+    OneProcessCommand,
     OptionalCheckpointArgument,
-    OutputOptions,
-    ProgressOptions,
+    OutputUi,
+    ProgressUi,
+    command,
     complete_page,
-    expand_option_groups,
 )
+from prepcli.commands.console.ui import Report
 from prepcli.commands.operations.inspection_options import (
-    ChainCommandOptions,
-    CheckFamilyOptions,
-    DemoOptions,
-    DocsOptions,
-    EnvOptions,
+    ChainOptions,
     InspectOptions,
-    LockArguments,
     LockOptions,
-    LogitsCommandOptions,
-    RoundtripArguments,
+    LogitsOptions,
     RoundtripOptions,
-    SuggestMapArguments,
     SuggestMapOptions,
     VerifyOptions,
     ViewOptions,
@@ -38,9 +33,12 @@ from prepcli.commands.operations.inspection_options import (
 from prepcli.commands.operations.operation import check_mutually_exclusive, reject_without
 from prepcli.commands.operations.options import DEFAULT_MEMORY, SourceOptions
 from prepcli.core.errors import Option, text, usage_error
+from prepcli.core.option_spec import PathLike, flag, option
+
+_SOURCE = tuple(SourceOptions.__annotations__)
 
 
-@expand_option_groups
+@command(guide="exactness")
 def verify(
     checkpoint: OptionalCheckpointArgument = None,
     against: Annotated[
@@ -49,10 +47,17 @@ def verify(
     ] = None,
     *,
     options: Annotated[VerifyOptions, Omit("step")],
-    chain_options: ChainCommandOptions,
-    logits_options: LogitsCommandOptions,
-    output_options: ProgressOptions,
-) -> int:
+    chain: Annotated[
+        bool,
+        flag("Show by recorded digests from which checkpoints an output was made.", position=21),
+    ],
+    chain_options: Annotated[ChainOptions, Omit(*_SOURCE)],
+    logits: Annotated[
+        bool, flag("Compare the logits and hidden states that both models compute.", position=23)
+    ],
+    logits_options: Annotated[LogitsOptions, Omit(*_SOURCE, "tolerance")],
+    ui: ProgressUi,
+) -> Report:
     """Compare every bit with the manifest or another checkpoint.
 
     With --chain, show by recorded digests from which checkpoints an output was made. --lock is
@@ -67,30 +72,26 @@ def verify(
       prep verify gpt-neo-1.3B-bf16 gpt-neo-1.3B --logits --tolerance 0.1
       prep verify ./my-model --logits --library transformers
     """
-    ui = output_options.open_console("verify")
-    _check_verify_options(against, {**options, **chain_options, **logits_options})
-    source = {name: options[name] for name in SourceOptions.__annotations__ if name in options}
-    if chain_options["chain"]:
+    modes = {"chain": chain, "logits": logits}
+    _check_verify_options(against, {**options, **modes, **chain_options, **logits_options})
+    values: dict[str, Any] = {name: options[name] for name in _SOURCE if name in options}
+    if chain:
         from prepcli.commands.operations.chain import verify_chain
         from prepcli.commands.rendering.checkpoints import chain_report
 
-        search = {name: chain_options[name] for name in ("search", "allow_unproven")}
-        chain = verify_chain(checkpoint, progress=ui, **search, **source)
-        return ui.finish(chain_report(chain, ui.columns))
-    if logits_options["logits"]:
+        values |= chain_options
+        return chain_report(verify_chain(checkpoint, progress=ui, **values))
+    if logits:
         from prepcli.commands.operations.verify_logits import verify_logits
         from prepcli.commands.rendering.checkpoints import logits_report
 
-        computed = {name: logits_options[name] for name in ("prompt_ids", "library", "mesh")}
-        tolerance = options.get("tolerance")
-        comparison = verify_logits(
-            checkpoint, against, progress=ui, tolerance=tolerance, **computed, **source
-        )
-        return ui.finish(logits_report(comparison, ui.columns))
+        values |= {**logits_options, "tolerance": options.get("tolerance")}
+        comparison = verify_logits(checkpoint, against, progress=ui, **values)
+        return logits_report(comparison)
     from prepcli.commands.operations.verify import verify as run
     from prepcli.commands.rendering.checkpoints import verification_report
 
-    return ui.finish(verification_report(run(checkpoint, against, progress=ui, **options), ui))
+    return verification_report(run(checkpoint, against, progress=ui, **options), ui)
 
 
 def _check_verify_options(against: str | None, options: Mapping[str, Any]) -> None:
@@ -120,14 +121,16 @@ def _check_verify_options(against: str | None, options: Mapping[str, Any]) -> No
             check_mutually_exclusive({name: True, other: options[other] or None})
 
 
-@expand_option_groups
+@command(guide="lock")
 def lock(
     checkpoint: CheckpointArgument,
     *,
-    arguments: LockArguments,
+    out: Annotated[
+        PathLike | None, option("FILE", "Write to FILE. Default: NAME.lock.json.", position=40)
+    ],
     options: Annotated[LockOptions, Omit("step", "lock")],
-    output_options: ProgressOptions,
-) -> int:
+    ui: ProgressUi,
+) -> Report:
     """Write the digests of a checkpoint to a lock file.
 
     The file has the SHA-256 of each file and the XXH3-128 of each tensor. A command with --lock
@@ -141,19 +144,20 @@ def lock(
     from prepcli.commands.operations.lock import lock as run
     from prepcli.commands.rendering.checkpoints import lock_report
 
-    ui = output_options.open_console("lock")
-    locked = run(checkpoint, arguments["out"], progress=ui, **options)
-    return ui.finish(lock_report(locked, ui))
+    locked = run(checkpoint, out, progress=ui, **options)
+    return lock_report(locked, ui)
 
 
-@expand_option_groups
+@command(guide="prove")
 def roundtrip(
     checkpoint: CheckpointArgument,
     *,
-    arguments: RoundtripArguments,
+    out: Annotated[
+        PathLike | None, option("FILE", "Write to FILE. Default: NAME.roundtrip.json.", position=40)
+    ],
     options: RoundtripOptions,
-    output_options: ProgressOptions,
-) -> int:
+    ui: ProgressUi,
+) -> Report:
     """Convert to every layout and back, and certify equal bits.
 
     The certificate lists each way with its tensors, bytes and digest. The conversions are
@@ -166,12 +170,11 @@ def roundtrip(
     from prepcli.commands.operations.roundtrip import roundtrip as run
     from prepcli.commands.rendering.checkpoints import roundtrip_report
 
-    ui = output_options.open_console("roundtrip")
-    result = run(checkpoint, arguments["out"], progress=ui, **options)
-    return ui.finish(roundtrip_report(result, ui.columns))
+    result = run(checkpoint, out, progress=ui, **options)
+    return roundtrip_report(result)
 
 
-@expand_option_groups
+@command(guide="convert")
 def inspect(
     checkpoint: CheckpointArgument,
     pattern: Annotated[
@@ -185,8 +188,8 @@ def inspect(
     *,
     view: ViewOptions,
     options: Annotated[InspectOptions, Omit("step", "memory", "lock")],
-    output_options: ProgressOptions,
-) -> int:
+    ui: ProgressUi,
+) -> Report:
     """Show the tensors of a checkpoint.
 
     Examples:
@@ -208,11 +211,10 @@ def inspect(
         tensors_report,
     )
 
-    ui = output_options.open_console("inspect")
     check_view(pattern, view)
     if view["html"] is not None:
         page = Path(view["html"])
-        return ui.finish(page_report(checkpoint, page, ui, options, pattern=pattern, view=view))
+        return page_report(checkpoint, page, ui, options, pattern=pattern, view=view)
     if view["shards"] is not None:
         leaf = shard_leaf(
             checkpoint,
@@ -222,10 +224,10 @@ def inspect(
             mesh_text=view["mesh"],
             dequantize=view["quantized"] == "dequantize",
         )
-        return ui.finish(shards_report(leaf))
+        return shards_report(leaf)
     if view["diff"] is not None:
         comparison = compare_shapes(checkpoint, view["diff"], ui, options, pattern=pattern)
-        return ui.finish(shape_comparison_report(comparison, ui))
+        return shape_comparison_report(comparison, ui)
     selected = select_tensors(
         checkpoint,
         ui,
@@ -235,10 +237,10 @@ def inspect(
         stats=view["stats"],
         dequantize=view["quantized"] == "dequantize",
     )
-    return ui.finish(tensors_report(selected, ui, tree=view["tree"]))
+    return tensors_report(selected, ui, tree=view["tree"])
 
 
-@expand_option_groups
+@command(guide="add-a-family")
 def check_family(
     config: Annotated[
         Path,
@@ -247,9 +249,9 @@ def check_family(
         ),
     ],
     *,
-    options: CheckFamilyOptions,
-    output_options: OutputOptions,
-) -> int:
+    check: Annotated[Sequence[str], option("NAME", "Run only this check. Repeatable.", default=())],
+    ui: OutputUi,
+) -> Report:
     """Check a model family on a tiny model of a config.
 
     The checks convert, compute and train a model with the choices of the config and small
@@ -262,12 +264,15 @@ def check_family(
     """
     from prepcli.commands.testing.checks import family_report
 
-    ui = output_options.open_console("check-family")
-    return ui.finish(family_report(config, options["check"], ui))
+    return family_report(config, check, ui)
 
 
-@expand_option_groups
-def demo(*, options: DemoOptions, output_options: OutputOptions) -> int:
+@command(guide="tutorial", typer_class=OneProcessCommand)
+def demo(
+    *,
+    out: Annotated[PathLike, option("FOLDER", "Work in FOLDER.", default=Path("prep-demo"))],
+    ui: OutputUi,
+) -> Report:
     """Convert, train and export a tiny model, and check it.
 
     The demo works offline. It shows and runs the commands that you would type, kills one of
@@ -279,12 +284,11 @@ def demo(*, options: DemoOptions, output_options: OutputOptions) -> int:
     """
     from prepcli.commands.demo.run import run_demo
 
-    ui = output_options.open_console("demo")
-    return ui.finish(run_demo(Path(options["out"]), ui, columns=ui.columns))
+    return run_demo(Path(out), ui)
 
 
-@expand_option_groups
-def models(family: FamilyArgument = None, *, output_options: OutputOptions) -> int:
+@command(guide="convert")
+def models(family: FamilyArgument = None, *, ui: OutputUi) -> Report:
     """List the aliases of checkpoints.
 
     Examples:
@@ -294,12 +298,13 @@ def models(family: FamilyArgument = None, *, output_options: OutputOptions) -> i
     from prepcli.commands.operations.about import list_aliases
     from prepcli.commands.rendering.checkpoints import aliases_report
 
-    ui = output_options.open_console("models")
-    return ui.finish(aliases_report(list_aliases(family), ui.columns))
+    return aliases_report(list_aliases(family))
 
 
-@expand_option_groups
-def env(*, options: EnvOptions, output_options: OutputOptions) -> int:
+@command(guide="launchers")
+def env(
+    *, devices: Annotated[bool, flag("Import jax and list its devices.")], ui: OutputUi
+) -> Report:
     """Show versions, devices, processes, memory and settings.
 
     Examples:
@@ -309,12 +314,11 @@ def env(*, options: EnvOptions, output_options: OutputOptions) -> int:
     from prepcli.commands.operations.about import read_environment
     from prepcli.commands.rendering.environment import environment_report
 
-    ui = output_options.open_console("env")
-    environment = read_environment(DEFAULT_MEMORY, list_devices=options["devices"])
-    return ui.finish(environment_report(environment, ui.columns))
+    environment = read_environment(DEFAULT_MEMORY, list_devices=devices)
+    return environment_report(environment)
 
 
-@expand_option_groups
+@command(group="map", guide="map")
 def suggest(
     checkpoint: CheckpointArgument,
     target: Annotated[
@@ -326,10 +330,12 @@ def suggest(
         ),
     ],
     *,
-    arguments: SuggestMapArguments,
+    out: Annotated[
+        PathLike | None, option("FILE", "Write to FILE. Default: NAME.map.", position=40)
+    ],
     options: Annotated[SuggestMapOptions, Omit("step", "lock")],
-    output_options: ProgressOptions,
-) -> int:
+    ui: ProgressUi,
+) -> Report:
     """Propose a map between two checkpoints with the same values.
 
     Both are read whole. Tensors that are equal, transposed or stacked have rows. The others are listed. The file is
@@ -342,12 +348,11 @@ def suggest(
     from prepcli.commands.operations.suggest_map import suggest_map
     from prepcli.commands.rendering.checkpoints import suggestion_report
 
-    ui = output_options.open_console("map")
-    suggestion = suggest_map(checkpoint, target, arguments["out"], progress=ui, **options)
-    return ui.finish(suggestion_report(suggestion))
+    suggestion = suggest_map(checkpoint, target, out, progress=ui, **options)
+    return suggestion_report(suggestion)
 
 
-@expand_option_groups
+@command()
 def docs(
     page: Annotated[
         str | None,
@@ -359,9 +364,9 @@ def docs(
         ),
     ] = None,
     *,
-    options: DocsOptions,
-    output_options: OutputOptions,
-) -> int:
+    path: Annotated[bool, flag("Print the path of the page instead of its text.")],
+    ui: OutputUi,
+) -> Report:
     """List the pages of the documentation, or print one. The path of a page goes to stderr.
 
     Examples:
@@ -372,9 +377,6 @@ def docs(
     from prepcli.commands.operations.about import docs_folder, find_page, list_pages
     from prepcli.commands.rendering.environment import page_report, pages_report
 
-    ui = output_options.open_console("docs")
-    path_only = options["path"]
     if page is not None:
-        return ui.finish(page_report(find_page(page), ui, path_only=path_only))
-    pages = pages_report(list_pages(), docs_folder(), ui.columns, path_only=path_only)
-    return ui.finish(pages)
+        return page_report(find_page(page), ui, path_only=path)
+    return pages_report(list_pages(), docs_folder(), path_only=path)

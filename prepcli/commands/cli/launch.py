@@ -5,31 +5,25 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from prepcli.commands.cli.option_groups import (
-    OutputOptions,
+    CliCommand,
+    OutputUi,
     StrictCommand,
+    command,
     complete_recipe,
-    expand_option_groups,
 )
+from prepcli.commands.console.ui import Report
 from prepcli.core.errors import Command, text, usage_error
 from prepcli.core.formatting import did_you_mean
+from prepcli.core.observer import QUIET
+from prepcli.launch.engines import ENGINES, Engine
 from prepcli.launch.job import TRAIN, LaunchedCommand
-from prepcli.launch.options import (
-    GkeOptions,
-    LocalOptions,
-    RayOptions,
-    SkyOptions,
-    SlurmOptions,
-    TpuOptions,
-)
-
-if TYPE_CHECKING:
-    pass
+from prepcli.launch.local import LocalOptions
 
 SEPARATOR = "--"
 
@@ -107,8 +101,8 @@ def _commands(context: typer.Context) -> dict[str, Any]:
 def _launched_names(context: typer.Context) -> list[str]:
     """Return the names of the commands without subcommands. A job can run each of them."""
     names: list[str] = []
-    for name, command in _commands(context).items():
-        if not isinstance(command, TyperGroup):
+    for name, click_command in _commands(context).items():
+        if not isinstance(click_command, TyperGroup):
             names.append(name)
     return names
 
@@ -145,123 +139,40 @@ WordsArgument = Annotated[
 ]
 
 
-@expand_option_groups
-def slurm(
-    context: typer.Context,
-    recipe: RecipeArgument = None,
-    words: WordsArgument = None,
-    *,
-    options: SlurmOptions,
-    output_options: OutputOptions,
-) -> int:
-    """Write a SLURM batch script, or submit it.
+def _engine_command(name: str, engine: Engine) -> CliCommand:
+    """Return the command that writes or submits the script of an engine."""
 
-    The job saves and stops before its time limit. SLURM then requeues it, and it resumes.
-    With --array, each task of a job array writes its share of a conversion.
+    def launch(
+        context: typer.Context,
+        recipe: RecipeArgument = None,
+        words: WordsArgument = None,
+        *,
+        options: Any,
+        ui: OutputUi,
+    ) -> Report:
+        from prepcli.commands.operations.launch import launch_script
+        from prepcli.commands.rendering.environment import script_report
 
-    Examples:
-      prep launch slurm llama-13b --nodes 2 --devices-per-node 8
-      prep launch slurm run.toml --nodes 4 --time 24:00:00 --module cuda --submit
-      prep launch slurm run.toml --setup 'source env/bin/activate' -- --set seed=1
-      prep launch slurm --array 8 -- save-init llama-13b --mesh 1,64,4
-    """
-    command = launched_command(context, recipe, words or ())
-    return _launch("slurm", command, options, output_options)
+        launched = launched_command(context, recipe, words or ())
+        return script_report(launch_script(name, launched, options))
+
+    launch.__annotations__["options"] = engine.options
+    launch.__doc__ = engine.help
+    return command(name, group="launch", guide=engine.guide, typer_class=LaunchCommand)(launch)
 
 
-@expand_option_groups
-def tpu(
-    context: typer.Context,
-    recipe: RecipeArgument = None,
-    words: WordsArgument = None,
-    *,
-    options: TpuOptions,
-    output_options: OutputOptions,
-) -> int:
-    """Write a script that creates a Cloud TPU, or run it.
-
-    The TPU runs the command. Commands without a mesh run on the first host.
-
-    Examples:
-      prep launch tpu run.toml --accelerator v5p-512 --zone us-east5-a
-      prep launch tpu run.toml --accelerator v4-64 --zone us-central2-b --spot
-      prep launch tpu --accelerator v4-8 --zone us-central2-b -- eval m --data d
-    """
-    command = launched_command(context, recipe, words or ())
-    return _launch("tpu", command, options, output_options)
+ENGINE_COMMANDS = tuple(_engine_command(name, engine) for name, engine in ENGINES.items())
 
 
-@expand_option_groups
-def gke(
-    context: typer.Context,
-    recipe: RecipeArgument = None,
-    words: WordsArgument = None,
-    *,
-    options: GkeOptions,
-    output_options: OutputOptions,
-) -> int:
-    """Write a JobSet for Kubernetes, or create it.
-
-    Examples:
-      prep launch gke run.toml --image I --devices-per-node 8 --claim runs
-      prep launch gke run.toml --image I --devices-per-node 8 -- --out gs://B/RUN
-      prep launch gke --image I --nodes 4 --claim runs -- save-init llama-13b
-    """
-    command = launched_command(context, recipe, words or ())
-    return _launch("gke", command, options, output_options)
-
-
-@expand_option_groups
-def sky(
-    context: typer.Context,
-    recipe: RecipeArgument = None,
-    words: WordsArgument = None,
-    *,
-    options: SkyOptions,
-    output_options: OutputOptions,
-) -> int:
-    """Write a managed job of SkyPilot, or submit it.
-
-    SkyPilot starts the job again after a preemption, and it resumes.
-
-    Examples:
-      prep launch sky run.toml --accelerator tpu-v5p-8 -- --out gs://B/RUN
-      prep launch sky --spot -- export gs://B/RUN --out gs://B/MODEL
-    """
-    command = launched_command(context, recipe, words or ())
-    return _launch("sky", command, options, output_options)
-
-
-@expand_option_groups
-def ray(
-    context: typer.Context,
-    recipe: RecipeArgument = None,
-    words: WordsArgument = None,
-    *,
-    options: RayOptions,
-    output_options: OutputOptions,
-) -> int:
-    """Write the driver of a Ray job, or submit it.
-
-    Training runs in JaxTrainer of Ray Train. Conversions run as tasks with a share each.
-
-    Examples:
-      prep launch ray run.toml --workers 4 --gpus 8 --folder /shared/runs
-      prep launch ray --workers 4 --folder /shared -- save-init llama-13b
-    """
-    command = launched_command(context, recipe, words or ())
-    return _launch("ray", command, options, output_options)
-
-
-@expand_option_groups
+@command(group="launch", guide="several-processes", typer_class=LaunchCommand)
 def local(
     context: typer.Context,
     recipe: RecipeArgument = None,
     words: WordsArgument = None,
     *,
     options: LocalOptions,
-    output_options: OutputOptions,
-) -> int:
+    ui: OutputUi,
+) -> Report:
     """Run a command in several processes on this machine.
 
     The devices are CPU devices. Lines of process 1 begin with [1]. A signal stops all processes.
@@ -274,18 +185,5 @@ def local(
     from prepcli.commands.operations.launch import launch_local
     from prepcli.commands.rendering.environment import local_report
 
-    command = launched_command(context, recipe, words or ())
-    ui = output_options.open_console("launch")
-    job = launch_local(command, ui, quiet=output_options.quiet, **options)
-    return ui.finish(local_report(job))
-
-
-def _launch(
-    target: str, command: LaunchedCommand, options: object, output_options: OutputOptions
-) -> int:
-    """Write or submit the script of an engine, and print the result."""
-    from prepcli.commands.operations.launch import launch_script
-    from prepcli.commands.rendering.environment import script_report
-
-    ui = output_options.open_console("launch")
-    return ui.finish(script_report(launch_script(target, command, options)))
+    launched = launched_command(context, recipe, words or ())
+    return local_report(launch_local(launched, ui, quiet=ui.level <= QUIET, **options))

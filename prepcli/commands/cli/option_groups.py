@@ -1,46 +1,43 @@
-"""Options and arguments of commands: how Typer sees them, those of several commands, and stricter checks.
+"""Commands and their options: how Typer sees them, arguments of several commands, and stricter checks.
 
-A command declares a group of options as one parameter, and Typer sees each option of the group. A group is a dataclass,
-or a TypedDict of `prepcli.commands.operations.options`. In the help, the options of TypedDicts are in the order of
-their positions.
+A command is a function with the decorator `command`. A parameter of it is an argument for Typer, a single option, or a
+TypedDict of options, which Typer sees one by one. In the help, options are in the order of their positions. The
+function receives the Ui for its output, and returns the report that is printed.
 
-    @expand_option_groups
-    def save_init(checkpoint: CheckpointArgument, *, options: SaveInitOptions, output_options: OutputOptions) -> int: …
+    @command(guide="lock")
+    def lock(checkpoint: CheckpointArgument, *, options: LockOptions, ui: ProgressUi) -> Report: …
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
 from types import NoneType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    TypedDict,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, is_typeddict
 
 import typer
 from typer.core import TyperCommand
 
 from prepcli.commands.console.progress_displays import Mode
-from prepcli.commands.console.ui import Ui, open_ui
+from prepcli.commands.console.ui import Report, Ui, open_ui
 from prepcli.commands.operations.operation import choices_of, minimum_of
-from prepcli.commands.operations.options import option
 from prepcli.core.errors import UsageError, usage_error
 from prepcli.core.formatting import shorten
-from prepcli.core.option_spec import REQUIRED, OptionSpec, PathLike, PositiveInt, option_specs
+from prepcli.core.option_spec import (
+    REQUIRED,
+    OptionSpec,
+    PathLike,
+    PositiveInt,
+    flag,
+    option,
+    option_rows,
+)
 from prepcli.planning.work_units import launcher_share
 
 # Limit of numbers in options: sizes in bytes computed from them must fit the integers of every library.
@@ -159,9 +156,6 @@ class SharingOptions(TypedDict, total=False):
     ]
 
 
-# --- Options and arguments of several commands
-
-
 def complete_checkpoint(incomplete: str) -> list[str]:
     """Return the aliases, and the folders here with a prep manifest, with the prefix `incomplete`."""
     from prepcli.formats.manifest import MANIFEST_FILE
@@ -243,33 +237,6 @@ FamilyArgument = Annotated[
     ),
 ]
 
-# All commands
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
-QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors only.")]
-VerboseOption = Annotated[
-    int,
-    typer.Option(
-        "-v",
-        "--verbose",
-        count=True,
-        help="Print one line per leaf. -vv: one per slab.",
-        show_default=False,
-    ),
-]
-
-# Long-running commands
-ProgressOption = Annotated[
-    Mode,
-    typer.Option(
-        "--progress",
-        metavar="MODE",
-        envvar="PREP_PROGRESS",
-        help="Show progress as auto, bar, lines, json or none.",
-    ),
-]
-
-
-NEGATION = "--no-"
 # Functions that complete the values of options, by their metavar.
 COMPLETIONS = {"KIND[:N]": complete_devices}
 
@@ -282,64 +249,186 @@ class Omit:
         self.names = names
 
 
-def typer_parameters(groups: Sequence[tuple[Any, Omit]]) -> list[Parameter]:
-    """Return the options of TypedDicts as parameters, in the order of their positions."""
-    options: list[tuple[OptionSpec, Parameter]] = []
-    for group, omit in groups:
-        for name, spec in option_specs(group).items():
-            if name not in omit.names:
-                options.append((spec, _parameter(group, name, spec)))
-    options.sort(key=lambda option: option[0].position)
-    return [parameter for _, parameter in options]
+# Place of the options of all commands in the help: after their own.
+_LAST = 1000
 
 
-def from_command_line(group: Any, omit: Omit, values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options of one TypedDict from a command's values, and return them as an operation takes them."""
-    options: dict[str, Any] = {}
-    for name, spec in option_specs(group).items():
-        if name in omit.names:
+class OutputOptions(TypedDict):
+    """Options for the messages and the result of a command."""
+
+    as_json: Annotated[
+        bool, flag("Print one JSON object to stdout.", flag="--json", position=_LAST)
+    ]
+    quiet: Annotated[bool, flag("Print errors only.", short="-q", position=_LAST)]
+    verbose: Annotated[
+        int,
+        option(
+            None,
+            "Print one line per leaf. -vv: one per slab.",
+            default=0,
+            short="-v",
+            is_count=True,
+            position=_LAST,
+        ),
+    ]
+
+
+class ProgressOptions(OutputOptions):
+    """Options for the messages, the progress and the result of a long command."""
+
+    progress: Annotated[
+        Mode,
+        option(
+            "MODE",
+            "Show progress as auto, bar, lines, json or none.",
+            default="auto",
+            environment="PREP_PROGRESS",
+            position=_LAST,
+        ),
+    ]
+
+
+# The output of a command, and of a long one.
+OutputUi = Annotated[Ui, OutputOptions]
+ProgressUi = Annotated[Ui, ProgressOptions]
+
+
+@dataclass(frozen=True, slots=True)
+class CliCommand:
+    """A command of `prep`.
+
+    Attributes:
+        name: Its name, without that of its group.
+        guide: The page of `prep docs` about it.
+        group: The group of commands that it belongs to, e.g. `launch`.
+        typer_class: Class of the command for Typer.
+        function: The function with the signature that Typer reads. It returns the exit code.
+    """
+
+    name: str
+    guide: str
+    group: str
+    typer_class: type[TyperCommand]
+    function: Callable[..., int]
+
+    @property
+    def help(self) -> str:
+        r"""The help text: the docstring of the function, and the page about it.
+
+        Click's marker `\b` before the examples keeps their line breaks.
+        """
+        text = inspect.cleandoc(self.function.__doc__ or "").replace(
+            "Examples:\n", "\b\nExamples:\n"
+        )
+        return f"{text}\n\nGuide: prep docs {self.guide}" if self.guide else text
+
+
+def command(
+    name: str = "",
+    *,
+    guide: str = "",
+    group: str = "",
+    typer_class: type[TyperCommand] = StrictCommand,
+) -> Callable[[Callable[..., Report]], CliCommand]:
+    """Return a decorator that makes a command of a function. See `CliCommand` for the arguments.
+
+    Without `name`, the command has the name of the function.
+    """
+
+    def decorate(function: Callable[..., Report]) -> CliCommand:
+        word = name or function.__name__.replace("_", "-")
+        return CliCommand(word, guide, group, typer_class, _typer_function(function, group or word))
+
+    return decorate
+
+
+def _typer_function(function: Callable[..., Report], command_name: str) -> Callable[..., int]:
+    """Return a function with one parameter for each option, which prints the report of `function`."""
+    rows_of: dict[str, Mapping[str, tuple[Any, OptionSpec]]] = {}
+    arguments: list[Parameter] = []
+    options: list[tuple[int, Parameter]] = []
+    signature = inspect.signature(function, eval_str=True)
+    for parameter in signature.parameters.values():
+        rows = _rows_of_parameter(parameter)
+        if rows is None:
+            arguments.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
             continue
-        value: Any = values.pop(name)
-        if _is_negated(name, spec):
-            options[name] = not value
-        elif spec.default == ():
-            texts: Sequence[str] = value or ()
-            options[name] = texts if spec.parse is None else [spec.parse(text) for text in texts]
-        else:
-            options[name] = value
-    return options
+        rows_of[parameter.name] = rows
+        for name, (annotation, spec) in rows.items():
+            options.append((spec.position, _typer_option(name, annotation, spec)))
+    # The sort is stable: options with equal positions keep their order.
+    options.sort(key=lambda option: option[0])
+    parameters = [*arguments, *(parameter for _, parameter in options)]
+
+    @functools.wraps(function)
+    def call(**values: Any) -> int:
+        for parameter_name, rows in rows_of.items():
+            group: dict[str, Any] = {}
+            for name, (_, spec) in rows.items():
+                group[name] = _argument(name, spec, values.pop(name))
+            is_single = parameter_name in rows
+            values[parameter_name] = group[parameter_name] if is_single else group
+        ui = open_ui(command_name, **values.pop("ui"))
+        return ui.finish(function(**values, ui=ui))
+
+    # `inspect.signature` reads these attributes.
+    vars(call)["__signature__"] = inspect.Signature(parameters)
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
 
 
-def _parameter(group: Any, name: str, spec: OptionSpec) -> Parameter:
+def _rows_of_parameter(parameter: Parameter) -> Mapping[str, tuple[Any, OptionSpec]] | None:
+    """Return the options of a parameter, by name: its type and its specification. None for an argument of Typer."""
+    annotation = parameter.annotation
+    if is_typeddict(annotation):
+        return option_rows(annotation)
+    for item in getattr(annotation, "__metadata__", ()):
+        if isinstance(item, OptionSpec):
+            return {parameter.name: (annotation, item)}
+        if isinstance(item, Omit):
+            rows = option_rows(annotation.__origin__)
+            return {name: row for name, row in rows.items() if name not in item.names}
+        if is_typeddict(item):
+            return option_rows(item)
+    return None
+
+
+def _argument(name: str, spec: OptionSpec, value: Any) -> Any:
+    """Return the value of an option on the command line as the argument of an operation."""
+    if spec.is_negated(name):
+        return not value
+    if spec.default == ():
+        return [text if spec.parse is None else spec.parse(text) for text in value or ()]
+    return value
+
+
+def _typer_option(name: str, annotation: Any, spec: OptionSpec) -> Parameter:
     """Return an option as a parameter of a Typer command."""
-    cli_type, minimum, maximum = _cli_type(get_type_hints(group, include_extras=True)[name])
+    cli_type, minimum, maximum = _cli_type(annotation)
     if spec.cli_type is not None:
         cli_type = spec.cli_type
     default = spec.default
     if default is None or default == ():
         cli_type = cli_type | None
         default = None
-    if _is_negated(name, spec):
+    if spec.is_negated(name):
         default = False
     elif default is REQUIRED:
         default = Parameter.empty
-    option = typer.Option(
-        spec.flag_of(name),
+    words = [spec.short, spec.flag_of(name)] if spec.short else [spec.flag_of(name)]
+    typer_option = typer.Option(
+        *words,
         metavar=spec.metavar,
         help=spec.help,
         autocompletion=COMPLETIONS.get(spec.metavar or ""),
         envvar=spec.environment,
         min=minimum,
         max=maximum if spec.maximum is None else spec.maximum,
-        show_default=default not in (None, Parameter.empty),
+        count=spec.is_count,
+        show_default=default not in (None, Parameter.empty) and not spec.is_count,
     )
-    annotated = Annotated[cli_type, option]
+    annotated = Annotated[cli_type, typer_option]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotated)
-
-
-def _is_negated(name: str, spec: OptionSpec) -> bool:
-    """Return whether an option of the command line sets its field to False, e.g. `--no-verify` the field `verify`."""
-    return spec.flag == f"{NEGATION}{name}"
 
 
 def _cli_type(annotation: Any) -> tuple[Any, float | None, int | None]:
@@ -361,93 +450,3 @@ def _cli_type(annotation: Any) -> tuple[Any, float | None, int | None]:
     # Other unions, such as `int | str` of sizes, have `OptionSpec.cli_type`.
     is_list = any(get_origin(choice) is Sequence for choice in choices)
     return (list[str] if is_list else str), None, None
-
-
-# Names of the options that all commands have, after their own.
-OUTPUT_OPTION_NAMES = ("json", "quiet", "verbose", "progress")
-
-
-@dataclass(frozen=True, slots=True)
-class OutputOptions:
-    """Options for the messages and the result of a command."""
-
-    json: JsonOption = False
-    quiet: QuietOption = False
-    verbose: VerboseOption = 0
-
-    def open_console(self, command: str) -> Ui:
-        """Return the Ui for the output of `command`."""
-        return open_ui(command, self.json, self.quiet, self.verbose)
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressOptions(OutputOptions):
-    """Options for the messages, the progress and the result of a long command."""
-
-    progress: ProgressOption = "auto"
-
-    def open_console(self, command: str) -> Ui:
-        """Return the Ui for the output of `command`."""
-        return open_ui(command, self.json, self.quiet, self.verbose, self.progress)
-
-
-def expand_option_groups(command: Callable[..., int]) -> Callable[..., int]:
-    """Return `command` with a signature for Typer, in which the options of each group replace the group."""
-    hints = get_type_hints(command, include_extras=True)
-    dataclass_groups: dict[str, Any] = {}
-    typed_dicts: dict[str, tuple[Any, Omit]] = {}
-    parameters: list[Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        hint = hints[name]
-        options, omit = _typed_dict_of(hint)
-        if options is not None:
-            typed_dicts[name] = (options, omit)
-        elif dataclasses.is_dataclass(hint):
-            dataclass_groups[name] = hint
-            parameters += _dataclass_parameters(hint)
-        else:
-            parameters.append(parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY))
-    # The options of an operation stand between the arguments and the options of all commands.
-    arguments: list[Parameter] = []
-    output_parameters: list[Parameter] = []
-    for parameter in parameters:
-        is_output = parameter.name in OUTPUT_OPTION_NAMES
-        (output_parameters if is_output else arguments).append(parameter)
-    options_of_operation = typer_parameters(list(typed_dicts.values()))
-    parameters = [*arguments, *options_of_operation, *output_parameters]
-
-    @functools.wraps(command)
-    def flat_command(**values: Any) -> int:
-        groups: dict[str, Any] = {}
-        for name, group in dataclass_groups.items():
-            fields = {field.name: values.pop(field.name) for field in dataclasses.fields(group)}
-            groups[name] = group(**fields)
-        for name, (options, omit) in typed_dicts.items():
-            groups[name] = from_command_line(options, omit, values)
-        return command(**values, **groups)
-
-    # `inspect.signature` reads this attribute.
-    vars(flat_command)["__signature__"] = inspect.Signature(parameters)
-    flat_command.__annotations__ = {
-        parameter.name: parameter.annotation for parameter in parameters
-    }
-    return flat_command
-
-
-def _typed_dict_of(hint: Any) -> tuple[Any, Omit]:
-    """Return the TypedDict of a parameter and the options to omit, e.g. `Annotated[X, Omit("step")]`."""
-    for item in getattr(hint, "__metadata__", ()):
-        if isinstance(item, Omit):
-            return hint.__origin__, item
-    return (hint, Omit()) if is_typeddict(hint) else (None, Omit())
-
-
-def _dataclass_parameters(group: Any) -> list[Parameter]:
-    """Return the options of a dataclass as parameters."""
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        Parameter(
-            field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in dataclasses.fields(group)
-    ]

@@ -5,17 +5,16 @@ To add a command:
 1. Write the operation in `operations/NAME.py`: typed arguments in, a typed result out. Define its options in
    `operations/options.py`.
 2. Write a function with the command's name in `cli/conversion.py`, `cli/inspection.py` or `cli/training.py`. Its
-   docstring is the help text and ends with a section of examples. It imports the operation in its body, and returns the
-   exit code.
+   docstring is the help text and ends with a section of examples. It imports the operation in its body, and returns a
+   report.
 3. Write the text and the JSON object of the result in `rendering/`.
 4. Add the function to `COMMANDS` below.
 
-    @expand_option_groups                             # option_groups.py: a group of options is one parameter
-    def lock(checkpoint: CheckpointArgument, *, options: LockOptions, output_options: ProgressOptions) -> int:
+    @command(guide="lock")                            # option_groups.py: a group of options is one parameter
+    def lock(checkpoint: CheckpointArgument, *, options: LockOptions, ui: ProgressUi) -> Report:
         from prepcli.commands.operations.lock import lock as run
         from prepcli.commands.rendering.checkpoints import lock_report
-        ui = output_options.open_console("lock")
-        return ui.finish(lock_report(run(checkpoint, progress=ui, **options)))
+        return lock_report(run(checkpoint, progress=ui, **options))
 
 These functions catch no exceptions: `cli.main` turns each exception and signal into a message and an exit code. Slow
 imports (numpy, jax, huggingface_hub, rich …) are not allowed at the top of these files or of the modules they import.
@@ -23,9 +22,7 @@ imports (numpy, jax, huggingface_hub, rich …) are not allowed at the top of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
@@ -53,61 +50,24 @@ from prepcli.commands.cli.inspection import (
     suggest,
     verify,
 )
-from prepcli.commands.cli.launch import LaunchCommand, gke, local, ray, sky, slurm, tpu
-from prepcli.commands.cli.option_groups import OneProcessCommand, StrictCommand
+from prepcli.commands.cli.launch import ENGINE_COMMANDS, local
 from prepcli.commands.cli.training import evaluate, generate, plan, recipes, report, tokenize, train
 from prepcli.core import version
 from prepcli.core.errors import USAGE
 from prepcli.core.unexpected import label_errors, process_of
 from prepcli.execution.signals import Interrupted, notes_of
 
-# In the order of `--help`.
+# In the order of `--help`. A group stands where its first command does.
 COMMANDS = (
     *(pad_vocab, add_tokens, remove_tokens),
-    *(save_init, reshard, export, merge, verify, lock, roundtrip, inspect),
-    *(plan, tokenize, train, report, evaluate, generate),
+    *(save_init, reshard, export, merge, verify, lock, roundtrip, inspect, suggest),
+    *(plan, tokenize, train, *ENGINE_COMMANDS, local, report, evaluate, generate),
     *(demo, docs, models, recipes, check_family, env),
 )
-# Names of commands, where they differ from the name of the function.
-COMMAND_NAMES = {evaluate: "eval"}
-LAUNCH_COMMANDS = (slurm, tpu, gke, sky, ray, local)
-MAP_COMMANDS = (suggest,)
-# The command before each group in `--help`.
-GROUP_PREDECESSORS = {"map": "inspect", "launch": "train"}
-# The page of `prep docs` about each command.
-GUIDES = {
-    "pad-vocab": "pad",
-    "add-tokens": "vocabulary",
-    "remove-tokens": "vocabulary",
-    "save-init": "convert",
-    "reshard": "reshard",
-    "export": "convert",
-    "merge": "lora",
-    "verify": "exactness",
-    "lock": "lock",
-    "roundtrip": "prove",
-    "inspect": "convert",
-    "plan": "plan",
-    "tokenize": "tokenize",
-    "train": "train",
-    "report": "train",
-    "eval": "evaluate",
-    "generate": "generate",
-    "demo": "tutorial",
-    "models": "convert",
-    "recipes": "train",
-    "check-family": "add-a-family",
-    "env": "launchers",
-    "suggest": "map",
-    "slurm": "slurm",
-    "tpu": "tpu-pod",
-    "gke": "gke",
-    "sky": "sky",
-    "ray": "ray",
-    "local": "several-processes",
+GROUP_HELP = {
+    "map": "Propose maps between the tensors of checkpoints.",
+    "launch": "Start a command on a cluster, or in several processes.",
 }
-# Several processes must not run these commands. Conversions and `train` divide their work, and all others only read.
-ONE_PROCESS_COMMANDS = (demo,)
 
 
 class CommandGroup(TyperGroup):
@@ -168,44 +128,18 @@ def prep(
         raise typer.Exit(USAGE)
 
 
-def command_name(command: Callable[..., int]) -> str:
-    """Return the name of a command: the name of its function, with a few exceptions."""
-    return COMMAND_NAMES.get(command, command.__name__.replace("_", "-"))
-
-
 def help_order() -> list[str]:
     """Return the names of all commands and groups in the order of `--help`."""
-    names = [command_name(command) for command in COMMANDS]
-    for group, predecessor in GROUP_PREDECESSORS.items():
-        names.insert(names.index(predecessor) + 1, group)
-    return names
+    return [*dict.fromkeys(command.group or command.name for command in COMMANDS)]
 
 
-def _help_text(command: Callable[..., int]) -> str:
-    r"""Return the help text of a command: its docstring, and the page of `prep docs` about it.
-
-    Click's marker `\b` before the examples keeps their line breaks.
-    """
-    text = cleandoc(command.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
-    guide = GUIDES.get(command_name(command))
-    return f"{text}\n\nGuide: prep docs {guide}" if guide else text
-
-
-launch_app = typer.Typer(
-    help="Start a command on a cluster, or in several processes.", rich_markup_mode=None
-)
-for command in LAUNCH_COMMANDS:
-    launch_app.command(cls=LaunchCommand, help=_help_text(command))(command)
-map_app = typer.Typer(
-    help="Propose maps between the tensors of checkpoints.", rich_markup_mode=None
-)
-for command in MAP_COMMANDS:
-    map_app.command(cls=StrictCommand, help=_help_text(command))(command)
+_groups = {"": app}
+for name, text in GROUP_HELP.items():
+    _groups[name] = typer.Typer(help=text, rich_markup_mode=None)
+    app.add_typer(_groups[name], name=name)
 for command in COMMANDS:
-    command_class = OneProcessCommand if command in ONE_PROCESS_COMMANDS else StrictCommand
-    app.command(command_name(command), cls=command_class, help=_help_text(command))(command)
-app.add_typer(map_app, name="map")
-app.add_typer(launch_app, name="launch")
+    register = _groups[command.group].command
+    register(command.name, cls=command.typer_class, help=command.help)(command.function)
 
 
 @cache

@@ -6,65 +6,42 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 import typer
 
 from prepcli.commands.cli.option_groups import (
     Omit,
     OptionalCheckpointArgument,
-    OutputOptions,
-    ProgressOptions,
+    OutputUi,
+    ProgressUi,
     SharingOptions,
+    command,
     complete_recipe,
     complete_recipe_or_checkpoint,
     complete_shipped_recipe,
-    expand_option_groups,
 )
 from prepcli.commands.console.stdio import library_output_hidden
+from prepcli.commands.console.ui import Report
 from prepcli.commands.operations.compute_options import (
     DataOptions,
-    EvaluateArguments,
     EvaluateOptions,
     GenerateArguments,
     GenerateOptions,
     TokenizeArguments,
-    TrainArguments,
     TrainOptions,
 )
-from prepcli.commands.operations.inspection_options import (
-    MeshSearchOptions,
-    PlanOptions,
-    RecipesOptions,
-    ReportOptions,
-)
-from prepcli.commands.operations.options import flag, option
+from prepcli.commands.operations.inspection_options import PlanOptions
+from prepcli.commands.operations.options import DRY_RUN
 from prepcli.core.errors import usage_error
 from prepcli.core.observer import LEAVES, SLABS
+from prepcli.core.option_spec import PathLike, flag, option
 
 
-class SchemaOptions(TypedDict):
-    """The option `--schema`: the command prints the schema and does not train."""
-
-    schema: Annotated[bool, flag("Print the JSON schema of recipes.", position=12)]
-
-
-class ChatOptions(TypedDict):
-    """The options of a conversation in the terminal, in place of prompts."""
-
-    chat: Annotated[
-        bool,
-        flag("Answer turns from the terminal or a pipe.", position=3),
-    ]
-    system: Annotated[
-        str | None,
-        option("TEXT", "Begin the chat with this message of the system.", position=4),
-    ]
-
-
-@expand_option_groups
+@command(guide="train")
 def train(
     recipe: Annotated[
         Path | None,
@@ -76,11 +53,15 @@ def train(
         ),
     ] = None,
     *,
-    arguments: TrainArguments,
+    out: Annotated[
+        PathLike | None,
+        option("RUN", "Save to RUN, a folder or bucket URL. Default: runs/NAME.", position=2),
+    ],
+    dry_run: Annotated[bool, DRY_RUN],
     options: TrainOptions,
-    schema_options: SchemaOptions,
-    output_options: ProgressOptions,
-) -> int:
+    schema: Annotated[bool, flag("Print the JSON schema of recipes.", position=12)],
+    ui: ProgressUi,
+) -> Report:
     """Train from a checkpoint with a recipe. Resume an earlier run.
 
     Examples:
@@ -91,32 +72,35 @@ def train(
     from prepcli.commands.operations.train import train as run
     from prepcli.commands.rendering.runs import schema_report, training_report
 
-    ui = output_options.open_console("train")
-    if schema_options["schema"]:
+    if schema:
         if recipe is not None or options.get("overrides"):
             raise usage_error(
                 "`--schema` takes no recipe", "all recipes have one schema", "`prep train --schema`"
             )
-        return ui.finish(schema_report())
+        return schema_report()
     if recipe is None:
         raise usage_error(
             "no recipe was given", "a TOML file describes the training", "`prep train RECIPE`"
         )
     # Libraries may print to descriptor 1 during training. Scripts read the result from there.
     with library_output_hidden(to_stderr=ui.level >= SLABS) as stdout:
-        result = run(recipe, **arguments, progress=replace(ui, out=stdout), **options)
-    return ui.finish(training_report(result))
+        result = run(recipe, out, dry_run=dry_run, progress=replace(ui, out=stdout), **options)
+    return training_report(result)
 
 
-@expand_option_groups
+@command(guide="generate")
 def generate(
     checkpoint: OptionalCheckpointArgument = None,
     *,
     arguments: GenerateArguments,
     options: Annotated[GenerateOptions, Omit("stream", "memory")],
-    chat_options: ChatOptions,
-    output_options: ProgressOptions,
-) -> int:
+    chat: Annotated[bool, flag("Answer turns from the terminal or a pipe.", position=3)],
+    system: Annotated[
+        str | None,
+        option("TEXT", "Begin the chat with this message of the system.", position=4),
+    ],
+    ui: ProgressUi,
+) -> Report:
     """Generate text from prompts and print it to stdout.
 
     Examples:
@@ -125,36 +109,44 @@ def generate(
       prep generate llama-13b-init --mesh 1,1,8 --prompt Hi --temperature 0.8
       prep generate qwen3-8b --chat --system 'Answer in one sentence.'
     """
-    from prepcli.commands.operations.chat import chat, check_chat_options
+    from prepcli.commands.operations.chat import chat as converse
+    from prepcli.commands.operations.chat import check_chat_options
     from prepcli.commands.operations.generate import generate as run
     from prepcli.commands.rendering.runs import chat_report, generation_report
 
-    ui = output_options.open_console("generate")
-    check_chat_options(**chat_options, has_prompts=any(arguments.values()))
-    if chat_options["chat"]:
-        conversation = chat(
+    check_chat_options(chat=chat, system=system, has_prompts=any(arguments.values()))
+    if chat:
+        conversation = converse(
             checkpoint,
-            system=chat_options["system"],
+            system=system,
             observer=ui,
-            shows_answers=not output_options.json,
+            shows_answers=not ui.as_json,
             options=options,
         )
-        return ui.finish(chat_report(conversation))
+        return chat_report(conversation)
     result = run(checkpoint, **arguments, progress=ui, **options)
-    return ui.finish(generation_report(result))
+    return generation_report(result)
 
 
 # --- prep eval
 
 
-@expand_option_groups
+@command("eval", guide="evaluate")
 def evaluate(
     checkpoint: OptionalCheckpointArgument = None,
     *,
-    arguments: EvaluateArguments,
+    data: Annotated[
+        PathLike | Sequence[PathLike],
+        option(
+            "[NAME=]PATH",
+            "Evaluate on this file, folder, glob or URL. Repeatable: a result for each name.",
+            default=(),
+            position=0,
+        ),
+    ],
     options: Annotated[EvaluateOptions, Omit("stream", "memory")],
-    output_options: ProgressOptions,
-) -> int:
+    ui: ProgressUi,
+) -> Report:
     """Compute loss, perplexity and accuracy on data.
 
     Examples:
@@ -165,16 +157,15 @@ def evaluate(
     from prepcli.commands.operations.evaluate import evaluate as run
     from prepcli.commands.rendering.runs import evaluation_report
 
-    ui = output_options.open_console("eval")
     with library_output_hidden(to_stderr=ui.level >= SLABS) as stdout:
-        result = run(checkpoint, **arguments, progress=replace(ui, out=stdout), **options)
-    return ui.finish(evaluation_report(result, ui.columns))
+        result = run(checkpoint, data, progress=replace(ui, out=stdout), **options)
+    return evaluation_report(result)
 
 
 # --- prep tokenize
 
 
-@expand_option_groups
+@command(guide="tokenize")
 def tokenize(
     recipe: Annotated[
         Path,
@@ -189,8 +180,8 @@ def tokenize(
     arguments: TokenizeArguments,
     options: DataOptions,
     sharing: Annotated[SharingOptions, Omit("workers")],
-    output_options: ProgressOptions,
-) -> int:
+    ui: ProgressUi,
+) -> Report:
     """Tokenize the data of a recipe, in one or several processes.
 
     `prep train` does the same before its first step. The last of several processes completes the tokens. Under `srun`
@@ -207,18 +198,17 @@ def tokenize(
     from prepcli.commands.rendering.runs import tokenization_report
     from prepcli.planning.work_units import requested_share
 
-    ui = output_options.open_console("tokenize")
     share, _ = requested_share(sharing["processes"], os.environ)
     result = tokenize_shard(
         recipe, share.index, of=share.count, **arguments, progress=ui, **options
     )
-    return ui.finish(tokenization_report(result, ui.columns, shows_ids=ui.level >= LEAVES))
+    return tokenization_report(result, ui.columns, shows_ids=ui.level >= LEAVES)
 
 
 # --- prep plan
 
 
-@expand_option_groups
+@command(guide="plan")
 def plan(
     target: Annotated[
         str,
@@ -231,9 +221,9 @@ def plan(
     ],
     *,
     options: PlanOptions,
-    search_options: MeshSearchOptions,
-    output_options: OutputOptions,
-) -> int:
+    search: Annotated[bool, flag("List the meshes on which the step fits.", position=2)],
+    ui: OutputUi,
+) -> Report:
     """Estimate memory and time of a training step.
 
     A plan needs no accelerator, weights or data. If the recipe's checkpoint does not exist,
@@ -249,17 +239,16 @@ def plan(
     from prepcli.commands.operations.plan import plan as run
     from prepcli.commands.rendering.training_plans import meshes_report, step_plan_report
 
-    ui = output_options.open_console("plan")
-    if search_options["search"]:
+    if search:
         meshes = fitting_meshes(target, progress=ui, **options)
-        return ui.finish(meshes_report(meshes, ui))
-    return ui.finish(step_plan_report(run(target, progress=ui, **options), ui.columns))
+        return meshes_report(meshes, ui)
+    return step_plan_report(run(target, progress=ui, **options))
 
 
 # --- prep report
 
 
-@expand_option_groups
+@command(guide="train")
 def report(
     runs: Annotated[
         list[Path],
@@ -268,9 +257,14 @@ def report(
         ),
     ],
     *,
-    options: ReportOptions,
-    output_options: OutputOptions,
-) -> int:
+    out: Annotated[
+        PathLike | None,
+        option(
+            "FILE", "Write the page to FILE. Default: report.html in RUN, or here if RUN is a URL."
+        ),
+    ],
+    ui: OutputUi,
+) -> Report:
     """Draw the metrics of training runs as one HTML page.
 
     The page needs no network: curves, recipe, data, environment and checkpoints. Several runs are
@@ -283,8 +277,7 @@ def report(
     from prepcli.commands.operations.report import report as run
     from prepcli.commands.rendering.runs import runs_report
 
-    ui = output_options.open_console("report")
-    return ui.finish(runs_report(run(runs, **options, progress=ui), ui.columns))
+    return runs_report(run(runs, out, progress=ui))
 
 
 # --- prep recipes
@@ -293,7 +286,7 @@ def report(
 COPY = "copy"
 
 
-@expand_option_groups
+@command(guide="train")
 def recipes(
     words: Annotated[
         list[str] | None,
@@ -305,9 +298,9 @@ def recipes(
         ),
     ] = None,
     *,
-    options: RecipesOptions,
-    output_options: OutputOptions,
-) -> int:
+    out: Annotated[PathLike | None, option("FILE", "Copy to FILE. Default: NAME.toml.")],
+    ui: OutputUi,
+) -> Report:
     """List the recipes that prep ships, print or copy one.
 
     Examples:
@@ -315,12 +308,9 @@ def recipes(
       prep recipes llama-7b
       prep recipes copy llama-7b --out my-run.toml
     """
-    from prepcli.commands.console.ui import Report
     from prepcli.commands.operations.recipes import copy_recipe, shipped_recipe, shipped_recipes
     from prepcli.commands.rendering.runs import recipe_report, recipes_report
 
-    ui = output_options.open_console("recipes")
-    out = options["out"]
     is_copy = words is not None and words[0] == COPY
     names = list(words or [])
     if is_copy:
@@ -342,9 +332,9 @@ def recipes(
             "`prep recipes copy NAME --out FILE`",
         )
     if not names:
-        return ui.finish(recipes_report(shipped_recipes(), ui.columns))
+        return recipes_report(shipped_recipes())
     path = shipped_recipe(names[0])
     if is_copy:
         copy = str(copy_recipe(names[0], None if out is None else Path(out)))
-        return ui.finish(Report(copy, {"name": path.stem, "path": copy}))
-    return ui.finish(recipe_report(path))
+        return Report(copy, {"name": path.stem, "path": copy})
+    return recipe_report(path)

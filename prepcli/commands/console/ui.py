@@ -30,7 +30,9 @@ from prepcli.core.formatting import (
     printable,
     printable_line,
 )
+from prepcli.core.json_values import json_value
 from prepcli.core.observer import NORMAL, QUIET, SLABS, Line, NullProgress, Progress
+from prepcli.core.tables import Block, format_blocks
 from prepcli.core.unexpected import as_prep_error, process_of
 
 if TYPE_CHECKING:
@@ -51,22 +53,32 @@ class Report:
     the exit code.
 
     Attributes:
-        text: Text for stdout.
+        content: Text for stdout, or its blocks.
         fields: Fields of the JSON object.
         next_command: Suggested next command.
         error: The error, if there is one.
         process: Index of this process in a job of several, or None. Process 0 prints the result.
-        is_script: Whether `text` is run by another program, which needs its exact bytes.
-        has_marks: Whether `text` has marked parts (`escaping.marked`). A terminal shows them in color.
+        is_script: Whether the content is run by another program, which needs its exact bytes.
+        has_marks: Whether the content has marked parts (`escaping.marked`). A terminal shows them in color.
     """
 
-    text: str = ""
+    content: str | Sequence[Block] = ""
     fields: Mapping[str, object] = field(default_factory=dict)
     next_command: str = ""
     error: PrepError | None = None
     process: int | None = None
     is_script: bool = False
     has_marks: bool = False
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The content as blocks."""
+        return [self.content] if isinstance(self.content, str) else self.content
+
+    @property
+    def text(self) -> str:
+        """The content as text for a file or a pipe."""
+        return format_blocks(self.blocks)
 
 
 class LiveBlock:
@@ -301,11 +313,11 @@ class Ui:
             self.note(f"next: {report.next_command}")
         if self.as_json:
             # `NaN` is not JSON. An exception here is better than an object that other programs cannot read.
-            text = json.dumps(self._json_document(report), allow_nan=False)
-        elif "".join(self.streamed) == report.text:
-            text = ""
+            document = self._json_document(report)
+            text = json.dumps(document, allow_nan=False, default=json_value)
         else:
-            text = printable(report.text)
+            text = format_blocks(report.blocks, self.columns)
+            text = "" if "".join(self.streamed) == text else printable(text)
             if report.has_marks and _supports_color(self.out):
                 text = text.replace(MARK_START, MARKED).replace(MARK_END, PLAIN)
         is_exact = report.is_script and not self.as_json and not self.out.isatty()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -37,7 +37,7 @@ from prepcli.commands.pages.html_page import write_html_page
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes, format_duration
 from prepcli.core.observer import Observer, PacedNotes, ticking
-from prepcli.core.tables import format_table
+from prepcli.core.tables import Table
 from prepcli.execution.output_paths import check_local_path
 from prepcli.formats.manifest import read_manifest
 from prepcli.formats.run_steps import saved_steps, step_folder
@@ -169,8 +169,6 @@ def run_demo(
     out: Path,
     observer: Observer,
     steps: Sequence[DemoStep] | None = None,
-    *,
-    columns: int | None = None,
 ) -> Report:
     """Make a tiny model in the folder `out`, convert it in both directions, train it, and check each step.
 
@@ -178,7 +176,6 @@ def run_demo(
         out: New or empty folder, or the folder of an earlier demo. Its outputs are replaced.
         observer: Receives a note before and after each step.
         steps: Some of the steps, without a page. None means all.
-        columns: Width of the terminal. None means unlimited.
 
     Returns:
         The table of the steps, up to the first one that failed, with its error. If all passed, a page with pictures was
@@ -201,31 +198,26 @@ def run_demo(
         if not report.ok:
             break
     last = reports[-1]
-    fields: dict[str, object] = {"output": str(out), "steps": [asdict(step) for step in reports]}
-    table = _table(reports, columns)
+    fields: dict[str, object] = {"output": out, "steps": reports}
+    table = _steps_table(reports)
     if not last.ok:
         what = f"the demo failed at step {len(reports)}: {last.step}"
-        return Report(table, fields, error=PrepError(what, last.result, last.hint))
+        return Report([table], fields, error=PrepError(what, last.result, last.hint))
     page = out / REPORT
     if steps is None:
         write_html_page(page, "prep demo", _page_body(out, reports))
     fields["report"] = str(page)
     closing = f"all {count} steps passed; report with pictures: {page}"
-    return Report(f"{table}\n{closing}", fields, "run the same commands with your own model")
+    return Report([table, closing], fields, "run the same commands with your own model")
 
 
-def _table(reports: Sequence[StepReport], columns: int | None) -> str:
+def _steps_table(reports: Sequence[StepReport]) -> Table:
     rows: list[tuple[str, ...]] = []
     for report in reports:
         sizes = (format_bytes(report.bytes), format_bytes(report.peak) if report.peak else "-")
         rows.append((report.step, f"{report.seconds:.1f}", *sizes, report.result_text))
-    return format_table(
-        rows,
-        ("step", "seconds", "bytes", "memory", "result"),
-        right_aligned=("seconds", "bytes", "memory"),
-        width=columns,
-        wrapped=["result"],
-    )
+    header = ("step", "seconds", "bytes", "memory", "result")
+    return Table(header, rows, right_aligned=header[1:4], wrapped=["result"])
 
 
 def _prepare_folder(out: Path) -> None:

@@ -8,9 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypedDict
 
-from prepcli.commands.operations.options import ConversionArguments, SourceOptions, flag, option
+from prepcli.commands.operations.options import SourceOptions
 from prepcli.core.errors import NO_VALUE, Key, Option, override_text, text, usage_error
-from prepcli.core.option_spec import Minimum, NonNegativeInt, PathLike, PositiveInt, option_specs
+from prepcli.core.option_spec import (
+    Minimum,
+    NonNegativeInt,
+    PathLike,
+    PositiveInt,
+    flag,
+    option,
+    option_specs,
+)
 
 MAX_ID_DIGITS = 9  # more than any token id has
 
@@ -130,36 +138,20 @@ _SOURCE_SPECS = option_specs(SourceOptions)
 _MESH = option(
     "DP,FSDP,MP",
     "Use this device mesh. Default: one device.",
-    '"dp,fsdp,mp" sizes or named axes. Default: the first device.',
 )
 _DTYPE = option(
     "NAME",
     "Compute in this dtype. Default: as stored.",
-    "Dtype of the computation. Default: bfloat16 if all weights are bfloat16, otherwise float32.",
+    more="Stored weights count as float32 unless all of them are bfloat16.",
 )
 _EMA = flag("Take the moving average of a run's parameters.", position=26)
 _VERIFY = option(
     None,
     "Skip checking the checkpoint's checksums.",
-    "Compare the weights with the checkpoint's checksums or digests. Default: True.",
     default=True,
     flag="--no-verify",
     position=27,
 )
-
-
-class EvaluateArguments(TypedDict, total=False):
-    """Argument of the function `evaluate` with an option on the command line: `--data`."""
-
-    data: Annotated[
-        PathLike | Sequence[PathLike],
-        option(
-            "[NAME=]PATH",
-            "Evaluate on this file, folder, glob or URL. Repeatable: a result for each name.",
-            default=(),
-            position=0,
-        ),
-    ]
 
 
 class EvaluateOptions(SourceOptions, total=False):
@@ -187,9 +179,7 @@ class EvaluateOptions(SourceOptions, total=False):
         option(
             "KEY=VALUE",
             f"Set a recipe key. Repeatable. {KEYS_TEXT}.",
-            f'One or more recipe keys, such as "data.source_length=512". {KEYS_TEXT}.',
             default=(),
-            flag="--set",
         ),
     ]
     tokenizer: Annotated[
@@ -202,7 +192,7 @@ class EvaluateOptions(SourceOptions, total=False):
         option(
             "N",
             "Compute N sequences at a time.",
-            "Sequences per batch, rounded up to a multiple of the mesh's dp x fsdp. Default: 8.",
+            more="The number is rounded up to a multiple of the mesh's dp x fsdp.",
             default=8,
         ),
     ]
@@ -213,8 +203,7 @@ class EvaluateOptions(SourceOptions, total=False):
         option(
             "KIND",
             "Compute fast, or exact: the same bits on any mesh.",
-            '"exact" computes each sequence alone: results have the same bits on any mesh and batch'
-            ' size. Default: "fast".',
+            more="exact computes each sequence alone, so that the batch size changes no bit either.",
             default="fast",
         ),
     ]
@@ -223,10 +212,8 @@ class EvaluateOptions(SourceOptions, total=False):
         option(
             "NAME",
             "Generate targets from sources, and compute rouge, bleu or exact_match. Repeatable.",
-            "Metrics of the targets that an encoder-decoder model generates from the sources:"
-            ' "rouge", "bleu", "exact_match". Default: none.',
+            more="The model must be an encoder-decoder.",
             default=(),
-            flag="--metric",
         ),
     ]
     ema: Annotated[bool, _EMA]
@@ -238,7 +225,7 @@ class GenerateArguments(TypedDict, total=False):
 
     prompts: Annotated[
         str | Sequence[str],
-        option("TEXT", "Add a prompt. Repeatable.", default=(), flag="--prompt", position=0),
+        option("TEXT", "Add a prompt. Repeatable.", default=(), position=0),
     ]
     tokens: Annotated[
         Sequence[Sequence[int]],
@@ -260,9 +247,7 @@ class GenerateOptions(SourceOptions, total=False):
         option(
             "FILE",
             "Read one prompt per line (.jsonl: key `prompt`, `text` or `messages`). - is stdin.",
-            "File with one more prompt per line (.jsonl: key `prompt` or `text`, or `messages` and"
-            ' `tools` of a conversation). "-" is stdin.',
-            flag="--prompts",
+            more="A conversation has `messages` and may have `tools`.",
             cli_type=str,
             position=1,
         ),
@@ -272,8 +257,7 @@ class GenerateOptions(SourceOptions, total=False):
         option(
             "PATH",
             "Use this tokenizer file or folder. Default: the model's.",
-            "A tokenizer.json, a SentencePiece model, or a folder with a tokenizer. Default: the"
-            " checkpoint's.",
+            more="The file is a tokenizer.json or a SentencePiece model.",
         ),
     ]
     max_new_tokens: Annotated[
@@ -296,8 +280,7 @@ class GenerateOptions(SourceOptions, total=False):
         option(
             "X",
             "Divide the logits of earlier tokens by X. Default: the model's.",
-            "Divisor of the positive logits, and factor of the negative logits, of earlier tokens. Default: the"
-            " model's.",
+            more="Negative logits are multiplied by it.",
         ),
     ]
     stop: Annotated[
@@ -312,7 +295,6 @@ class GenerateOptions(SourceOptions, total=False):
         option(
             "JSON",
             """Set variables of the chat template, e.g. '{"enable_thinking": false}'.""",
-            'Variables of the chat template, such as `{"enable_thinking": False}`, or their JSON text.',
             cli_type=str,
         ),
     ]
@@ -321,20 +303,10 @@ class GenerateOptions(SourceOptions, total=False):
     dtype: Annotated[ComputeDtype | None, _DTYPE]
     batch_size: Annotated[
         PositiveInt,
-        option("N", "Run N prompts at a time.", "Prompts per batch. Default: 16.", default=16),
+        option("N", "Run N prompts at a time.", default=16),
     ]
     ema: Annotated[bool, _EMA]
     verify: Annotated[bool, _VERIFY]
-
-
-class TrainArguments(TypedDict, total=False):
-    """Arguments of the function `train` with an option on the command line, such as `--out`."""
-
-    out: Annotated[
-        PathLike | None,
-        option("RUN", "Save to RUN, a folder or bucket URL. Default: runs/NAME.", position=2),
-    ]
-    dry_run: Annotated[bool, option_specs(ConversionArguments)["dry_run"]]
 
 
 class TrainOptions(TypedDict, total=False):
@@ -346,7 +318,6 @@ class TrainOptions(TypedDict, total=False):
             "KEY=VALUE",
             "Override a key, for example train.steps=10. `KEY=` removes one.",
             default=(),
-            flag="--set",
             position=1,
         ),
     ]
@@ -360,7 +331,6 @@ class TrainOptions(TypedDict, total=False):
         option(
             None,
             "Skip checking the checkpoint's checksums.",
-            "Compare the checkpoint with its checksums while it is read. Default: True.",
             default=True,
             flag="--no-verify",
             position=44,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Literal, TypedDict, get_args
 
 from prepcli.commands.operations.options import (
@@ -17,10 +16,8 @@ from prepcli.commands.operations.options import (
     SourceOptions,
     SourceTreeOptions,
     StrictOptions,
-    flag,
-    option,
 )
-from prepcli.core.option_spec import NOT_RECORDED, Minimum, PathLike
+from prepcli.core.option_spec import NOT_RECORDED, Minimum, PathLike, flag, option
 from prepcli.planning.libraries import Tree
 
 SortKey = Literal["name", "size", "file"]
@@ -43,37 +40,6 @@ Way = Literal[
 ]
 WAYS: tuple[Way, ...] = get_args(Way)
 
-_SEARCH = option(
-    "FOLDER",
-    "With --chain: find moved checkpoints in FOLDER. Repeatable.",
-    "Folders with moved or renamed checkpoints. They are found by their digests.",
-    default=(),
-    position=22,
-)
-_ALLOW_UNPROVEN = flag(
-    "With --chain: accept links with a missing source, or without a digest of it.",
-    "Accept links with a missing source, or without a digest of it. Default: False.",
-    position=22,
-)
-_PROMPT_IDS = option(
-    "FILE",
-    "With --logits: comma-separated token ids, one prompt per line. Default: 16 and 512 random ids.",
-    "File of comma-separated token ids, one prompt per line. Default: 16 and 512 random ids.",
-    position=24,
-)
-_LOGITS_MESH = option(
-    "DP,FSDP,MP",
-    "With --logits: compute on this device mesh. Default: one device.",
-    '"dp,fsdp,mp" sizes or named axes. Default: the first device.',
-    position=24,
-)
-_LIBRARY = option(
-    "prep|transformers",
-    "With --logits: compute the second model with this library.",
-    '"prep" (the default) or "transformers": the library that computes the second model.',
-    default="prep",
-    position=24,
-)
 Library = Literal["prep", "transformers"]
 
 
@@ -109,19 +75,22 @@ class VerifyOptions(SourceOptions, MapOptions, SourceTreeOptions, StrictOptions,
 class ChainOptions(SourceOptions, total=False):
     """Options of `verify_chain`. The option `lock` applies to the first model of the chain."""
 
-    search: Annotated[Sequence[PathLike], _SEARCH]
-    allow_unproven: Annotated[bool, _ALLOW_UNPROVEN]
-
-
-class ChainCommandOptions(TypedDict):
-    """The options of `prep verify` for a chain. With `chain` the command calls `verify_chain`."""
-
-    chain: Annotated[
-        bool,
-        flag("Show by recorded digests from which checkpoints an output was made.", position=21),
+    search: Annotated[
+        Sequence[PathLike],
+        option(
+            "FOLDER",
+            "With --chain: find moved checkpoints in FOLDER. Repeatable.",
+            default=(),
+            position=22,
+        ),
     ]
-    search: Annotated[Sequence[PathLike], _SEARCH]
-    allow_unproven: Annotated[bool, _ALLOW_UNPROVEN]
+    allow_unproven: Annotated[
+        bool,
+        flag(
+            "With --chain: accept links with a missing source, or without a digest of it.",
+            position=22,
+        ),
+    ]
 
 
 class LogitsOptions(SourceOptions, total=False):
@@ -132,24 +101,35 @@ class LogitsOptions(SourceOptions, total=False):
         option(
             "NUMBER",
             "Accept logits that differ by at most NUMBER.",
-            "Largest accepted difference between two logits. Default: 0.001.",
+            more="Default: 0.001.",
             position=21,
         ),
     ]
-    prompt_ids: Annotated[PathLike | None, _PROMPT_IDS]
-    library: Annotated[Library, _LIBRARY]
-    mesh: Annotated[str | None, _LOGITS_MESH]
-
-
-class LogitsCommandOptions(TypedDict):
-    """The options of `prep verify` for logits. With `logits` the command calls `verify_logits`."""
-
-    logits: Annotated[
-        bool, flag("Compare the logits and hidden states that both models compute.", position=23)
+    prompt_ids: Annotated[
+        PathLike | None,
+        option(
+            "FILE",
+            "With --logits: comma-separated token ids, one prompt per line. Default: 16 and 512 random ids.",
+            position=24,
+        ),
     ]
-    prompt_ids: Annotated[PathLike | None, _PROMPT_IDS]
-    library: Annotated[Library, _LIBRARY]
-    mesh: Annotated[str | None, _LOGITS_MESH]
+    library: Annotated[
+        Library,
+        option(
+            "prep|transformers",
+            "With --logits: compute the second model with this library.",
+            default="prep",
+            position=24,
+        ),
+    ]
+    mesh: Annotated[
+        str | None,
+        option(
+            "DP,FSDP,MP",
+            "With --logits: compute on this device mesh. Default: one device.",
+            position=24,
+        ),
+    ]
 
 
 class LockOptions(SourceOptions, total=False):
@@ -176,34 +156,10 @@ class RoundtripOptions(SourceOptions, total=False):
     overwrite: Annotated[bool, flag("Replace a certificate that differs.", position=43)]
 
 
-class RoundtripArguments(TypedDict):
-    """The argument `out` of `roundtrip`. It is an option of its command."""
-
-    out: Annotated[
-        PathLike | None, option("FILE", "Write to FILE. Default: NAME.roundtrip.json.", position=40)
-    ]
-
-
-class LockArguments(TypedDict):
-    """Argument of the function `lock` with an option on the command line: `--out`."""
-
-    out: Annotated[
-        PathLike | None, option("FILE", "Write to FILE. Default: NAME.lock.json.", position=40)
-    ]
-
-
 class SuggestMapOptions(SourceOptions, total=False):
     """Options of `suggest_map`."""
 
     overwrite: Annotated[bool, flag("Replace a map that differs.", position=43)]
-
-
-class SuggestMapArguments(TypedDict):
-    """The argument of `suggest_map` with an option of its command."""
-
-    out: Annotated[
-        PathLike | None, option("FILE", "Write to FILE. Default: NAME.map.", position=40)
-    ]
 
 
 class ViewOptions(TypedDict):
@@ -242,7 +198,6 @@ class PlanOptions(TypedDict, total=False):
             "KEY=VALUE",
             "Override a key, for example data.seq_length=8192.",
             default=(),
-            flag="--set",
             position=1,
         ),
     ]
@@ -270,8 +225,6 @@ class PlanOptions(TypedDict, total=False):
         bool,
         flag(
             "Compile the step for --devices. Show XLA's memory and collectives.",
-            "Compile the step for `devices`, for the memory and the collectives of XLA. Default:"
-            " False.",
             position=6,
         ),
     ]
@@ -279,53 +232,3 @@ class PlanOptions(TypedDict, total=False):
         Seconds | None,
         option("SECONDS", "End the compilation after SECONDS. Default: no limit.", position=7),
     ]
-
-
-class MeshSearchOptions(TypedDict, total=False):
-    """The option `--search` of `prep plan`: the command then calls `fitting_meshes` instead of `plan`."""
-
-    search: Annotated[bool, flag("List the meshes on which the step fits.", position=2)]
-
-
-DEMO_FOLDER = Path("prep-demo")
-
-
-class ReportOptions(TypedDict):
-    """Arguments of the function `report` with an option on the command line."""
-
-    out: Annotated[
-        PathLike | None,
-        option(
-            "FILE", "Write the page to FILE. Default: report.html in RUN, or here if RUN is a URL."
-        ),
-    ]
-
-
-class RecipesOptions(TypedDict):
-    """Options of `prep recipes`."""
-
-    out: Annotated[PathLike | None, option("FILE", "Copy to FILE. Default: NAME.toml.")]
-
-
-class DocsOptions(TypedDict):
-    """Options of `prep docs`."""
-
-    path: Annotated[bool, flag("Print the path of the page instead of its text.")]
-
-
-class EnvOptions(TypedDict):
-    """Options of `prep env`."""
-
-    devices: Annotated[bool, flag("Import jax and list its devices.")]
-
-
-class DemoOptions(TypedDict):
-    """Options of `prep demo`."""
-
-    out: Annotated[PathLike, option("FOLDER", "Work in FOLDER.", default=DEMO_FOLDER)]
-
-
-class CheckFamilyOptions(TypedDict):
-    """Options of `prep check-family`."""
-
-    check: Annotated[Sequence[str], option("NAME", "Run only this check. Repeatable.", default=())]

@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -29,14 +29,8 @@ from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import QUIET, Observer
 from prepcli.execution.output_paths import check_local_path, parse_out_url
 from prepcli.execution.signals import remember_signal
-from prepcli.launch.gke import gke_hardware, gke_manifest
-from prepcli.launch.hardware import (
-    Hardware,
-    Training,
-    check_hardware,
-    plain_hardware,
-    tpu_vm_hardware,
-)
+from prepcli.launch.engines import ENGINES
+from prepcli.launch.hardware import Training, check_hardware, plain_hardware
 from prepcli.launch.job import (
     HEARTBEAT_TIMEOUT_S,
     MAX_RESTARTS,
@@ -46,12 +40,7 @@ from prepcli.launch.job import (
     as_label,
     parse_env,
 )
-from prepcli.launch.local import GRACE_MARGIN_S, ProcessWatcher, start_processes
-from prepcli.launch.options import LocalOptions, TpuOptions
-from prepcli.launch.ray import ray_driver, ray_hardware
-from prepcli.launch.sky import sky_hardware, sky_task
-from prepcli.launch.slurm import slurm_script
-from prepcli.launch.tpu import tpu_script
+from prepcli.launch.local import GRACE_MARGIN_S, LocalOptions, ProcessWatcher, start_processes
 from prepcli.models.mesh import MESH_OPTION, parse_mesh
 from prepcli.models.slices import ONE_SLICE, num_slices, parse_slice_counts
 from prepcli.stores.files import io_error, write_file
@@ -60,70 +49,6 @@ from trainer.recipe import Recipe, load_recipe
 # Mesh of a command without `--mesh`: any number of devices.
 ANY_MESH = "-1,1,1"
 NOT_SUBMITTED = "the job was not submitted"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Engine:
-    """An engine of jobs.
-
-    Attributes:
-        script: Returns the script of a job with the options of the engine.
-        hardware: Returns the nodes and devices of the options, or None if they are unknown.
-        submit: Command that submits a script. It reads the script from stdin, except for `sky` and `ray`.
-        disk_end: Event that ends the disk of a process. Empty if its files are kept.
-        kept_disk: Option for a permanent disk, if there is one.
-        has_labels: Whether the name of a job is a label.
-    """
-
-    script: Callable[[LaunchJob, Any], str]
-    hardware: Callable[[Any, LaunchedCommand, Training | None], Hardware | None]
-    submit: tuple[str, ...]
-    disk_end: str = ""
-    kept_disk: Option | None = None
-    has_labels: bool = True
-
-
-def _tpu_hardware(
-    options: TpuOptions, command: LaunchedCommand, training: Training | None
-) -> Hardware | None:
-    """Return None for a generation that prep does not know. `--runtime-version` can still create it."""
-    if training is None:
-        return None
-    return tpu_vm_hardware(options["accelerator"], training.num_devices)
-
-
-ENGINES = {
-    "slurm": _Engine(
-        script=slurm_script,
-        hardware=lambda options, *_: plain_hardware(options["nodes"], options["devices_per_node"]),
-        # `--parsable` prints the job id without a sentence around it.
-        submit=("sbatch", "--parsable"),
-        has_labels=False,
-    ),
-    "tpu": _Engine(script=tpu_script, hardware=_tpu_hardware, submit=("bash", "-s")),
-    "gke": _Engine(
-        script=gke_manifest,
-        hardware=gke_hardware,
-        submit=("kubectl", "create", "-f", "-"),
-        disk_end="a pod ends",
-        kept_disk=Option("claim", "NAME"),
-    ),
-    "sky": _Engine(
-        script=sky_task,
-        hardware=sky_hardware,
-        # `sky` reads its file several times, so it cannot be a pipe. `--async` ends it when the job is accepted.
-        submit=("sky", "jobs", "launch", "--yes", "--async"),
-        disk_end="a machine is preempted",
-    ),
-    "ray": _Engine(
-        script=ray_driver,
-        hardware=ray_hardware,
-        # The driver is a word of its own command, so that no file has to reach the cluster.
-        submit=("ray", "job", "submit", "--no-wait", "--log-color", "false", "--", "python", "-c"),
-        disk_end="the job ends",
-        kept_disk=Option("folder", "FOLDER"),
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,10 +245,11 @@ def submit_line(target: str, path: Path) -> str:
     'sky jobs launch --yes --async job.yaml'
     """
     file = shlex.quote(str(path))
-    command = shlex.join(ENGINES[target].submit)
-    if target == "sky":
+    engine = ENGINES[target]
+    command = shlex.join(engine.submit)
+    if engine.submitted == "file":
         return f"{command} {file}"
-    if target == "ray":
+    if engine.submitted == "program":
         program = _ray_program(f"$(base64 < {file} | tr -d '\\n')")
         return f'{command} "{program}"'
     return f"{command} < {file}"
@@ -331,17 +257,17 @@ def submit_line(target: str, path: Path) -> str:
 
 def submit_script(target: str, script: str) -> str:
     """Submit a script and return the reply of the engine."""
-    command = ENGINES[target].submit
-    if target == "sky":
+    engine = ENGINES[target]
+    command = engine.submit
+    if engine.submitted == "file":
         with tempfile.TemporaryDirectory(prefix="prep-") as folder:
             path = Path(folder) / "job.yaml"
             path.write_bytes(os.fsencode(script))
             return _run([*command, str(path)])
-    if target == "ray":
+    if engine.submitted == "program":
         program = _ray_program(base64.b64encode(os.fsencode(script)).decode())
         return _run([*command, program], name=shlex.join(command))
-    # The script of a TPU waits for the command.
-    return _run(command, script, failure="the job failed" if target == "tpu" else NOT_SUBMITTED)
+    return _run(command, script, failure="the job failed" if engine.waits else NOT_SUBMITTED)
 
 
 def _ray_program(encoded: str) -> str:

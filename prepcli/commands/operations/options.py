@@ -15,31 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Literal, TypedDict
 
-from prepcli.core.option_spec import (
-    NOT_RECORDED,
-    REQUIRED,
-    NonNegativeInt,
-    OptionSpec,
-    PathLike,
-    PositiveInt,
-)
+from prepcli.core.option_spec import REQUIRED, NonNegativeInt, PathLike, PositiveInt, flag, option
 from prepcli.formats.codecs import WRITTEN_CODECS
 from prepcli.planning.item_storage import StorageName
 from prepcli.planning.libraries import HF_LAYOUT, TREES, Layout
-
-
-def option(metavar: str | None, help: str, doc: str = "", **properties: Any) -> OptionSpec:
-    """Return an option. Manifests record it only with `record`. Without `doc`, functions have the text of the help."""
-    doc = doc or help.replace("Repeatable", "One or several")
-    return OptionSpec(metavar, help, doc, **{"record": NOT_RECORDED, **properties})
-
-
-def flag(help: str, doc: str = "", **properties: Any) -> OptionSpec:
-    """Return an option without a value. It is off by default."""
-    return option(None, help, doc or f"{help} Default: False.", default=False, **properties)
-
 
 # Without the forms of the same trees with other layers.
 _STACKED = [tree for tree in TREES if not tree.endswith("scanned")]
@@ -67,10 +48,9 @@ class TreeOptions(TypedDict, total=False):
         option(
             "TREE",
             f"Write the tree of {HF_LAYOUT}, {', '.join(TREES[:-1])} or {TREES[-1]}.",
-            '"hf" (safetensors, the default), "hf-flax" (Flax msgpack), "easylm" (stream), or a checkpoint of another '
-            'trainer: "maxtext", "tunix", "levanter" or "torchtitan" (torch distributed '
-            'checkpoint). "maxtext-unscanned" and "levanter-unscanned" have one leaf per layer, "easylm-scanned" has '
-            "stacked layers.",
+            more="hf writes safetensors, hf-flax Flax msgpack, and torchtitan a torch distributed "
+            "checkpoint. Layers are stacked in easylm-scanned, and one leaf each in the "
+            "unscanned trees.",
             default="hf",
             cli_type=str,
             position=3,
@@ -82,8 +62,7 @@ class TreeOptions(TypedDict, total=False):
         option(
             "KIND",
             "Write safetensors, dcp, msgpack, stream, orbax or tensorstore. Default: by layout.",
-            "Format of the files. Default: the first one of the layout. The layout hf has safetensors and dcp (torch "
-            "distributed checkpoint).",
+            more="dcp is a torch distributed checkpoint.",
             cli_type=str,
             position=4,
         ),
@@ -103,7 +82,6 @@ class ExportMapOptions(TypedDict, total=False):
         replace(
             TENSOR_MAP,
             help="Write the tensors on the right sides of the rows of FILE (prep docs map).",
-            doc="File of rows. Their right sides are the tensors to write. Default: none.",
         ),
     ]
 
@@ -122,8 +100,7 @@ class StorageOptions(TypedDict, total=False):
         option(
             "FORM",
             "Store arrays as ocdbt or zarr3 (a few data files), or files or zarr3-files (one file per chunk).",
-            '"ocdbt" (the default) or "zarr3": an OCDBT database of zarr 2 or 3. "files" or "zarr3-files": one file'
-            " per chunk, for Pathways, of zarr 2 or 3.",
+            more="The arrays of ocdbt and files are of zarr 2. One file per chunk is for Pathways.",
             default="ocdbt",
             position=31,
             record=17,
@@ -133,7 +110,7 @@ class StorageOptions(TypedDict, total=False):
 
 STRICT = flag(
     "Fail on differences that are otherwise only noted.",
-    "Raise for differences that are otherwise only noted, such as tensors outside of an index. Default: False.",
+    more="An example is a tensor outside of an index.",
     position=22,
 )
 
@@ -184,7 +161,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 _DTYPE = option("NAME", "Cast to float32, bfloat16 or float16.", position=16, record=50)
 _ALLOW_OVERFLOW = flag(
     "Round values too large for the dtype of the output to infinity.",
-    "Write infinity for values too large for `dtype`. Default: False, which raises.",
+    more="By default, they are an error.",
     position=16,
 )
 
@@ -222,7 +199,6 @@ class SourceOptions(TypedDict, total=False):
             "N|best|last",
             "Read this step of a run, or the one with the lowest evaluation loss."
             " Default: the last.",
-            'Step of a training run. "best" has the lowest evaluation loss. Default: the last.',
             cli_type=str,
             position=25,
         ),
@@ -236,8 +212,8 @@ class SourceOptions(TypedDict, total=False):
         option(
             "SIZE",
             "Limit memory to SIZE.",
-            "Limit of anonymous memory beyond that of opening the source, in bytes or as text such"
-            ' as "1GiB". At least 32 MiB. Default: "512MiB". Functions that write no file ignore it.',
+            more="The limit is for anonymous memory beyond that of opening the source, at least 32 "
+            "MiB. Functions that write no file ignore it.",
             default=DEFAULT_MEMORY,
             cli_type=str,
             environment="PREP_MEMORY",
@@ -292,7 +268,6 @@ class VerbatimOptions(TypedDict, total=False):
         option(
             "GLOB",
             "Copy further side files, for example '*.py' or 'FOLDER/*'. Repeatable.",
-            'One or more patterns of further side files to copy, such as "*.py" or "FOLDER/*".',
             default=(),
             position=24,
             record=61,
@@ -308,7 +283,7 @@ class DropOptions(TypedDict, total=False):
         option(
             "PATTERN",
             "Ignore source tensors that match. Repeatable.",
-            'One or more patterns of names to ignore, such as "*.rotary_emb.inv_freq".',
+            more='An example is "*.rotary_emb.inv_freq".',
             default=(),
             position=22,
             record=40,
@@ -322,7 +297,7 @@ class DropOptions(TypedDict, total=False):
 SEED_SPEC = option(
     "N",
     "Set the seed of --init normal. Default: 0.",
-    'Seed of "normal", below 2**64. Default: 0.',
+    more="It is below 2**64.",
     position=12,
     record=21,
 )
@@ -336,8 +311,7 @@ class NewRowOptions(TypedDict, total=False):
         option(
             "KIND",
             "Fill new rows with zeros, mean or normal.",
-            '"zeros" (the default), "mean" of the true rows, or "normal" with the config\'s'
-            " `initializer_range`.",
+            more="mean is that of the true rows. normal uses the config's `initializer_range`.",
             default="zeros",
             cli_type=str,
             position=12,
@@ -359,8 +333,7 @@ class PadVocabOptions(ConversionOptions, DropOptions, StrictOptions, NewRowOptio
         option(
             "DP,FSDP,MP",
             "Pad to rows that this mesh divides.",
-            'Pad to a number of rows that this mesh divides, such as "1,64,4" (dp,fsdp,mp) or'
-            ' "fsdp:64,mp:4".',
+            more='Named axes are supported, such as "fsdp:64,mp:4".',
             position=1,
             record=3,
         ),
@@ -377,8 +350,8 @@ class LayoutOptions(
         option(
             "DP,FSDP,MP",
             "Lay out for this device mesh.",
-            '"dp,fsdp,mp" sizes such as "1,64,4", or named axes such as "fsdp:64,mp:4". Chunks are'
-            " its shards. Default: chunks of at most 4 MiB.",
+            more='Named axes are supported, such as "fsdp:64,mp:4". Chunks are the shards. Default: '
+            "chunks of at most 4 MiB.",
             record=10,
         ),
     ]
@@ -387,11 +360,10 @@ class LayoutOptions(
         option(
             "RULE",
             "Change partition rules, as DIM=AXIS. Repeatable.",
-            'One or more changes of partition rules: of dims of parameters ("embed=none",'
-            ' "kv_heads=mp|none"), of activations ("act:seq=sp|none") or of single leaves'
-            ' ("re:PATTERN=mp,fsdp"), or a preset ("flaxlm:1,1").',
+            more='A rule changes dims of parameters ("embed=none", "kv_heads=mp|none"), of '
+            'activations ("act:seq=sp|none") or of single leaves ("re:PATTERN=mp,fsdp"), or is '
+            'a preset ("flaxlm:1,1").',
             default=(),
-            flag="--rule",
             record=11,
         ),
     ]
@@ -409,7 +381,7 @@ class LayoutOptions(
         option(
             "0|1",
             "Stack the layers on this axis.",
-            "Axis of the stack. Default: as in the source, 0 for a Hugging Face folder.",
+            more="Default: as in the source, 0 for a Hugging Face folder.",
             record=13,
         ),
     ]
@@ -418,8 +390,6 @@ class LayoutOptions(
         option(
             "|".join(f"{codec}[:LEVEL]" for codec in WRITTEN_CODECS),
             "Compress chunks. Default: uncompressed.",
-            " or ".join(f'"{codec}" or "{codec}:LEVEL"' for codec in WRITTEN_CODECS)
-            + ". Default: uncompressed.",
             position=30,
             record=15,
         ),
@@ -436,8 +406,6 @@ class SaveInitOptions(
         option(
             "no|auto|N",
             "Pad to a multiple of N. auto: to fit --mesh.",
-            '"no" (the default), "auto" (to the size that the mesh divides) or a multiple,'
-            " such as 8.",
             default="no",
             cli_type=str,
             position=11,
@@ -460,7 +428,6 @@ class SaveInitOptions(
         option(
             "keep|dequantize",
             "Keep quantised weights, or decode them to bfloat16 or --dtype.",
-            '"keep" (the default) or "dequantize", which decodes quantised weights to bfloat16 or `dtype`.',
             default="keep",
             position=17,
             record=52,
@@ -493,7 +460,6 @@ class ExportOptions(
         option(
             "SIZE",
             "Limit files to SIZE.",
-            'Largest file, in bytes or as text such as "5GB" (the default).',
             default=DEFAULT_SHARD_SIZE,
             cli_type=str,
             position=2,
@@ -507,8 +473,7 @@ class ExportOptions(
         option(
             "keep|dequantize",
             "Copy the quantised bytes of decoded weights, or write the values.",
-            '"keep" (the default) copies the quantised bytes of weights that save-init decoded from their model,'
-            ' if it is found unchanged. "dequantize" writes their values.',
+            more="The bytes are those of the model that save-init decoded, if it is found unchanged.",
             default="keep",
             position=17,
             record=53,
@@ -519,7 +484,7 @@ class ExportOptions(
         option(
             "SOURCE",
             "Copy the quantised bytes from SOURCE.",
-            "Quantised model that the checkpoint was decoded from. Default: the model that the manifest names.",
+            more="Default: the model that the manifest names.",
             position=18,
             record=54,
         ),
@@ -538,8 +503,6 @@ class MergeOptions(SourceOptions, RerunOptions, StrictOptions, total=False):
         bool,
         replace(
             _ALLOW_OVERFLOW,
-            doc="Write infinity for sums too large for the base's dtype. Default: False, which"
-            " raises.",
         ),
     ]
     verify: Annotated[
@@ -547,12 +510,14 @@ class MergeOptions(SourceOptions, RerunOptions, StrictOptions, total=False):
         option(
             None,
             "Skip comparing BASE with the base that the adapter was trained with.",
-            "Compare the base with the one that the adapter was trained with. Default: True.",
             default=True,
             flag="--no-verify",
             position=17,
         ),
     ]
+
+
+DRY_RUN = flag("Show the plan. Write nothing.", position=42)
 
 
 class ConversionArguments(TypedDict, total=False):
@@ -562,7 +527,7 @@ class ConversionArguments(TypedDict, total=False):
         PathLike | None,
         option("FOLDER", "Write to FOLDER. Default: NAME and a suffix.", position=40),
     ]
-    dry_run: Annotated[bool, flag("Show the plan. Write nothing.", position=42)]
+    dry_run: Annotated[bool, DRY_RUN]
 
 
 class AddTokensOptions(ConversionOptions, DropOptions, StrictOptions, total=False):
@@ -573,7 +538,6 @@ class AddTokensOptions(ConversionOptions, DropOptions, StrictOptions, total=Fals
         option(
             "FILE",
             "Add these tokens: one per line, or a JSON list in *.json.",
-            "File with the tokens: one per line, or a JSON list of strings and objects in `*.json`. Required.",
             default=REQUIRED,
             position=1,
             record=1,
@@ -584,8 +548,7 @@ class AddTokensOptions(ConversionOptions, DropOptions, StrictOptions, total=Fals
         option(
             "KIND",
             "Fill new rows with the mean of the token's pieces, zeros or normal.",
-            '"mean" (the default) of the rows of the pieces into which the tokenizer splits the token now,'
-            ' "zeros", or "normal" with the config\'s `initializer_range`.',
+            more="normal uses the config's `initializer_range`.",
             default="mean",
             cli_type=str,
             position=12,

@@ -9,6 +9,7 @@ from pathlib import Path
 from prepcli.commands.pages.charts import CHART_STYLE
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import printable
+from prepcli.core.tables import Block, Cell, Table
 from prepcli.execution.output_paths import check_local_path
 from prepcli.stores.files import (
     check_parent_folder,
@@ -90,13 +91,22 @@ def check_page_path(path: Path) -> None:
         )
 
 
+def html_blocks(blocks: Iterable[Block]) -> Iterator[str]:
+    """Yield tables as tables, and each other block as a paragraph."""
+    for block in blocks:
+        if isinstance(block, Table):
+            yield from html_table(block.header, block.rows)
+        elif block:
+            yield f"<p>{escape(block)}</p>"
+
+
 class Markup(str):
     """HTML of a cell. Other texts are escaped."""
 
 
 def html_table(
     header: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    rows: Iterable[Sequence[Cell]],
     *,
     has_numbers: bool = True,
     highlighted: Collection[int] = (),
@@ -114,9 +124,10 @@ def html_table(
     """
     look = ' class="n"' if has_numbers else ""
 
-    def cells(tag: str, texts: Sequence[str]) -> str:
+    def cells(tag: str, values: Sequence[Cell]) -> str:
         elements: list[str] = []
-        for number, text in enumerate(texts):
+        for number, value in enumerate(values):
+            text = f"{value:,}" if isinstance(value, int) else value
             content = text if isinstance(text, Markup) else escape(text)
             elements.append(f"<{tag}{look if number else ''}>{content}</{tag}>")
         return "".join(elements)

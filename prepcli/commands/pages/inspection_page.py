@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +11,12 @@ from html import escape
 from pathlib import Path
 
 from prepcli.commands.pages.charts import Bar, shard_map_svg, stacked_bar
-from prepcli.commands.pages.html_page import html_table, write_html_page
+from prepcli.commands.pages.html_page import html_blocks, html_table, write_html_page
 from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.tables import Table
 from prepcli.formats.lock_file import Lock, encode_lock
 from prepcli.inspection.logical_leaves import LogicalLeaf
-from prepcli.inspection.name_tree import build_tree, count_nodes, tree_rows
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map
-from prepcli.inspection.tensor_stats import TensorStats, stats_cells
 from prepcli.models.mesh import Mesh
 from prepcli.models.partition import Spec, device_boxes, num_replicas, shard_shape
 from prepcli.planning.tensors import array_bits
@@ -58,7 +56,9 @@ class InspectionPage:
         name: The checkpoint as the user typed it.
         facts: Description of the model and its storage: name and text of each fact.
         entries: The tensors.
-        statistics: Statistics of each tensor, or None if they were not computed.
+        tree: The first rows of the tree, with equal layers merged.
+        num_nodes: Number of all rows of the tree.
+        statistics: Statistics of the first tensors, or None if they were not computed.
         sharded: The sharded leaves, or None without a mesh.
         against: Name of the checkpoint to compare with, or None.
         differences: Name of each different tensor, and its shape and dtype in both checkpoints, empty if it is missing.
@@ -67,7 +67,9 @@ class InspectionPage:
     name: str
     facts: Sequence[tuple[str, str]]
     entries: Sequence[SourceTensor]
-    statistics: Sequence[TensorStats | None] | None = None
+    tree: Table
+    num_nodes: int
+    statistics: Table | None = None
     sharded: ShardedModel | None = None
     against: str | None = None
     differences: Sequence[tuple[str, str, str]] = ()
@@ -115,17 +117,12 @@ def _page_body(page: InspectionPage) -> Iterator[str]:
         yield from _device_section(page.sharded)
     if page.statistics is not None:
         yield "<h2>Statistics</h2>"
-        rows: list[list[str]] = []
-        for entry, entry_stats in zip(page.entries, page.statistics):
-            rows.append([entry.name, *stats_cells(entry_stats)])
-        yield from _first_rows(["tensor", "min", "max", "mean", "nan", "inf", "zeros"], rows)
-    # Equal layers are merged.
-    nodes = build_tree(page.entries)
+        yield from html_blocks([page.statistics])
+        yield from _omitted_line(len(page.entries))
     yield '<h2>Tree</h2><div class="tree">'
-    first_nodes = itertools.islice(tree_rows(nodes), MAX_ROWS)
-    yield from html_table(["name", "shape", "dtype", "size"], first_nodes)
+    yield from html_blocks([page.tree])
     yield "</div>"
-    yield from _omitted_line(count_nodes(nodes))
+    yield from _omitted_line(page.num_nodes)
 
 
 def _largest_parts(nbytes_of: Mapping[str, int]) -> list[Bar]:

@@ -9,9 +9,10 @@ from html import escape
 from pathlib import Path
 
 from prepcli.commands.pages.charts import Bar, Curve, line_chart, stacked_bar
-from prepcli.commands.pages.html_page import html_table, write_html_page
+from prepcli.commands.pages.html_page import html_blocks, html_table, write_html_page
 from prepcli.core.errors import text
 from prepcli.core.formatting import count_text, format_bytes, format_duration
+from prepcli.core.tables import Block, Paragraph, Table
 from prepcli.models.slices import num_slices
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.compiled_plan import CompiledPlan
@@ -28,17 +29,9 @@ MIN_LENGTH = 128
 Replan = Callable[[Mapping[str, object]], TrainingPlan]
 # Largest first.
 FLOP_UNITS = (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
-KIND_HEADER = (
-    "devices",
-    "memory",
-    "fits",
-    "step",
-    "tokens/s",
-    "MFU full",
-    "MFU causal",
-    "bound by",
-)
-COLLECTIVE_HEADER = ("collective", "operations", "bytes")
+# Columns of speeds that a narrow terminal leaves out, the first one first.
+OPTIONAL_COLUMNS = ("MFU causal", "MFU full", "bound by", "memory", "tokens/s")
+SPEED_HEADER = ("step", "tokens/s", "MFU full", "MFU causal", "bound by")
 CAVEAT = (
     "All figures above are estimates from shapes."
     f" Matrix products run at {COMPUTE_EFFICIENCY:.0%} of the bfloat16 peak; communication over mp waits,"
@@ -84,8 +77,8 @@ def title_lines(plan: TrainingPlan) -> list[str]:
     return [model, batch]
 
 
-def flops_table(flops: StepFlops) -> tuple[str, list[tuple[str, str]]]:
-    """Return the operations of a step: their unit, e.g. `TFLOP`, and rows of name and number."""
+def flops_table(flops: StepFlops) -> Table:
+    """Return the table of the operations of a step, in a unit such as `TFLOP`."""
     counts = {
         "products with parameters": flops.matmul,
         "attention, visible pairs": flops.attention_causal,
@@ -99,61 +92,53 @@ def flops_table(flops: StepFlops) -> tuple[str, list[tuple[str, str]]]:
     )
     digits = 1 if flops.executed >= 100 * scale else 2
     rows = [(name, f"{count / scale:,.{digits}f}") for name, count in counts.items()]
-    return unit, rows
+    return Table(("operations of a step", unit), rows, right_aligned=[unit])
 
 
-def traffic_header(plan: TrainingPlan) -> tuple[str, ...]:
-    """Return the names of the columns of `traffic_rows`."""
+def traffic_table(plan: TrainingPlan) -> Table:
+    """Return the table of the communication of one device, with a row per mesh axis."""
+    header = ["one device sends in a step", "bytes", "other work"]
     if plan.slices:
-        return ("one device sends in a step", "bytes", "between slices", "other work")
-    return ("one device sends in a step", "bytes", "other work")
-
-
-def traffic_rows(plan: TrainingPlan) -> list[tuple[str, ...]]:
-    """Return the communication of one device as rows below `traffic_header`, one per mesh axis."""
-    rows = []
+        header.insert(2, "between slices")
+    rows: list[list[str]] = []
     for axis in plan.traffic:
         row = [f"{axis.axis} {axis.size}", format_bytes(axis.nbytes)]
         if plan.slices:
             row.append(format_bytes(axis.slow_nbytes))
         row.append("overlaps" if axis.overlaps else "waits")
-        rows.append(tuple(row))
-    return rows
+        rows.append(row)
+    return Table(header, rows, right_aligned=header[1:-1])
 
 
-def device_kind_rows(plan: TrainingPlan, kinds: Sequence[KindEstimate]) -> list[tuple[str, ...]]:
-    """Return the estimated time, memory and MFU of a step on each kind of accelerator, as rows below KIND_HEADER."""
-    rows = []
+def kinds_table(plan: TrainingPlan, kinds: Sequence[KindEstimate]) -> Table:
+    """Return the table of the estimated time, memory and MFU of a step on each kind of accelerator."""
+    rows: list[tuple[str, ...]] = []
     for estimate in kinds:
         device = f"{plan.mesh.n_devices} x {estimate.kind.name}"
         memory = format_bytes(estimate.kind.memory_nbytes)
-        fits = "yes" if estimate.fits else "no"
-        rows.append((device, memory, fits, *speed_cells(estimate), estimate.time.bound))
-    return rows
+        rows.append((device, memory, "yes" if estimate.fits else "no", *speed_cells(estimate)))
+    header = ("devices", "memory", "fits", *SPEED_HEADER)
+    return Table(header, rows, right_aligned=header[1:-1], optional=OPTIONAL_COLUMNS)
 
 
-def speed_cells(estimate: KindEstimate) -> tuple[str, str, str, str]:
-    """Return time, tokens per second, and both utilizations."""
+def speed_cells(estimate: KindEstimate) -> tuple[str, ...]:
+    """Return the cells below SPEED_HEADER."""
     return (
         f"{estimate.time.step_s:.3g} s",
         f"{estimate.tokens_per_s:,.0f}",
         f"{estimate.mfu_full:.0%}",
         f"{estimate.mfu_causal:.0%}",
+        estimate.time.bound,
     )
 
 
-def compiled_title(step: CompiledStep) -> str:
-    """Return the target of the compilation, e.g. `compiled for v5p`."""
-    title = f"compiled for {step.plan.target}"
-    if step.plan.is_upper_bound:
-        title += ", an upper bound"
-    return title
-
-
-def compiled_memory_rows(step: CompiledStep) -> list[tuple[str, str]]:
-    """Return the memory of one device as rows of name and size."""
+def compiled_blocks(step: CompiledStep) -> list[Block]:
+    """Return the tables of the memory of one device and of the collective operations, and a note."""
     plan = step.plan
-    return [
+    title = f"compiled for {plan.target}"
+    if plan.is_upper_bound:
+        title += ", an upper bound"
+    memory = [
         ("temporary arrays", format_bytes(plan.temp_nbytes)),
         ("state and batch", format_bytes(plan.argument_nbytes)),
         # Donated arguments and their outputs share memory.
@@ -162,14 +147,12 @@ def compiled_memory_rows(step: CompiledStep) -> list[tuple[str, str]]:
         ("estimated", format_bytes(step.estimated_nbytes)),
         ("estimated / in all", f"{step.ratio:.2f}"),
     ]
-
-
-def collective_rows(step: CompiledStep) -> list[tuple[str, str, str]]:
-    """Return the collective operations as rows below COLLECTIVE_HEADER."""
-    return [
-        (collective.kind, f"{collective.count:,}", format_bytes(collective.nbytes))
-        for collective in step.plan.collectives
-    ]
+    blocks: list[Block] = [Table((f"memory of one device, {title}", ""), memory, [""]), ""]
+    if plan.collectives:
+        rows = [(each.kind, each.count, format_bytes(each.nbytes)) for each in plan.collectives]
+        header = ("collective", "operations", "bytes")
+        blocks += [Table(header, rows, right_aligned=header[1:]), ""]
+    return [*blocks, Paragraph(compiled_note(step))]
 
 
 def compiled_note(step: CompiledStep) -> str:
@@ -226,7 +209,7 @@ def write_plan_page(
     lines = (*title_lines(plan), *settings)
     body = list(_page_body(name, plan, kinds, lines=lines, replan=replan, advice=advice))
     if compiled is not None:
-        body += _compiled_section(compiled)
+        body += ["<h2>The compiled step</h2>", *html_blocks(compiled_blocks(compiled))]
     write_html_page(path, f"prep plan {name}", body)
 
 
@@ -246,10 +229,7 @@ def _page_body(
         limit_bar = Bar(limit.name, limit.memory_nbytes, format_bytes(limit.memory_nbytes))
     parts = _memory_parts(plan)
     yield f"<h1>Plan of {escape(name)}</h1>"
-    for line in lines:
-        yield f"<p>{escape(line)}</p>"
-    if advice:
-        yield f"<p>{escape(advice)}</p>"
+    yield from html_blocks([*lines, advice])
     yield "<h2>Memory of one device</h2>"
     yield stacked_bar(parts, "memory of one device by part", limit=limit_bar)
     memory_rows = [(part.name, part.text) for part in parts]
@@ -259,23 +239,13 @@ def _page_body(
     yield "<p>The peak in GiB by thousands of tokens per sequence.</p>"
     yield _context_chart(plan, limit, replan)
     yield "<h2>Devices</h2>"
-    yield from html_table(KIND_HEADER, device_kind_rows(plan, kinds))
+    yield from html_blocks([kinds_table(plan, kinds)])
     yield "<h2>Operations of a step</h2>"
-    unit, rows = flops_table(plan.flops)
-    yield from html_table(["part", unit], rows)
+    yield from html_blocks([flops_table(plan.flops)])
     if plan.traffic:
         yield "<h2>Communication</h2>"
-        yield from html_table(traffic_header(plan), traffic_rows(plan))
+        yield from html_blocks([traffic_table(plan)])
     yield f"<p>{escape(CAVEAT)}</p>"
-
-
-def _compiled_section(step: CompiledStep) -> Iterator[str]:
-    """Yield the elements of a compiled step."""
-    yield f"<h2>The step {escape(compiled_title(step))}</h2>"
-    yield from html_table(["memory of one device", ""], compiled_memory_rows(step))
-    if step.plan.collectives:
-        yield from html_table(COLLECTIVE_HEADER, collective_rows(step))
-    yield f"<p>{escape(compiled_note(step))}</p>"
 
 
 def _memory_parts(plan: TrainingPlan) -> list[Bar]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prepcli.commands.console.ui import Report, Ui
 from prepcli.commands.operations.conversion import dropped_text
 from prepcli.core.errors import GET_AGAIN_HINT, Option, PrepError, text
 from prepcli.core.formatting import MAX_NAMES, count_text, format_bytes, join_names, shorten
+from prepcli.core.json_values import json_fields
 from prepcli.core.observer import LEAVES
-from prepcli.core.tables import Cell, format_table
+from prepcli.core.tables import Block, Cell, Paragraph, Table
 from prepcli.models.registry import FAMILIES
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.sources.source import TensorLabel
@@ -50,21 +50,6 @@ DEVICE_COUNTS = (8, 128)
 TEXT_WIDTH = 120
 # Columns of aliases that a narrow terminal leaves out, the first one first.
 OPTIONAL_COLUMNS = ("shards on 128", "shards on 8", "vocabulary", "parameters", "family", "size")
-
-
-def _with_finite_numbers(result: Any) -> dict[str, Any]:
-    """Return the fields of a result for JSON. Infinity and NaN are no JSON numbers: they become null."""
-    fields = asdict(result)
-    for name, value in fields.items():
-        if isinstance(value, tuple):
-            fields[name] = [None if _is_infinite(item) else item for item in value]
-        elif _is_infinite(value):
-            fields[name] = None
-    return fields
-
-
-def _is_infinite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _note_lines(lines: Sequence[str], ui: Ui) -> None:
@@ -122,7 +107,7 @@ def verification_report(verification: Verification, ui: Ui) -> Report:
     if verification.against is not None:
         fields |= {"settings": verification.settings, "left_out": verification.left_out}
     if verification.distances:
-        fields["distances"] = [_with_finite_numbers(each) for each in verification.distances]
+        fields["distances"] = verification.distances
         ui.note(_distance_table(verification, ui))
     for setting in verification.settings:
         ui.note(_setting_text(setting))
@@ -176,9 +161,7 @@ def _distance_table(verification: Verification, ui: Ui) -> str:
         numbers = (distance.max_abs, distance.mean_abs, distance.cosine)
         rows.append((distance.tensor, *(f"{number:.6g}" for number in numbers)))
     header = ("tensor", "max", "mean", "cosine")
-    table = format_table(
-        rows, header, right_aligned=header[1:], width=ui.columns, wrapped=["tensor"]
-    )
+    table = Table(header, rows, right_aligned=header[1:], wrapped=["tensor"]).text(ui.columns)
     if len(ordered) > num_shown:
         table += f"\nand {len(ordered) - num_shown:,} more; `-v` or `--json` lists all"
     return table
@@ -212,7 +195,7 @@ def _label(difference: TensorDifference) -> TensorLabel:
     return TensorLabel(difference["leaf"], difference["tensor"])
 
 
-def logits_report(comparison: LogitComparison, columns: int | None) -> Report:
+def logits_report(comparison: LogitComparison) -> Report:
     """Return the table and the JSON object of a comparison. It has an error if a logit differs too much."""
     rows: list[tuple[str, ...]] = []
     for prompt in comparison.prompts:
@@ -230,16 +213,14 @@ def logits_report(comparison: LogitComparison, columns: int | None) -> Report:
                 parts_at,
             )
         )
-    lines = [format_table(rows, LOGITS_HEADER, LOGITS_HEADER[1:-1], columns)]
-    fields = _with_finite_numbers(comparison)
-    del fields["seconds"]
-    fields["equal"] = comparison.is_equal
-    fields["prompts"] = [_with_finite_numbers(prompt) for prompt in comparison.prompts]
+    blocks: list[Block] = [Table(LOGITS_HEADER, rows, LOGITS_HEADER[1:-1])]
+    names = ("checkpoint", "against", "library", "tolerance", "prompts")
+    fields = json_fields(comparison, *names) | {"equal": comparison.is_equal}
     largest = max(prompt.max_difference for prompt in comparison.prompts)
     limit = f"the tolerance is {comparison.tolerance:g}"
     if comparison:
-        lines.append(f"ok: largest difference {largest:.3g}, {limit} ({comparison.seconds:.1f} s)")
-        return Report("\n".join(lines), fields)
+        blocks.append(f"ok: largest difference {largest:.3g}, {limit} ({comparison.seconds:.1f} s)")
+        return Report(blocks, fields)
     second = comparison.against
     if comparison.library != "prep":
         second = f"{second} in {comparison.library}"
@@ -248,32 +229,32 @@ def logits_report(comparison: LogitComparison, columns: int | None) -> Report:
     if not any(prompt.layer_differences for prompt in comparison.prompts):
         hint = "compare models with the same layers to find the first one with another result"
     error = PrepError(what, f"they differ by up to {largest:.3g}, {limit}", hint)
-    return Report("\n".join(lines), fields, error=error)
+    return Report(blocks, fields, error=error)
 
 
-def chain_report(chain: Chain, width: int | None) -> Report:
+def chain_report(chain: Chain) -> Report:
     """Return the report of a chain: a table of the links, and their changes. It has an error if a link is broken."""
-    lines: list[str] = []
+    blocks: list[Block] = []
     if chain.links:
         rows = [(_link_text(link), link.proof, link.status) for link in chain.links]
-        lines.append(format_table(rows, CHAIN_HEADER, width=width, wrapped=CHAIN_HEADER[:2]))
+        blocks.append(Table(CHAIN_HEADER, rows, wrapped=CHAIN_HEADER[:2]))
     for link in chain.links:
         if link.changed:
-            lines.append(f"changed by {link.command} in {link.output}: {link.changed}")
+            blocks.append(f"changed by {link.command} in {link.output}: {link.changed}")
         if link.not_shown:
             check = f" (`{link.check}` compares it)" if link.check else ""
-            lines.append(f"not shown for {link.output}: {link.not_shown}{check}")
+            blocks.append(f"not shown for {link.output}: {link.not_shown}{check}")
     fields: dict[str, object] = {
-        "links": [asdict(link) for link in chain.links],
-        "origins": list(chain.origins),
+        "links": chain.links,
+        "origins": chain.origins,
         "proven": all(link.status == "proven" for link in chain.links),
     }
     broken = chain.broken_link
     if broken is None:
         origins = join_names(chain.origins)
         start = f" from {origins}" if origins else ""
-        lines.append(f"ok: {count_text(len(chain.links), 'link')}{start} ({chain.seconds:.1f} s)")
-        return Report("\n".join(lines), fields)
+        blocks.append(f"ok: {count_text(len(chain.links), 'link')}{start} ({chain.seconds:.1f} s)")
+        return Report(blocks, fields)
     if broken.status == "failed":
         error = PrepError(f"the link {_link_text(broken)} failed", broken.reason, GET_AGAIN_HINT)
     else:
@@ -283,7 +264,7 @@ def chain_report(chain: Chain, width: int | None) -> Report:
             Option("allow_unproven", True),
         )
         error = PrepError(f"the link {_link_text(broken)} is not proven", broken.reason, hint)
-    return Report("\n".join(lines), fields, error=error)
+    return Report(blocks, fields, error=error)
 
 
 def _link_text(link: ChainLink) -> str:
@@ -293,7 +274,7 @@ def _link_text(link: ChainLink) -> str:
     return f"{link.output} <- {link.command} of {link.source}"
 
 
-def roundtrip_report(roundtrip: Roundtrip, width: int | None) -> Report:
+def roundtrip_report(roundtrip: Roundtrip) -> Report:
     """Return the report of a certificate: a table of the ways. It has an error if a way changed the model."""
     rows: list[tuple[str, ...]] = []
     for way in roundtrip.ways:
@@ -303,17 +284,16 @@ def roundtrip_report(roundtrip: Roundtrip, width: int | None) -> Report:
             (way.name, status, *(("", "", "") if way.status == "not available" else counts))
         )
     header = ROUNDTRIP_HEADER
-    lines = [format_table(rows, header, header[2:4], width, optional=["digest", "bytes"])]
-    lines += [f"{way.name}: {way.reason}" for way in roundtrip.ways if way.reason]
-    lines.append(str(roundtrip.path))
-    fields = asdict(roundtrip) | {"path": str(roundtrip.path)}
+    blocks: list[Block] = [Table(header, rows, header[2:4], optional=["digest", "bytes"])]
+    blocks += [f"{way.name}: {way.reason}" for way in roundtrip.ways if way.reason]
+    blocks.append(str(roundtrip.path))
     error: PrepError | None = None
     for way in roundtrip.ways:
         if way.status == "different":
             what = f"{roundtrip.source} is not the same after the way {way.name}"
             error = PrepError(what, way.reason, "report it with the certificate")
             break
-    return Report("\n".join(lines), fields, error=error)
+    return Report(blocks, json_fields(roundtrip), error=error)
 
 
 # --- Locks, maps and aliases
@@ -325,9 +305,8 @@ def lock_report(locked: LockedModel, ui: Ui) -> Report:
     state = "already locked" if locked.already_done else "locked"
     counts = f"{count_text(locked.files, 'file')}, {count_text(locked.tensors, 'tensor')}"
     ui.note(f"{state}  {counts}, {size} in {locked.seconds:.1f} s")
-    fields = asdict(locked) | {"path": str(locked.path)}
-    del fields["seconds"]
-    fields |= {"bytes": fields.pop("nbytes"), "already": fields.pop("already_done")}
+    fields = json_fields(locked, "path", "source", "revision", "files", "tensors")
+    fields |= {"bytes": locked.nbytes, "already": locked.already_done}
     return Report(str(locked.path), fields)
 
 
@@ -347,7 +326,6 @@ def suggestion_report(suggestion: MapSuggestion) -> Report:
     if suggestion.cast_to:
         lines.append(f"values are equal after a cast: --dtype {suggestion.cast_to}")
     lines.append(str(suggestion.path))
-    fields = asdict(suggestion) | {"path": str(suggestion.path)}
     error: PrepError | None = None
     if not suggestion:
         names = list(suggestion.unmatched or suggestion.unused)
@@ -357,10 +335,10 @@ def suggestion_report(suggestion: MapSuggestion) -> Report:
             f"{join_names(names, max_names=MAX_LISTED)} {verb} no row",
             "write rows or `drop` lines for them",
         )
-    return Report("\n".join(lines), fields, error=error)
+    return Report(lines, json_fields(suggestion), error=error)
 
 
-def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
+def aliases_report(aliases: Sequence[Alias]) -> Report:
     """Return the table of aliases with the supported model types, and fields with sizes in bytes."""
     entries: list[dict[str, object]] = []
     rows: list[list[Cell]] = []
@@ -374,7 +352,7 @@ def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
         rows.append([*names.values(), alias.parameters, size, alias.vocab, *shards.values()])
     header = ["alias", "hub id", "family", "parameters", "size", "vocabulary"]
     header += [f"shards on {count}" for count in DEVICE_COUNTS]
-    table = format_table(rows, header, ["size"], columns, optional=OPTIONAL_COLUMNS)
+    table = Table(header, rows, ["size"], optional=OPTIONAL_COLUMNS)
     fields = {
         "models": entries,
         "families": [*FAMILIES],
@@ -387,6 +365,5 @@ def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
         " and trains and generates as its text part",
         f"all other model types convert: {CANNOT_TRAIN}",
     )
-    width = columns or TEXT_WIDTH
-    lines = [table, "", *(textwrap.fill(paragraph, width) for paragraph in paragraphs)]
-    return Report("\n".join(lines), fields)
+    filled = [Paragraph(textwrap.fill(paragraph, TEXT_WIDTH)) for paragraph in paragraphs]
+    return Report([table, "", *filled], fields)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from prepcli.commands.console.ui import Report, Ui
 from prepcli.core.formatting import format_bytes
-from prepcli.core.tables import format_table
+from prepcli.core.json_values import json_fields
+from prepcli.core.tables import Block, Table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from prepcli.commands.operations.about import DocsPage, Environment
     from prepcli.commands.operations.launch import LaunchedScript, LocalJob
 
 
-def environment_report(environment: Environment, columns: int | None) -> Report:
+def environment_report(environment: Environment) -> Report:
     """Return a table for each topic."""
     versions = dict(environment.system)
     for name, version in environment.versions.items():
@@ -32,30 +32,23 @@ def environment_report(environment: Environment, columns: int | None) -> Report:
     for name, size in environment.memory.items():
         memory[name] = "none" if size is None else format_bytes(size)
     settings = [(setting.name, setting.value, setting.source) for setting in environment.settings]
-    tables = [
-        _two_column_table("versions", versions, columns),
-        _two_column_table("devices", devices, columns),
-        _two_column_table("processes", processes, columns),
-        _two_column_table("memory", memory, columns),
-        format_table(settings, ["settings", "", "set by"], width=columns, wrapped=[""]),
-    ]
-    return Report("\n\n".join(tables), _environment_fields(environment))
-
-
-def _environment_fields(environment: Environment) -> dict[str, object]:
-    """Return the fields of the JSON object."""
-    return {
-        **environment.system,
-        "versions": environment.versions,
-        "devices": environment.devices,
-        "processes": environment.processes,
-        "memory": {name.replace(" ", "_"): size for name, size in environment.memory.items()},
-        "settings": [asdict(setting) for setting in environment.settings],
+    topics = {
+        "versions": versions,
+        "devices": devices,
+        "processes": processes,
+        "memory": memory,
     }
-
-
-def _two_column_table(title: str, rows: Mapping[str, str], columns: int | None) -> str:
-    return format_table(list(rows.items()), [title, ""], width=columns, wrapped=[""])
+    blocks: list[Block] = []
+    for title, values in topics.items():
+        blocks += [Table([title, ""], [*values.items()], wrapped=[""]), ""]
+    blocks.append(Table(["settings", "", "set by"], settings, wrapped=[""]))
+    fields = {
+        **environment.system,
+        **json_fields(environment, "versions", "devices", "processes"),
+        "memory": {name.replace(" ", "_"): size for name, size in environment.memory.items()},
+        "settings": environment.settings,
+    }
+    return Report(blocks, fields)
 
 
 # --- Pages of the documentation
@@ -71,9 +64,7 @@ def page_report(path: Path, ui: Ui, *, path_only: bool) -> Report:
     return Report(text.rstrip("\n"), fields)
 
 
-def pages_report(
-    pages: Sequence[DocsPage], folder: Path, columns: int | None, *, path_only: bool
-) -> Report:
+def pages_report(pages: Sequence[DocsPage], folder: Path, *, path_only: bool) -> Report:
     """Return the table of the pages."""
     rows: list[tuple[str, str, str]] = []
     entries: list[dict[str, str]] = []
@@ -84,8 +75,7 @@ def pages_report(
     fields = {"path": str(folder), "pages": entries}
     if path_only:
         return Report(str(folder), fields)
-    header = ("page", "section", "title")
-    return Report(format_table(rows, header, width=columns, wrapped=("title",)), fields)
+    return Report([Table(("page", "section", "title"), rows, wrapped=("title",))], fields)
 
 
 # --- Launched jobs
@@ -93,11 +83,7 @@ def pages_report(
 
 def script_report(launched: LaunchedScript) -> Report:
     """Return the report of a script: the reply to its submission, its file, or its text."""
-    fields = {
-        "target": launched.target,
-        "script": launched.script,
-        "output": launched.out and str(launched.out),
-    }
+    fields = {**json_fields(launched, "target", "script"), "output": launched.out}
     if launched.reply is not None:
         return Report(launched.reply, fields)
     if launched.out is not None:
@@ -110,9 +96,5 @@ def script_report(launched: LaunchedScript) -> Report:
 
 def local_report(job: LocalJob) -> Report:
     """Return the report of a job on this machine."""
-    fields = {
-        "target": "local",
-        "processes": job.processes,
-        "devices": job.devices,
-    }
+    fields = {"target": "local", **json_fields(job, "processes", "devices")}
     return Report(job.result.rstrip("\n"), fields)

@@ -20,13 +20,14 @@ from prepcli.commands.operations.inspect import (
 )
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.json_values import json_fields
 from prepcli.core.observer import LEAVES
-from prepcli.core.tables import Cell, format_table, wrap_line
+from prepcli.core.tables import Block, Cell, Paragraph, Table
 from prepcli.formats.orbax import item_metadata_file
 from prepcli.formats.registry import FORMATS
 from prepcli.inspection.contents import AdapterSummary, CheckpointContents, num_chunks
 from prepcli.inspection.logical_leaves import logical_leaves, missing_parameter, nbytes_below
-from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
+from prepcli.inspection.name_tree import TreeNode, build_tree, count_nodes, tree_fields, tree_rows
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding
 from prepcli.inspection.tensor_stats import TensorStats, stats_cells
 from prepcli.models.mesh import parse_mesh
@@ -67,19 +68,21 @@ def tensors_report(selected: SelectedTensors, ui: Ui, *, tree: bool = False) -> 
         # A checkpoint may have millions of tensors. The text needs only the first ones.
         fields["tensors"] = _tensor_fields(selected)
     max_rows = len(entries) if ui.level >= LEAVES else MAX_ROWS
+    num_rows = len(entries)
     if tree:
-        text, fields["tree"] = _tree_view(entries, max_rows, ui)
+        nodes = build_tree(entries)
+        num_rows = count_nodes(nodes)
+        table = _tree_table(nodes, max_rows)
+        fields["tree"] = [tree_fields(node) for node in nodes] if ui.as_json else []
     elif selected.statistics is not None:
-        text = _stats_table(entries[:max_rows], selected.statistics, ui.columns)
-        text = _append_omitted_line(text, len(entries) - max_rows)
+        table = _stats_table(entries[:max_rows], selected.statistics)
     else:
-        text = _entry_table(contents, entries[:max_rows], ui.columns)
-        text = _append_omitted_line(text, len(entries) - max_rows)
-    lines = [wrap_line(line, ui.columns) for line in header_lines(contents, checkpoint.summary)]
-    lines += ["", text]
+        table = _entry_table(contents, entries[:max_rows])
+    blocks: list[Block] = [*map(Paragraph, header_lines(contents, checkpoint.summary)), "", table]
+    blocks += _omitted_line(num_rows - max_rows)
     if selected.is_selection:
-        lines.append(count_line(contents, entries))
-    return Report("\n".join(lines), fields)
+        blocks.append(count_line(contents, entries))
+    return Report(blocks, fields)
 
 
 def shards_report(sharded: LeafShards) -> Report:
@@ -125,10 +128,16 @@ def shape_comparison_report(comparison: ShapeComparison, ui: Ui) -> Report:
     max_rows = len(differences) if ui.level >= LEAVES else MAX_ROWS
     lines: list[str] = []
     for name, a_shape, b_shape in differences[:max_rows]:
-        lines.append(difference_line(name, a_shape, b_shape, a_name=a_name, b_name=b_name))
-    text = _append_omitted_line("\n".join(lines), len(differences) - max_rows)
+        if a_shape and b_shape:
+            line = f"differs  {name}  {shape_text(a_shape)} -> {shape_text(b_shape)}"
+        elif a_shape:
+            line = f"only in {a_name}  {name}  {shape_text(a_shape)}"
+        else:
+            line = f"only in {b_name}  {name}  {shape_text(b_shape)}"
+        lines.append(line)
+    lines += _omitted_line(len(differences) - max_rows)
     counts = f"{len(differences)} of {count_text(comparison.num_compared, 'tensor')}"
-    return Report(text, fields, error=PrepError(f"{a_name} and {b_name} differ in {counts}"))
+    return Report(lines, fields, error=PrepError(f"{a_name} and {b_name} differ in {counts}"))
 
 
 def page_report(
@@ -179,11 +188,17 @@ def page_report(
         leaves = list(logical_leaves(contents).values())
         specs = shard_leaves(contents, leaves, mesh)
         sharded = ShardedModel(mesh, list(zip(leaves, specs)))
+    nodes = build_tree(selected.entries)
+    statistics: Table | None = None
+    if selected.statistics is not None:
+        statistics = _stats_table(selected.entries[:MAX_ROWS], selected.statistics)
     page = InspectionPage(
         name=contents.display_name,
         facts=list(_summary_rows(summary)),
         entries=selected.entries,
-        statistics=selected.statistics,
+        tree=_tree_table(nodes, MAX_ROWS),
+        num_nodes=count_nodes(nodes),
+        statistics=statistics,
         sharded=sharded,
         against=view["diff"],
         differences=differences,
@@ -212,37 +227,23 @@ def _summary_rows(summary: SourceSummary) -> Iterator[tuple[str, str]]:
         yield "revision", summary["revision"]
 
 
-def _tree_view(
-    entries: Sequence[SourceTensor], max_rows: int, ui: Ui
-) -> tuple[str, list[dict[str, object]]]:
-    """Return the tree as text and as JSON fields."""
-    nodes = build_tree(entries)
-    # Only the shown rows are built, because a malicious header may have millions.
-    rows = list(itertools.islice(tree_rows(nodes), max_rows))
-    header = ("name", "shape", "dtype", "size")
-    table = format_table(rows, header, {"size"}, ui.columns, optional=OPTIONAL_COLUMNS)
-    text = _append_omitted_line(table, count_nodes(nodes) - len(rows))
-    fields = [tree_fields(node) for node in nodes] if ui.as_json else []
-    return text, fields
-
-
 def _tensor_fields(selected: SelectedTensors) -> list[dict[str, object]]:
     """Return the JSON fields of each tensor."""
     contents = selected.checkpoint.contents
     tensors = [_entry_fields(contents, entry) for entry in selected.entries]
-    if selected.statistics is not None:
-        for fields, statistics in zip(tensors, selected.statistics):
-            fields["stats"] = _stats_fields(statistics)
+    for fields, statistics in zip(tensors, selected.statistics or ()):
+        fields["stats"] = None
+        if statistics is not None:
+            numbers = json_fields(statistics, "mean", "nan", "inf", "zeros")
+            fields["stats"] = {"min": statistics.minimum, "max": statistics.maximum, **numbers}
     return tensors
 
 
-def _append_omitted_line(text: str, num_omitted: int) -> str:
-    """Append a line with the number of omitted rows, if there are any."""
+def _omitted_line(num_omitted: int) -> list[str]:
+    """Return a line with the number of omitted rows, if there are any."""
     if num_omitted <= 0:
-        return text
-    return (
-        f"{text}\nand {count_text(num_omitted, 'more row')}; `-v` shows all, PATTERN selects some"
-    )
+        return []
+    return [f"and {count_text(num_omitted, 'more row')}; `-v` shows all, PATTERN selects some"]
 
 
 def _entry_fields(contents: CheckpointContents, entry: SourceTensor) -> dict[str, object]:
@@ -261,9 +262,7 @@ def _entry_fields(contents: CheckpointContents, entry: SourceTensor) -> dict[str
     return fields
 
 
-def _entry_table(
-    contents: CheckpointContents, entries: Sequence[SourceTensor], columns: int | None
-) -> str:
+def _entry_table(contents: CheckpointContents, entries: Sequence[SourceTensor]) -> Table:
     location_columns = ("chunk", "chunks") if contents.kind == "orbax" else ("file", "offset")
     rows: list[list[Cell]] = []
     for entry in entries:
@@ -275,24 +274,25 @@ def _entry_table(
             [entry.name, str(list(entry.shape)), entry.dtype, format_bytes(entry.nbytes), *location]
         )
     header = ("name", "shape", "dtype", "size", *location_columns)
-    return format_table(rows, header, {"size"}, columns, optional=OPTIONAL_COLUMNS)
+    return Table(header, rows, ["size"], optional=OPTIONAL_COLUMNS)
+
+
+def _tree_table(nodes: Sequence[TreeNode], max_rows: int) -> Table:
+    """Return the first rows of a tree."""
+    # Only the shown rows are built, because a malicious header may have millions.
+    rows = list(itertools.islice(tree_rows(nodes), max_rows))
+    return Table(("name", "shape", "dtype", "size"), rows, ["size"])
 
 
 def _stats_table(
-    entries: Sequence[SourceTensor], statistics: Sequence[TensorStats | None], columns: int | None
-) -> str:
+    entries: Sequence[SourceTensor], statistics: Sequence[TensorStats | None]
+) -> Table:
+    """Return the statistics of each tensor."""
     header = ("name", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros")
     rows: list[list[Cell]] = []
     for entry, entry_stats in zip(entries, statistics):
         rows.append([entry.name, str(list(entry.shape)), entry.dtype, *stats_cells(entry_stats)])
-    return format_table(rows, header, set(header[3:]), columns, optional=("shape",))
-
-
-def _stats_fields(statistics: TensorStats | None) -> dict[str, object] | None:
-    if statistics is None:
-        return None
-    counts = {"nan": statistics.nan, "inf": statistics.inf, "zeros": statistics.zeros}
-    return {"min": statistics.minimum, "max": statistics.maximum, "mean": statistics.mean, **counts}
+    return Table(header, rows, header[3:], optional=["shape"])
 
 
 def header_lines(contents: CheckpointContents, source: SourceSummary) -> list[str]:
@@ -316,7 +316,10 @@ def header_lines(contents: CheckpointContents, source: SourceSummary) -> list[st
         )
         stored = [f"{title}{codecs}, {count_text(source['files'], 'data file')}, {leaves}"]
         stored += [f"mesh {source['mesh']}"] if source["mesh"] else []
-        stored += [_layout_text(source)] if source["layout"] else []
+        stacked = f"layers stacked on axis {source['scan_axis']}"
+        if not source["scan"]:
+            stacked = "one leaf per layer"
+        stored += [f"layout {source['layout']}, {stacked}"] if source["layout"] else []
         stored += [_step_text(contents)] if source["step"] is not None else []
     if vocab := source["vocab"]:
         true_text = f" ({vocab['true']} true)" if vocab["true"] != vocab["padded"] else ""
@@ -361,13 +364,6 @@ def _family_text(contents: CheckpointContents) -> str:
     return f"unknown family (no {CONFIG}: `--config PATH`)" if needs_config else "unknown family"
 
 
-def _layout_text(source: SourceSummary) -> str:
-    stacked = (
-        f"layers stacked on axis {source['scan_axis']}" if source["scan"] else "one leaf per layer"
-    )
-    return f"layout {source['layout']}, {stacked}"
-
-
 def _step_text(contents: CheckpointContents) -> str:
     params, state = (format_bytes(nbytes_below(contents, root)) for root in (PARAMS, OPT_STATE))
     return f"step {contents.manifest.step}: parameters {params}, optimizer state {state}"
@@ -382,19 +378,3 @@ def count_line(contents: CheckpointContents, entries: Sequence[SourceTensor]) ->
 def shape_fields(shape: ShapeAndDtype | None) -> dict[str, object] | None:
     """Return a shape and dtype for the JSON object."""
     return {"shape": shape[0], "dtype": shape[1]} if shape else None
-
-
-def difference_line(
-    name: str,
-    a_shape: ShapeAndDtype | None,
-    b_shape: ShapeAndDtype | None,
-    *,
-    a_name: str,
-    b_name: str,
-) -> str:
-    """Describe the difference of one tensor between two checkpoints."""
-    if a_shape and b_shape:
-        return f"differs  {name}  {shape_text(a_shape)} -> {shape_text(b_shape)}"
-    if a_shape:
-        return f"only in {a_name}  {name}  {shape_text(a_shape)}"
-    return f"only in {b_name}  {name}  {shape_text(b_shape)}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from prepcli.commands.console.ui import Report
 from prepcli.commands.operations.compute_options import format_token_ids
 from prepcli.core.formatting import count_text
-from prepcli.core.tables import Cell, format_table
+from prepcli.core.json_values import json_fields
+from prepcli.core.tables import Block, Cell, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def schema_report() -> Report:
 SCORES_HEADER = ("source", "loss", "perplexity", "accuracy", "tokens")
 
 
-def evaluation_report(evaluation: Evaluation, columns: int | None) -> Report:
+def evaluation_report(evaluation: Evaluation) -> Report:
     """Return a line per source, one for all if there are several, and the metrics of generated targets."""
     rows = list(evaluation.sources.items())
     if len(rows) > 1:
@@ -67,47 +67,48 @@ def evaluation_report(evaluation: Evaluation, columns: int | None) -> Report:
         numbers = ((scores.loss, ".6f"), (scores.perplexity, ",.4f"), (scores.accuracy, ".4f"))
         texts = ["not finite" if value is None else format(value, spec) for value, spec in numbers]
         cells.append((name, *texts, scores.tokens))
-    lines = [format_table(cells, SCORES_HEADER, SCORES_HEADER[1:], columns)]
+    blocks: list[Block] = [Table(SCORES_HEADER, cells, SCORES_HEADER[1:])]
     for name, scores in evaluation.sources.items():
         for metric, value in scores.metrics.items():
-            lines.append(f"{name}: {metric} {'none' if value is None else f'{value:.4f}'}")
+            blocks.append(f"{name}: {metric} {'none' if value is None else f'{value:.4f}'}")
     settings = ("checkpoint", "step", "mesh", "dtype", "reduction", "seq_length")
     fields = {
-        **{name: getattr(evaluation, name) for name in settings},
+        **json_fields(evaluation, *settings),
         **_score_fields(evaluation),
         "sources": {name: _score_fields(scores) for name, scores in evaluation.sources.items()},
         "seconds": round(evaluation.compute_seconds, 3),
     }
-    return Report("\n".join(lines), fields, process=evaluation.process)
+    return Report(blocks, fields, process=evaluation.process)
 
 
 def _score_fields(scores: EvaluationScores) -> dict[str, float | int | None]:
     """Return scores as JSON fields, with one field per metric."""
     names = ("loss", "perplexity", "accuracy", "tokens", "sequences")
-    return {**{name: getattr(scores, name) for name in names}, **scores.metrics}
+    return {**json_fields(scores, *names), **scores.metrics}
 
 
 def generation_report(generation: Generation) -> Report:
     """Return one line per prompt, its text or its token ids, and the JSON object."""
     texts = [text for text in generation.texts if text is not None]
     lines = texts or [format_token_ids(ids) for ids in generation.tokens]
-    fields = {
-        "mesh": generation.mesh,
-        "dtype": generation.dtype,
-        "prompts": generation.prompts,
-        "prompt_tokens": generation.prompt_tokens,
-        "texts": texts or None,
-        "tokens": generation.tokens,
-        "ended": generation.ended,
-        "tokens_per_s": generation.tokens_per_s,
-        "compile_seconds": round(generation.compile_seconds, 3),
-    }
-    return Report("\n".join(lines), fields, process=generation.process)
+    names = (
+        "mesh",
+        "dtype",
+        "prompts",
+        "prompt_tokens",
+        "texts",
+        "tokens",
+        "ended",
+        "tokens_per_s",
+    )
+    fields = json_fields(generation, *names)
+    fields |= {"texts": texts or None, "compile_seconds": round(generation.compile_seconds, 3)}
+    return Report(lines, fields, process=generation.process)
 
 
 def chat_report(result: ChatResult) -> Report:
     """Return the JSON object of a conversation. Its text was printed answer by answer."""
-    fields = {"mesh": result.mesh, "dtype": result.dtype, "messages": result.messages}
+    fields = json_fields(result, "mesh", "dtype", "messages")
     return Report("", {**fields, "tokens": result.num_tokens})
 
 
@@ -129,12 +130,10 @@ def tokenization_report(
                 # A dry run
                 line = f"{part.name}: no tokens are kept"
         lines.append(line)
-        names = ("shards", "missing_shards", "tokens", "documents")
-        data[part.name] = {"path": None if part.path is None else str(part.path)}
-        data[part.name] |= {name: getattr(part, name) for name in names}
+        names = ("path", "shards", "missing_shards", "tokens", "documents")
         if part.counts is not None:
-            samples = [asdict(sample) for sample in part.samples]
-            data[part.name] |= {"counts": asdict(part.counts), "samples": samples}
+            names += ("counts", "samples")
+        data[part.name] = json_fields(part, *names)
     fields = {
         "process": result.process,
         "complete": result.is_complete,
@@ -167,29 +166,27 @@ def _sample_lines(
 # --- Reports and recipes
 
 
-def runs_report(result: RunsReport, columns: int | None) -> Report:
+def runs_report(result: RunsReport) -> Report:
     """Return the table of the runs' main numbers."""
     from prepcli.commands.pages.report_page import summary_cells
 
     cells = [summary_cells(summary) for summary in result.runs]
     header = [*cells[0]]
     rows = [[name, *row.values()] for name, row in zip(result.names, cells)]
-    table = format_table(rows, ["run", *header], right_aligned=header, width=columns)
-    fields = {"output": str(result.path), "runs": result.runs, "changed_keys": result.changed_keys}
-    return Report(table, fields)
+    fields = {"output": result.path, **json_fields(result, "runs", "changed_keys")}
+    return Report([Table(["run", *header], rows, right_aligned=header)], fields)
 
 
-def recipes_report(recipes: Sequence[ShippedRecipe], columns: int | None) -> Report:
+def recipes_report(recipes: Sequence[ShippedRecipe]) -> Report:
     """Return the table of the recipes."""
     rows: list[tuple[str, ...]] = []
     entries: list[dict[str, object]] = []
     for recipe in recipes:
         name = recipe.path.stem
         rows.append((name, recipe.model, str(recipe.devices), recipe.summary))
-        entries.append({"name": name, **asdict(recipe), "path": str(recipe.path)})
-    header = ("recipe", "model", "devices", "summary")
-    table = format_table(rows, header, width=columns, wrapped=["summary"])
-    return Report(table, {"recipes": entries})
+        entries.append({"name": name, **json_fields(recipe)})
+    table = Table(("recipe", "model", "devices", "summary"), rows, wrapped=["summary"])
+    return Report([table], {"recipes": entries})
 
 
 def recipe_report(path: Path) -> Report:

@@ -7,55 +7,31 @@ from typing import TYPE_CHECKING
 from prepcli.commands.console.ui import Report, Ui
 from prepcli.commands.pages.plan_page import (
     CAVEAT,
-    COLLECTIVE_HEADER,
-    KIND_HEADER,
+    OPTIONAL_COLUMNS,
+    SPEED_HEADER,
     CompiledStep,
     change_text,
-    collective_rows,
-    compiled_memory_rows,
-    compiled_note,
-    compiled_title,
-    device_kind_rows,
+    compiled_blocks,
     flops_table,
+    kinds_table,
     speed_cells,
     title_lines,
-    traffic_header,
-    traffic_rows,
+    traffic_table,
 )
 from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.json_values import json_fields
 from prepcli.core.observer import LEAVES
-from prepcli.core.tables import format_table, wrap_line
+from prepcli.core.tables import Block, Paragraph, Table
 from trainer.planning.training_plan import memory_fields, memory_table
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from prepcli.commands.operations.plan import FittingMeshes
     from prepcli.commands.operations.results import StepPlan
-    from trainer.planning.memory_changes import MemoryChange
-    from trainer.planning.mesh_search import MeshOption, MeshSearch
+    from trainer.planning.mesh_search import MeshSearch
     from trainer.planning.training_plan import KindEstimate, TrainingPlan
-
-
-def compiled_lines(step: CompiledStep, *, columns: int | None) -> Iterator[str]:
-    """Yield the sections of the text: memory, collectives, and a line about the compilation."""
-    yield format_table(
-        compiled_memory_rows(step),
-        (f"memory of one device, {compiled_title(step)}", ""),
-        right_aligned=[""],
-        width=columns,
-    )
-    yield ""
-    if step.plan.collectives:
-        yield format_table(
-            collective_rows(step),
-            COLLECTIVE_HEADER,
-            right_aligned=COLLECTIVE_HEADER[1:],
-            width=columns,
-        )
-        yield ""
-    yield wrap_line(compiled_note(step), columns)
 
 
 def compiled_fields(step: CompiledStep | None) -> dict[str, object] | None:
@@ -88,29 +64,34 @@ def compiled_fields(step: CompiledStep | None) -> dict[str, object] | None:
 MAX_MESHES = 10
 # Listed reasons for invalid meshes.
 MAX_REASONS = 5
-# Columns that a narrow terminal leaves out, the first one first.
-OPTIONAL_COLUMNS = ("MFU causal", "MFU full", "bound by", "memory", "tokens/s")
+# Operations of a step in the JSON object.
+FLOPS = ("matmul", "attention_full", "attention_causal", "masked", "recomputed", "executed")
 
 
-def step_plan_report(step: StepPlan, columns: int | None) -> Report:
-    """Return the report of a plan of one mesh."""
-    advice = change_text(step.change) if step.is_too_large else ""
-    lines = plan_lines(
-        step.training_plan,
-        step.kinds,
-        settings=step.settings,
-        advice=advice,
-        compiled=step.compiled,
-        columns=columns,
-    )
+def step_plan_report(step: StepPlan) -> Report:
+    """Return the report of a plan of one mesh, from shapes, settings and memory to the compiled step."""
+    plan = step.training_plan
+    blocks: list[Block] = [Paragraph(line) for line in (*title_lines(plan), *step.settings)]
+    blocks += ["", memory_table(plan.inputs, plan.memory), "", flops_table(plan.flops), ""]
+    if plan.traffic:
+        blocks += [traffic_table(plan), ""]
+    blocks.append(kinds_table(plan, step.kinds))
+    if step.is_too_large:
+        blocks.append(Paragraph(change_text(step.change)))
+    blocks.append(Paragraph(CAVEAT))
+    if step.compiled is not None:
+        blocks += ["", *compiled_blocks(step.compiled)]
+    changes: dict[str, object] | None = None
+    if step.change is not None:
+        changes = {"set": dict(step.change.values), "peak": step.change.plan.memory.peak}
     fields = {
-        **plan_fields(step.training_plan),
-        "settings": list(step.settings),
+        **plan_fields(plan),
+        "settings": step.settings,
         "kinds": [kind_fields(estimate) for estimate in step.kinds],
-        "changes": _change_fields(step.change),
+        "changes": changes,
         "compiled": compiled_fields(step.compiled),
     }
-    return Report("\n".join(lines), fields)
+    return Report(blocks, fields)
 
 
 def meshes_report(meshes: FittingMeshes, ui: Ui) -> Report:
@@ -130,65 +111,20 @@ def meshes_report(meshes: FittingMeshes, ui: Ui) -> Report:
     title = f"{count_text(len(entries), 'mesh', 'meshes')} of {meshes.num_devices} x {meshes.kind.name} {verb}"
     # A pipe has no width: a program that reads the text gets all meshes.
     show_all = ui.columns is None or ui.level >= LEAVES
-    text = search_text(search, columns=ui.columns, show_all=show_all)
-    return Report(f"{title}\n{text}", fields)
+    return Report([title, *search_blocks(search, show_all=show_all)], fields)
 
 
-def _change_fields(change: MemoryChange | None) -> dict[str, object] | None:
-    if change is None:
-        return None
-    return {"set": dict(change.values), "peak": change.plan.memory.peak}
-
-
-def plan_lines(
-    plan: TrainingPlan,
-    kinds: Sequence[KindEstimate],
-    *,
-    settings: Sequence[str],
-    advice: str,
-    compiled: CompiledStep | None,
-    columns: int | None,
-) -> Iterator[str]:
-    """Yield the sections of the text, from shapes, settings and memory to the compiled step."""
-    for line in (*title_lines(plan), *settings):
-        yield wrap_line(line, columns)
-    yield ""
-    yield memory_table(plan.inputs, plan.memory)
-    yield ""
-    unit, rows = flops_table(plan.flops)
-    yield format_table(rows, ("operations of a step", unit), right_aligned=[unit])
-    yield ""
-    if plan.traffic:
-        header = traffic_header(plan)
-        yield format_table(traffic_rows(plan), header, right_aligned=header[1:-1], width=columns)
-        yield ""
-    yield format_table(
-        device_kind_rows(plan, kinds),
-        KIND_HEADER,
-        right_aligned=KIND_HEADER[1:-1],
-        width=columns,
-        optional=OPTIONAL_COLUMNS,
-    )
-    if advice:
-        yield wrap_line(advice, columns)
-    yield wrap_line(CAVEAT, columns)
-    if compiled is not None:
-        yield ""
-        yield from compiled_lines(compiled, columns=columns)
-
-
-def search_text(search: MeshSearch, *, columns: int | None, show_all: bool) -> str:
+def search_blocks(search: MeshSearch, *, show_all: bool) -> list[Block]:
     """Return the table of a search, and lines about the other meshes and the best one."""
-    table: list[str] = []
+    blocks: list[Block] = []
     options = search.options if show_all else search.options[:MAX_MESHES]
     if options:
-        header = ("mesh", "peak", "step", "tokens/s", "MFU full", "MFU causal", "bound by")
-        rows = [_option_row(option) for option in options]
-        table.append(
-            format_table(
-                rows, header, right_aligned=header[1:-1], width=columns, optional=OPTIONAL_COLUMNS
-            )
-        )
+        rows: list[tuple[str, ...]] = []
+        for option in options:
+            peak = format_bytes(option.plan.memory.peak)
+            rows.append((str(option.plan.mesh), peak, *speed_cells(option.estimate)))
+        header = ("mesh", "peak", *SPEED_HEADER)
+        blocks.append(Table(header, rows, right_aligned=header[1:-1], optional=OPTIONAL_COLUMNS))
     lines: list[str] = []
     num_slower = len(search.options) - len(options)
     if num_slower:
@@ -203,13 +139,7 @@ def search_text(search: MeshSearch, *, columns: int | None, show_all: bool) -> s
     lines.append(CAVEAT)
     if search.options:
         lines.append(f"best: `--mesh {search.options[0].plan.mesh}`")
-    return "\n".join([*table, *(wrap_line(line, columns) for line in lines)])
-
-
-def _option_row(option: MeshOption) -> tuple[str, ...]:
-    """Return a mesh as a row of a search."""
-    peak = format_bytes(option.plan.memory.peak)
-    return str(option.plan.mesh), peak, *speed_cells(option.estimate), option.estimate.time.bound
+    return [*blocks, *map(Paragraph, lines)]
 
 
 def _refusal_lines(refusals: Counter[str]) -> Iterator[str]:
@@ -231,14 +161,7 @@ def plan_fields(plan: TrainingPlan) -> dict[str, object]:
         "devices": plan.mesh.n_devices,
         "tokens": plan.tokens,
         "memory": memory_fields(plan.memory, None),
-        "flops": {
-            "matmul": plan.flops.matmul,
-            "attention_full": plan.flops.attention_full,
-            "attention_causal": plan.flops.attention_causal,
-            "masked": plan.flops.masked,
-            "recomputed": plan.flops.recomputed,
-            "executed": plan.flops.executed,
-        },
+        "flops": json_fields(plan.flops, *FLOPS),
         "traffic": [
             {
                 "axis": axis.axis,
@@ -260,13 +183,7 @@ def kind_fields(estimate: KindEstimate) -> dict[str, object]:
         "kind": estimate.kind.name,
         "memory": estimate.kind.memory_nbytes,
         "fits": estimate.fits,
-        "step_s": time.step_s,
-        "compute_s": time.compute_s,
-        "memory_s": time.memory_s,
-        "overlapped_s": time.overlapped_s,
-        "exposed_s": time.exposed_s,
-        "tokens_per_s": estimate.tokens_per_s,
-        "mfu_full": estimate.mfu_full,
-        "mfu_causal": estimate.mfu_causal,
+        **json_fields(time, "step_s", "compute_s", "memory_s", "overlapped_s", "exposed_s"),
+        **json_fields(estimate, "tokens_per_s", "mfu_full", "mfu_causal"),
         "bound": time.bound,
     }

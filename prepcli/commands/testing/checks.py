@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -54,7 +54,7 @@ from prepcli.commands.testing.tiny_model import (
 from prepcli.core.errors import PrepError, usage_error
 from prepcli.core.formatting import count_text, did_you_mean
 from prepcli.core.json_values import HFConfig
-from prepcli.core.tables import format_table
+from prepcli.core.tables import Table
 from prepcli.models.architecture import OUTPUT_SCALE, XIELU_CONSTANTS
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.moe_config import CORRECTION
@@ -253,19 +253,15 @@ def family_report(path: Path, names: Sequence[str], ui: Ui) -> Report:
         on_result=lambda result: ui.note(f"{result.outcome}  {result.check}"),
     )
     rows = [(result.check, result.outcome, result.text) for result in results]
-    table = format_table(rows, (family.name, "", ""), width=ui.columns)
-    fields = {
-        "family": family.name,
-        "config": tiny,
-        "checks": [asdict(result) for result in results],
-    }
+    table = Table((family.name, "", ""), rows)
+    fields = {"family": family.name, "config": tiny, "checks": results}
     failed = [result for result in results if result.outcome == "failed"]
     if not failed:
-        return Report(table, fields)
+        return Report([table], fields)
     what = f"{family.name} fails {len(failed)} of {len(results)} checks"
     reasons = "\n".join(f"{result.check}: {result.text}" for result in failed)
     hint = "`prep docs add-a-family` lists common causes"
-    return Report(table, fields, error=PrepError(what, reasons, hint))
+    return Report([table], fields, error=PrepError(what, reasons, hint))
 
 
 def check_family(

@@ -14,9 +14,8 @@ from pydantic import ValidationError
 
 from prepcli.core.errors import UsageError
 from prepcli.core.option_spec import with_defaults
-from prepcli.launch.gke import FILES_FOLDER, gke_manifest
+from prepcli.launch.gke import FILES_FOLDER, GkeOptions, gke_manifest
 from prepcli.launch.job import LaunchedCommand, LaunchJob
-from prepcli.launch.options import GkeOptions
 from prepcli.planning.work_units import Share, launcher_share
 from tests.helpers.kubernetes_schemas import ConfigMap, JobSet
 from tests.helpers.launched_jobs import train_command

@@ -14,8 +14,7 @@ import pytest
 from prepcli.core.errors import FAILED, UsageError
 from prepcli.core.option_spec import with_defaults
 from prepcli.launch.job import LaunchedCommand, LaunchJob
-from prepcli.launch.options import RayOptions
-from prepcli.launch.ray import ray_driver
+from prepcli.launch.ray import RayOptions, ray_driver
 from prepcli.launch.ray_worker import ExitCode, RayCommand, RestartError, check_ray_version
 from tests.helpers.launched_jobs import train_command
 

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from prepcli.core.errors import UsageError
 from prepcli.core.option_spec import with_defaults
 from prepcli.launch.job import LaunchedCommand, LaunchJob
-from prepcli.launch.options import SkyOptions
-from prepcli.launch.sky import sky_task
+from prepcli.launch.sky import SkyOptions, sky_task
 from tests.helpers.launched_jobs import train_command
 from tests.helpers.scripts import install_recorders, run_script, texts, words
 from tests.helpers.waiting import MAX_S

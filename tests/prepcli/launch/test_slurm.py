@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from prepcli.core.errors import UsageError
 from prepcli.core.option_spec import with_defaults
 from prepcli.launch.job import LaunchedCommand, LaunchJob
-from prepcli.launch.options import SlurmOptions
-from prepcli.launch.slurm import slurm_script, time_limit_s
+from prepcli.launch.slurm import SlurmOptions, slurm_script, time_limit_s
 from tests.helpers.launched_jobs import train_command
 from tests.helpers.scripts import install_recorders, lines, run_script, words
 

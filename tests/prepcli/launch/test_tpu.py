@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from prepcli.core.errors import UsageError
 from prepcli.core.option_spec import with_defaults
 from prepcli.launch.job import LaunchedCommand, LaunchJob
-from prepcli.launch.options import TpuOptions
-from prepcli.launch.tpu import tpu_script
+from prepcli.launch.tpu import TpuOptions, tpu_script
 from tests.helpers.launched_jobs import train_command
 from tests.helpers.scripts import Calls, install_recorders, lines, run_script, words
 from tests.helpers.waiting import wait_until

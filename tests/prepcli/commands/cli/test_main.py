@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.cli.root import LAUNCH_COMMANDS, MAP_COMMANDS, app
+from prepcli.commands.cli.root import COMMANDS
 from prepcli.sources.aliases import ALIAS_FAMILIES
 from tests.helpers.waiting import MAX_S
 
@@ -28,16 +28,7 @@ SLOW_IMPORTS = {
     "tensorstore",
     "torch",
 }
-COMMANDS = [
-    command.name or command.callback.__name__
-    for command in app.registered_commands
-    if command.callback
-]
-COMMAND_WORDS = [
-    *([name.replace("_", "-")] for name in COMMANDS),
-    *(["launch", command.__name__] for command in LAUNCH_COMMANDS),
-    *(["map", command.__name__] for command in MAP_COMMANDS),
-]
+COMMAND_WORDS = [f"{command.group} {command.name}".split() for command in COMMANDS]
 HELPS = [[], ["launch"], ["map"], *COMMAND_WORDS]
 
 # Script of a process with additional commands, which prints `ready` when a command runs

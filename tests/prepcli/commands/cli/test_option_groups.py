@@ -1,78 +1,62 @@
-"""Option groups: Typer sees each option, and a command receives the groups."""
+"""Commands: Typer sees each option, and the function of a command receives the groups and the Ui."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from typing import Annotated, TypedDict
 
 import pytest
 
-from prepcli.commands.cli.option_groups import (
-    CheckpointArgument,
-    OutputOptions,
-    ProgressOption,
-    expand_option_groups,
-)
-from prepcli.commands.cli.root import COMMANDS, LAUNCH_COMMANDS
+from prepcli.commands.cli.option_groups import CheckpointArgument, ProgressUi, command
+from prepcli.commands.cli.root import COMMANDS
+from prepcli.commands.console.ui import Report
+from prepcli.core.errors import PrepError
+from prepcli.core.option_spec import flag, option
 
 
-@dataclass(frozen=True)
-class HubOptions:
+class HubOptions(TypedDict, total=False):
     """A group of options with a text and flags."""
 
-    revision: str | None = None
-    offline: bool = False
-    stream: bool = False
+    revision: Annotated[str | None, option("NAME", "Read this branch.")]
+    offline: Annotated[bool, flag("Use only the cache.")]
+    stream: Annotated[bool, flag("Read without a copy.", position=1)]
 
 
-@expand_option_groups
+@command("example", guide="convert")
 def example_command(
     checkpoint: CheckpointArgument,
-    size: int = 3,
     *,
     hub_options: HubOptions,
-    output_options: OutputOptions,
-    progress: ProgressOption = "auto",
-) -> int:
+    size: Annotated[int, option("N", "Take N.", default=3)],
+    ui: ProgressUi,
+) -> Report:
     """Look."""
-    assert (checkpoint, size, progress) == ("model", 4, "none")
-    assert hub_options == HubOptions(revision="main", offline=False, stream=True)
-    assert output_options == OutputOptions(json=True, quiet=False, verbose=2)
-    return 7
+    assert (checkpoint, size) == ("model", 4)
+    assert hub_options == {"revision": "main", "offline": False, "stream": True}
+    assert (ui.command, ui.as_json, ui.level, ui.progress_mode) == ("example", True, 2, "none")
+    return Report(error=PrepError("stopped", code=75))
+
+
+PARAMETERS = inspect.signature(example_command.function).parameters
+OUTPUT_NAMES = ["as_json", "quiet", "verbose"]
 
 
 def test_options_replace_their_group() -> None:
-    names = [
-        "checkpoint",
-        "size",
-        "revision",
-        "offline",
-        "stream",
-        "json",
-        "quiet",
-        "verbose",
-        "progress",
-    ]
-    assert [*inspect.signature(example_command).parameters] == names
-    assert example_command.__doc__ == "Look."
-    assert inspect.signature(example_command).parameters["verbose"].default == 0
-    assert (
-        inspect.signature(example_command).parameters["checkpoint"].default
-        is inspect.Parameter.empty
-    )
+    names = ["checkpoint", "stream", "revision", "offline", "size", *OUTPUT_NAMES, "progress"]
+    assert [*PARAMETERS] == names
+    assert example_command.help == "Look.\n\nGuide: prep docs convert"
+    assert PARAMETERS["verbose"].default == 0
+    assert PARAMETERS["checkpoint"].default is inspect.Parameter.empty
 
 
-def test_command_receives_its_option_groups() -> None:
+def test_command_receives_its_option_groups(capsys: pytest.CaptureFixture[str]) -> None:
     hub_values = {"revision": "main", "offline": False, "stream": True}
-    output_values = {"json": True, "quiet": False, "verbose": 2}
-    assert (
-        example_command(checkpoint="model", size=4, progress="none", **hub_values, **output_values)
-        == 7
-    )
+    output_values = {"as_json": True, "quiet": False, "verbose": 2, "progress": "none"}
+    code = example_command.function(checkpoint="model", size=4, **hub_values, **output_values)
+    assert code == 75
+    assert '"command": "example", "ok": false' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "command", [*COMMANDS, *LAUNCH_COMMANDS], ids=lambda command: command.__name__
-)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_every_command_has_output_options(command) -> None:
-    assert {"json", "quiet", "verbose"} <= {*inspect.signature(command).parameters}
+    assert {*OUTPUT_NAMES} <= {*inspect.signature(command.function).parameters}

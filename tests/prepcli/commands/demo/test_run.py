@@ -55,7 +55,7 @@ def make_ui(as_json: bool = False) -> Ui:
 
 
 def demo(out: Path, ui: Ui, steps: Sequence[DemoStep] | None = None) -> Report:
-    return run_demo(out, ui, steps, columns=ui.columns)
+    return run_demo(out, ui, steps)
 
 
 def failing_step(error: Exception, args: tuple[str, ...] = ()) -> DemoStep:

@@ -21,14 +21,12 @@ from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 # The parts from which options are defined, and options that only commands have.
 NOT_EXPORTED = (
     "ConversionArguments",
-    "EvaluateArguments",
     "GenerateArguments",
     "Minimum",
     "OptionSpec",
     "SourceTreeOptions",
     "StorageOptions",
     "TokenizeArguments",
-    "TrainArguments",
     "TreeOptions",
     "_HtmlTable",
 )

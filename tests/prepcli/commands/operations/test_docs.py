@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.cli.option_groups import complete_page
-from prepcli.commands.cli.root import COMMANDS, GUIDES, LAUNCH_COMMANDS, MAP_COMMANDS, command_name
+from prepcli.commands.cli.option_groups import CliCommand, complete_page
+from prepcli.commands.cli.root import COMMANDS
 from prepcli.commands.operations.about import docs_folder, page_names
 from prepcli.core.errors import OK, USAGE
 
@@ -66,15 +66,13 @@ def test_names_of_pages_are_unique():
 
 
 @pytest.mark.parametrize(
-    "words", [[command_name(command)] for command in COMMANDS if command_name(command) != "docs"]
+    "command", [each for each in COMMANDS if each.guide], ids=lambda each: each.name
 )
-def test_help_names_the_guide(words: list[str], capsys: pytest.CaptureFixture[str]):
-    assert main([*words, "--help"]) == OK
-    assert f"Guide: prep docs {GUIDES[words[-1]]}\n" in capsys.readouterr().out
+def test_help_names_the_guide(command: CliCommand, capsys: pytest.CaptureFixture[str]):
+    assert main([*f"{command.group} {command.name}".split(), "--help"]) == OK
+    assert f"Guide: prep docs {command.guide}\n" in capsys.readouterr().out
 
 
 def test_guides_are_pages():
-    commands = (*COMMANDS, *MAP_COMMANDS, *LAUNCH_COMMANDS)
-    names = {command_name(command) for command in commands}
-    assert names - {"docs"} == set(GUIDES)
-    assert set(GUIDES.values()) <= set(page_names())
+    assert [command.name for command in COMMANDS if not command.guide] == ["docs"]
+    assert {command.guide for command in COMMANDS if command.guide} <= set(page_names())

@@ -18,7 +18,7 @@ from tests.helpers.fork_server import PREP, run_python
 
 
 def env(*, list_devices: bool) -> Report:
-    return environment_report(read_environment("512MiB", list_devices=list_devices), None)
+    return environment_report(read_environment("512MiB", list_devices=list_devices))
 
 
 PREFIXES = ("HF_", "PREP_", "HUGGING", "XDG_", "TRANSFORMERS_", "NO_COLOR")

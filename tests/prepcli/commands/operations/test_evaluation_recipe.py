@@ -55,7 +55,7 @@ def test_help_and_reference_name_all_effective_keys(capsys: pytest.CaptureFixtur
     help_text = " ".join(capsys.readouterr().out.split())
     assert all(key.partition(".")[2] in KEYS_TEXT for key in EFFECTIVE_KEYS)
     assert KEYS_TEXT in help_text
-    assert KEYS_TEXT in option_specs(EvaluateOptions)["overrides"].doc
+    assert KEYS_TEXT in option_specs(EvaluateOptions)["overrides"].help
 
 
 @pytest.mark.parametrize(

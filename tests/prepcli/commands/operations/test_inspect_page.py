@@ -125,7 +125,7 @@ def test_statistics_equal_numpy():
     page = inspect_page("model", "--stats")
     name, values = next(iter(tensors.items()))
     row = page.texts.index(name)
-    minimum, maximum = page.texts[row + 1 : row + 3]
+    minimum, maximum = page.texts[row + 3 : row + 5]
     np.testing.assert_allclose(float(minimum), values.min(), rtol=1e-5)
     np.testing.assert_allclose(float(maximum), values.max(), rtol=1e-5)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.cli.root import COMMANDS, command_name
+from prepcli.commands.cli.root import COMMANDS
 from prepcli.commands.operations.launch import submit_line, submit_script
 from prepcli.core.errors import FAILED, OK, USAGE
 from tests.helpers.run_cli import run_failing
@@ -96,10 +96,9 @@ def test_recipe_may_have_the_name_of_a_command(capsys: pytest.CaptureFixture[str
     assert "prep train train" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=command_name)
-def test_parser_knows_every_command(command: object, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("name", [each.name for each in COMMANDS if not each.group])
+def test_parser_knows_every_command(name: str, capsys: pytest.CaptureFixture[str]):
     """A new command can be launched without a change of `prep launch`."""
-    name = command_name(command)  # pyright: ignore[reportArgumentType]
     assert main(["launch", "slurm", "--", name, "--help"]) == OK
     assert f"Usage: prep {name} " in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ from prepcli.sources.aliases import ALIASES
 
 
 def test_models_lists_all_aliases() -> None:
-    report = aliases_report(list_aliases(), None)
+    report = aliases_report(list_aliases())
     table, families = report.text.split("\n\n")
     assert all(name in families for name in FAMILIES)
     assert report.fields["families"] == [*FAMILIES]
@@ -28,7 +28,7 @@ def test_models_lists_all_aliases() -> None:
 
 
 def test_models_fields_are_numbers() -> None:
-    fields = aliases_report(list_aliases("gpt_neo"), None).fields["models"]
+    fields = aliases_report(list_aliases("gpt_neo")).fields["models"]
     assert isinstance(fields, list)
     assert fields[1] == {
         "alias": "gpt-neo-1.3B",
@@ -42,12 +42,12 @@ def test_models_fields_are_numbers() -> None:
 
 
 def test_models_selects_a_family() -> None:
-    lines = aliases_report(list_aliases("llama"), None).text.split("\n\n")[0].splitlines()[1:]
+    lines = aliases_report(list_aliases("llama")).text.split("\n\n")[0].splitlines()[1:]
     assert lines
     assert all(line.split()[2] == "llama" for line in lines)
 
 
 def test_unknown_family_gets_a_suggestion() -> None:
     with pytest.raises(PrepError) as caught:
-        aliases_report(list_aliases("gptneo"), None)
+        aliases_report(list_aliases("gptneo"))
     assert (caught.value.hint, caught.value.code) == ("did you mean `gpt_neo`?", USAGE)

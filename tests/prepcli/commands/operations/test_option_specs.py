@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli import root
-from prepcli.commands.cli.option_groups import Omit, typer_parameters
-from prepcli.commands.cli.root import COMMANDS, command_name
+from prepcli.commands.cli.launch import ENGINE_COMMANDS
+from prepcli.commands.cli.root import COMMANDS
 from prepcli.commands.operations.options import (
     AddTokensOptions,
     ExportOptions,
@@ -20,14 +20,16 @@ from prepcli.commands.operations.options import (
     SaveInitOptions,
 )
 from prepcli.core.option_spec import (
+    REQUIRED,
     OptionSpec,
+    flag,
     format_command_line,
+    option,
     option_specs,
     with_defaults,
 )
-from prepcli.launch.options import TpuOptions
 
-COMMAND_FUNCTIONS = {command_name(command): command for command in COMMANDS}
+COMMAND_FUNCTIONS = {command.name: command.function for command in COMMANDS}
 # The keyword options of the function of each command.
 OPTIONS_BY_COMMAND: dict[str, type] = {
     "pad-vocab": PadVocabOptions,
@@ -125,13 +127,36 @@ def test_commands_define_no_options_of_their_own():
 
 
 def test_required_option_has_no_default():
-    parameters = {
-        parameter.name: parameter for parameter in typer_parameters([(TpuOptions, Omit())])
-    }
+    (tpu,) = [engine for engine in ENGINE_COMMANDS if engine.name == "tpu"]
+    parameters = inspect.signature(tpu.function).parameters
     assert parameters["zone"].default is inspect.Parameter.empty
     assert parameters["project"].default is None
 
 
 def test_new_option_needs_one_definition():
-    spec = OptionSpec("N", "Convert the first N layers.", "Number of layers.")
+    spec = option("N", "Convert the first N layers.", more="For a try.", default=3)
     assert spec.flag_of("num_layers") == "--num-layers"
+    text = "`num_layers` (N): Convert the first N layers. For a try. Default: 3."
+    assert spec.reference("num_layers") == text
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (
+            option(None, "Skip checking.", flag="--no-verify", default=True),
+            "`verify`: If False, skip checking. Default: True.",
+        ),
+        (
+            flag("With --chain: take --strict links."),
+            "`verify`: Take `strict` links. Default: False.",
+        ),
+        (
+            option("FILE", "Read FILE. Repeatable.", default=()),
+            "`verify` (FILE): Read FILE. One or several.",
+        ),
+        (option("FILE", "Read FILE.", default=REQUIRED), "`verify` (FILE): Read FILE. Required."),
+    ],
+)
+def test_reference_of_option_names_arguments(spec: OptionSpec, text: str):
+    assert spec.reference("verify") == text

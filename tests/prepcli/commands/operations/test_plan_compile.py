@@ -147,7 +147,7 @@ def test_page_shows_the_compiled_step(requests: list[Any], capsys: pytest.Captur
     assert main([*WORDS, "--devices", "v5e:4", "--compile", "--html", "plan.html"]) == OK
     page = Path("plan.html").read_text()
     for text in (
-        "The step compiled for v5e:2x2",
+        "memory of one device, compiled for v5e:2x2",
         "temporary arrays",
         "all-gather",
         "Attention kernel blockwise; compiled by jax 0.12.0.1, libtpu 0.0.50.1 in",

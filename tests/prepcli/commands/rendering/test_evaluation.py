@@ -33,7 +33,7 @@ def evaluation(sources: dict[str, EvaluationScores]) -> Evaluation:
 
 
 def test_evaluation_text_has_a_line_per_source_and_for_all():
-    lines = evaluation_report(evaluation({"a": scores(1.0), "b": scores(2.0)}), None).text
+    lines = evaluation_report(evaluation({"a": scores(1.0), "b": scores(2.0)})).text
     assert [line.split() for line in lines.splitlines()] == [
         ["source", "loss", "perplexity", "accuracy", "tokens"],
         ["a", "1.000000", "1.0000", "0.5000", "1,500"],
@@ -43,13 +43,13 @@ def test_evaluation_text_has_a_line_per_source_and_for_all():
 
 
 def test_evaluation_text_names_values_that_are_not_finite():
-    text = evaluation_report(evaluation({"a": scores(None, {"bleu": None, "rouge1": 0.5})}), None)
+    text = evaluation_report(evaluation({"a": scores(None, {"bleu": None, "rouge1": 0.5})}))
     assert "not finite" in text.text.splitlines()[1]
     assert text.text.splitlines()[2:] == ["a: bleu none", "a: rouge1 0.5000"]
 
 
 def test_evaluation_json_keeps_its_keys_and_order():
-    report = evaluation_report(evaluation({"a": scores(1.0, {"bleu": 3.0})}), None)
+    report = evaluation_report(evaluation({"a": scores(1.0, {"bleu": 3.0})}))
     names = ["loss", "perplexity", "accuracy", "tokens", "sequences"]
     settings = ["checkpoint", "step", "mesh", "dtype", "reduction", "seq_length"]
     assert [*report.fields] == [*settings, *names, "sources", "seconds"]
