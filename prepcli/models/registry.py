@@ -113,6 +113,8 @@ MODEL_TYPES = (
     "diffllama",
     "doge",
 )
+# Model type -> module of `prepcli.models.families` with its declaration, if it is not the name of the type.
+KIN: Mapping[str, str] = {}
 # Types of published config.json with the layers, the tensors and the fields of a family.
 MODEL_TYPE_ALIASES: Mapping[str, str] = {
     # Its code is that of DeepSeek-V3. Every size differs, and its config states all of them.
@@ -140,7 +142,10 @@ class Families(Mapping[str, Family]):
         model_type = MODEL_TYPE_ALIASES.get(model_type, model_type)
         if model_type not in MODEL_TYPES:
             raise KeyError(model_type)
-        return importlib.import_module(f"prepcli.models.families.{model_type}").FAMILY
+        module = importlib.import_module(
+            f"prepcli.models.families.{KIN.get(model_type, model_type)}"
+        )
+        return module.FAMILIES[model_type] if model_type in KIN else module.FAMILY
 
     def __contains__(self, model_type: object) -> bool:
         return model_type in MODEL_TYPES or model_type in MODEL_TYPE_ALIASES

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 from prepcli.core.errors import invalid_config_error
 from prepcli.models import rows
@@ -14,7 +15,17 @@ from prepcli.models.architecture import (
     read_positive,
     read_sliding_windows,
 )
+from prepcli.models.declaration import (
+    NO_CHOICES,
+    NO_GROUPS,
+    Choices,
+    LayerGroup,
+    MakeLayouts,
+    Sizes,
+    declare,
+)
 from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
+from prepcli.models.field_aliases import AliasedConfig
 from prepcli.models.parameters import (
     MAX_LAYERS,
     NEVER,
@@ -89,6 +100,110 @@ def build_family(
         dropped=dropped,
         layouts=LazyLayouts(partial(layouts, parameters)),
         dropout_fields=dropout_fields,
+    )
+
+
+def llama_like(
+    name: str,
+    *,
+    layer: Parameters,
+    defaults: Mapping[str, int] = MappingProxyType({}),
+    more_sizes: Callable[[HFConfig, Sizes], Mapping[str, int]] | None = None,
+    positions: int = 2048,
+    rope_theta: float = 10_000.0,
+    rope: Callable[[HFConfig, Sizes], Rope] | None = None,
+    activation: str = "silu",
+    activation_field: str | None = "hidden_act",
+    norm_eps: float = 1e-6,
+    norm_eps_field: str = "rms_norm_eps",
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    prefix: str = TENSOR_PREFIX,
+    tokens: str = "embed_tokens.weight",
+    layers: str = "layers.{layers}",
+    shared: Mapping[str, Parameter] = MappingProxyType({}),
+    final_norm: Parameters = FINAL_RMS_NORM,
+    head: Parameters = HEAD,
+    choices: Choices = NO_CHOICES,
+    groups: Mapping[str, LayerGroup] = NO_GROUPS,
+    check: Callable[[HFConfig, Sizes], None] | None = None,
+    ignores: Iterable[str] = (),
+    tied: bool = False,
+    dropped: Mapping[str, str] = LEGACY_BUFFERS,
+    layouts: MakeLayouts | None = None,
+    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
+    prediction_layers: int = 0,
+) -> Family:
+    """Return a family with the sizes, the architecture and the tensor names of LLaMA where nothing else is said.
+
+    Args:
+        name: `model_type` of its config.json.
+        layer: Parameters of every layer.
+        defaults: Sizes of the config class for absent fields, as in `sizes`.
+        more_sizes: Further sizes, or others.
+        positions: Default of `max_position_embeddings`.
+        rope_theta: Default of the rotary base.
+        rope: Reader of the rotary embedding. Default: `read_rope` with `positions` and `rope_theta`.
+        activation: Default of the activation.
+        activation_field: Its config field, or None if the family has one activation.
+        norm_eps: Default of the epsilon of norms.
+        norm_eps_field: Its config field.
+        aliases: Name of a field in published files, which overrides -> name in the config class.
+        prefix: Prefix of its tensors in a file of the model with its head.
+        tokens: Tensor of the token embeddings.
+        layers: Prefix of the tensors of a layer.
+        shared: Parameters outside of layers, other than the token embedding, the last norm and the head.
+        final_norm: Parameters of the norm after the last layer.
+        head: Parameters of the output head.
+        choices: Fields of the architecture that differ. See `declare`, like the following arguments.
+        groups: Groups of layers with parameters that other layers do not have.
+        check: Raises PrepError for a config that is not supported.
+        ignores: Semantic fields that transformers' class does not read.
+        tied: Whether the head is tied if the config does not say.
+        dropped: Pattern of tensors to ignore -> their description.
+        layouts: Trees of other libraries, from the parameters of the model.
+        dropout_fields: Fields of the config with dropout rates.
+        prediction_layers: Number of layers for multi-token prediction if the config does not state it.
+    """
+
+    def read_sizes(config: HFConfig) -> dict[str, int]:
+        config = AliasedConfig(config, aliases) if aliases else config
+        found = sizes(config, **defaults)
+        return {**found, **more_sizes(config, found)} if more_sizes else found
+
+    def read_arch(config: HFConfig, axis_sizes: Sizes) -> ArchConfig:
+        config = AliasedConfig(config, aliases) if aliases else config
+        return arch_config(
+            config,
+            axis_sizes,
+            max_positions=positions,
+            rope_theta=rope_theta,
+            rope=rope(config, axis_sizes) if rope else None,
+            activation=(activation_field, activation) if activation_field else activation,
+            norm_eps=(norm_eps_field, norm_eps),
+        )
+
+    return declare(
+        name,
+        sizes=read_sizes,
+        arch=read_arch,
+        parameters={
+            **embedding("tokens", f"vocab embed <- {tokens}: vocab embed"),
+            **shared,
+            **stack("layers", layers, layer),
+            **final_norm,
+            **head,
+        },
+        prefix=prefix,
+        choices=choices,
+        groups=groups,
+        layers=layers,
+        check=check,
+        ignores=ignores,
+        tied=tied,
+        dropped=dropped,
+        layouts=layouts,
+        dropout_fields=dropout_fields,
+        prediction_layers=prediction_layers,
     )
 
 
