@@ -33,6 +33,7 @@ from prepcli.models.parameters import (
     Family,
     HFConfig,
     LazyLayouts,
+    Parameter,
     TreeLayout,
     read_count,
     read_size,
