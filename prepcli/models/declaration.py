@@ -39,7 +39,7 @@ NO_CHOICES: Choices = MappingProxyType({})
 
 
 class RecordedConfig(dict[str, Any]):
-    """A config that records the names of the fields that were read. A copy of it records nothing."""
+    """A config that records the names of the fields that were read. A copy records only if `changed` makes it."""
 
     def __init__(self, config: HFConfig) -> None:
         """Record the fields of `config`."""
@@ -58,6 +58,20 @@ class RecordedConfig(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         self.fields.add(key)
         return super().__getitem__(key)
+
+
+def changed(config: HFConfig, **fields: Any) -> HFConfig:
+    """Return a config with other values of some fields. Reads of a recorded config are recorded in it too.
+
+    >>> changed({"hidden_act": "gelu"}, hidden_act="silu")
+    {'hidden_act': 'silu'}
+    """
+    copy = {**config, **fields}
+    if not isinstance(config, RecordedConfig):
+        return copy
+    recorded = RecordedConfig(copy)
+    recorded.fields = config.fields
+    return recorded
 
 
 class LayerGroup(NamedTuple):

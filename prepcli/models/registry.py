@@ -114,7 +114,13 @@ MODEL_TYPES = (
     "doge",
 )
 # Model type -> module of `prepcli.models.families` with its declaration, if it is not the name of the type.
-KIN: Mapping[str, str] = {}
+_KIN = {
+    "granite": "granite granite_swa hyperclovax",
+    "llama_extended": "bitnet apertus diffllama doge exaone phi3 hunyuan_v1_dense",
+    "llama": "llama mistral ministral ministral3 qwen2 qwen3 smollm3 seed_oss arcee helium internlm3 "
+    "ernie4_5 iquestcoder cwm",
+}
+KIN: Mapping[str, str] = {name: kin for kin, names in _KIN.items() for name in names.split()}
 # Types of published config.json with the layers, the tensors and the fields of a family.
 MODEL_TYPE_ALIASES: Mapping[str, str] = {
     # Its code is that of DeepSeek-V3. Every size differs, and its config states all of them.

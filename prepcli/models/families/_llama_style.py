@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 
-from prepcli.core.errors import invalid_config_error
+from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.models import rows
 from prepcli.models.architecture import (
     FULL_ATTENTION,
@@ -14,6 +14,7 @@ from prepcli.models.architecture import (
     read_activation,
     read_positive,
     read_sliding_windows,
+    uniform_windows,
 )
 from prepcli.models.declaration import (
     NO_CHOICES,
@@ -35,6 +36,7 @@ from prepcli.models.parameters import (
     LazyLayouts,
     Parameter,
     TreeLayout,
+    if_set,
     read_count,
     read_size,
 )
@@ -342,7 +344,9 @@ def read_upper_layer_windows(config: HFConfig, layers: int) -> tuple[int, ...]:
         PrepError: A field is invalid.
     """
     # 4096 is the default of Qwen2Config and Qwen3Config.
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    window = config.get("sliding_window", 4096)
+    if not config.get("use_sliding_window"):
+        window = None
     first = read_max_window_layers(config)
     return read_sliding_windows(config, layers, window, lambda layer: layer >= first)
 
@@ -429,6 +433,10 @@ def plain_mlp(bias: Condition | None = NEVER) -> Parameters:
     }
 
 
+# Biases on all four matrices of attention, and on those of the MLP, if the config says so.
+BIASED_ATTENTION = attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias"))
+BIASED_MLP = gated_mlp(bias=if_set("mlp_bias"))
+
 # The gate is the first half of the fused matrix. Their sizes have `gate_up`: 2.
 FUSED_GATED_MLP = {
     **matrix("mlp.gate", "mlp embed <- mlp.gate_up_proj.weight: (gate_up=0 mlp) embed"),
@@ -489,3 +497,21 @@ def read_rotating_layers(config: HFConfig, layers: int) -> list[bool]:
         why = f"no_rope_layers is {listed!r:.80}, it must give {layers} of 0 and 1"
         raise invalid_config_error(why)
     return [value == 1 for value in listed]
+
+
+def uniform_window(default: int | None) -> Choices:
+    """Return the choice of one window in all layers. A null turns it off. `default` is that of the class."""
+    return {
+        "sliding_windows": lambda config, sizes: uniform_windows(
+            sizes["layers"], config.get("sliding_window", default)
+        )
+    }
+
+
+def heads_that_fill_width(config: HFConfig, sizes: Sizes) -> dict[str, int]:
+    """Raise PrepError if the heads together are wider or narrower than the layers. There are no further sizes."""
+    if sizes["heads"] * sizes["head_dim"] != sizes["embed"]:
+        why = f"{sizes['heads']} heads of {sizes['head_dim']} elements, width {sizes['embed']}"
+        what = "num_attention_heads * head_dim != hidden_size is not supported"
+        raise unsupported_config_error(what, why)
+    return {}
