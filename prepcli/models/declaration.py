@@ -122,7 +122,8 @@ def declare(
             them, and else in a stack of the group's layers.
         layers: Prefix of the tensors of a layer.
         check: Raises PrepError for a config that `arch` and `choices` accept although it is not supported.
-        ignores: Semantic fields that transformers' class does not read. A config may have them.
+        ignores: Semantic fields that transformers' class does not read, or only without other fields. A config may have
+            them.
         tied: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
         layouts: Trees of other libraries, from the parameters of the model.

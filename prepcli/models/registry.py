@@ -115,6 +115,7 @@ MODEL_TYPES = (
 )
 # Model type -> module of `prepcli.models.families` with its declaration, if it is not the name of the type.
 _KIN = {
+    "other_norms": "olmo olmo2 olmo3 exaone4 cohere cohere2 glm glm4 nemotron stablelm starcoder2 phi jais2 nanochat",
     "granite": "granite granite_swa hyperclovax",
     "llama_extended": "bitnet apertus diffllama doge exaone phi3 hunyuan_v1_dense",
     "llama": "llama mistral ministral ministral3 qwen2 qwen3 smollm3 seed_oss arcee helium internlm3 "

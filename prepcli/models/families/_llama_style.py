@@ -23,6 +23,7 @@ from prepcli.models.declaration import (
     LayerGroup,
     MakeLayouts,
     Sizes,
+    changed,
     declare,
 )
 from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
@@ -160,7 +161,7 @@ def llama_like(
         choices: Fields of the architecture that differ. See `declare`, like the following arguments.
         groups: Groups of layers with parameters that other layers do not have.
         check: Raises PrepError for a config that is not supported.
-        ignores: Semantic fields that transformers' class does not read.
+        ignores: Semantic fields that transformers' class does not read, or only without other fields.
         tied: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
         layouts: Trees of other libraries, from the parameters of the model.
@@ -329,7 +330,7 @@ def read_partial_rope(
         default_theta: Default of the rotary base.
     """
     return read_rope(
-        {"partial_rotary_factor": default_share, **config},
+        changed(config, partial_rotary_factor=config.get("partial_rotary_factor", default_share)),
         head_dim,
         max_positions=read_size(config, "max_position_embeddings", max_positions),
         default_theta=default_theta,
@@ -515,3 +516,19 @@ def heads_that_fill_width(config: HFConfig, sizes: Sizes) -> dict[str, int]:
         what = "num_attention_heads * head_dim != hidden_size is not supported"
         raise unsupported_config_error(what, why)
     return {}
+
+
+def partial_rope(share: float, positions: int) -> Callable[[HFConfig, Sizes], Rope]:
+    """Return the reader of the rotary embedding of a family that rotates a part of each head.
+
+    Args:
+        share: Share of a head that rotates if the config has no `partial_rotary_factor`.
+        positions: Default of `max_position_embeddings`.
+    """
+
+    def read(config: HFConfig, axis_sizes: Sizes) -> Rope:
+        return read_partial_rope(
+            config, axis_sizes["head_dim"], default_share=share, max_positions=positions
+        )
+
+    return read
