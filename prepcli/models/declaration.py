@@ -93,6 +93,7 @@ NO_GROUPS: Mapping[str, LayerGroup] = MappingProxyType({})
 
 def declare(
     name: str,
+    title: str,
     *,
     sizes: Callable[[HFConfig], dict[str, int]],
     arch: Callable[[HFConfig, Sizes], ArchConfig],
@@ -113,6 +114,7 @@ def declare(
 
     Args:
         name: `model_type` of its config.json.
+        title: One line about the family, for lists.
         sizes: Named axis (atom) -> extent, without those of groups.
         arch: The architecture, before `choices`.
         parameters: Parameters of all layers, and those outside of layers.
@@ -152,6 +154,7 @@ def declare(
         dropout_fields=dropout_fields,
         layer_numbers=numbers,
         default_prediction_layers=prediction_layers,
+        title=title,
     )
 
 

@@ -109,6 +109,7 @@ def build_family(
 
 def llama_like(
     name: str,
+    title: str,
     *,
     layer: Parameters,
     defaults: Mapping[str, int] = MappingProxyType({}),
@@ -141,6 +142,7 @@ def llama_like(
 
     Args:
         name: `model_type` of its config.json.
+        title: One line about the family, for lists.
         layer: Parameters of every layer.
         defaults: Sizes of the config class for absent fields, as in `sizes`.
         more_sizes: Further sizes, or others.
@@ -188,6 +190,7 @@ def llama_like(
 
     return declare(
         name,
+        title,
         sizes=read_sizes,
         arch=read_arch,
         parameters={

@@ -110,15 +110,15 @@ HAS_POST_NORMS = unless_false("use_post_norm")
 
 
 FAMILIES = by_name(
-    # LLaMA with a factor each for embeddings, scores, outputs of sublayers, and logits
     llama_like(
         "granite",
+        "Granite: LLaMA with a factor each for embeddings, scores, outputs of sublayers, and logits.",
         layer={**PRE_NORMS, **BIASED_ATTENTION, **BIASED_MLP},
         choices=GRANITE_FACTORS,
     ),
-    # Granite with sliding windows, attention sinks, and a rotary base for each layer
     llama_like(
         "granite_swa",
+        "Granite with sliding windows in three of four layers, attention sinks, and a rotary base per layer.",
         layer={**PRE_NORMS, **BIASED_ATTENTION, **SINKS, **BIASED_MLP},
         defaults={
             "vocab": 100_352,
@@ -133,9 +133,9 @@ FAMILIES = by_name(
         choices={**GRANITE_FACTORS, **windows_and_sinks(8192)},
         tied=True,
     ),
-    # Granite with optional norms after each sublayer
     llama_like(
         "hyperclovax",
+        "HyperCLOVA X SEED: Granite with optional norms after each sublayer, and logits times a factor.",
         layer={
             **PRE_NORMS,
             **under_condition(

@@ -130,9 +130,9 @@ def _check_biases_together(config: HFConfig, sizes: Sizes) -> None:
 
 
 FAMILIES = by_name(
-    # LLaMA 1, 2, 3, 3.1 and 3.2
     llama_like(
         "llama",
+        "LLaMA 1, 2, 3, 3.1 and 3.2: rotary embedding, grouped-query attention, gated MLP.",
         layer={**PRE_NORMS, **BIASED_ATTENTION, **BIASED_MLP},
         more_sizes=half_sizes,
         dropped={
@@ -157,9 +157,9 @@ FAMILIES = by_name(
             **torchtitan_layout(parameters, interleaves_heads=True),
         },
     ),
-    # One sliding window in all layers
     llama_like(
         "mistral",
+        "Mistral: LLaMA with a sliding window.",
         layer={**PRE_NORMS, **attention(), **gated_mlp()},
         defaults={"mlp": 14336, "kv_heads": 8},
         positions=131_072,
@@ -171,9 +171,9 @@ FAMILIES = by_name(
             **levanter_layouts(parameters),
         },
     ),
-    # Mistral with sliding windows in some layers, by default in all
     llama_like(
         "ministral",
+        "Ministral: Mistral with sliding windows in some layers.",
         layer={**PRE_NORMS, **attention(), **gated_mlp()},
         defaults={"mlp": 14336, "kv_heads": 8},
         positions=131_072,
@@ -183,9 +183,9 @@ FAMILIES = by_name(
             )
         },
     ),
-    # Mistral with YaRN, and queries scaled by their position
     llama_like(
         "ministral3",
+        "Ministral 3: Mistral with YaRN and a factor of queries that grows with the position.",
         layer={**PRE_NORMS, **attention(), **gated_mlp()},
         defaults={"vocab": 131_072, "mlp": 14336, "layers": 34, "kv_heads": 8, "head_dim": 128},
         positions=262_144,
@@ -194,9 +194,9 @@ FAMILIES = by_name(
         choices=uniform_window(None),
         ignores=("layer_types",),
     ),
-    # Qwen2 and 2.5: biases on QKV. Upper layers may have a sliding window.
     llama_like(
         "qwen2",
+        "Qwen2 and 2.5: LLaMA with biases on QKV. Upper layers may have a sliding window.",
         layer={**PRE_NORMS, **attention(bias=ALWAYS), **gated_mlp()},
         defaults={"vocab": 151_936, "mlp": 22016, "kv_heads": 32},
         positions=32768,
@@ -207,9 +207,9 @@ FAMILIES = by_name(
             **levanter_layouts(parameters),
         },
     ),
-    # Qwen2 with norms of queries and keys, and a head width of its own
     llama_like(
         "qwen3",
+        "Qwen3: LLaMA with QK norms and a separate head width. Upper layers may have a sliding window.",
         layer={**PRE_NORMS, **BIASED_ATTENTION, **QK_NORMS, **gated_mlp()},
         defaults={"vocab": 151_936, "mlp": 22016, "kv_heads": 32, "head_dim": 128},
         positions=32768,
@@ -222,9 +222,9 @@ FAMILIES = by_name(
             **torchtitan_layout(parameters),
         },
     ),
-    # By default the queries and keys of every fourth layer do not rotate.
     llama_like(
         "smollm3",
+        "SmolLM3: LLaMA with layers whose queries and keys do not rotate, by default every fourth one.",
         layer={**PRE_NORMS, **BIASED_ATTENTION, **BIASED_MLP},
         defaults={"vocab": 128_256, "embed": 2048, "layers": 36, "heads": 16, "kv_heads": 4},
         positions=32768,
@@ -241,6 +241,7 @@ FAMILIES = by_name(
     ),
     llama_like(
         "seed_oss",
+        "Seed-OSS: LLaMA with biases for queries, keys and values.",
         layer={
             **PRE_NORMS,
             **attention(bias=unless_false("attention_bias"), out_bias=if_set("attention_out_bias")),
@@ -259,9 +260,9 @@ FAMILIES = by_name(
             attention=("attention_dropout", 0.1), residual=("residual_dropout", 0.1)
         ),
     ),
-    # An MLP of two matrices with squared ReLU
     llama_like(
         "arcee",
+        "Arcee AFM: LLaMA with an MLP of two matrices and squared ReLU.",
         layer={**PRE_NORMS, **BIASED_ATTENTION, **plain_mlp(bias=if_set("mlp_bias"))},
         defaults={"embed": 2560, "mlp": 18432},
         positions=4096,
@@ -269,9 +270,9 @@ FAMILIES = by_name(
         norm_eps=1e-5,
         choices={"has_gated_mlp": False},
     ),
-    # Neighbouring elements rotate together.
     llama_like(
         "helium",
+        "Helium: LLaMA that rotates neighbouring elements.",
         layer={**PRE_NORMS, **attention(bias=if_set("attention_bias")), **BIASED_MLP},
         defaults={
             "vocab": 48000,
@@ -290,6 +291,7 @@ FAMILIES = by_name(
     ),
     llama_like(
         "internlm3",
+        "InternLM 3: LLaMA with wide heads and optional biases on all matrices.",
         layer={
             **PRE_NORMS,
             **attention(bias=_has_attention_bias, out_bias=_has_attention_bias),
@@ -302,6 +304,7 @@ FAMILIES = by_name(
     ),
     llama_like(
         "ernie4_5",
+        "ERNIE 4.5 (dense): LLaMA that rotates neighbouring elements, with a tied head.",
         layer={
             **PRE_NORMS,
             **attention(bias=if_set("use_bias"), out_bias=if_set("use_bias")),
@@ -324,6 +327,7 @@ FAMILIES = by_name(
     ),
     llama_like(
         "iquestcoder",
+        "IQuest-Coder: LLaMA with wide heads.",
         layer={**PRE_NORMS, **BIASED_ATTENTION, **BIASED_MLP},
         defaults={
             "vocab": 76800,
@@ -337,9 +341,9 @@ FAMILIES = by_name(
         positions=131_072,
         norm_eps=1e-5,
     ),
-    # LLaMA 3's scaling of frequencies, and sliding windows in three of four layers
     llama_like(
         "cwm",
+        "CWM: Llama 3 with a sliding window in three of four layers.",
         layer={**PRE_NORMS, **attention(), **BIASED_MLP},
         defaults={
             "vocab": 128_256,

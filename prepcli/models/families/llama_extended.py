@@ -183,9 +183,9 @@ DOGE_SCORES: Parameters = {
 
 
 FAMILIES = by_name(
-    # Norms before the last matrix of attention and of the MLP, and squared ReLU
     llama_like(
         "bitnet",
+        "BitNet b1.58: LLaMA with norms before the last matrix of attention and of the MLP, and squared ReLU.",
         layer={
             **PRE_NORMS,
             **BIASED_ATTENTION,
@@ -208,9 +208,9 @@ FAMILIES = by_name(
         norm_eps=1e-5,
         check=_check_norm_fits,
     ),
-    # xIELU, an activation with parameters of its own, and norms of queries and keys
     llama_like(
         "apertus",
+        "Apertus: LLaMA with norms of queries and keys, and an MLP of two matrices with xIELU.",
         layer={
             **rms_norms(attn_norm="attention_layernorm", mlp_norm="feedforward_layernorm"),
             **BIASED_ATTENTION,
@@ -227,9 +227,9 @@ FAMILIES = by_name(
         choices={"has_gated_mlp": False},
         check=_check_xielu,
     ),
-    # The attention of one head of each pair is subtracted from the other's.
     llama_like(
         "diffllama",
+        "DiffLlama: LLaMA with differential attention, the difference of the attentions of two heads.",
         layer={**PRE_NORMS, **BIASED_ATTENTION, **LAMBDAS, **gated_mlp()},
         defaults={"embed": 2048, "mlp": 8192, "layers": 16},
         norm_eps=1e-5,
@@ -237,20 +237,22 @@ FAMILIES = by_name(
         check=_check_pairs_of_heads,
         dropout_fields=DropoutFields(attention=None),
     ),
-    # Keys have scores from their values. `num_experts` has a default, and no effect without `is_moe`.
     llama_like(
         "doge",
+        "Doge: LLaMA with norms of queries and keys, scores of keys from their values, and weighted residual "
+        "connections.",
         layer={**PRE_NORMS, **BIASED_ATTENTION, **QK_NORMS, **DOGE_SCORES, **BIASED_MLP},
         defaults={"vocab": 32768, "embed": 1024, "mlp": 2048, "heads": 8},
         more_sizes=lambda config, sizes: {"score_heads": sizes["kv_heads"]},
         choices={"has_key_scores": True, **uniform_window(None)},
         check=_check_all_keys_kept,
+        # It has a default, and no effect without `is_moe`.
         ignores=("num_experts",),
         dropout_fields=DropoutFields(residual=("hidden_dropout", 0.0)),
     ),
-    # EXAONE 3 and 3.5: GPT-2's names of modules
     llama_like(
         "exaone",
+        "EXAONE 3 and 3.5: the layers of LLaMA under the names of GPT-2.",
         layer=EXAONE_LAYER,
         defaults={"vocab": 102_400, "mlp": 14336, "kv_heads": 8},
         positions=4096,
@@ -267,9 +269,9 @@ FAMILIES = by_name(
         final_norm=rms_norm("final_norm", "embed <- ln_f.weight: embed"),
         dropped={"rotary.inv_freq": "rotary frequencies, computed from the config"},
     ),
-    # Phi-3, 3.5 and 4-mini: fused QKV, and gate and up fused in one matrix
     llama_like(
         "phi3",
+        "Phi-3, 3.5 and 4-mini: LLaMA with fused QKV, and gate and up fused in one matrix.",
         layer={**PRE_NORMS, **PHI3_ATTENTION, **FUSED_GATED_MLP},
         defaults={"vocab": 32064, "embed": 3072, "mlp": 8192},
         more_sizes=lambda config, sizes: {"gate_up": 2},
@@ -280,9 +282,9 @@ FAMILIES = by_name(
         ignores=("layer_types",),
         dropout_fields=DropoutFields(residual=("resid_pdrop", 0.0)),
     ),
-    # Hunyuan V1 (dense): norms of queries and keys after their rotation. Published files have `use_qk_norm`.
     llama_like(
         "hunyuan_v1_dense",
+        "Hunyuan V1 (dense): LLaMA with norms of queries and keys after their rotation.",
         layer={
             **PRE_NORMS,
             **BIASED_ATTENTION,
@@ -294,6 +296,7 @@ FAMILIES = by_name(
         rope=read_static_rope,
         norm_eps=1e-5,
         choices={"rotates_before_qk_norm": True},
+        # Published files have the field. The class always has the norms.
         ignores=("use_qk_norm",),
     ),
 )

@@ -205,27 +205,27 @@ def _read_reversed_rope(config: HFConfig, sizes: Sizes) -> Rope:
 
 
 FAMILIES = by_name(
-    # OLMo 1: layer norms without parameters, and optional bounds of queries, keys and values
     llama_like(
         "olmo",
+        "OLMo 1: LLaMA with layer norms without parameters, and optional bounds of queries, keys and values.",
         layer={**BIASED_ATTENTION, **gated_mlp()},
         defaults={"vocab": 50304},
         # OlmoLayerNorm of transformers has this epsilon. No config field sets it.
         choices={"norm": "layer", "norm_eps": 1e-5, "qkv_clip": _read_clip},
         final_norm={},
     ),
-    # OLMo 2: norms after attention and MLP, and over the queries and keys of all heads
     llama_like(
         "olmo2",
+        "OLMo 2: LLaMA with norms after attention and MLP, and norms over the queries and keys of all heads.",
         layer=OLMO2_LAYER,
         defaults={"vocab": 50304},
         norm_eps=1e-5,
         choices=OUTPUT_NORM_CHOICES,
         layouts=levanter_layouts,
     ),
-    # OLMo 3: sliding windows in three of four layers, with a rotary embedding of their own
     llama_like(
         "olmo3",
+        "OLMo 3: OLMo 2 with a sliding window in three of four layers, and a rotary embedding per layer type.",
         layer=OLMO2_LAYER,
         defaults={"vocab": 50304},
         rope=_read_olmo3_rope,
@@ -247,18 +247,18 @@ FAMILIES = by_name(
             ]
         },
     ),
-    # EXAONE 4: norms of outputs, and full layers without rotation
     llama_like(
         "exaone4",
+        "EXAONE 4: LLaMA with norms after attention and MLP, QK norms, and rotation in sliding layers only.",
         layer={**OUTPUT_NORMS, **attention(), **QK_NORMS, **gated_mlp()},
         defaults={"vocab": 102_400, "mlp": 16384, "kv_heads": 32},
         norm_eps=1e-5,
         choices={**EXAONE4_WINDOWS, "block_type": "output_norm"},
         ignores=("sliding_window_pattern",),
     ),
-    # Cohere 1 (Command R): layer norms without a bias, and neighbouring elements rotate together
     llama_like(
         "cohere",
+        "Cohere Command R: attention and MLP of one normalized input, rotated neighbouring elements, scaled logits.",
         layer={**COHERE_NORM, **BIASED_ATTENTION, **COHERE_QK_NORMS, **gated_mlp()},
         defaults=COHERE_SIZES,
         positions=8192,
@@ -268,9 +268,10 @@ FAMILIES = by_name(
         choices=COHERE_CHOICES,
         tied=True,
     ),
-    # Cohere 2: sliding windows in three of four layers, and no rotation in the others
     llama_like(
         "cohere2",
+        "Cohere Command R7B and A: Cohere 1 with sliding windows in three of four layers, and no rotation in "
+        "the others.",
         layer={**COHERE_NORM, **BIASED_ATTENTION, **gated_mlp()},
         defaults=COHERE_SIZES,
         positions=8192,
@@ -286,9 +287,9 @@ FAMILIES = by_name(
         ignores=("sliding_window_pattern",),
         tied=True,
     ),
-    # GLM-4 of 2024: half of each head rotates
     llama_like(
         "glm",
+        "GLM-4 of 2024 (`glm`): LLaMA that rotates neighbouring elements in half of each head, with gate and up fused.",
         layer={
             **rms_norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm"),
             **attention(bias=HAS_QKV_BIAS),
@@ -301,9 +302,9 @@ FAMILIES = by_name(
         norm_eps=1.5625e-7,
         choices={"rotary_pairs": "interleaved"},
     ),
-    # GLM-4-0414: GLM with a norm before and after each sublayer
     llama_like(
         "glm4",
+        "GLM-4 of 2025 (`glm4`): GLM with norms before and after each sublayer.",
         layer={**GLM_NORMS, **attention(bias=HAS_QKV_BIAS), **FUSED_GATED_MLP},
         defaults=GLM_SIZES,
         more_sizes=lambda config, sizes: {"gate_up": 2},
@@ -312,9 +313,9 @@ FAMILIES = by_name(
         norm_eps=1.5625e-7,
         choices={"rotary_pairs": "interleaved", "block_type": "sandwich"},
     ),
-    # Nemotron: layer norms that scale by 1 + weight, and an MLP of two matrices with squared ReLU
     llama_like(
         "nemotron",
+        "Nemotron: rotation of half of each head, layer norms that scale by 1 + weight, squared ReLU.",
         layer={**PRE_LAYER_NORMS, **BIASED_ATTENTION, **plain_mlp(bias=if_set("mlp_bias"))},
         defaults={"vocab": 256_000, "embed": 6144, "mlp": 24576, "heads": 48},
         positions=4096,
@@ -329,9 +330,9 @@ FAMILIES = by_name(
         },
         final_norm=FINAL_LAYER_NORM,
     ),
-    # StableLM: layer norms, partial rotation, and optionally attention and MLP of one norm
     llama_like(
         "stablelm",
+        "StableLM: LLaMA with layer norms and a rotated quarter of each head. Some have QK norms and parallel blocks.",
         layer=STABLELM_LAYER,
         defaults={"vocab": 50304, "embed": 2560, "mlp": 6912, "kv_heads": 32},
         more_sizes=heads_that_fill_width,
@@ -347,9 +348,9 @@ FAMILIES = by_name(
         },
         final_norm=FINAL_LAYER_NORM,
     ),
-    # StarCoder 2: layer norms, an MLP of two matrices, and biases on all of them
     llama_like(
         "starcoder2",
+        "StarCoder2: LLaMA's attention between layer norms, an MLP of two matrices, and biases on all matrices.",
         layer={
             **PRE_LAYER_NORMS,
             **attention(bias=unless_false("use_bias"), out_bias=unless_false("use_bias")),
@@ -383,9 +384,9 @@ FAMILIES = by_name(
             residual=("residual_dropout", 0.0), embedding=("embedding_dropout", 0.0)
         ),
     ),
-    # Phi 1, 1.5 and 2: attention and MLP of one layer norm, and biases everywhere
     llama_like(
         "phi",
+        "Phi-1, 1.5 and 2: attention and MLP of one normalized input, a rotated half of each head, biases everywhere.",
         layer=PHI_LAYER,
         defaults={"vocab": 51200, "embed": 2048, "mlp": 8192, "layers": 24},
         rope=partial_rope(0.5, 2048),
@@ -397,9 +398,9 @@ FAMILIES = by_name(
         head=linear("head", "vocab embed <- lm_head.weight: vocab embed"),
         dropout_fields=DropoutFields(residual=("resid_pdrop", 0.0), embedding=("embd_pdrop", 0.0)),
     ),
-    # Jais 2: layer norms, squared ReLU, and biases on all matrices
     llama_like(
         "jais2",
+        "Jais 2: LLaMA's attention with layer norms, squared ReLU, and biases on all matrices.",
         layer={
             **PRE_LAYER_NORMS,
             **attention(
@@ -415,9 +416,9 @@ FAMILIES = by_name(
         choices={"norm": "layer", "has_gated_mlp": False},
         final_norm=FINAL_LAYER_NORM,
     ),
-    # nanochat: norms without parameters, rotation the other way round, squared ReLU, and a softcap of logits
     llama_like(
         "nanochat",
+        "nanochat: norms without parameters, also of embeddings, queries and keys, and squared ReLU.",
         layer={
             **BIASED_ATTENTION,
             **matrix("mlp.up", "mlp embed <- mlp.fc1.weight: mlp embed"),
