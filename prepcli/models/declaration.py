@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ NO_CHOICES: Choices = MappingProxyType({})
 
 
 class RecordedConfig(dict[str, Any]):
-    """A config that records the names of the fields that were read. A copy of it records nothing."""
+    """A config that records the names of the fields that were read. A copy records only if `changed` makes it."""
 
     def __init__(self, config: HFConfig) -> None:
         """Record the fields of `config`."""
@@ -58,6 +59,20 @@ class RecordedConfig(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         self.fields.add(key)
         return super().__getitem__(key)
+
+
+def changed(config: HFConfig, **fields: Any) -> HFConfig:
+    """Return a config with other values of some fields. Reads of a recorded config are recorded in it too.
+
+    >>> changed({"hidden_act": "gelu"}, hidden_act="silu")
+    {'hidden_act': 'silu'}
+    """
+    copy = {**config, **fields}
+    if not isinstance(config, RecordedConfig):
+        return copy
+    recorded = RecordedConfig(copy)
+    recorded.fields = config.fields
+    return recorded
 
 
 class LayerGroup(NamedTuple):
@@ -79,6 +94,7 @@ NO_GROUPS: Mapping[str, LayerGroup] = MappingProxyType({})
 
 def declare(
     name: str,
+    title: str,
     *,
     sizes: Callable[[HFConfig], dict[str, int]],
     arch: Callable[[HFConfig, Sizes], ArchConfig],
@@ -99,6 +115,7 @@ def declare(
 
     Args:
         name: `model_type` of its config.json.
+        title: One line about the family, for lists.
         sizes: Named axis (atom) -> extent, without those of groups.
         arch: The architecture, before `choices`.
         parameters: Parameters of all layers, and those outside of layers.
@@ -108,7 +125,8 @@ def declare(
             them, and else in a stack of the group's layers.
         layers: Prefix of the tensors of a layer.
         check: Raises PrepError for a config that `arch` and `choices` accept although it is not supported.
-        ignores: Semantic fields that transformers' class does not read. A config may have them.
+        ignores: Semantic fields that transformers' class does not read, or only without other fields. A config may have
+            them.
         tied: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
         layouts: Trees of other libraries, from the parameters of the model.
@@ -123,8 +141,11 @@ def declare(
         counts = {group: len(listed) for group, listed in numbers(config).items()}
         return {**sizes(config), **counts}
 
+    grouped: Parameters = {}
     for group, members in groups.items():
-        parameters = parameters | _group_parameters(group, members, sizes, layers)
+        grouped |= _group_parameters(group, members, sizes, layers)
+    if grouped:
+        parameters = _insert_after_layers(parameters, grouped)
     return rows.build_family(
         name=name,
         prefix=prefix,
@@ -137,6 +158,7 @@ def declare(
         dropout_fields=dropout_fields,
         layer_numbers=numbers,
         default_prediction_layers=prediction_layers,
+        title=title,
     )
 
 
@@ -156,7 +178,7 @@ def supporting(
     conditions = {parameter.condition for parameter in parameters.values()}
 
     def arch_config(config: HFConfig) -> ArchConfig:
-        recorded = RecordedConfig(config)
+        recorded = config if isinstance(config, RecordedConfig) else RecordedConfig(config)
         axis_sizes = sizes(recorded)
         found = arch(recorded, axis_sizes)
         values: dict[str, Any] = {}
@@ -210,6 +232,13 @@ def _group_parameters(
         parameters |= stack(LAYERS, layers, in_layers)
     grouped = under_condition(members.parameters, has_some_layers)
     return parameters | stack(group, layers.replace(LAYERS + "}", group + "}"), grouped)
+
+
+def _insert_after_layers(parameters: Parameters, grouped: Parameters) -> Parameters:
+    """Return parameters with the ones of groups after the ones of all layers, before the last norm."""
+    in_layers = [path.startswith(f"{LAYERS}.") for path in parameters]
+    end = len(in_layers) - in_layers[::-1].index(True)
+    return {**dict(islice(parameters.items(), end)), **grouped, **parameters}
 
 
 def under_condition(parameters: Parameters, condition: Condition) -> Parameters:

@@ -16,7 +16,6 @@ from prepcli.models.architecture import (
     reject_unsupported_fields,
 )
 from prepcli.models.families import (
-    _deepseek_style,
     _grouped_style,
     _hybrid_style,
     _llama_style,
@@ -72,7 +71,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
         "mlp": read_size(config, "moe_intermediate_size", 7688),
         "dense_mlp": axis_sizes["mlp"],
         "shared_mlp": read_size(config, "moe_shared_expert_intermediate_size", 7688),
-        "experts": _deepseek_style.read_experts(config, 8),
+        "experts": _moe_style.read_experts(config, 8),
     }
 
 
@@ -118,7 +117,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     experts_per_token = _llama_style.read_experts_per_token(
         config, axis_sizes["experts"], default=2
     )
-    router = _deepseek_style.grouped_router(
+    router = _moe_style.grouped_router(
         config, axis_sizes["experts"], experts_per_token, groups=(1, 1), scale=1.0
     )
     return ArchConfig(
