@@ -118,7 +118,6 @@ GATED_SHARED_EXPERTS: Parameters = {
     **shared_experts("mlp.shared_expert"),
     **matrix("mlp.shared_gate", "embed <- mlp.shared_expert_gate.weight: 1 embed"),
 }
-
 # Experts of DeepSeek-V3.
 CORRECTION = "mlp.router.correction.bias"
 CORRECTED_EXPERTS: Parameters = {
@@ -126,155 +125,6 @@ CORRECTED_EXPERTS: Parameters = {
     CORRECTION: correction("mlp.gate.e_score_correction_bias: experts"),
     **shared_experts("mlp.shared_experts"),
 }
-
-
-# --- Declarations
-
-
-def moe_like(
-    name: str,
-    title: str,
-    *,
-    layer: Parameters,
-    num_experts: int,
-    experts_per_token: int | ReadSize,
-    moe: Parameters = EXPERTS,
-    count_fields: tuple[str, ...] = ("num_local_experts", "num_experts"),
-    expert_mlp: int | None = None,
-    shared_mlp: ReadSize | None = None,
-    more_sizes: Callable[[HFConfig, Sizes], dict[str, int]] | None = None,
-    dense_layers: LayerNumbers | None = None,
-    dense_mlp: Parameters = DENSE_MLP,
-    choices: Choices = NO_CHOICES,
-    **settings: Any,
-) -> Family:
-    """Return a family like LLaMA with experts in all layers, or in all but the dense layers.
-
-    Args:
-        name: `model_type` of its config.json.
-        title: One line about the family, for lists.
-        layer: Parameters of every layer, without its MLP.
-        num_experts: Default of the number of experts.
-        experts_per_token: Default of `num_experts_per_tok`, or a reader of the number.
-        moe: Parameters of the MLP of a layer with experts.
-        count_fields: Fields of the number of experts, in the order in which transformers uses them.
-        expert_mlp: Default of `moe_intermediate_size`. None if `intermediate_size` is the width of an expert.
-        shared_mlp: Reader of the width of shared experts, from the sizes with the width of an expert as `mlp`.
-        more_sizes: Further sizes, or others.
-        dense_layers: Numbers of the layers with a dense MLP, or None.
-        dense_mlp: Parameters of the MLP of a dense layer.
-        choices: Fields of the architecture that differ.
-        settings: Arguments of `llama_like`.
-    """
-
-    def expert_sizes(config: HFConfig, sizes: Sizes) -> dict[str, int]:
-        found = dict(sizes)
-        if expert_mlp is not None:
-            found["dense_mlp"] = sizes["mlp"]
-            found["mlp"] = read_size(config, "moe_intermediate_size", expert_mlp)
-        if shared_mlp is not None:
-            found["shared_mlp"] = shared_mlp(config, found)
-        found["experts"] = read_experts(config, num_experts, count_fields)
-        found["gate_up"] = 2
-        return {**found, **more_sizes(config, found)} if more_sizes else found
-
-    def read_count_per_token(config: HFConfig, sizes: Sizes) -> int:
-        if callable(experts_per_token):
-            return experts_per_token(config, sizes)
-        return read_experts_per_token(config, sizes["experts"], experts_per_token)
-
-    moe_choices: dict[str, Any] = {"experts_per_token": read_count_per_token}
-    groups: dict[str, LayerGroup] = {}
-    if dense_layers is None:
-        layer = {**layer, **moe}
-    else:
-        groups = dense_and_sparse_layers(dense_layers, moe, dense_mlp)
-        moe_choices["dense_layers"] = lambda config, sizes: dense_layers(config, sizes["layers"])
-    return llama_like(
-        name,
-        title,
-        layer=layer,
-        groups=groups,
-        more_sizes=expert_sizes,
-        choices={**moe_choices, **choices},
-        **settings,
-    )
-
-
-def deepseek_like(
-    name: str,
-    title: str,
-    *,
-    experts_per_token: int,
-    groups: tuple[int, int] = (1, 1),
-    scale: float = 1.0,
-    is_normalized: bool = True,
-    choices: Choices = NO_CHOICES,
-    **settings: Any,
-) -> Family:
-    """Return a family with the experts of DeepSeek-V3: sigmoid scores in groups with a correction, and shared experts.
-
-    Args:
-        name: `model_type` of its config.json.
-        title: One line about the family, for lists.
-        experts_per_token: Default of `num_experts_per_tok`.
-        groups: Defaults of `n_group` and `topk_group`.
-        scale: Default of `routed_scaling_factor`.
-        is_normalized: Default of `norm_topk_prob`.
-        choices: Fields of the architecture that differ.
-        settings: Arguments of `moe_like`.
-    """
-
-    def read_router(config: HFConfig, sizes: Sizes) -> Router:
-        num_experts = sizes["experts"]
-        return grouped_router(
-            config,
-            num_experts,
-            read_experts_per_token(config, num_experts, experts_per_token),
-            groups=groups,
-            scale=scale,
-            is_normalized=is_normalized,
-        )
-
-    experts_of_v3: dict[str, Any] = {
-        "moe": CORRECTED_EXPERTS,
-        "count_fields": ("num_local_experts", "n_routed_experts"),
-        "shared_mlp": shared_count("n_shared_experts", 1),
-    }
-    return moe_like(
-        name,
-        title,
-        experts_per_token=experts_per_token,
-        choices={"router": read_router, **choices},
-        **{**experts_of_v3, **settings},
-    )
-
-
-def dense_and_sparse_layers(
-    dense_layers: LayerNumbers, moe: Parameters, dense_mlp: Parameters = DENSE_MLP
-) -> dict[str, LayerGroup]:
-    """Return the groups of the layers with a dense MLP, and of those with experts.
-
-    Args:
-        dense_layers: Numbers of the layers with a dense MLP. A config in which they are all layers is refused.
-        moe: Parameters of the MLP of a layer with experts.
-        dense_mlp: Parameters of the MLP of a dense layer.
-    """
-
-    def dense(config: HFConfig, layers: int) -> tuple[int, ...]:
-        listed = dense_layers(config, layers)
-        if len(listed) == layers:
-            raise invalid_config_error(f"all {layers} layers are dense, so that none has experts")
-        return listed
-
-    def sparse(config: HFConfig, layers: int) -> tuple[int, ...]:
-        listed = frozenset(dense(config, layers))
-        return tuple(layer for layer in range(layers) if layer not in listed)
-
-    return {
-        DENSE_LAYERS: LayerGroup(dense_mlp, dense, may_be_all=False),
-        SPARSE_LAYERS: LayerGroup(moe, sparse),
-    }
 
 
 # --- Sizes
@@ -436,3 +286,159 @@ def grouped_router(
     )
     router.check_experts(experts, experts_per_token)
     return router
+
+
+# --- Declarations
+
+
+def moe_like(
+    name: str,
+    title: str,
+    *,
+    layer: Parameters,
+    num_experts: int,
+    experts_per_token: int | ReadSize,
+    moe: Parameters = EXPERTS,
+    count_fields: tuple[str, ...] = ("num_local_experts", "num_experts"),
+    expert_mlp: int | None = None,
+    shared_mlp: ReadSize | None = None,
+    more_sizes: Callable[[HFConfig, Sizes], dict[str, int]] | None = None,
+    dense_layers: LayerNumbers | None = None,
+    dense_mlp: Parameters = DENSE_MLP,
+    choices: Choices = NO_CHOICES,
+    **settings: Any,
+) -> Family:
+    """Return a family like LLaMA with experts in all layers, or in all but the dense layers.
+
+    Args:
+        name: `model_type` of its config.json.
+        title: One line about the family, for lists.
+        layer: Parameters of every layer, without its MLP.
+        num_experts: Default of the number of experts.
+        experts_per_token: Default of `num_experts_per_tok`, or a reader of the number.
+        moe: Parameters of the MLP of a layer with experts.
+        count_fields: Fields of the number of experts, in the order in which transformers uses them.
+        expert_mlp: Default of `moe_intermediate_size`. None if `intermediate_size` is the width of an expert.
+        shared_mlp: Reader of the width of shared experts, from the sizes with the width of an expert as `mlp`.
+        more_sizes: Further sizes, or others.
+        dense_layers: Numbers of the layers with a dense MLP, or None.
+        dense_mlp: Parameters of the MLP of a dense layer.
+        choices: Fields of the architecture that differ.
+        settings: Arguments of `llama_like`.
+    """
+
+    def expert_sizes(config: HFConfig, sizes: Sizes) -> dict[str, int]:
+        found = dict(sizes)
+        if expert_mlp is not None:
+            found["dense_mlp"] = sizes["mlp"]
+            found["mlp"] = read_size(config, "moe_intermediate_size", expert_mlp)
+        if shared_mlp is not None:
+            found["shared_mlp"] = shared_mlp(config, found)
+        found["experts"] = read_experts(config, num_experts, count_fields)
+        found["gate_up"] = 2
+        return {**found, **more_sizes(config, found)} if more_sizes else found
+
+    def read_count_per_token(config: HFConfig, sizes: Sizes) -> int:
+        if callable(experts_per_token):
+            return experts_per_token(config, sizes)
+        return read_experts_per_token(config, sizes["experts"], experts_per_token)
+
+    moe_choices: dict[str, Any] = {"experts_per_token": read_count_per_token}
+    groups: dict[str, LayerGroup] = {}
+    if dense_layers is None:
+        layer = {**layer, **moe}
+    else:
+        groups = dense_and_sparse_layers(dense_layers, moe, dense_mlp)
+        moe_choices["dense_layers"] = lambda config, sizes: dense_layers(config, sizes["layers"])
+    return llama_like(
+        name,
+        title,
+        layer=layer,
+        groups=groups,
+        more_sizes=expert_sizes,
+        choices={**moe_choices, **choices},
+        **settings,
+    )
+
+
+DEEPSEEK_SHARED_MLP = shared_count("n_shared_experts", 1)
+
+
+def deepseek_like(
+    name: str,
+    title: str,
+    *,
+    experts_per_token: int,
+    moe: Parameters = CORRECTED_EXPERTS,
+    count_fields: tuple[str, ...] = ("num_local_experts", "n_routed_experts"),
+    shared_mlp: ReadSize = DEEPSEEK_SHARED_MLP,
+    groups: tuple[int, int] = (1, 1),
+    scale: float = 1.0,
+    is_normalized: bool = True,
+    choices: Choices = NO_CHOICES,
+    **settings: Any,
+) -> Family:
+    """Return a family with the experts of DeepSeek-V3: sigmoid scores in groups with a correction, and shared experts.
+
+    Args:
+        name: `model_type` of its config.json.
+        title: One line about the family, for lists.
+        experts_per_token: Default of `num_experts_per_tok`.
+        moe: Parameters of the MLP of a layer with experts. See `moe_like`, like the following two arguments.
+        count_fields: Fields of the number of experts.
+        shared_mlp: Reader of the width of shared experts.
+        groups: Defaults of `n_group` and `topk_group`.
+        scale: Default of `routed_scaling_factor`.
+        is_normalized: Default of `norm_topk_prob`.
+        choices: Fields of the architecture that differ.
+        settings: Arguments of `moe_like`.
+    """
+
+    def read_router(config: HFConfig, sizes: Sizes) -> Router:
+        num_experts = sizes["experts"]
+        return grouped_router(
+            config,
+            num_experts,
+            read_experts_per_token(config, num_experts, experts_per_token),
+            groups=groups,
+            scale=scale,
+            is_normalized=is_normalized,
+        )
+
+    return moe_like(
+        name,
+        title,
+        moe=moe,
+        count_fields=count_fields,
+        experts_per_token=experts_per_token,
+        shared_mlp=shared_mlp,
+        choices={"router": read_router, **choices},
+        **settings,
+    )
+
+
+def dense_and_sparse_layers(
+    dense_layers: LayerNumbers, moe: Parameters, dense_mlp: Parameters = DENSE_MLP
+) -> dict[str, LayerGroup]:
+    """Return the groups of the layers with a dense MLP, and of those with experts.
+
+    Args:
+        dense_layers: Numbers of the layers with a dense MLP. A config in which they are all layers is refused.
+        moe: Parameters of the MLP of a layer with experts.
+        dense_mlp: Parameters of the MLP of a dense layer.
+    """
+
+    def dense(config: HFConfig, layers: int) -> tuple[int, ...]:
+        listed = dense_layers(config, layers)
+        if len(listed) == layers:
+            raise invalid_config_error(f"all {layers} layers are dense, so that none has experts")
+        return listed
+
+    def sparse(config: HFConfig, layers: int) -> tuple[int, ...]:
+        listed = frozenset(dense(config, layers))
+        return tuple(layer for layer in range(layers) if layer not in listed)
+
+    return {
+        DENSE_LAYERS: LayerGroup(dense_mlp, dense, may_be_all=False),
+        SPARSE_LAYERS: LayerGroup(moe, sparse),
+    }
