@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from prepcli.models.architecture import ArchConfig
 from prepcli.models.declaration import Choices, Sizes
 from prepcli.models.families import exaone4, granite, granite_swa, hunyuan_v1_dense
 from prepcli.models.parameters import HFConfig, read_size
@@ -45,12 +44,11 @@ def read_static_rope(config: HFConfig, sizes: Sizes, max_positions: int = 2048) 
     )
 
 
-def _exaone4(config: HFConfig, sizes: Sizes) -> ArchConfig:
-    config.get("sliding_window_pattern")
-    return exaone4.windowed_arch_config(config, sizes)
-
-
 EXAONE4_WINDOWS: Choices = {
-    "sliding_windows": lambda config, sizes: _exaone4(config, sizes).sliding_windows,
-    "layers_without_rope": lambda config, sizes: _exaone4(config, sizes).layers_without_rope,
+    "sliding_windows": lambda config, sizes: (
+        exaone4.windowed_arch_config(config, sizes).sliding_windows
+    ),
+    "layers_without_rope": lambda config, sizes: (
+        exaone4.windowed_arch_config(config, sizes).layers_without_rope
+    ),
 }

@@ -158,6 +158,8 @@ FAMILIES = by_name(
         dense_layers=_read_exaone_dense_layers,
         norm_eps=1e-5,
         choices=EXAONE4_WINDOWS,
+        # transformers reads the pattern only without `layer_types`.
+        ignores=("sliding_window_pattern",),
     ),
     deepseek_like(
         "sarvam_moe",
