@@ -328,15 +328,17 @@ def moe_like(
     """
 
     def expert_sizes(config: HFConfig, sizes: Sizes) -> dict[str, int]:
-        found = dict(sizes)
+        axis_sizes = dict(sizes)
         if expert_mlp is not None:
-            found["dense_mlp"] = sizes["mlp"]
-            found["mlp"] = read_size(config, "moe_intermediate_size", expert_mlp)
+            axis_sizes["dense_mlp"] = sizes["mlp"]
+            axis_sizes["mlp"] = read_size(config, "moe_intermediate_size", expert_mlp)
         if shared_mlp is not None:
-            found["shared_mlp"] = shared_mlp(config, found)
-        found["experts"] = read_experts(config, num_experts, count_fields)
-        found["gate_up"] = 2
-        return {**found, **more_sizes(config, found)} if more_sizes else found
+            axis_sizes["shared_mlp"] = shared_mlp(config, axis_sizes)
+        axis_sizes["experts"] = read_experts(config, num_experts, count_fields)
+        axis_sizes["gate_up"] = 2
+        if more_sizes is not None:
+            axis_sizes |= more_sizes(config, axis_sizes)
+        return axis_sizes
 
     def read_count_per_token(config: HFConfig, sizes: Sizes) -> int:
         if callable(experts_per_token):
@@ -420,7 +422,7 @@ def deepseek_like(
 def dense_and_sparse_layers(
     dense_layers: LayerNumbers, moe: Parameters, dense_mlp: Parameters = DENSE_MLP
 ) -> dict[str, LayerGroup]:
-    """Return the groups of the layers with a dense MLP, and of those with experts.
+    """Return the group of layers with a dense MLP, and the group of layers with experts.
 
     Args:
         dense_layers: Numbers of the layers with a dense MLP. A config in which they are all layers is refused.

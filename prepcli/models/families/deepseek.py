@@ -92,7 +92,7 @@ def _read_latent_rope(
 
     Args:
         config: Content of a config.json.
-        sizes: Sizes with those of latent attention.
+        sizes: Sizes with the extents of latent attention.
         positions: Default of `max_position_embeddings`.
         names: Other names of YaRN.
     """

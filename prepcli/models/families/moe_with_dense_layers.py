@@ -180,7 +180,7 @@ def _llama4_query_scale(config: HFConfig, sizes: Sizes) -> QueryScale | None:
 
 
 def _llama4_dense_layers(config: HFConfig, layers: int) -> tuple[int, ...]:
-    """Return the layers that `moe_layers` does not list, or those between the steps of `interleave_moe_layer_step`.
+    """Return the layers between the steps of `interleave_moe_layer_step`, or without an entry in `moe_layers`.
 
     Raises:
         PrepError: `moe_layers` is not a list, or a field is invalid.
@@ -211,7 +211,7 @@ def _llama4_experts() -> Parameters:
 
 
 def _ernie_dense_layers(config: HFConfig, layers: int) -> tuple[int, ...]:
-    """Return the layers outside of a range, and those between the steps of `moe_layer_interval`.
+    """Return the layers outside of a range, and the layers between the steps of `moe_layer_interval`.
 
     Raises:
         PrepError: A field of the MoE layers is invalid.
