@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -140,8 +141,11 @@ def declare(
         counts = {group: len(listed) for group, listed in numbers(config).items()}
         return {**sizes(config), **counts}
 
+    grouped: Parameters = {}
     for group, members in groups.items():
-        parameters = parameters | _group_parameters(group, members, sizes, layers)
+        grouped |= _group_parameters(group, members, sizes, layers)
+    if grouped:
+        parameters = _insert_after_layers(parameters, grouped)
     return rows.build_family(
         name=name,
         prefix=prefix,
@@ -174,7 +178,7 @@ def supporting(
     conditions = {parameter.condition for parameter in parameters.values()}
 
     def arch_config(config: HFConfig) -> ArchConfig:
-        recorded = RecordedConfig(config)
+        recorded = config if isinstance(config, RecordedConfig) else RecordedConfig(config)
         axis_sizes = sizes(recorded)
         found = arch(recorded, axis_sizes)
         values: dict[str, Any] = {}
@@ -228,6 +232,13 @@ def _group_parameters(
         parameters |= stack(LAYERS, layers, in_layers)
     grouped = under_condition(members.parameters, has_some_layers)
     return parameters | stack(group, layers.replace(LAYERS + "}", group + "}"), grouped)
+
+
+def _insert_after_layers(parameters: Parameters, grouped: Parameters) -> Parameters:
+    """Return parameters with the ones of groups after the ones of all layers, before the last norm."""
+    in_layers = [path.startswith(f"{LAYERS}.") for path in parameters]
+    end = len(in_layers) - in_layers[::-1].index(True)
+    return {**dict(islice(parameters.items(), end)), **grouped, **parameters}
 
 
 def under_condition(parameters: Parameters, condition: Condition) -> Parameters:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.models.architecture import SEMANTIC_FIELDS
+from prepcli.models.declaration import RecordedConfig
 from prepcli.models.parameters import Family, HFConfig
 
 # Each one is the name of a module of `prepcli.models.families`. Lists of families have this order.
@@ -120,6 +120,11 @@ _KIN = {
     "llama_extended": "bitnet apertus diffllama doge exaone phi3 hunyuan_v1_dense",
     "llama": "llama mistral ministral ministral3 qwen2 qwen3 smollm3 seed_oss arcee helium internlm3 "
     "ernie4_5 iquestcoder cwm",
+    "moe": "mixtral olmoe flex_olmo granitemoe granitemoeshared granitemoe_swa phimoe gpt_oss "
+    "hunyuan_v1_moe minimax_m2",
+    "moe_with_dense_layers": "qwen2_moe qwen3_moe mellum flint llama4_text ernie4_5_moe",
+    "deepseek": "deepseek_v2 deepseek_v3 glm4_moe_lite sarvam_mla youtu minicpm3",
+    "deepseek_experts": "dots1 glm4_moe exaone_moe sarvam_moe solar_open hy_v3",
 }
 KIN: Mapping[str, str] = {name: kin for kin, names in _KIN.items() for name in names.split()}
 # Types of published config.json with the layers, the tensors and the fields of a family.
@@ -216,19 +221,6 @@ def _nearest_family_hint(config: HFConfig) -> str:
 def fields_read(family: Family) -> set[str]:
     """Return the config fields that a family reads."""
     # An empty config gives each field its default, so no family can fail on a value.
-    config = _RecordingConfig()
+    config = RecordedConfig({})
     family.arch_config(config)
     return config.fields
-
-
-class _RecordingConfig(dict[str, Any]):
-    """An empty config that records every access to a field."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fields: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Record a field and return the default."""
-        self.fields.add(key)
-        return default

@@ -121,6 +121,7 @@ def llama_like(
     activation_field: str | None = "hidden_act",
     norm_eps: float = 1e-6,
     norm_eps_field: str = "rms_norm_eps",
+    init_std: float = 0.02,
     aliases: Mapping[str, str] = MappingProxyType({}),
     prefix: str = TENSOR_PREFIX,
     tokens: str = "embed_tokens.weight",
@@ -153,6 +154,7 @@ def llama_like(
         activation_field: Its config field, or None if the family has one activation.
         norm_eps: Default of the epsilon of norms.
         norm_eps_field: Its config field.
+        init_std: Default of the standard deviation of initial values.
         aliases: Name of a field in published files, which overrides -> name in the config class.
         prefix: Prefix of its tensors in a file of the model with its head.
         tokens: Tensor of the token embeddings.
@@ -186,6 +188,7 @@ def llama_like(
             rope=rope(config, axis_sizes) if rope else None,
             activation=(activation_field, activation) if activation_field else activation,
             norm_eps=(norm_eps_field, norm_eps),
+            init_std=init_std,
         )
 
     return declare(
@@ -271,6 +274,7 @@ def arch_config(
     rope: Rope | None = None,
     activation: tuple[str, str] | str = ("hidden_act", "silu"),
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
+    init_std: float = 0.02,
 ) -> ArchConfig:
     """Return the architecture of LLaMA.
 
@@ -282,6 +286,7 @@ def arch_config(
         rope: Rotary embedding, if the family has read it already.
         activation: Config field of the activation, and its default. Or an activation without a field.
         norm_eps: Config field of the epsilon of norms, and its default.
+        init_std: Default of `initializer_range`.
 
     Raises:
         PrepError: The config is invalid, or the key and value heads do not divide the query heads.
@@ -302,7 +307,7 @@ def arch_config(
             config, axis_sizes["head_dim"], max_positions=max_positions, default_theta=rope_theta
         ),
         max_positions=max_positions,
-        init_std=read_positive(config, "initializer_range", 0.02),
+        init_std=read_positive(config, "initializer_range", init_std),
     )
 
 

@@ -6,23 +6,27 @@ import dataclasses
 
 from prepcli.algebra.axis_map import ATTENTION_LAYERS, MIXER_LAYERS
 from prepcli.core.errors import unsupported_config_error
-from prepcli.models.architecture import ArchConfig, reject_unsupported_fields
+from prepcli.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from prepcli.models.families import (
     _grouped_style,
     _hybrid_style,
     _llama_style,
     bamba,
     granite,
-    granitemoe,
 )
 from prepcli.models.families._grouped_style import LayerGroup
 from prepcli.models.families._hybrid_style import FULL, LINEAR, layers_of_type
+from prepcli.models.families._moe_style import fused_experts
 from prepcli.models.field_aliases import AliasedConfig
 from prepcli.models.parameters import HFConfig, if_set, read_count, read_size
 from prepcli.models.rows import Parameters, matrix
 
 ALIASES = {"layers_block_type": "layer_types"}
-FIELDS = (*granitemoe.FIELDS, "layer_types", "shared_intermediate_size")
+FIELDS = (
+    *ROPE_FIELDS,
+    *granite.MULTIPLIERS,
+    *("attention_bias", "num_local_experts", "layer_types", "shared_intermediate_size"),
+)
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -113,7 +117,7 @@ def _mlp() -> Parameters:
     """Return the parameters of the experts with the shared MLP, or of the shared MLP alone."""
     # The gate of the experts and the gate of the dense MLP have one path, so one is the other's `else_row`.
     shared = _shared_mlp("mlp.shared", "shared_mlp")
-    experts = _grouped_style.under_condition({**granitemoe.fused_experts(), **shared}, _has_experts)
+    experts = _grouped_style.under_condition({**fused_experts(), **shared}, _has_experts)
     for path, dense in _shared_mlp("mlp", "mlp").items():
         experts[path] = dataclasses.replace(experts[path], else_row=dense.row)
     return experts

@@ -16,7 +16,6 @@ from prepcli.models.architecture import (
     reject_unsupported_fields,
 )
 from prepcli.models.families import (
-    _deepseek_style,
     _grouped_style,
     _hybrid_style,
     _llama_style,
@@ -72,7 +71,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
         "mlp": read_size(config, "moe_intermediate_size", 7688),
         "dense_mlp": axis_sizes["mlp"],
         "shared_mlp": read_size(config, "moe_shared_expert_intermediate_size", 7688),
-        "experts": _deepseek_style.read_experts(config, 8),
+        "experts": _moe_style.read_experts(config, 8),
     }
 
 
@@ -118,7 +117,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     experts_per_token = _llama_style.read_experts_per_token(
         config, axis_sizes["experts"], default=2
     )
-    router = _deepseek_style.grouped_router(
+    router = _moe_style.grouped_router(
         config, axis_sizes["experts"], experts_per_token, groups=(1, 1), scale=1.0
     )
     return ArchConfig(
@@ -148,8 +147,10 @@ def _reject_other_choices(config: HFConfig) -> None:
         if value not in neutral:
             what = f"`{field}` is not supported for this family"
             raise unsupported_config_error(what, f"config.json has {value!r:.60}")
+    # A field that is only refused is not read: `fields_read` must not list it.
+    names = {*config}
     for field in OLD_FIELDS:
-        if field in config:
+        if field in names:
             raise unsupported_config_error(
                 f"`{field}` is not supported for this family", "it is an old name of another field"
             )
