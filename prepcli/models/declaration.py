@@ -36,10 +36,12 @@ LayerNumbers = Callable[[HFConfig, int], tuple[int, ...]]
 # Parameters of a model -> trees of other libraries by name.
 MakeLayouts = Callable[[Parameters], Mapping[str, TreeLayout]]
 NO_CHOICES: Choices = MappingProxyType({})
+# Start of the paths of parameters after the last layer.
+LAST_PATHS = ("final_norm.", "head.")
 
 
 class RecordedConfig(dict[str, Any]):
-    """A config that records the names of the fields that were read. A copy of it records nothing."""
+    """A config that records the names of the fields that were read. A copy records only if `changed` makes it."""
 
     def __init__(self, config: HFConfig) -> None:
         """Record the fields of `config`."""
@@ -58,6 +60,20 @@ class RecordedConfig(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         self.fields.add(key)
         return super().__getitem__(key)
+
+
+def changed(config: HFConfig, **fields: Any) -> HFConfig:
+    """Return a config with other values of some fields. Reads of a recorded config are recorded in it too.
+
+    >>> changed({"hidden_act": "gelu"}, hidden_act="silu")
+    {'hidden_act': 'silu'}
+    """
+    copy = {**config, **fields}
+    if not isinstance(config, RecordedConfig):
+        return copy
+    recorded = RecordedConfig(copy)
+    recorded.fields = config.fields
+    return recorded
 
 
 class LayerGroup(NamedTuple):
@@ -108,7 +124,8 @@ def declare(
             them, and else in a stack of the group's layers.
         layers: Prefix of the tensors of a layer.
         check: Raises PrepError for a config that `arch` and `choices` accept although it is not supported.
-        ignores: Semantic fields that transformers' class does not read. A config may have them.
+        ignores: Semantic fields that transformers' class does not read, or only without other fields. A config may have
+            them.
         tied: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
         layouts: Trees of other libraries, from the parameters of the model.
@@ -117,14 +134,14 @@ def declare(
     """
 
     def numbers(config: HFConfig) -> dict[str, tuple[int, ...]]:
-        return _partial_groups(groups, config, sizes(config)[LAYERS]) if groups else {}
+        return partial_groups(groups, config, sizes(config)[LAYERS]) if groups else {}
 
     def all_sizes(config: HFConfig) -> dict[str, int]:
         counts = {group: len(listed) for group, listed in numbers(config).items()}
         return {**sizes(config), **counts}
 
-    for group, members in groups.items():
-        parameters = parameters | _group_parameters(group, members, sizes, layers)
+    if groups:
+        parameters = _add_groups(parameters, groups, sizes, layers)
     return rows.build_family(
         name=name,
         prefix=prefix,
@@ -179,7 +196,7 @@ def by_name(*families: Family) -> dict[str, Family]:
     return {family.name: family for family in families}
 
 
-def _partial_groups(
+def partial_groups(
     groups: Mapping[str, LayerGroup], config: HFConfig, layers: int
 ) -> dict[str, tuple[int, ...]]:
     """Return the groups of some layers, but not all -> numbers of their layers."""
@@ -189,6 +206,20 @@ def _partial_groups(
         if 0 < len(listed) < layers:
             found[group] = listed
     return found
+
+
+def _add_groups(
+    parameters: Parameters,
+    groups: Mapping[str, LayerGroup],
+    sizes: Callable[[HFConfig], dict[str, int]],
+    layers: str,
+) -> Parameters:
+    """Return parameters with those of groups, in the order of a forward pass: before the last norm and the head."""
+    last = {path: row for path, row in parameters.items() if path.startswith(LAST_PATHS)}
+    added = {path: row for path, row in parameters.items() if path not in last}
+    for group, members in groups.items():
+        added |= _group_parameters(group, members, sizes, layers)
+    return added | last
 
 
 def _group_parameters(
@@ -218,7 +249,10 @@ def under_condition(parameters: Parameters, condition: Condition) -> Parameters:
     for path, parameter in parameters.items():
 
         def holds(config: HFConfig, inner: Parameter = parameter) -> bool:
-            return condition_holds(config, condition) and condition_holds(config, inner.condition)
+            # Both are read, since a family supports the fields that it reads, e.g. the biases of attention in a model
+            # without attention.
+            conditions = [condition_holds(config, each) for each in (condition, inner.condition)]
+            return all(conditions)
 
         limited[path] = dataclasses.replace(parameter, condition=holds)
     return limited

@@ -22,6 +22,7 @@ from prepcli.models.declaration import (
     LayerGroup,
     MakeLayouts,
     Sizes,
+    changed,
     declare,
 )
 from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
@@ -35,6 +36,7 @@ from prepcli.models.parameters import (
     LazyLayouts,
     Parameter,
     TreeLayout,
+    if_set,
     read_count,
     read_size,
 )
@@ -327,7 +329,7 @@ def read_partial_rope(
         default_theta: Default of the rotary base.
     """
     return read_rope(
-        {"partial_rotary_factor": default_share, **config},
+        changed(config, partial_rotary_factor=config.get("partial_rotary_factor", default_share)),
         head_dim,
         max_positions=read_size(config, "max_position_embeddings", max_positions),
         default_theta=default_theta,
@@ -412,12 +414,25 @@ def attention(bias: Condition | None = NEVER, out_bias: Condition | None = NEVER
     )
 
 
-def gated_mlp(bias: Condition | None = NEVER) -> Parameters:
-    """Return the parameters of a gated MLP, whose matrices have a bias under the condition."""
+def gated_mlp(
+    bias: Condition | None = NEVER,
+    module: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    mlp: str = "mlp",
+) -> Parameters:
+    """Return the parameters of a gated MLP.
+
+    Args:
+        bias: When its matrices have a bias.
+        module: Name of its module.
+        names: Names of gate, up and down in the module.
+        mlp: Atom of its hidden units.
+    """
+    gate, up, down = (f"{module}.{name}.weight" for name in names)
     return {
-        **linear("mlp.gate", "mlp embed <- mlp.gate_proj.weight: mlp embed", bias),
-        **linear("mlp.up", "mlp embed <- mlp.up_proj.weight: mlp embed", bias),
-        **linear("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp", bias),
+        **linear("mlp.gate", f"{mlp} embed <- {gate}: {mlp} embed", bias),
+        **linear("mlp.up", f"{mlp} embed <- {up}: {mlp} embed", bias),
+        **linear("mlp.down", f"embed {mlp} <- {down}: embed {mlp}", bias),
     }
 
 
@@ -428,6 +443,10 @@ def plain_mlp(bias: Condition | None = NEVER) -> Parameters:
         **linear("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp", bias),
     }
 
+
+# Biases on all four matrices of attention, and on those of the MLP, if the config says so.
+BIASED_ATTENTION = attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias"))
+BIASED_MLP = gated_mlp(bias=if_set("mlp_bias"))
 
 # The gate is the first half of the fused matrix. Their sizes have `gate_up`: 2.
 FUSED_GATED_MLP = {
