@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -36,8 +37,6 @@ LayerNumbers = Callable[[HFConfig, int], tuple[int, ...]]
 # Parameters of a model -> trees of other libraries by name.
 MakeLayouts = Callable[[Parameters], Mapping[str, TreeLayout]]
 NO_CHOICES: Choices = MappingProxyType({})
-# Start of the paths of parameters after the last layer.
-LAST_PATHS = ("final_norm.", "head.")
 
 
 class RecordedConfig(dict[str, Any]):
@@ -95,6 +94,7 @@ NO_GROUPS: Mapping[str, LayerGroup] = MappingProxyType({})
 
 def declare(
     name: str,
+    title: str,
     *,
     sizes: Callable[[HFConfig], dict[str, int]],
     arch: Callable[[HFConfig, Sizes], ArchConfig],
@@ -115,6 +115,7 @@ def declare(
 
     Args:
         name: `model_type` of its config.json.
+        title: One line about the family, for lists.
         sizes: Named axis (atom) -> extent, without those of groups.
         arch: The architecture, before `choices`.
         parameters: Parameters of all layers, and those outside of layers.
@@ -140,8 +141,10 @@ def declare(
         counts = {group: len(listed) for group, listed in numbers(config).items()}
         return {**sizes(config), **counts}
 
-    if groups:
-        parameters = _add_groups(parameters, groups, sizes, layers)
+    grouped: Parameters = {}
+    for group, members in groups.items():
+        grouped |= _group_parameters(group, members, sizes, layers)
+    parameters = _insert_after_layers(parameters, grouped)
     return rows.build_family(
         name=name,
         prefix=prefix,
@@ -154,6 +157,7 @@ def declare(
         dropout_fields=dropout_fields,
         layer_numbers=numbers,
         default_prediction_layers=prediction_layers,
+        title=title,
     )
 
 
@@ -173,7 +177,7 @@ def supporting(
     conditions = {parameter.condition for parameter in parameters.values()}
 
     def arch_config(config: HFConfig) -> ArchConfig:
-        recorded = RecordedConfig(config)
+        recorded = config if isinstance(config, RecordedConfig) else RecordedConfig(config)
         axis_sizes = sizes(recorded)
         found = arch(recorded, axis_sizes)
         values: dict[str, Any] = {}
@@ -208,20 +212,6 @@ def partial_groups(
     return found
 
 
-def _add_groups(
-    parameters: Parameters,
-    groups: Mapping[str, LayerGroup],
-    sizes: Callable[[HFConfig], dict[str, int]],
-    layers: str,
-) -> Parameters:
-    """Return parameters with those of groups, in the order of a forward pass: before the last norm and the head."""
-    last = {path: row for path, row in parameters.items() if path.startswith(LAST_PATHS)}
-    added = {path: row for path, row in parameters.items() if path not in last}
-    for group, members in groups.items():
-        added |= _group_parameters(group, members, sizes, layers)
-    return added | last
-
-
 def _group_parameters(
     group: str, members: LayerGroup, sizes: Callable[[HFConfig], dict[str, int]], layers: str
 ) -> Parameters:
@@ -241,6 +231,13 @@ def _group_parameters(
         parameters |= stack(LAYERS, layers, in_layers)
     grouped = under_condition(members.parameters, has_some_layers)
     return parameters | stack(group, layers.replace(LAYERS + "}", group + "}"), grouped)
+
+
+def _insert_after_layers(parameters: Parameters, grouped: Parameters) -> Parameters:
+    """Return parameters with the ones of groups after the ones of all layers, before the last norm."""
+    in_layers = [path.startswith(f"{LAYERS}.") for path in parameters]
+    end = len(in_layers) - in_layers[::-1].index(True)
+    return {**dict(islice(parameters.items(), end)), **grouped, **parameters}
 
 
 def under_condition(parameters: Parameters, condition: Condition) -> Parameters:

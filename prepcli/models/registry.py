@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.models.architecture import SEMANTIC_FIELDS
+from prepcli.models.declaration import RecordedConfig
 from prepcli.models.parameters import Family, HFConfig
 
 # Each one is the name of a module of `prepcli.models.families`. Lists of families have this order.
@@ -116,6 +116,8 @@ MODEL_TYPES = (
 # Model type -> module of `prepcli.models.families` with its declaration, if it is not the name of the type.
 _KIN = {
     "gemma": "gemma gemma2 gemma3_text gemma4_text vaultgemma",
+    "hybrid": "lfm2 lfm2_moe",
+    "qwen_hybrid": "qwen3_next qwen3_5_text qwen3_5_moe_text",
 }
 KIN: Mapping[str, str] = {name: kin for kin, names in _KIN.items() for name in names.split()}
 # Types of published config.json with the layers, the tensors and the fields of a family.
@@ -212,19 +214,6 @@ def _nearest_family_hint(config: HFConfig) -> str:
 def fields_read(family: Family) -> set[str]:
     """Return the config fields that a family reads."""
     # An empty config gives each field its default, so no family can fail on a value.
-    config = _RecordingConfig()
+    config = RecordedConfig({})
     family.arch_config(config)
     return config.fields
-
-
-class _RecordingConfig(dict[str, Any]):
-    """An empty config that records every access to a field."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fields: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Record a field and return the default."""
-        self.fields.add(key)
-        return default

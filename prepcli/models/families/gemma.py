@@ -383,9 +383,9 @@ LAYER_INPUT_GATE: Parameters = {
 }  # fmt: skip
 
 FAMILIES = by_name(
-    # Gemma 1: LLaMA with scaled embeddings, norms that scale by 1 + weight, tanh GELU, and a tied head
     _gemma_like(
         "gemma",
+        "Gemma 1: LLaMA with scaled embeddings, norms that scale by 1 + weight, tanh GELU, and a tied head.",
         layer={**PRE_NORMS, **BIASED_ATTENTION, **gated_mlp()},
         # 16 heads of 256 elements are 4096, more than the width 3072.
         defaults={
@@ -401,9 +401,9 @@ FAMILIES = by_name(
             **levanter_layouts(rows),
         },
     ),
-    # Gemma 2: Gemma 1 with norms before and after each sublayer, softcaps, and a window in every other layer
     _gemma2_like(
         "gemma2",
+        "Gemma 2: Gemma 1 with norms before and after each sublayer, softcaps, and windows in every other layer.",
         layer={**SANDWICH_NORMS, **BIASED_ATTENTION, **gated_mlp()},
         choices={**GEMMA2, "block_type": "sandwich"},
         layouts=lambda rows: {
@@ -414,9 +414,9 @@ FAMILIES = by_name(
             **levanter_layouts(rows),
         },
     ),
-    # VaultGemma: Gemma 2 without norms after the sublayers
     _gemma2_like(
         "vaultgemma",
+        "VaultGemma: Gemma 2 without norms after the sublayers.",
         layer={
             **rms_norms(attn_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm"),
             **BIASED_ATTENTION,
@@ -424,9 +424,9 @@ FAMILIES = by_name(
         },
         choices=GEMMA2,
     ),
-    # Gemma 3 (text model): Gemma 2 with QK norms, no softcap of scores, and rotary embeddings for sliding layers
     _gemma_like(
         "gemma3_text",
+        "Gemma 3 (text model): Gemma 2 with QK norms, no softcap of scores, local rotary embeddings in sliding layers.",
         layer={**SANDWICH_NORMS, **BIASED_ATTENTION, **QK_NORMS, **gated_mlp()},
         defaults={**GEMMA2_SIZES, "vocab": 262_208, "layers": 26},
         positions=131_072,
@@ -448,9 +448,9 @@ FAMILIES = by_name(
             **levanter_layouts(rows),
         },
     ),
-    # Gemma 4 (text model): Gemma 3 with wider heads in full attention, inputs of layers, and keys of earlier layers
     _gemma_like(
         "gemma4_text",
+        "Gemma 4 (text model): Gemma 3 with wider heads in full attention, inputs of layers, keys of earlier layers.",
         layer={
             **SANDWICH_NORMS,
             **under_condition(LAYER_INPUT_GATE, _has_layer_inputs),
