@@ -117,6 +117,7 @@ MODEL_TYPES = (
 _KIN = {
     "gemma": "gemma gemma2 gemma3_text gemma4_text vaultgemma",
     "hybrid": "lfm2 lfm2_moe",
+    "mamba": "mamba mamba2 nemotron_h bamba granitemoehybrid falcon_h1 jamba",
     "qwen_hybrid": "qwen3_next qwen3_5_text qwen3_5_moe_text",
 }
 KIN: Mapping[str, str] = {name: kin for kin, names in _KIN.items() for name in names.split()}
