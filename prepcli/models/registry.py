@@ -116,9 +116,9 @@ MODEL_TYPES = (
 # Model type -> module of `prepcli.models.families` with its declaration, if it is not the name of the type.
 _KIN = {
     "gemma": "gemma gemma2 gemma3_text gemma4_text vaultgemma",
-    "hybrid": "lfm2 lfm2_moe",
-    "mamba": "mamba mamba2 nemotron_h bamba granitemoehybrid falcon_h1 jamba",
-    "qwen_hybrid": "qwen3_next qwen3_5_text qwen3_5_moe_text",
+    "hybrid": "lfm2 lfm2_moe qwen3_next qwen3_5_text qwen3_5_moe_text",
+    "mamba": "mamba mamba2 nemotron_h",
+    "mamba_hybrid": "bamba granitemoehybrid falcon_h1 jamba",
 }
 KIN: Mapping[str, str] = {name: kin for kin, names in _KIN.items() for name in names.split()}
 # Types of published config.json with the layers, the tensors and the fields of a family.

@@ -1,4 +1,4 @@
-"""Hybrid models: the parts that those with recurrent mixers share, and LFM2. No I/O, no jax."""
+"""Hybrid models: the parts that those with recurrent mixers share, LFM2, and the hybrids of Qwen. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from prepcli.core.json_values import HFConfig
 from prepcli.models.architecture import read_positive
 from prepcli.models.declaration import Choices, LayerGroup, LayerNumbers, Sizes, by_name
 from prepcli.models.families._llama_style import (
+    PRE_NORMS,
     gated_mlp,
     llama_like,
+    partial_rope,
     read_experts_per_token,
     rms_norms,
 )
-from prepcli.models.families._moe_style import correction, layer_sizes
+from prepcli.models.families._moe_style import (
+    DENSE_MLP,
+    GATED_SHARED_EXPERTS,
+    correction,
+    layer_sizes,
+    read_dense_layers_by_step,
+)
 from prepcli.models.mixer_config import Mixer
 from prepcli.models.moe_config import Router
 from prepcli.models.parameters import NEVER, Condition, Parameter, if_set, read_count, read_size
-from prepcli.models.rows import (
-    Parameters,
-    linear,
-    matrix,
-    rms_norm,
-    separate_qkv,
-    unless_false,
-)
+from prepcli.models.rows import Parameters, linear, matrix, rms_norm, separate_qkv, unless_false
 
-# --- Types of layers
+# --- Types of layers, and groups of them
 
-# With a recurrent mixer, and with attention.
+# Layers with a recurrent mixer, and with attention.
 LINEAR = "linear_attention"
 FULL = "full_attention"
 # Names in files of older versions of transformers.
@@ -49,16 +50,10 @@ OLD_LAYER_TYPES = {"mamba": LINEAR, "attention": FULL}
 def read_layer_types(
     listed: Any, layers: int, names: Sequence[str], default: Callable[[int], str]
 ) -> tuple[str, ...]:
-    """Return the type of each layer.
-
-    Args:
-        listed: The list of a config.json, or None.
-        layers: Number of layers.
-        names: Allowed types.
-        default: Type of the layer of an index, without a list.
+    """Return the type of each layer, from the list in a config or by the default of the layer of an index.
 
     Raises:
-        PrepError: The list has another length or other names.
+        PrepError: The list has another length, or a name that is not in `names`.
     """
     if listed is None:
         listed = [default(layer) for layer in range(layers)]
@@ -72,31 +67,28 @@ def read_layer_types(
 
 
 def layers_of(read_types: Callable[[HFConfig, int], Sequence[str]], *names: str) -> LayerNumbers:
-    """Return the function to the numbers of the layers of some types.
+    """Return the reader of the layers of some types, from the reader of the type of each layer."""
 
-    Args:
-        read_types: Config and number of layers -> type of each layer.
-        names: The types.
-    """
-
-    def numbers(config: HFConfig, layers: int) -> tuple[int, ...]:
+    def read(config: HFConfig, layers: int) -> tuple[int, ...]:
         types = read_types(config, layers)
         return tuple(layer for layer, name in enumerate(types) if name in names)
 
-    return numbers
+    return read
 
 
 def other_layers(numbers: LayerNumbers) -> LayerNumbers:
-    """Return the function to the numbers of the layers that another function does not return."""
+    """Return the reader of the layers that another reader does not return."""
 
-    def others(config: HFConfig, layers: int) -> tuple[int, ...]:
+    def read(config: HFConfig, layers: int) -> tuple[int, ...]:
         listed = frozenset(numbers(config, layers))
         return tuple(layer for layer in range(layers) if layer not in listed)
 
-    return others
+    return read
 
 
-# --- Groups of layers, and choices for them
+def layer_choice(numbers: LayerNumbers) -> Callable[[HFConfig, Sizes], tuple[int, ...]]:
+    """Return the choice of some layers."""
+    return lambda config, sizes: numbers(config, sizes[LAYERS])
 
 
 def mixer_groups(
@@ -115,10 +107,7 @@ def mixer_choices(read_mixer: Callable[[HFConfig], Mixer], mixer_layers: LayerNu
     def mixer(config: HFConfig, sizes: Sizes) -> Mixer | None:
         return read_mixer(config) if mixer_layers(config, sizes[LAYERS]) else None
 
-    return {
-        "mixer": mixer,
-        "mixer_layers": lambda config, sizes: mixer_layers(config, sizes[LAYERS]),
-    }
+    return {"mixer": mixer, "mixer_layers": layer_choice(mixer_layers)}
 
 
 def sparse_groups(
@@ -131,24 +120,27 @@ def sparse_groups(
     }
 
 
-def sparse_choices(dense_layers: LayerNumbers, experts_per_token: int) -> Choices:
-    """Return the choices of experts in all layers but dense ones. `experts_per_token` is the default."""
+def sparse_choices(dense_layers: LayerNumbers, per_token: int) -> Choices:
+    """Return the choices of experts in some layers, `per_token` by default. A config without experts is refused."""
 
     def read_dense_layers(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
         dense = dense_layers(config, sizes[LAYERS])
-        # Raises PrepError if all layers are dense.
         layer_sizes(sizes[LAYERS], dense)
         return dense
 
+    return {"dense_layers": read_dense_layers, **experts_choice(per_token)}
+
+
+def experts_choice(per_token: int) -> Choices:
+    """Return the choice of the number of experts per token, from its default."""
     return {
-        "dense_layers": read_dense_layers,
         "experts_per_token": lambda config, sizes: read_experts_per_token(
-            config, sizes["experts"], experts_per_token
-        ),
+            config, sizes["experts"], per_token
+        )
     }
 
 
-# --- Parameters of mixers
+# --- Parameters of mixers and experts
 
 # Dims of queries and keys, of values, and of one number per head.
 QUERIES = "mixer_groups mixer_state"
@@ -178,9 +170,7 @@ def convolution(
         channels: Dim of the channels in the tensor.
         bias: When it has a bias.
     """
-    parameters = {
-        f"{path}.weight": Parameter(f"{leaf_dims} kernel <- {module}.weight: {channels} 1 kernel")
-    }
+    parameters = matrix(path, f"{leaf_dims} kernel <- {module}.weight: {channels} 1 kernel")
     if bias is not NEVER:
         parameters[f"{path}.bias"] = Parameter(f"{leaf_dims} <- {module}.bias: {channels}", bias)
     return parameters
@@ -316,6 +306,123 @@ _lfm2_like = partial(
     tied=True,
 )
 
+# --- Qwen
+
+QWEN_POSITIONS = 32768
+
+
+def _delta_sizes(config: HFConfig, sizes: Sizes) -> dict[str, int]:
+    """Return the sizes of gated delta nets and of gated attention."""
+    groups = read_size(config, "linear_num_key_heads", 16)
+    heads = read_size(config, "linear_num_value_heads", 32)
+    if heads % groups:
+        why = f"linear_num_key_heads is {groups}, it must divide linear_num_value_heads, which is {heads}"
+        raise invalid_config_error(why)
+    key_dim = read_size(config, "linear_key_head_dim", 128)
+    value_dim = read_size(config, "linear_value_head_dim", 128)
+    return {
+        "mixer_groups": groups,
+        "group_heads": heads // groups,
+        "mixer_state": key_dim,
+        "mixer_head_dim": value_dim,
+        "mixer_fused": 2 * key_dim + 2 * heads // groups * value_dim,
+        "kernel": read_size(config, "linear_conv_kernel_dim", 4),
+        "query_gate": 2,
+        "beta_dt": 2,
+    }
+
+
+def _expert_sizes(config: HFConfig, experts: int) -> dict[str, int]:
+    """Return the sizes of experts. `experts` is the default of their number."""
+    return {
+        "mlp": read_size(config, "moe_intermediate_size", 512),
+        "shared_mlp": read_size(config, "shared_expert_intermediate_size", 512),
+        "experts": read_size(config, "num_experts", experts),
+        "gate_up": 2,
+    }
+
+
+def _read_qwen_types(config: HFConfig, layers: int) -> tuple[str, ...]:
+    """Return the type of each layer. By default every fourth one has full attention."""
+    interval = read_size(config, "full_attention_interval", 4)
+    return read_layer_types(
+        config.get("layer_types"),
+        layers,
+        (FULL, LINEAR),
+        lambda layer: LINEAR if (layer + 1) % interval else FULL,
+    )
+
+
+def _gated_attention() -> Parameters:
+    """Return the parameters of attention with norms, and a gate of its output in the tensor of the queries."""
+    bias = if_set("attention_bias")
+    query = "heads head_dim embed <- self_attn.q_proj.weight: (heads query_gate={} head_dim) embed"
+    norm = "head_dim <- self_attn.{}_norm.weight: head_dim"
+    key_value = "kv_heads head_dim embed <- self_attn.{}_proj.weight: (kv_heads head_dim) embed"
+    out = "embed heads head_dim <- self_attn.o_proj.weight: embed (heads head_dim)"
+    return {
+        **linear("attn.q", query.format(0), bias),
+        **linear("attn.gate", query.format(1), bias),
+        **linear("attn.k", key_value.format("k"), bias),
+        **linear("attn.v", key_value.format("v"), bias),
+        **linear("attn.o", out, bias),
+        **rms_norm("attn.q_norm", norm.format("q")),
+        **rms_norm("attn.k_norm", norm.format("k")),
+    }
+
+
+# The channels of queries, keys and values in one tensor, in this order.
+CHANNELS = {"q": QUERIES, "k": QUERIES, "v": VALUES}
+
+
+def _gated_delta(projections: Parameters) -> Parameters:
+    """Return the parameters of a gated delta net, from those of the projections of its input."""
+    module = "linear_attn"
+    parameters = {**projections}
+    for name, dims in CHANNELS.items():
+        channels = mark_part(CHANNELS, name)
+        parameters |= convolution(f"mixer.{name}_conv", f"{module}.conv1d", dims, channels, NEVER)
+    return {
+        **parameters,
+        "mixer.a_log.weight": Parameter(f"{HEADS} <- {module}.A_log: ({HEADS})"),
+        "mixer.dt_bias.bias": Parameter(f"{HEADS} <- {module}.dt_bias: ({HEADS})"),
+        **rms_norm("mixer.norm", f"mixer_head_dim <- {module}.norm.weight: mixer_head_dim"),
+        **matrix("mixer.o", f"embed {VALUES} <- {module}.out_proj.weight: embed ({VALUES})"),
+    }
+
+
+def _separate_projections() -> Parameters:
+    """Return the parameters of projections to queries, keys and values, to gates, and to strengths and time steps."""
+    parameters: Parameters = {}
+    for name, dims in CHANNELS.items():
+        row = f"{dims} embed <- linear_attn.in_proj_qkv.weight: {mark_part(CHANNELS, name)} embed"
+        parameters |= matrix(f"mixer.{name}", row)
+    for name, module, dims in (("z", "z", VALUES), ("beta", "b", HEADS), ("dt", "a", HEADS)):
+        row = f"{dims} embed <- linear_attn.in_proj_{module}.weight: ({dims}) embed"
+        parameters |= matrix(f"mixer.{name}", row)
+    return parameters
+
+
+# Each group of heads has its queries, keys, values and gates in one block of rows.
+QKVZ = "mixer_groups mixer_fused embed <- linear_attn.in_proj_qkvz.weight: (mixer_groups mixer_fused) embed"
+BETA_DT = (
+    f"{HEADS} embed <- linear_attn.in_proj_ba.weight: (mixer_groups beta_dt={{}} group_heads) embed"
+)
+FUSED_PROJECTIONS: Parameters = {
+    **matrix("mixer.qkvz", QKVZ),
+    **matrix("mixer.beta", BETA_DT.format(0)),
+    **matrix("mixer.dt", BETA_DT.format(1)),
+}
+DELTA_LAYERS = layers_of(_read_qwen_types, LINEAR)
+QWEN3_5_GROUPS = mixer_groups(
+    _gated_attention(), _gated_delta(_separate_projections()), DELTA_LAYERS
+)
+DELTA_CHOICES: Choices = {
+    "norm": "rms_offset",
+    **mixer_choices(lambda config: Mixer("gated_delta"), DELTA_LAYERS),
+}
+_qwen_like = partial(llama_like, positions=QWEN_POSITIONS, rope=partial_rope(0.25, QWEN_POSITIONS))
+
 FAMILIES = by_name(
     _lfm2_like(
         "lfm2",
@@ -338,7 +445,7 @@ FAMILIES = by_name(
         more_sizes=_lfm2_moe_sizes,
         choices={
             **CONV_CHOICES,
-            **sparse_choices(_first_layers, experts_per_token=4),
+            **sparse_choices(_first_layers, 4),
             # transformers adds the offset to the sum of the weights of a token, in `Lfm2MoeTopKRouter`.
             "router": lambda config, sizes: Router(
                 scores="sigmoid",
@@ -346,6 +453,58 @@ FAMILIES = by_name(
                 scale=read_positive(config, "routed_scaling_factor", 1.0),
                 weight_sum_offset=1e-6,
             ),
+        },
+    ),
+    _qwen_like(
+        "qwen3_next",
+        "Qwen3-Next: gated delta nets and gated attention, with experts in place of most MLPs.",
+        layer=PRE_NORMS,
+        groups={
+            **mixer_groups(_gated_attention(), _gated_delta(FUSED_PROJECTIONS), DELTA_LAYERS),
+            **sparse_groups(DENSE_MLP, GATED_SHARED_EXPERTS, read_dense_layers_by_step),
+        },
+        defaults={
+            **{"vocab": 151_936, "embed": 2048, "mlp": 5632, "layers": 48},
+            **{"heads": 16, "kv_heads": 2, "head_dim": 256},
+        },
+        more_sizes=lambda config, sizes: {
+            **_delta_sizes(config, sizes),
+            "dense_mlp": sizes["mlp"],
+            **_expert_sizes(config, experts=512),
+        },
+        choices={
+            **DELTA_CHOICES,
+            **sparse_choices(read_dense_layers_by_step, 10),
+            "router": lambda config, sizes: Router(
+                is_normalized=bool(config.get("norm_topk_prob", True))
+            ),
+        },
+    ),
+    _qwen_like(
+        "qwen3_5_text",
+        "Qwen3.5 (the language model): gated delta nets in three of four layers, gated attention in the fourth.",
+        layer={**PRE_NORMS, **gated_mlp()},
+        groups=QWEN3_5_GROUPS,
+        defaults={"vocab": 248_320, "mlp": 12288, "heads": 16, "kv_heads": 4, "head_dim": 256},
+        more_sizes=_delta_sizes,
+        choices=DELTA_CHOICES,
+    ),
+    _qwen_like(
+        "qwen3_5_moe_text",
+        "Qwen3.5-MoE (the language model): the layers of Qwen3.5, with experts in place of the MLP.",
+        layer={**PRE_NORMS, **GATED_SHARED_EXPERTS},
+        groups=QWEN3_5_GROUPS,
+        defaults={
+            **{"vocab": 248_320, "embed": 2048, "layers": 40},
+            **{"heads": 16, "kv_heads": 2, "head_dim": 256},
+        },
+        more_sizes=lambda config, sizes: {
+            **_delta_sizes(config, sizes),
+            **_expert_sizes(config, experts=256),
+        },
+        choices={
+            **DELTA_CHOICES,
+            **experts_choice(8),
         },
     ),
 )
