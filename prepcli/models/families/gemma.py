@@ -53,7 +53,7 @@ from prepcli.models.moe_config import Router
 from prepcli.models.orbax_layouts import tunix_gemma_layout
 from prepcli.models.parameters import Parameter, if_set, read_size
 from prepcli.models.rope_config import Rope, read_layer_rope, read_proportional_rope, read_rope
-from prepcli.models.rows import Parameters, linear, matrix, rms_norm
+from prepcli.models.rows import ALWAYS, Condition, Parameters, embedding, linear, matrix, rms_norm
 
 FULL_TYPE = LAYER_TYPES[0]
 SLIDING_TYPE = LAYER_TYPES[1]
@@ -194,9 +194,6 @@ def _read_full_heads(config: HFConfig, sizes: Sizes) -> HFConfig:
     """Return the fields of the heads of layers with full attention.
 
     Transformers 5 writes `per_layer_config`, e.g. {"05": {"head_dim": 512}}. Published configs have other fields.
-
-    Raises:
-        PrepError: The heads of these layers differ, or layers with a sliding window have other heads.
     """
     if "per_layer_config" not in config:
         heads: dict[str, Any] = {"head_dim": read_size(config, "global_head_dim", 512)}
@@ -245,11 +242,7 @@ def _read_gemma4_rope(layer_type: str, head_dim: str, config: HFConfig, sizes: S
 
 
 def _read_reusing_layers(config: HFConfig, layers: int) -> tuple[int, ...]:
-    """Return the layers that attend to the keys and values of an earlier layer: the last `num_kv_shared_layers`.
-
-    Raises:
-        PrepError: The number is invalid, or no earlier layer has the window of one of these layers.
-    """
+    """Return the layers that attend to the keys and values of an earlier layer: the last `num_kv_shared_layers`."""
     windows = _read_gemma4_windows(config, layers)
     count = config.get("num_kv_shared_layers", 0)
     if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < layers:
@@ -303,22 +296,17 @@ def _queries(head_dim: str) -> Parameters:
     }
 
 
-def _attention(kv_heads: str, head_dim: str) -> Parameters:
-    """Return the parameters of attention with keys and values, by the atoms of their heads."""
-    row = "{0} embed <- self_attn.{1}_proj.weight: ({0}) embed"
+def _attention(kv_heads: str, head_dim: str, has_values: Condition = ALWAYS) -> Parameters:
+    """Return the parameters of attention with keys and values of its own, by the atoms of their heads."""
+    row = (
+        f"{kv_heads} {head_dim} embed <- self_attn.{{}}_proj.weight: ({kv_heads} {head_dim}) embed"
+    )
     return {
         **_queries(head_dim),
-        **linear("attn.k", row.format(f"{kv_heads} {head_dim}", "k"), BIAS),
-        **linear("attn.v", row.format(f"{kv_heads} {head_dim}", "v"), BIAS),
+        **linear("attn.k", row.format("k"), BIAS),
+        **under_condition(linear("attn.v", row.format("v"), BIAS), has_values),
         **rms_norm("attn.k_norm", f"{head_dim} <- self_attn.k_norm.weight: {head_dim}"),
     }
-
-
-def _full_attention() -> Parameters:
-    """Return the parameters of full attention. Its values may be its keys."""
-    parameters = _attention("full_kv_heads", "full_head_dim")
-    values = {path: row for path, row in parameters.items() if path.startswith("attn.v.")}
-    return parameters | under_condition(values, _has_values)
 
 
 def _group_numbers(group: str, config: HFConfig, layers: int) -> tuple[int, ...]:
@@ -344,7 +332,9 @@ def _group(name: str, parameters: Parameters, may_be_all: bool = False) -> dict[
 
 GEMMA4_GROUPS = {
     **_group(SLIDING_LAYERS, _attention("kv_heads", "head_dim")),
-    **_group(FULL_LAYERS, _full_attention(), may_be_all=True),
+    **_group(
+        FULL_LAYERS, _attention("full_kv_heads", "full_head_dim", _has_values), may_be_all=True
+    ),
     **_group(REUSING_SLIDING_LAYERS, _queries("head_dim")),
     **_group(REUSING_FULL_LAYERS, _queries("full_head_dim")),
     **_group(NARROW_LAYERS, gated_mlp(), may_be_all=True),
@@ -365,14 +355,12 @@ EXPERTS: Parameters = {
     ),
 }
 # A row of each tensor has the parts of all layers, one after another.
+PARTS = "(input_layers layer_input)"
+TABLE = "input_layers layer_vocab layer_input <- embed_tokens_per_layer.weight: layer_vocab"
+PROJECTION = "input_layers layer_input embed <- per_layer_model_projection.weight:"
 LAYER_INPUTS: Parameters = {
-    "embed.layer_tokens": Parameter(
-        "input_layers layer_vocab layer_input <- embed_tokens_per_layer.weight: layer_vocab (input_layers layer_input)"
-    ),
-    **matrix(
-        "layer_inputs.projection",
-        "input_layers layer_input embed <- per_layer_model_projection.weight: (input_layers layer_input) embed",
-    ),
+    **embedding("layer_tokens", f"{TABLE} {PARTS}"),
+    **matrix("layer_inputs.projection", f"{PROJECTION} {PARTS} embed"),
     **rms_norm("layer_inputs.norm", "layer_input <- per_layer_projection_norm.weight: layer_input"),
 }
 # Each layer adds its input to the residual stream.

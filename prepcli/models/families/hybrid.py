@@ -170,10 +170,11 @@ def convolution(
         channels: Dim of the channels in the tensor.
         bias: When it has a bias.
     """
-    parameters = matrix(path, f"{leaf_dims} kernel <- {module}.weight: {channels} 1 kernel")
-    if bias is not NEVER:
-        parameters[f"{path}.bias"] = Parameter(f"{leaf_dims} <- {module}.bias: {channels}", bias)
-    return parameters
+    weight = f"{leaf_dims} kernel <- {module}.weight: {channels} 1 kernel"
+    if bias is None:
+        return matrix(path, weight)
+    row = f"{leaf_dims} <- {module}.bias: {channels}"
+    return {**matrix(path, weight), f"{path}.bias": Parameter(row, bias)}
 
 
 def feed_forward_experts(gate: str, up: str, down: str) -> Parameters:

@@ -103,11 +103,7 @@ def mamba_sizes(
 
 
 def _read_initial_steps(config: HFConfig) -> InitialSteps:
-    """Return the initial steps of Mamba or Mamba-2.
-
-    Raises:
-        PrepError: A bound is not a positive number, the floor is negative, or the bounds are in the wrong order.
-    """
+    """Return the initial steps of Mamba or Mamba-2."""
     minimum = read_positive(config, "time_step_min", 0.001)
     maximum = read_positive(config, "time_step_max", 0.1)
     if minimum > maximum:
@@ -172,12 +168,9 @@ def mamba2_sizes(
         config: Content of a config.json.
         width: Width of all heads together: the width of the layers times the expansion.
         fields: Config fields, as in MAMBA2_FIELDS.
-        head_dim: Default of the width of a head, like the following sizes. None means that the heads share `width`.
-        groups: Number of groups of heads.
-        state: Width of queries and keys.
-
-    Raises:
-        PrepError: A size is invalid, or the sizes do not agree.
+        head_dim: Default of the width of a head. None means that the heads share `width`.
+        groups: Default of the number of groups of heads.
+        state: Default of the width of queries and keys.
     """
     heads_field, head_dim_field, groups_field, state_field, kernel_field = fields
     num_heads = read_size(config, heads_field, 128)
