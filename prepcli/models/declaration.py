@@ -144,7 +144,8 @@ def declare(
     grouped: Parameters = {}
     for group, members in groups.items():
         grouped |= _group_parameters(group, members, sizes, layers)
-    parameters = _insert_after_layers(parameters, grouped)
+    if grouped:
+        parameters = _insert_after_layers(parameters, grouped)
     return rows.build_family(
         name=name,
         prefix=prefix,

@@ -362,8 +362,10 @@ def _check_nemotron(config: HFConfig, sizes: Sizes) -> None:
         if value not in neutral:
             what = f"`{field}` is not supported for this family"
             raise unsupported_config_error(what, f"config.json has {value!r:.60}")
+    # A field that is only refused is not read: `fields_read` must not list it.
+    names = {*config}
     for field in OLD_FIELDS:
-        if field in config:
+        if field in names:
             what = f"`{field}` is not supported for this family"
             raise unsupported_config_error(what, "it is an old name of another field")
     if LINEAR not in _read_nemotron_types(config):

@@ -61,7 +61,7 @@ from prepcli.models.parameters import if_set, read_count, read_size
 from prepcli.models.rope_config import Rope, read_rope
 from prepcli.models.rows import Parameters, matrix, rms_norm, unless_false
 
-# --- Mamba-2 beside attention: Bamba, Granite 4 and Falcon-H1
+# --- Bamba, and parts that others have too
 
 # As in `mamba.MAMBA2_FIELDS`.
 MAMBA2_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
@@ -105,6 +105,8 @@ def _listed_attention(config: HFConfig, layers: int) -> tuple[int, ...]:
 
 BAMBA_LAYERS = other_layers(_listed_attention)
 
+# --- Granite 4
+
 # Without `attention_multiplier` the scores are not scaled. In other families they are.
 GRANITE_FACTORS: Choices = {
     "attn_scale": _factor("attention_multiplier"),
@@ -147,13 +149,17 @@ GRANITE_LAYERS = layers_of(_read_granite_types, LINEAR)
 
 def _read_granite_rope(config: HFConfig, sizes: Sizes) -> Rope | None:
     if config.get("position_embedding_type") != "rope":
-        if not GRANITE_LAYERS(config, sizes[LAYERS]):
-            what = "layers without Mamba-2 and without rotation are not supported"
-            why = "all layers have full_attention, and position_embedding_type is not rope"
-            raise unsupported_config_error(what, why)
         return None
     positions = read_size(config, "max_position_embeddings", 2048)
     return read_rope(config, sizes["head_dim"], max_positions=positions)
+
+
+def _check_granite(config: HFConfig, sizes: Sizes) -> None:
+    has_mixers = bool(GRANITE_LAYERS(config, sizes[LAYERS]))
+    if not has_mixers and config.get("position_embedding_type") != "rope":
+        what = "layers without Mamba-2 and without rotation are not supported"
+        why = "all layers have full_attention, and position_embedding_type is not rope"
+        raise unsupported_config_error(what, why)
 
 
 def _shared_mlp(path: str, mlp: str) -> Parameters:
@@ -179,6 +185,8 @@ def _granite_mlp() -> Parameters:
 def _read_granite_experts_per_token(config: HFConfig, sizes: Sizes) -> int:
     return read_experts_per_token(config, sizes["experts"], 2) if _has_experts(config) else 0
 
+
+# --- Falcon-H1
 
 # The projections in the order of `ssm_multipliers`. Their values, keys and queries are x, B and C there.
 MIXER_PROJECTIONS = ("z", "v", "k", "q", "dt")
@@ -215,6 +223,11 @@ def _read_factors(config: HFConfig, key: str, count: int) -> list[float]:
     if not isinstance(listed, list) or len(listed) != count:
         raise invalid_config_error(f"{key} is {listed!r:.60}, it must be {count} numbers")
     return [read_positive({key: factor}, key, 1.0) for factor in listed]
+
+
+def _mlp_factor(number: int) -> Callable[[HFConfig, Sizes], float]:
+    """Return the reader of a factor of the MLP: that of the gate (0), or of the output (1)."""
+    return lambda config, sizes: _read_factors(config, "mlp_multipliers", 2)[number]
 
 
 # --- Jamba
@@ -321,6 +334,7 @@ FAMILIES = by_name(
             "rope": _read_granite_rope,
             "experts_per_token": _read_granite_experts_per_token,
         },
+        check=_check_granite,
     ),
     llama_like(
         "falcon_h1",
@@ -351,10 +365,8 @@ FAMILIES = by_name(
             ),
             "attn_input_scale": _factor("attention_in_multiplier"),
             "attn_output_scale": _factor("attention_out_multiplier"),
-            "gate_scale": lambda config, sizes: _read_factors(config, "mlp_multipliers", 2)[0],
-            "mlp_output_scale": lambda config, sizes: _read_factors(config, "mlp_multipliers", 2)[
-                1
-            ],
+            "gate_scale": _mlp_factor(0),
+            "mlp_output_scale": _mlp_factor(1),
             "mixer": _read_falcon_mixer,
             "mixer_layers": all_layers,
             "has_attention_beside_mixer": True,
