@@ -249,8 +249,8 @@ def under_condition(parameters: Parameters, condition: Condition) -> Parameters:
         def holds(config: HFConfig, inner: Parameter = parameter) -> bool:
             # Both are read, since a family supports the fields that it reads, e.g. the biases of attention in a model
             # without attention.
-            conditions = [condition_holds(config, each) for each in (condition, inner.condition)]
-            return all(conditions)
+            inner_holds = condition_holds(config, inner.condition)
+            return condition_holds(config, condition) and inner_holds
 
         limited[path] = dataclasses.replace(parameter, condition=holds)
     return limited

@@ -153,20 +153,20 @@ LAYER_INPUT = 256
 
 def _gemma4_sizes(config: HFConfig, sizes: Sizes) -> dict[str, int]:
     full_heads = _read_full_heads(config, sizes)
-    found = {
+    added = {
         "full_head_dim": read_size(full_heads, "head_dim", sizes["head_dim"]),
         "full_kv_heads": read_size(full_heads, "num_key_value_heads", sizes["kv_heads"]),
         "wide_mlp": 2 * sizes["mlp"],
     }
     if _has_experts(config):
-        found["experts"] = _read_required_size(config, "num_experts")
-        found["expert_mlp"] = _read_required_size(config, "moe_intermediate_size")
-        found["gate_up"] = 2
+        added["experts"] = _read_required_size(config, "num_experts")
+        added["expert_mlp"] = _read_required_size(config, "moe_intermediate_size")
+        added["gate_up"] = 2
     if _has_layer_inputs(config):
-        found["input_layers"] = sizes["layers"]
-        found["layer_vocab"] = read_size(config, "vocab_size_per_layer_input", 262_144)
-        found["layer_input"] = read_size(config, "hidden_size_per_layer_input", LAYER_INPUT)
-    return found
+        added["input_layers"] = sizes["layers"]
+        added["layer_vocab"] = read_size(config, "vocab_size_per_layer_input", 262_144)
+        added["layer_input"] = read_size(config, "hidden_size_per_layer_input", LAYER_INPUT)
+    return added
 
 
 def _has_layer_inputs(config: HFConfig) -> bool:

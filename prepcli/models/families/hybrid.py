@@ -1,4 +1,4 @@
-"""Hybrid models: the parts that those with recurrent mixers share, LFM2, and the hybrids of Qwen. No I/O, no jax."""
+"""Hybrid models: common parts of models with recurrent mixers, LFM2, and the hybrids of Qwen. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OLD_LAYER_TYPES = {"mamba": LINEAR, "attention": FULL}
 def read_layer_types(
     listed: Any, layers: int, names: Sequence[str], default: Callable[[int], str]
 ) -> tuple[str, ...]:
-    """Return the type of each layer, from the list in a config or by the default of the layer of an index.
+    """Return the type of each layer: from the list in a config, or the default of its number.
 
     Raises:
         PrepError: The list has another length, or a name that is not in `names`.
@@ -281,7 +281,7 @@ def _lfm2_layer_types(config: HFConfig, layers: int) -> tuple[str, ...]:
     )
 
 
-def _first_layers(config: HFConfig, layers: int) -> tuple[int, ...]:
+def _first_dense_layers(config: HFConfig, layers: int) -> tuple[int, ...]:
     return tuple(range(min(read_count(config, "num_dense_layers", 2), layers)))
 
 
@@ -440,13 +440,13 @@ FAMILIES = by_name(
         layer=LFM2_NORMS,
         groups={
             **CONV_GROUPS,
-            **sparse_groups(_lfm2_mlp("dense_mlp"), _lfm2_experts(), _first_layers),
+            **sparse_groups(_lfm2_mlp("dense_mlp"), _lfm2_experts(), _first_dense_layers),
         },
         defaults={"vocab": 65536, "embed": 2048, "mlp": 7168, "kv_heads": 8},
         more_sizes=_lfm2_moe_sizes,
         choices={
             **CONV_CHOICES,
-            **sparse_choices(_first_layers, 4),
+            **sparse_choices(_first_dense_layers, 4),
             # transformers adds the offset to the sum of the weights of a token, in `Lfm2MoeTopKRouter`.
             "router": lambda config, sizes: Router(
                 scores="sigmoid",

@@ -63,7 +63,7 @@ MAMBA_FIELDS = ("state_size", "conv_kernel", "time_step_rank")
 
 
 def mamba(module: str, *, bias: Condition, conv_bias: Condition) -> Parameters:
-    """Return the parameters of Mamba. `bias` is that of the projections of hidden states."""
+    """Return the parameters of Mamba. `bias` belongs to the projections of hidden states."""
     fused = f"mixer_channels embed <- {module}.in_proj.weight: (parts={{}} mixer_channels) embed"
     # One tensor has the down projection of steps, the keys and the queries, in this order.
     selections = {"dt_down": "dt_rank", "k": "mixer_state", "q": "mixer_state"}
@@ -88,7 +88,7 @@ def mamba(module: str, *, bias: Condition, conv_bias: Condition) -> Parameters:
 def mamba_sizes(
     config: HFConfig, embed: int, channels: int, fields: Sequence[str]
 ) -> dict[str, int]:
-    """Return the sizes of Mamba, with the config fields that MAMBA_FIELDS has."""
+    """Return the sizes of Mamba, from config fields in the order of MAMBA_FIELDS."""
     state, kernel, rank = fields
     dt_rank = math.ceil(embed / 16)
     if config.get(rank) != "auto":
@@ -131,7 +131,7 @@ INFINITY = {"__float__": "Infinity"}
 def mamba2(
     module: str, *, bias: Condition, out_bias: Condition, conv_bias: Condition, norm: Condition = ALWAYS
 ) -> Parameters:  # fmt: skip
-    """Return the parameters of Mamba-2. `bias` is that of the input projection."""
+    """Return the parameters of Mamba-2. `bias` belongs to the input projection."""
     # One tensor has gates, values, keys, queries and steps, in this order.
     projections = {"z": VALUES, "v": VALUES, "k": QUERIES, "q": QUERIES, "dt": HEADS}
     channels = {"v": VALUES, "k": QUERIES, "q": QUERIES}
@@ -167,7 +167,7 @@ def mamba2_sizes(
     Args:
         config: Content of a config.json.
         width: Width of all heads together: the width of the layers times the expansion.
-        fields: Config fields, as in MAMBA2_FIELDS.
+        fields: Config fields in the order of MAMBA2_FIELDS.
         head_dim: Default of the width of a head. None means that the heads share `width`.
         groups: Default of the number of groups of heads.
         state: Default of the width of queries and keys.
@@ -233,7 +233,7 @@ def _backbone(layer: Parameters) -> Parameters:
 
 
 def _model_sizes(config: HFConfig, *, vocab: int, embed: int, layers: int) -> dict[str, int]:
-    """Return the sizes without those of mixers, by their defaults."""
+    """Return the sizes outside of mixers. The arguments are the defaults."""
     return {
         "vocab": read_size(config, "vocab_size", vocab),
         "layers": read_size(config, "num_hidden_layers", layers, MAX_LAYERS),
@@ -261,7 +261,14 @@ def _arch(
     activation: tuple[str, str] = ("hidden_act", "silu"),
     init_std: float = 0.1,
 ) -> ArchConfig:
-    """Return the architecture without its mixers, with the config field of the activation and its default."""
+    """Return the architecture without its mixers.
+
+    Args:
+        config: Content of a config.json.
+        sizes: Named axis (atom) -> extent.
+        activation: Config field of the activation, and its default.
+        init_std: Default of `initializer_range`.
+    """
     return ArchConfig(
         norm="rms",
         norm_eps=read_positive(config, "layer_norm_epsilon", 1e-5),

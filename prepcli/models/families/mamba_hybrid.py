@@ -61,7 +61,7 @@ from prepcli.models.parameters import if_set, read_count, read_size
 from prepcli.models.rope_config import Rope, read_rope
 from prepcli.models.rows import Parameters, matrix, rms_norm, unless_false
 
-# --- Bamba, and parts that others have too
+# --- Bamba, and parts that it shares with Granite 4, Falcon-H1 and Jamba
 
 # As in `mamba.MAMBA2_FIELDS`.
 MAMBA2_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
@@ -226,7 +226,7 @@ def _read_factors(config: HFConfig, key: str, count: int) -> list[float]:
 
 
 def _mlp_factor(number: int) -> Callable[[HFConfig, Sizes], float]:
-    """Return the reader of a factor of the MLP: that of the gate (0), or of the output (1)."""
+    """Return the reader of a factor of the MLP: of its gate (0) or of its output (1)."""
     return lambda config, sizes: _read_factors(config, "mlp_multipliers", 2)[number]
 
 
@@ -251,9 +251,9 @@ def _read_jamba_experts(config: HFConfig) -> int:
 
 
 def _every(field: str, *, period: int, offset: int) -> LayerNumbers:
-    """Return the function to the numbers of the layers at an offset in each period, by the defaults of both."""
+    """Return the reader of the layers at an offset in each period. The arguments are the defaults."""
 
-    def numbers(config: HFConfig, layers: int) -> tuple[int, ...]:
+    def read(config: HFConfig, layers: int) -> tuple[int, ...]:
         length = read_size(config, f"{field}_period", period)
         first = config.get(f"{field}_offset", offset)
         if type(first) is not int or not 0 <= first < length:
@@ -261,7 +261,7 @@ def _every(field: str, *, period: int, offset: int) -> LayerNumbers:
             raise invalid_config_error(why)
         return tuple(range(layers))[first::length]
 
-    return numbers
+    return read
 
 
 JAMBA_ATTENTION = _every("attn_layer", period=8, offset=4)
