@@ -142,15 +142,18 @@ def declare(
         return {**sizes(config), **counts}
 
     grouped: Parameters = {}
+    # A family supports the fields in conditions of a group even if a model has no layer of the group.
+    conditional = {**parameters}
     for group, members in groups.items():
         grouped |= _group_parameters(group, members, sizes, layers)
+        conditional |= stack(group, layers, members.parameters)
     if grouped:
         parameters = _insert_after_layers(parameters, grouped)
     return rows.build_family(
         name=name,
         prefix=prefix,
         sizes=all_sizes if groups else sizes,
-        arch_config=supporting(all_sizes, arch, parameters, choices, check=check, ignores=ignores),
+        arch_config=supporting(all_sizes, arch, conditional, choices, check=check, ignores=ignores),
         parameters=parameters,
         tied_by_default=tied,
         dropped=dropped,
@@ -247,10 +250,7 @@ def under_condition(parameters: Parameters, condition: Condition) -> Parameters:
     for path, parameter in parameters.items():
 
         def holds(config: HFConfig, inner: Parameter = parameter) -> bool:
-            # Both are read, since a family supports the fields that it reads, e.g. the biases of attention in a model
-            # without attention.
-            inner_holds = condition_holds(config, inner.condition)
-            return condition_holds(config, condition) and inner_holds
+            return condition_holds(config, condition) and condition_holds(config, inner.condition)
 
         limited[path] = dataclasses.replace(parameter, condition=holds)
     return limited
