@@ -135,22 +135,25 @@ def declare(
     """
 
     def numbers(config: HFConfig) -> dict[str, tuple[int, ...]]:
-        return _partial_groups(groups, config, sizes(config)[LAYERS]) if groups else {}
+        return partial_groups(groups, config, sizes(config)[LAYERS]) if groups else {}
 
     def all_sizes(config: HFConfig) -> dict[str, int]:
         counts = {group: len(listed) for group, listed in numbers(config).items()}
         return {**sizes(config), **counts}
 
     grouped: Parameters = {}
+    # A family supports the fields in conditions of a group even if a model has no layer of the group.
+    conditional = {**parameters}
     for group, members in groups.items():
         grouped |= _group_parameters(group, members, sizes, layers)
+        conditional |= stack(group, layers, members.parameters)
     if grouped:
         parameters = _insert_after_layers(parameters, grouped)
     return rows.build_family(
         name=name,
         prefix=prefix,
         sizes=all_sizes if groups else sizes,
-        arch_config=supporting(all_sizes, arch, parameters, choices, check=check, ignores=ignores),
+        arch_config=supporting(all_sizes, arch, conditional, choices, check=check, ignores=ignores),
         parameters=parameters,
         tied_by_default=tied,
         dropped=dropped,
@@ -201,7 +204,7 @@ def by_name(*families: Family) -> dict[str, Family]:
     return {family.name: family for family in families}
 
 
-def _partial_groups(
+def partial_groups(
     groups: Mapping[str, LayerGroup], config: HFConfig, layers: int
 ) -> dict[str, tuple[int, ...]]:
     """Return the groups of some layers, but not all -> numbers of their layers."""

@@ -125,6 +125,10 @@ _KIN = {
     "moe_with_dense_layers": "qwen2_moe qwen3_moe mellum flint llama4_text ernie4_5_moe",
     "deepseek": "deepseek_v2 deepseek_v3 glm4_moe_lite sarvam_mla youtu minicpm3",
     "deepseek_experts": "dots1 glm4_moe exaone_moe sarvam_moe solar_open hy_v3",
+    "gemma": "gemma gemma2 gemma3_text gemma4_text vaultgemma",
+    "hybrid": "lfm2 lfm2_moe qwen3_next qwen3_5_text qwen3_5_moe_text",
+    "mamba": "mamba mamba2 nemotron_h",
+    "mamba_hybrid": "bamba granitemoehybrid falcon_h1 jamba",
 }
 KIN: Mapping[str, str] = {name: kin for kin, names in _KIN.items() for name in names.split()}
 # Types of published config.json with the layers, the tensors and the fields of a family.

@@ -425,12 +425,25 @@ def attention(bias: Condition | None = NEVER, out_bias: Condition | None = NEVER
     )
 
 
-def gated_mlp(bias: Condition | None = NEVER) -> Parameters:
-    """Return the parameters of a gated MLP, whose matrices have a bias under the condition."""
+def gated_mlp(
+    bias: Condition | None = NEVER,
+    module: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    mlp: str = "mlp",
+) -> Parameters:
+    """Return the parameters of a gated MLP.
+
+    Args:
+        bias: When its matrices have a bias.
+        module: Name of its module.
+        names: Names of gate, up and down in the module.
+        mlp: Atom of its hidden units.
+    """
+    gate, up, down = (f"{module}.{name}.weight" for name in names)
     return {
-        **linear("mlp.gate", "mlp embed <- mlp.gate_proj.weight: mlp embed", bias),
-        **linear("mlp.up", "mlp embed <- mlp.up_proj.weight: mlp embed", bias),
-        **linear("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp", bias),
+        **linear("mlp.gate", f"{mlp} embed <- {gate}: {mlp} embed", bias),
+        **linear("mlp.up", f"{mlp} embed <- {up}: {mlp} embed", bias),
+        **linear("mlp.down", f"embed {mlp} <- {down}: embed {mlp}", bias),
     }
 
 
