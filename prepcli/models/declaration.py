@@ -39,7 +39,7 @@ NO_CHOICES: Choices = MappingProxyType({})
 
 
 class RecordedConfig(dict[str, Any]):
-    """A config that records the names of the fields that were read. A copy of it records nothing."""
+    """A config that records the names of the fields that were read. A copy records only if `changed` makes it."""
 
     def __init__(self, config: HFConfig) -> None:
         """Record the fields of `config`."""
@@ -58,6 +58,20 @@ class RecordedConfig(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         self.fields.add(key)
         return super().__getitem__(key)
+
+
+def changed(config: HFConfig, **fields: Any) -> HFConfig:
+    """Return a config with other values of some fields. Reads of a recorded config are recorded in it too.
+
+    >>> changed({"hidden_act": "gelu"}, hidden_act="silu")
+    {'hidden_act': 'silu'}
+    """
+    copy = {**config, **fields}
+    if not isinstance(config, RecordedConfig):
+        return copy
+    recorded = RecordedConfig(copy)
+    recorded.fields = config.fields
+    return recorded
 
 
 class LayerGroup(NamedTuple):
@@ -79,6 +93,7 @@ NO_GROUPS: Mapping[str, LayerGroup] = MappingProxyType({})
 
 def declare(
     name: str,
+    title: str,
     *,
     sizes: Callable[[HFConfig], dict[str, int]],
     arch: Callable[[HFConfig, Sizes], ArchConfig],
@@ -99,6 +114,7 @@ def declare(
 
     Args:
         name: `model_type` of its config.json.
+        title: One line about the family, for lists.
         sizes: Named axis (atom) -> extent, without those of groups.
         arch: The architecture, before `choices`.
         parameters: Parameters of all layers, and those outside of layers.
@@ -108,7 +124,8 @@ def declare(
             them, and else in a stack of the group's layers.
         layers: Prefix of the tensors of a layer.
         check: Raises PrepError for a config that `arch` and `choices` accept although it is not supported.
-        ignores: Semantic fields that transformers' class does not read. A config may have them.
+        ignores: Semantic fields that transformers' class does not read, or only without other fields. A config may have
+            them.
         tied: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
         layouts: Trees of other libraries, from the parameters of the model.
@@ -137,6 +154,7 @@ def declare(
         dropout_fields=dropout_fields,
         layer_numbers=numbers,
         default_prediction_layers=prediction_layers,
+        title=title,
     )
 
 

@@ -114,7 +114,12 @@ MODEL_TYPES = (
     "doge",
 )
 # Model type -> module of `prepcli.models.families` with its declaration, if it is not the name of the type.
-KIN: Mapping[str, str] = {}
+_KIN = {
+    "gpt": "gpt2 gpt_neo gpt_bigcode opt biogpt xglm bloom mpt",
+    "gpt_rotary": "gptj codegen gpt_neox gpt_neox_japanese falcon",
+    "t5": "t5 mt5 umt5",
+}
+KIN: Mapping[str, str] = {name: kin for kin, names in _KIN.items() for name in names.split()}
 # Types of published config.json with the layers, the tensors and the fields of a family.
 MODEL_TYPE_ALIASES: Mapping[str, str] = {
     # Its code is that of DeepSeek-V3. Every size differs, and its config states all of them.

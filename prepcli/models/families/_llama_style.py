@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 
-from prepcli.core.errors import invalid_config_error
+from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.models import rows
 from prepcli.models.architecture import (
     FULL_ATTENTION,
@@ -14,6 +14,7 @@ from prepcli.models.architecture import (
     read_activation,
     read_positive,
     read_sliding_windows,
+    uniform_windows,
 )
 from prepcli.models.declaration import (
     NO_CHOICES,
@@ -22,6 +23,7 @@ from prepcli.models.declaration import (
     LayerGroup,
     MakeLayouts,
     Sizes,
+    changed,
     declare,
 )
 from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
@@ -35,6 +37,7 @@ from prepcli.models.parameters import (
     LazyLayouts,
     Parameter,
     TreeLayout,
+    if_set,
     read_count,
     read_size,
 )
@@ -106,6 +109,7 @@ def build_family(
 
 def llama_like(
     name: str,
+    title: str,
     *,
     layer: Parameters,
     defaults: Mapping[str, int] = MappingProxyType({}),
@@ -138,6 +142,7 @@ def llama_like(
 
     Args:
         name: `model_type` of its config.json.
+        title: One line about the family, for lists.
         layer: Parameters of every layer.
         defaults: Sizes of the config class for absent fields, as in `sizes`.
         more_sizes: Further sizes, or others.
@@ -158,7 +163,7 @@ def llama_like(
         choices: Fields of the architecture that differ. See `declare`, like the following arguments.
         groups: Groups of layers with parameters that other layers do not have.
         check: Raises PrepError for a config that is not supported.
-        ignores: Semantic fields that transformers' class does not read.
+        ignores: Semantic fields that transformers' class does not read, or only without other fields.
         tied: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
         layouts: Trees of other libraries, from the parameters of the model.
@@ -185,6 +190,7 @@ def llama_like(
 
     return declare(
         name,
+        title,
         sizes=read_sizes,
         arch=read_arch,
         parameters={
@@ -327,7 +333,7 @@ def read_partial_rope(
         default_theta: Default of the rotary base.
     """
     return read_rope(
-        {"partial_rotary_factor": default_share, **config},
+        changed(config, partial_rotary_factor=config.get("partial_rotary_factor", default_share)),
         head_dim,
         max_positions=read_size(config, "max_position_embeddings", max_positions),
         default_theta=default_theta,
@@ -342,7 +348,9 @@ def read_upper_layer_windows(config: HFConfig, layers: int) -> tuple[int, ...]:
         PrepError: A field is invalid.
     """
     # 4096 is the default of Qwen2Config and Qwen3Config.
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    window = config.get("sliding_window", 4096)
+    if not config.get("use_sliding_window"):
+        window = None
     first = read_max_window_layers(config)
     return read_sliding_windows(config, layers, window, lambda layer: layer >= first)
 
@@ -429,6 +437,10 @@ def plain_mlp(bias: Condition | None = NEVER) -> Parameters:
     }
 
 
+# Biases on all four matrices of attention, and on those of the MLP, if the config says so.
+BIASED_ATTENTION = attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias"))
+BIASED_MLP = gated_mlp(bias=if_set("mlp_bias"))
+
 # The gate is the first half of the fused matrix. Their sizes have `gate_up`: 2.
 FUSED_GATED_MLP = {
     **matrix("mlp.gate", "mlp embed <- mlp.gate_up_proj.weight: (gate_up=0 mlp) embed"),
@@ -489,3 +501,37 @@ def read_rotating_layers(config: HFConfig, layers: int) -> list[bool]:
         why = f"no_rope_layers is {listed!r:.80}, it must give {layers} of 0 and 1"
         raise invalid_config_error(why)
     return [value == 1 for value in listed]
+
+
+def uniform_window(default: int | None) -> Choices:
+    """Return the choice of one window in all layers. A null turns it off. `default` is that of the class."""
+    return {
+        "sliding_windows": lambda config, sizes: uniform_windows(
+            sizes["layers"], config.get("sliding_window", default)
+        )
+    }
+
+
+def heads_that_fill_width(config: HFConfig, sizes: Sizes) -> dict[str, int]:
+    """Raise PrepError if the heads together are wider or narrower than the layers. There are no further sizes."""
+    if sizes["heads"] * sizes["head_dim"] != sizes["embed"]:
+        why = f"{sizes['heads']} heads of {sizes['head_dim']} elements, width {sizes['embed']}"
+        what = "num_attention_heads * head_dim != hidden_size is not supported"
+        raise unsupported_config_error(what, why)
+    return {}
+
+
+def partial_rope(share: float, positions: int) -> Callable[[HFConfig, Sizes], Rope]:
+    """Return the reader of the rotary embedding of a family that rotates a part of each head.
+
+    Args:
+        share: Share of a head that rotates if the config has no `partial_rotary_factor`.
+        positions: Default of `max_position_embeddings`.
+    """
+
+    def read(config: HFConfig, axis_sizes: Sizes) -> Rope:
+        return read_partial_rope(
+            config, axis_sizes["head_dim"], default_share=share, max_positions=positions
+        )
+
+    return read

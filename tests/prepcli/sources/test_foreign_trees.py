@@ -10,7 +10,6 @@ import pytest
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import PrepError
-from prepcli.models.families.gpt_neo import FAMILY as GPT_NEO
 from prepcli.models.families.llama import FAMILY as LLAMA
 from prepcli.models.parameters import Family, parameter_rows
 from prepcli.models.registry import FAMILIES
@@ -18,6 +17,7 @@ from prepcli.planning.arrays import MappedArray, whole_array
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.foreign_trees import Array, ForeignTree, TreeFormat, match_foreign_tree
 
+GPT_NEO = FAMILIES["gpt_neo"]
 CONFIG: dict[str, Any] = {
     "vocab_size": 11,
     "hidden_size": 8,
