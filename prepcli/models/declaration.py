@@ -174,7 +174,7 @@ def supporting(
     conditions = {parameter.condition for parameter in parameters.values()}
 
     def arch_config(config: HFConfig) -> ArchConfig:
-        recorded = RecordedConfig(config)
+        recorded = config if isinstance(config, RecordedConfig) else RecordedConfig(config)
         axis_sizes = sizes(recorded)
         found = arch(recorded, axis_sizes)
         values: dict[str, Any] = {}

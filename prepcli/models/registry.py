@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.models.architecture import SEMANTIC_FIELDS
+from prepcli.models.declaration import RecordedConfig
 from prepcli.models.parameters import Family, HFConfig
 
 # Each one is the name of a module of `prepcli.models.families`. Lists of families have this order.
@@ -214,19 +214,6 @@ def _nearest_family_hint(config: HFConfig) -> str:
 def fields_read(family: Family) -> set[str]:
     """Return the config fields that a family reads."""
     # An empty config gives each field its default, so no family can fail on a value.
-    config = _RecordingConfig()
+    config = RecordedConfig({})
     family.arch_config(config)
     return config.fields
-
-
-class _RecordingConfig(dict[str, Any]):
-    """An empty config that records every access to a field."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fields: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Record a field and return the default."""
-        self.fields.add(key)
-        return default
