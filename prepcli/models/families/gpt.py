@@ -119,13 +119,13 @@ def _repeat_kinds(pattern: Any) -> Iterator[Any]:
 # `OPTLearnedPositionalEmbedding` of transformers adds 2 to each position, as fairseq did: its positions begin after
 # the padding id, which is 1. E.g. 2048 positions are stored as 2050 rows, and position 0 is row 2.
 UNUSED_POSITIONS = 2
-SINUSOIDAL: Choices = {
+FAIRSEQ: Choices = {
     # The default of torch.nn.LayerNorm. Config fields have no effect.
     "norm_eps": 1e-5,
     "position_offset": UNUSED_POSITIONS,
 }
-LEARNED: Choices = {
-    **SINUSOIDAL,
+FAIRSEQ_LEARNED: Choices = {
+    **FAIRSEQ,
     "max_positions": lambda config, sizes: sizes["positions"] - UNUSED_POSITIONS,
 }
 HAS_PRE_NORM = unless_false("do_layer_norm_before")
@@ -320,7 +320,7 @@ FAMILIES = by_name(
             **matrix("head", "vocab word_embed <- lm_head.weight: vocab word_embed"),
         },
         choices={
-            **LEARNED,
+            **FAIRSEQ_LEARNED,
             "block_type": lambda config, _: "pre" if HAS_PRE_NORM(config) else "post",
             "has_final_norm": lambda config, _: _has_final_norm(config),
             "init_std": positive("init_std", 0.02),
@@ -342,7 +342,7 @@ FAMILIES = by_name(
         layers="layers.{layers}",
         layer=_fairseq_layer(),
         after=outputs("layer_norm", "output_projection"),
-        choices={**LEARNED, "embed_scale": _embed_scale},
+        choices={**FAIRSEQ_LEARNED, "embed_scale": _embed_scale},
         dropout_fields=DropoutFields(
             attention=("attention_probs_dropout_prob", 0.1),
             residual=("hidden_dropout_prob", 0.1),
@@ -362,7 +362,7 @@ FAMILIES = by_name(
         layer=_fairseq_layer(),
         after=outputs("layer_norm"),
         choices={
-            **SINUSOIDAL,
+            **FAIRSEQ,
             "has_sinusoidal_positions": True,
             "embed_scale": _embed_scale,
             "init_std": positive("init_std", 0.02),
