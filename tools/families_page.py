@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from prepcli.models.registry import FAMILIES, MODEL_TYPE_ALIASES
 from prepcli.models.text_part import OTHER_COMPUTATION, TEXT_FAMILIES
 

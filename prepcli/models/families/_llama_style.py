@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from types import MappingProxyType
 
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
@@ -34,9 +33,7 @@ from prepcli.models.parameters import (
     Condition,
     Family,
     HFConfig,
-    LazyLayouts,
     Parameter,
-    TreeLayout,
     if_set,
     read_count,
     read_size,
@@ -60,51 +57,6 @@ LEGACY_BUFFERS = {
 FINAL_RMS_NORM = rms_norm("final_norm", "embed <- norm.weight: embed")
 FINAL_LAYER_NORM = layer_norm("final_norm", "embed <- norm.weight: embed")
 HEAD = matrix("head", "vocab embed <- lm_head.weight: vocab embed")
-
-
-def build_family(
-    name: str,
-    sizes: Callable[[HFConfig], dict[str, int]],
-    arch_config: Callable[[HFConfig], ArchConfig],
-    layer: Parameters,
-    tied_by_default: bool,
-    layouts: Callable[[Parameters], Mapping[str, TreeLayout]] = lambda parameters: {},
-    dropped: Mapping[str, str] = LEGACY_BUFFERS,
-    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
-    final_norm: Parameters = FINAL_RMS_NORM,
-    head: Parameters = HEAD,
-) -> Family:
-    """Return a family with LLaMA's tensor names in its files.
-
-    Args:
-        name: `model_type` of its config.json.
-        sizes: Atom -> extent.
-        arch_config: The architecture.
-        layer: Parameters of one layer.
-        tied_by_default: Whether the head is tied if the config does not say.
-        layouts: Trees of other libraries, from the parameters of the model.
-        dropped: Pattern of tensors to ignore -> their description.
-        dropout_fields: Fields of the config with dropout rates.
-        final_norm: Parameters of the norm after the last layer.
-        head: Parameters of the output head.
-    """
-    parameters = {
-        **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
-        **stack("layers", "layers.{layers}", layer),
-        **final_norm,
-        **head,
-    }
-    return rows.build_family(
-        name=name,
-        prefix=TENSOR_PREFIX,
-        sizes=sizes,
-        arch_config=arch_config,
-        parameters=parameters,
-        tied_by_default=tied_by_default,
-        dropped=dropped,
-        layouts=LazyLayouts(partial(layouts, parameters)),
-        dropout_fields=dropout_fields,
-    )
 
 
 def llama_like(

@@ -152,19 +152,6 @@ def shared_count(field: str, default: int) -> ReadSize:
     return lambda config, sizes: sizes["mlp"] * read_size(config, field, default)
 
 
-def layer_sizes(layers: int, dense: tuple[int, ...]) -> dict[str, int]:
-    """Return the number of layers of each kind.
-
-    Raises:
-        PrepError: No layer has experts.
-    """
-    if not dense:
-        return {}
-    if len(dense) == layers:
-        raise invalid_config_error(f"all {layers} layers are dense, so that none has experts")
-    return {DENSE_LAYERS: len(dense), SPARSE_LAYERS: layers - len(dense)}
-
-
 # --- Dense layers
 
 

@@ -9,10 +9,8 @@ from typing import Any
 
 from prepcli.algebra.axis_map import (
     ATTENTION_LAYERS,
-    DENSE_LAYERS,
     LAYERS,
     MIXER_LAYERS,
-    SPARSE_LAYERS,
 )
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.core.json_values import HFConfig
@@ -27,10 +25,9 @@ from prepcli.models.families._llama_style import (
     rms_norms,
 )
 from prepcli.models.families._moe_style import (
-    DENSE_MLP,
     GATED_SHARED_EXPERTS,
     correction,
-    layer_sizes,
+    dense_and_sparse_layers,
     read_dense_layers_by_step,
 )
 from prepcli.models.mixer_config import Mixer
@@ -110,25 +107,12 @@ def mixer_choices(read_mixer: Callable[[HFConfig], Mixer], mixer_layers: LayerNu
     return {"mixer": mixer, "mixer_layers": layer_choice(mixer_layers)}
 
 
-def sparse_groups(
-    dense_mlp: Parameters, experts: Parameters, dense_layers: LayerNumbers
-) -> dict[str, LayerGroup]:
-    """Return the groups of layers with a dense MLP and with experts."""
-    return {
-        DENSE_LAYERS: LayerGroup(dense_mlp, dense_layers, may_be_all=False),
-        SPARSE_LAYERS: LayerGroup(experts, other_layers(dense_layers)),
-    }
-
-
 def sparse_choices(dense_layers: LayerNumbers, per_token: int) -> Choices:
-    """Return the choices of experts in some layers, `per_token` by default. A config without experts is refused."""
-
-    def read_dense_layers(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
-        dense = dense_layers(config, sizes[LAYERS])
-        layer_sizes(sizes[LAYERS], dense)
-        return dense
-
-    return {"dense_layers": read_dense_layers, **experts_choice(per_token)}
+    """Return the choices of experts in some layers, `per_token` of them for a token by default."""
+    return {
+        "dense_layers": lambda config, sizes: dense_layers(config, sizes[LAYERS]),
+        **experts_choice(per_token),
+    }
 
 
 def experts_choice(per_token: int) -> Choices:
@@ -440,7 +424,7 @@ FAMILIES = by_name(
         layer=LFM2_NORMS,
         groups={
             **CONV_GROUPS,
-            **sparse_groups(_lfm2_mlp("dense_mlp"), _lfm2_experts(), _first_dense_layers),
+            **dense_and_sparse_layers(_first_dense_layers, _lfm2_experts(), _lfm2_mlp("dense_mlp")),
         },
         defaults={"vocab": 65536, "embed": 2048, "mlp": 7168, "kv_heads": 8},
         more_sizes=_lfm2_moe_sizes,
@@ -462,7 +446,7 @@ FAMILIES = by_name(
         layer=PRE_NORMS,
         groups={
             **mixer_groups(_gated_attention(), _gated_delta(FUSED_PROJECTIONS), DELTA_LAYERS),
-            **sparse_groups(DENSE_MLP, GATED_SHARED_EXPERTS, read_dense_layers_by_step),
+            **dense_and_sparse_layers(read_dense_layers_by_step, GATED_SHARED_EXPERTS),
         },
         defaults={
             **{"vocab": 151_936, "embed": 2048, "mlp": 5632, "layers": 48},

@@ -26,9 +26,8 @@ from prepcli.models.architecture import (
 )
 from prepcli.models.declaration import LayerGroup, Sizes, by_name, declare
 from prepcli.models.families import _llama_style
-from prepcli.models.families._deepseek_style import grouped_router, read_experts
 from prepcli.models.families._llama_style import HEAD, read_experts_per_token, rms_norms
-from prepcli.models.families._moe_style import correction
+from prepcli.models.families._moe_style import correction, grouped_router, read_experts
 from prepcli.models.families.hybrid import (
     FULL,
     HEADS,

@@ -17,7 +17,6 @@ from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.core.json_values import HFConfig
 from prepcli.models.architecture import ROPE_FIELDS, read_positive, reject_unsupported_fields
 from prepcli.models.declaration import (
-    Choices,
     LayerGroup,
     LayerNumbers,
     Sizes,
@@ -35,7 +34,8 @@ from prepcli.models.families._llama_style import (
     read_experts_per_token,
     rms_norms,
 )
-from prepcli.models.families.granitemoe import fused_experts
+from prepcli.models.families._moe_style import fused_experts
+from prepcli.models.families.granite import GRANITE_FACTORS
 from prepcli.models.families.hybrid import (
     FULL,
     LINEAR,
@@ -108,13 +108,6 @@ BAMBA_LAYERS = other_layers(_listed_attention)
 # --- Granite 4
 
 # Without `attention_multiplier` the scores are not scaled. In other families they are.
-GRANITE_FACTORS: Choices = {
-    "attn_scale": _factor("attention_multiplier"),
-    "embed_scale": _factor("embedding_multiplier"),
-    "residual_scale": _factor("residual_multiplier"),
-    # The logits are divided by `logits_scaling`.
-    "lm_head_input_scale": lambda config, sizes: 1 / read_positive(config, "logits_scaling", 1.0),
-}
 
 
 def _read_num_experts(config: HFConfig) -> int:

@@ -9,12 +9,6 @@ from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.core.json_values import JsonObject
 from prepcli.models.architecture import read_positive, read_sliding_windows
 from prepcli.models.declaration import Sizes, by_name, changed
-from prepcli.models.families._dense_relatives import (
-    GRANITE_FACTORS,
-    SINKS,
-    read_static_rope,
-    windows_and_sinks,
-)
 from prepcli.models.families._llama_style import (
     ALL_HEADS_QK_NORMS,
     BIASED_ATTENTION,
@@ -36,6 +30,8 @@ from prepcli.models.families._moe_style import (
     normalized_router,
     shared_experts,
 )
+from prepcli.models.families.granite import GRANITE_FACTORS, SINKS, windows_and_sinks
+from prepcli.models.families.llama_extended import read_static_rope
 from prepcli.models.levanter_layouts import levanter_layouts
 from prepcli.models.moe_config import ClampedSwiglu, Router
 from prepcli.models.orbax_layouts import maxtext_layouts
