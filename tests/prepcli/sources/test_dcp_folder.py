@@ -16,6 +16,7 @@ from prepcli.planning.libraries import TORCHTITAN
 from prepcli.sources.openers.dcp_folder import match_dcp_tree
 from tests.helpers.stored_arrays import read_tensor
 
+LLAMA = FAMILIES["llama"]
 CONFIG: dict[str, Any] = {
     "vocab_size": 6,
     "hidden_size": 8,
@@ -36,11 +37,11 @@ def embedding_in_boxes(*starts: int) -> Array:
 @pytest.mark.parametrize("starts", [(0, 4), (0, 2), (0, 1, 2), (0, 3, 5)])
 def test_boxes_of_ranks_are_parts_of_a_tensor(starts: tuple[int, ...]):
     tensors: list[Array] = []
-    for path, row in FAMILIES["llama"].layouts["torchtitan"].parameters.items():
-        shape = bind_row(parse_row(row.row), FAMILIES["llama"].sizes(CONFIG)).leaf_shape
+    for path, row in LLAMA.layouts["torchtitan"].parameters.items():
+        shape = bind_row(parse_row(row.row), LLAMA.sizes(CONFIG)).leaf_shape
         tensors.append(whole_array(path.format(layers=0), "float32", shape, (0, 0)))
     tensors[0] = embedding_in_boxes(*starts)
-    tree = match_dcp_tree(tensors, FAMILIES["llama"], CONFIG, "step-3", library=TORCHTITAN)
+    tree = match_dcp_tree(tensors, LLAMA, CONFIG, "step-3", library=TORCHTITAN)
     embedding = next(tensor for tensor in tree.tensors if tensor.name == "embed_tokens.weight")
     values = np.arange(48, dtype=np.float32).reshape(6, 8)
     assert np.array_equal(

@@ -16,6 +16,7 @@ from prepcli.planning.arrays import MappedArray, whole_array
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.foreign_trees import Array, ForeignTree, TreeFormat, match_foreign_tree
 
+LLAMA = FAMILIES["llama"]
 GPT_NEO = FAMILIES["gpt_neo"]
 CONFIG: dict[str, Any] = {
     "vocab_size": 11,
@@ -29,10 +30,10 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 9,
 }
 FORMATS = {
-    "hf-flax": (FAMILIES["llama"], TreeFormat("hf-flax", "")),
-    "hf-flax variables": (FAMILIES["llama"], TreeFormat("hf-flax", "params.")),
+    "hf-flax": (LLAMA, TreeFormat("hf-flax", "")),
+    "hf-flax variables": (LLAMA, TreeFormat("hf-flax", "params.")),
     "hf-flax without prefix": (
-        FAMILIES["llama"],
+        LLAMA,
         TreeFormat("hf-flax", "", None, has_prefix=False),
     ),
     "neo": (GPT_NEO, TreeFormat("hf-flax", "")),
@@ -40,10 +41,10 @@ FORMATS = {
         GPT_NEO,
         TreeFormat("hf-flax", "params.params.", None, has_prefix=False),
     ),
-    "easylm": (FAMILIES["llama"], TreeFormat("easylm", "")),
-    "easylm in a training state": (FAMILIES["llama"], TreeFormat("easylm", "params.params.")),
-    "easylm stacked": (FAMILIES["llama"], TreeFormat("easylm", "params.", 0)),
-    "easylm stacked on axis 1": (FAMILIES["llama"], TreeFormat("easylm", "", 1)),
+    "easylm": (LLAMA, TreeFormat("easylm", "")),
+    "easylm in a training state": (LLAMA, TreeFormat("easylm", "params.params.")),
+    "easylm stacked": (LLAMA, TreeFormat("easylm", "params.", 0)),
+    "easylm stacked on axis 1": (LLAMA, TreeFormat("easylm", "", 1)),
 }
 
 
@@ -113,12 +114,12 @@ def test_layout_contains_each_tensor_once(name: str):
 
 
 def test_match_accepts_boxed_leaves_and_path_aliases():
-    leaves = leaves_of(FAMILIES["llama"], TreeFormat("easylm", ""))
+    leaves = leaves_of(LLAMA, TreeFormat("easylm", ""))
     leaves["lm_head.lm_head.kernel"] = leaves.pop("lm_head.kernel")
     tree = match_foreign_tree(
-        {f"{name}.value": leaf for name, leaf in leaves.items()}, FAMILIES["llama"], CONFIG, "m"
+        {f"{name}.value": leaf for name, leaf in leaves.items()}, LLAMA, CONFIG, "m"
     )
-    assert {tensor.name for tensor in tree.tensors} == native_shapes(FAMILIES["llama"]).keys()
+    assert {tensor.name for tensor in tree.tensors} == native_shapes(LLAMA).keys()
 
 
 def test_match_keeps_unknown_and_allows_missing_leaves():
@@ -136,13 +137,13 @@ def test_match_keeps_unknown_and_allows_missing_leaves():
 
 
 def test_match_lists_extra_entries():
-    leaves = leaves_of(FAMILIES["llama"], TreeFormat("easylm", "params.params."))
+    leaves = leaves_of(LLAMA, TreeFormat("easylm", "params.params."))
     leaves |= {
         "step": make_leaf(),
         "opt_state.0.mu.x": make_leaf(3),
         "opt_state.0.nu.x": make_leaf(4),
     }
-    tree = match_foreign_tree(leaves, FAMILIES["llama"], CONFIG, "m")
+    tree = match_foreign_tree(leaves, LLAMA, CONFIG, "m")
     assert [(entry.name, entry.nbytes, entry.rule) for entry in tree.extra_entries] == [
         ("step", 4, "training state"),
         ("opt_state", 28, "optimizer state"),
@@ -172,18 +173,16 @@ INVALID_LEAVES = {
 def test_match_rejects_invalid_leaves(name: str):
     changed, what = INVALID_LEAVES[name]
     known = (
-        leaves_of(FAMILIES["llama"], TreeFormat("easylm", ""))
-        if what not in ("has no known layout",)
-        else {}
+        leaves_of(LLAMA, TreeFormat("easylm", "")) if what not in ("has no known layout",) else {}
     )
     with pytest.raises(PrepError) as caught:
-        match_foreign_tree(known | changed, FAMILIES["llama"], CONFIG, "m")
+        match_foreign_tree(known | changed, LLAMA, CONFIG, "m")
     assert what in caught.value.what
 
 
 def test_unknown_layout_error_lists_supported_layouts():
     with pytest.raises(PrepError) as caught:
-        match_foreign_tree({"blk.w": make_leaf(2)}, FAMILIES["llama"], CONFIG, "m")
+        match_foreign_tree({"blk.w": make_leaf(2)}, LLAMA, CONFIG, "m")
     assert caught.value.why == "found blk.w, which are not the leaves of a llama"
     assert "native (layers.0." in caught.value.hint
     assert "easylm (transformer.h.0." in caught.value.hint
@@ -192,9 +191,9 @@ def test_unknown_layout_error_lists_supported_layouts():
 
 @pytest.mark.parametrize("layer_axis", [None, 0])
 def test_match_limits_the_number_of_layers(layer_axis: int | None):
-    leaves = leaves_of(FAMILIES["llama"], TreeFormat("easylm", "", layer_axis))
+    leaves = leaves_of(LLAMA, TreeFormat("easylm", "", layer_axis))
     with pytest.raises(PrepError) as caught:
-        match_foreign_tree(leaves, FAMILIES["llama"], {**CONFIG, "num_hidden_layers": 50_000}, "m")
+        match_foreign_tree(leaves, LLAMA, {**CONFIG, "num_hidden_layers": 50_000}, "m")
     assert "50,000 layers" in caught.value.why
 
 
@@ -233,7 +232,7 @@ def test_half_of_fused_experts_is_a_missing_tensor():
 
 
 def test_recorded_names_without_prefix_are_kept():
-    leaves = leaves_of(FAMILIES["llama"], TreeFormat("tunix", ""))
+    leaves = leaves_of(LLAMA, TreeFormat("tunix", ""))
     manifest = Manifest(prefixed=False, tensors={})
-    tree = match_foreign_tree(leaves, FAMILIES["llama"], CONFIG, "tree", manifest=manifest)
+    tree = match_foreign_tree(leaves, LLAMA, CONFIG, "tree", manifest=manifest)
     assert tree.names.full_name("norm.weight") == "norm.weight"
