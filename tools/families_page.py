@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 from prepcli.models.registry import FAMILIES, MODEL_TYPE_ALIASES
 from prepcli.models.text_part import OTHER_COMPUTATION, TEXT_FAMILIES
 
@@ -43,13 +41,8 @@ Of these types, the text part is not computed as its text config says. They conv
 
 
 def families_page() -> str:
-    """Return the page: a line for each family, with the first line of its module's docstring, and multimodal models."""
-    rows: list[str] = []
-    for name, family in sorted(FAMILIES.items()):
-        # Families may share the function `sizes`, but each family has its own function `arch_config`.
-        module = inspect.getmodule(family.arch_config)
-        description = (inspect.getdoc(module) or "").splitlines()[0]
-        rows.append(f"| `{name}` | {description} |\n")
+    """Return the page: a line for each family, and multimodal models."""
+    rows = [f"| `{name}` | {family.title} |\n" for name, family in sorted(FAMILIES.items())]
     text_types = ""
     for text_type, fields in sorted(TEXT_FAMILIES.items()):
         text_types += f"| `{text_type}` | `{fields['model_type']}` |\n"

@@ -28,9 +28,9 @@ class AliasedConfig(Mapping[str, JsonValue]):
     def __getitem__(self, key: str) -> JsonValue:
         alias = self._aliases.get(key)
         names = [key] if alias is None else [alias, key]
-        for name in names:
-            # `fields_read` of the registry records the calls of `get`, for aliases too.
-            value = self._config.get(name)
+        # A recorded config records each name that is read. A family supports all of them.
+        values = {name: self._config.get(name) for name in names}
+        for name, value in values.items():
             if value is not None or name in self._config:
                 return value
         raise KeyError(key)

@@ -227,6 +227,7 @@ class Family:
         layer_numbers: Named axis (atom) of some layers -> the numbers of these layers.
         default_prediction_layers: Number of layers for multi-token prediction if the config does not state it. See
             `prepcli.models.prediction`.
+        title: One line about the family, for lists.
     """
 
     name: str
@@ -243,6 +244,7 @@ class Family:
     head_prefix: str = ""
     layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {}
     default_prediction_layers: int = 0
+    title: str = ""
 
     @property
     def is_verbatim(self) -> bool:

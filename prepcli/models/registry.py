@@ -5,114 +5,114 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.models.architecture import SEMANTIC_FIELDS
+from prepcli.models.declaration import RecordedConfig
 from prepcli.models.parameters import Family, HFConfig
 
-# Each one is the name of a module of `prepcli.models.families`. Lists of families have this order.
-MODEL_TYPES = (
-    "gpt2",
-    "gpt_neo",
-    "gptj",
-    "gpt_neox",
-    "opt",
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "t5",
-    "olmo2",
-    "olmo3",
-    "smollm3",
-    "granite",
-    "glm4",
-    "glm",
-    "starcoder2",
-    "stablelm",
-    "phi",
-    "exaone4",
-    "ernie4_5",
-    "ministral",
-    "ministral3",
-    "seed_oss",
-    "olmo",
-    "cohere",
-    "cohere2",
-    "helium",
-    "arcee",
-    "hunyuan_v1_dense",
-    "nemotron",
-    "falcon",
-    "gpt_bigcode",
-    "bloom",
-    "mpt",
-    "biogpt",
-    "xglm",
-    "mt5",
-    "umt5",
-    "jais2",
-    "cwm",
-    "vaultgemma",
-    "gpt_oss",
-    "deepseek_v2",
-    "deepseek_v3",
-    "dots1",
-    "ernie4_5_moe",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "olmoe",
-    "flex_olmo",
-    "granitemoe",
-    "granitemoeshared",
-    "exaone",
-    "exaone_moe",
-    "granite_swa",
-    "granitemoe_swa",
-    "hunyuan_v1_moe",
-    "hyperclovax",
-    "internlm3",
-    "iquestcoder",
-    "mellum",
-    "minimax_m2",
-    "sarvam_mla",
-    "sarvam_moe",
-    "solar_open",
-    "youtu",
-    "llama4_text",
-    "flint",
-    "hy_v3",
-    "minicpm3",
-    "nanochat",
-    "phimoe",
-    "lfm2",
-    "lfm2_moe",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "mamba2",
-    "bamba",
-    "granitemoehybrid",
-    "falcon_h1",
-    "nemotron_h",
-    "mamba",
-    "jamba",
-    "gemma4_text",
-    "bitnet",
-    "apertus",
-    "codegen",
-    "gpt_neox_japanese",
-    "diffllama",
-    "doge",
-)
+# Model type -> module of `prepcli.models.families` that declares it. Lists of families have this order.
+MODEL_TYPES: Mapping[str, str] = {
+    "gpt2": "gpt",
+    "gpt_neo": "gpt",
+    "gptj": "gpt_rotary",
+    "gpt_neox": "gpt_rotary",
+    "opt": "gpt",
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "moe",
+    "qwen2": "llama",
+    "qwen2_moe": "moe_with_dense_layers",
+    "qwen3": "llama",
+    "qwen3_moe": "moe_with_dense_layers",
+    "gemma": "gemma",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
+    "phi3": "llama_extended",
+    "t5": "t5",
+    "olmo2": "other_norms",
+    "olmo3": "other_norms",
+    "smollm3": "llama",
+    "granite": "granite",
+    "glm4": "other_norms",
+    "glm": "other_norms",
+    "starcoder2": "other_norms",
+    "stablelm": "other_norms",
+    "phi": "other_norms",
+    "exaone4": "other_norms",
+    "ernie4_5": "llama",
+    "ministral": "llama",
+    "ministral3": "llama",
+    "seed_oss": "llama",
+    "olmo": "other_norms",
+    "cohere": "other_norms",
+    "cohere2": "other_norms",
+    "helium": "llama",
+    "arcee": "llama",
+    "hunyuan_v1_dense": "llama_extended",
+    "nemotron": "other_norms",
+    "falcon": "gpt_rotary",
+    "gpt_bigcode": "gpt",
+    "bloom": "gpt",
+    "mpt": "gpt",
+    "biogpt": "gpt",
+    "xglm": "gpt",
+    "mt5": "t5",
+    "umt5": "t5",
+    "jais2": "other_norms",
+    "cwm": "llama",
+    "vaultgemma": "gemma",
+    "gpt_oss": "moe",
+    "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek",
+    "dots1": "deepseek_experts",
+    "ernie4_5_moe": "moe_with_dense_layers",
+    "glm4_moe": "deepseek_experts",
+    "glm4_moe_lite": "deepseek",
+    "olmoe": "moe",
+    "flex_olmo": "moe",
+    "granitemoe": "moe",
+    "granitemoeshared": "moe",
+    "exaone": "llama_extended",
+    "exaone_moe": "deepseek_experts",
+    "granite_swa": "granite",
+    "granitemoe_swa": "moe",
+    "hunyuan_v1_moe": "moe",
+    "hyperclovax": "granite",
+    "internlm3": "llama",
+    "iquestcoder": "llama",
+    "mellum": "moe_with_dense_layers",
+    "minimax_m2": "moe",
+    "sarvam_mla": "deepseek",
+    "sarvam_moe": "deepseek_experts",
+    "solar_open": "deepseek_experts",
+    "youtu": "deepseek",
+    "llama4_text": "moe_with_dense_layers",
+    "flint": "moe_with_dense_layers",
+    "hy_v3": "deepseek_experts",
+    "minicpm3": "deepseek",
+    "nanochat": "other_norms",
+    "phimoe": "moe",
+    "lfm2": "hybrid",
+    "lfm2_moe": "hybrid",
+    "qwen3_next": "hybrid",
+    "qwen3_5_text": "hybrid",
+    "qwen3_5_moe_text": "hybrid",
+    "mamba2": "mamba",
+    "bamba": "mamba_hybrid",
+    "granitemoehybrid": "mamba_hybrid",
+    "falcon_h1": "mamba_hybrid",
+    "nemotron_h": "mamba",
+    "mamba": "mamba",
+    "jamba": "mamba_hybrid",
+    "gemma4_text": "gemma",
+    "bitnet": "llama_extended",
+    "apertus": "llama_extended",
+    "codegen": "gpt_rotary",
+    "gpt_neox_japanese": "gpt_rotary",
+    "diffllama": "llama_extended",
+    "doge": "llama_extended",
+}
 # Types of published config.json with the layers, the tensors and the fields of a family.
 MODEL_TYPE_ALIASES: Mapping[str, str] = {
     # Its code is that of DeepSeek-V3. Every size differs, and its config states all of them.
@@ -132,15 +132,16 @@ MIN_SHARED_FIELDS = 5
 class Families(Mapping[str, Family]):
     """The supported families by model type.
 
-    A family's module is imported when the family is read for the first time: a command needs one or two of them. An
-    alias of a model type is contained, and not listed.
+    The module of a family is imported when the family is read for the first time: a command needs one or two of them.
+    An alias of a model type is contained, and not listed.
     """
 
     def __getitem__(self, model_type: str) -> Family:
         model_type = MODEL_TYPE_ALIASES.get(model_type, model_type)
         if model_type not in MODEL_TYPES:
             raise KeyError(model_type)
-        return importlib.import_module(f"prepcli.models.families.{model_type}").FAMILY
+        kin = importlib.import_module(f"prepcli.models.families.{MODEL_TYPES[model_type]}")
+        return kin.FAMILIES[model_type]
 
     def __contains__(self, model_type: object) -> bool:
         return model_type in MODEL_TYPES or model_type in MODEL_TYPE_ALIASES
@@ -204,19 +205,6 @@ def _nearest_family_hint(config: HFConfig) -> str:
 def fields_read(family: Family) -> set[str]:
     """Return the config fields that a family reads."""
     # An empty config gives each field its default, so no family can fail on a value.
-    config = _RecordingConfig()
+    config = RecordedConfig({})
     family.arch_config(config)
     return config.fields
-
-
-class _RecordingConfig(dict[str, Any]):
-    """An empty config that records every access to a field."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fields: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Record a field and return the default."""
-        self.fields.add(key)
-        return default

@@ -183,6 +183,7 @@ def build_family(
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
     layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {},
     default_prediction_layers: int = 0,
+    title: str = "",
 ) -> Family:
     """Return a family with an output head.
 
@@ -212,6 +213,7 @@ def build_family(
         dropout_fields=dropout_fields,
         layer_numbers=layer_numbers,
         default_prediction_layers=default_prediction_layers,
+        title=title,
     )
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.commands.testing.checkpoints import write_checkpoint
-from prepcli.models.families.gpt_neo import FAMILY
 from prepcli.models.parameters import parameter_rows
+from prepcli.models.registry import FAMILIES
 
 # Names in the demo's folder.
 RESHARDED = "tiny-padded-1x2x4"
@@ -134,11 +134,12 @@ def write_tiny_model(folder: Path) -> int:
 
     Return the bytes of the weights. Each call writes the same files.
     """
-    sizes = FAMILY.sizes(CONFIG)
+    family = FAMILIES["gpt_neo"]
+    sizes = family.sizes(CONFIG)
     tensors: dict[str, np.ndarray] = {}
-    for path, row in parameter_rows(FAMILY, CONFIG).items():
+    for path, row in parameter_rows(family, CONFIG).items():
         # The tied head is not stored.
-        if path != FAMILY.tying.head_leaf:
+        if path != family.tying.head_leaf:
             axis_map = bind_row(row, sizes)
             for name, _ in axis_map.tensors():
                 shape = axis_map.source_shape
@@ -147,7 +148,7 @@ def write_tiny_model(folder: Path) -> int:
                 values = random.standard_normal(shape, np.float32) * np.float32(STD)
                 # The scale of a norm is the only weight with one dim. It is around 1.
                 is_scale = len(shape) == 1 and name.endswith(".weight")
-                tensors[FAMILY.prefix + name] = values + np.float32(is_scale)
+                tensors[family.prefix + name] = values + np.float32(is_scale)
     write_checkpoint(folder, CONFIG, dict(sorted(tensors.items())), files=2)
     (folder / "generation_config.json").write_text('{"bos_token_id": 0, "eos_token_id": 0}')
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))

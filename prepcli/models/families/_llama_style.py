@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
-from prepcli.core.errors import invalid_config_error
+from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.models import rows
 from prepcli.models.architecture import (
     FULL_ATTENTION,
@@ -13,16 +13,28 @@ from prepcli.models.architecture import (
     read_activation,
     read_positive,
     read_sliding_windows,
+    uniform_windows,
+)
+from prepcli.models.declaration import (
+    NO_CHOICES,
+    NO_GROUPS,
+    Choices,
+    LayerGroup,
+    MakeLayouts,
+    Sizes,
+    changed,
+    declare,
 )
 from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
+from prepcli.models.field_aliases import AliasedConfig
 from prepcli.models.parameters import (
     MAX_LAYERS,
     NEVER,
     Condition,
     Family,
     HFConfig,
-    LazyLayouts,
-    TreeLayout,
+    Parameter,
+    if_set,
     read_count,
     read_size,
 )
@@ -47,48 +59,113 @@ FINAL_LAYER_NORM = layer_norm("final_norm", "embed <- norm.weight: embed")
 HEAD = matrix("head", "vocab embed <- lm_head.weight: vocab embed")
 
 
-def build_family(
+def llama_like(
     name: str,
-    sizes: Callable[[HFConfig], dict[str, int]],
-    arch_config: Callable[[HFConfig], ArchConfig],
+    title: str,
+    *,
     layer: Parameters,
-    tied_by_default: bool,
-    layouts: Callable[[Parameters], Mapping[str, TreeLayout]] = lambda parameters: {},
-    dropped: Mapping[str, str] = LEGACY_BUFFERS,
-    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
+    defaults: Mapping[str, int] = MappingProxyType({}),
+    more_sizes: Callable[[HFConfig, Sizes], Mapping[str, int]] | None = None,
+    positions: int = 2048,
+    rope_theta: float = 10_000.0,
+    rope: Callable[[HFConfig, Sizes], Rope] | None = None,
+    activation: str = "silu",
+    activation_field: str | None = "hidden_act",
+    norm_eps: float = 1e-6,
+    norm_eps_field: str = "rms_norm_eps",
+    init_std: float = 0.02,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    prefix: str = TENSOR_PREFIX,
+    tokens: str = "embed_tokens.weight",
+    layers: str = "layers.{layers}",
+    shared: Mapping[str, Parameter] = MappingProxyType({}),
     final_norm: Parameters = FINAL_RMS_NORM,
     head: Parameters = HEAD,
+    choices: Choices = NO_CHOICES,
+    groups: Mapping[str, LayerGroup] = NO_GROUPS,
+    check: Callable[[HFConfig, Sizes], None] | None = None,
+    ignores: Iterable[str] = (),
+    tied: bool = False,
+    dropped: Mapping[str, str] = LEGACY_BUFFERS,
+    layouts: MakeLayouts | None = None,
+    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
+    prediction_layers: int = 0,
 ) -> Family:
-    """Return a family with LLaMA's tensor names in its files.
+    """Return a family with the sizes, the architecture and the tensor names of LLaMA where nothing else is said.
 
     Args:
         name: `model_type` of its config.json.
-        sizes: Atom -> extent.
-        arch_config: The architecture.
-        layer: Parameters of one layer.
-        tied_by_default: Whether the head is tied if the config does not say.
-        layouts: Trees of other libraries, from the parameters of the model.
-        dropped: Pattern of tensors to ignore -> their description.
-        dropout_fields: Fields of the config with dropout rates.
+        title: One line about the family, for lists.
+        layer: Parameters of every layer.
+        defaults: Sizes of the config class for absent fields, as in `sizes`.
+        more_sizes: Further sizes, or others.
+        positions: Default of `max_position_embeddings`.
+        rope_theta: Default of the rotary base.
+        rope: Reader of the rotary embedding. Default: `read_rope` with `positions` and `rope_theta`.
+        activation: Default of the activation.
+        activation_field: Its config field, or None if the family has one activation.
+        norm_eps: Default of the epsilon of norms.
+        norm_eps_field: Its config field.
+        init_std: Default of the standard deviation of initial values.
+        aliases: Name of a field in published files, which overrides -> name in the config class.
+        prefix: Prefix of its tensors in a file of the model with its head.
+        tokens: Tensor of the token embeddings.
+        layers: Prefix of the tensors of a layer.
+        shared: Parameters outside of layers, other than the token embedding, the last norm and the head.
         final_norm: Parameters of the norm after the last layer.
         head: Parameters of the output head.
+        choices: Fields of the architecture that differ. See `declare`, like the following arguments.
+        groups: Groups of layers with parameters that other layers do not have.
+        check: Raises PrepError for a config that is not supported.
+        ignores: Semantic fields that transformers' class does not read, or only without other fields.
+        tied: Whether the head is tied if the config does not say.
+        dropped: Pattern of tensors to ignore -> their description.
+        layouts: Trees of other libraries, from the parameters of the model.
+        dropout_fields: Fields of the config with dropout rates.
+        prediction_layers: Number of layers for multi-token prediction if the config does not state it.
     """
-    parameters = {
-        **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
-        **stack("layers", "layers.{layers}", layer),
-        **final_norm,
-        **head,
-    }
-    return rows.build_family(
-        name=name,
-        prefix=TENSOR_PREFIX,
-        sizes=sizes,
-        arch_config=arch_config,
-        parameters=parameters,
-        tied_by_default=tied_by_default,
+
+    def read_sizes(config: HFConfig) -> dict[str, int]:
+        config = AliasedConfig(config, aliases) if aliases else config
+        found = sizes(config, **defaults)
+        return {**found, **more_sizes(config, found)} if more_sizes else found
+
+    def read_arch(config: HFConfig, axis_sizes: Sizes) -> ArchConfig:
+        config = AliasedConfig(config, aliases) if aliases else config
+        return arch_config(
+            config,
+            axis_sizes,
+            max_positions=positions,
+            rope_theta=rope_theta,
+            rope=rope(config, axis_sizes) if rope else None,
+            activation=(activation_field, activation) if activation_field else activation,
+            norm_eps=(norm_eps_field, norm_eps),
+            init_std=init_std,
+        )
+
+    return declare(
+        name,
+        title,
+        sizes=read_sizes,
+        arch=read_arch,
+        parameters={
+            **embedding("tokens", f"vocab embed <- {tokens}: vocab embed"),
+            **shared,
+            **stack("layers", layers, layer),
+            **final_norm,
+            **head,
+        },
+        prefix=prefix,
+        choices=choices,
+        groups=groups,
+        layers=layers,
+        check=check,
+        ignores=ignores,
+        tied=tied,
         dropped=dropped,
-        layouts=LazyLayouts(partial(layouts, parameters)),
+        layouts=layouts,
         dropout_fields=dropout_fields,
+        prediction_layers=prediction_layers,
     )
 
 
@@ -149,6 +226,7 @@ def arch_config(
     rope: Rope | None = None,
     activation: tuple[str, str] | str = ("hidden_act", "silu"),
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
+    init_std: float = 0.02,
 ) -> ArchConfig:
     """Return the architecture of LLaMA.
 
@@ -160,6 +238,7 @@ def arch_config(
         rope: Rotary embedding, if the family has read it already.
         activation: Config field of the activation, and its default. Or an activation without a field.
         norm_eps: Config field of the epsilon of norms, and its default.
+        init_std: Default of `initializer_range`.
 
     Raises:
         PrepError: The config is invalid, or the key and value heads do not divide the query heads.
@@ -180,7 +259,7 @@ def arch_config(
             config, axis_sizes["head_dim"], max_positions=max_positions, default_theta=rope_theta
         ),
         max_positions=max_positions,
-        init_std=read_positive(config, "initializer_range", 0.02),
+        init_std=read_positive(config, "initializer_range", init_std),
     )
 
 
@@ -211,7 +290,7 @@ def read_partial_rope(
         default_theta: Default of the rotary base.
     """
     return read_rope(
-        {"partial_rotary_factor": default_share, **config},
+        changed(config, partial_rotary_factor=config.get("partial_rotary_factor", default_share)),
         head_dim,
         max_positions=read_size(config, "max_position_embeddings", max_positions),
         default_theta=default_theta,
@@ -226,7 +305,9 @@ def read_upper_layer_windows(config: HFConfig, layers: int) -> tuple[int, ...]:
         PrepError: A field is invalid.
     """
     # 4096 is the default of Qwen2Config and Qwen3Config.
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    window = config.get("sliding_window", 4096)
+    if not config.get("use_sliding_window"):
+        window = None
     first = read_max_window_layers(config)
     return read_sliding_windows(config, layers, window, lambda layer: layer >= first)
 
@@ -296,12 +377,25 @@ def attention(bias: Condition | None = NEVER, out_bias: Condition | None = NEVER
     )
 
 
-def gated_mlp(bias: Condition | None = NEVER) -> Parameters:
-    """Return the parameters of a gated MLP, whose matrices have a bias under the condition."""
+def gated_mlp(
+    bias: Condition | None = NEVER,
+    module: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    mlp: str = "mlp",
+) -> Parameters:
+    """Return the parameters of a gated MLP.
+
+    Args:
+        bias: When its matrices have a bias.
+        module: Name of its module.
+        names: Names of gate, up and down in the module.
+        mlp: Atom of its hidden units.
+    """
+    gate, up, down = (f"{module}.{name}.weight" for name in names)
     return {
-        **linear("mlp.gate", "mlp embed <- mlp.gate_proj.weight: mlp embed", bias),
-        **linear("mlp.up", "mlp embed <- mlp.up_proj.weight: mlp embed", bias),
-        **linear("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp", bias),
+        **linear("mlp.gate", f"{mlp} embed <- {gate}: {mlp} embed", bias),
+        **linear("mlp.up", f"{mlp} embed <- {up}: {mlp} embed", bias),
+        **linear("mlp.down", f"embed {mlp} <- {down}: embed {mlp}", bias),
     }
 
 
@@ -312,6 +406,10 @@ def plain_mlp(bias: Condition | None = NEVER) -> Parameters:
         **linear("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp", bias),
     }
 
+
+# Biases on all four matrices of attention, and on those of the MLP, if the config says so.
+BIASED_ATTENTION = attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias"))
+BIASED_MLP = gated_mlp(bias=if_set("mlp_bias"))
 
 # The gate is the first half of the fused matrix. Their sizes have `gate_up`: 2.
 FUSED_GATED_MLP = {
@@ -373,3 +471,37 @@ def read_rotating_layers(config: HFConfig, layers: int) -> list[bool]:
         why = f"no_rope_layers is {listed!r:.80}, it must give {layers} of 0 and 1"
         raise invalid_config_error(why)
     return [value == 1 for value in listed]
+
+
+def uniform_window(default: int | None) -> Choices:
+    """Return the choice of one window in all layers. A null turns it off. `default` is that of the class."""
+    return {
+        "sliding_windows": lambda config, sizes: uniform_windows(
+            sizes["layers"], config.get("sliding_window", default)
+        )
+    }
+
+
+def heads_that_fill_width(config: HFConfig, sizes: Sizes) -> dict[str, int]:
+    """Raise PrepError if the heads together are wider or narrower than the layers. There are no further sizes."""
+    if sizes["heads"] * sizes["head_dim"] != sizes["embed"]:
+        why = f"{sizes['heads']} heads of {sizes['head_dim']} elements, width {sizes['embed']}"
+        what = "num_attention_heads * head_dim != hidden_size is not supported"
+        raise unsupported_config_error(what, why)
+    return {}
+
+
+def partial_rope(share: float, positions: int) -> Callable[[HFConfig, Sizes], Rope]:
+    """Return the reader of the rotary embedding of a family that rotates a part of each head.
+
+    Args:
+        share: Share of a head that rotates if the config has no `partial_rotary_factor`.
+        positions: Default of `max_position_embeddings`.
+    """
+
+    def read(config: HFConfig, axis_sizes: Sizes) -> Rope:
+        return read_partial_rope(
+            config, axis_sizes["head_dim"], default_share=share, max_positions=positions
+        )
+
+    return read

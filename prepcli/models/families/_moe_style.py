@@ -1,18 +1,20 @@
-"""Parts that families with experts share: rows of dense and MoE layers, shared experts, and routers. No I/O, no jax."""
+"""Parts that families with experts share: the groups of their layers, rows of experts, and routers. No I/O, no jax."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
+from typing import Any
 
-from prepcli.algebra.axis_map import DENSE_LAYERS, LAYERS, SPARSE_LAYERS
+from prepcli.algebra.axis_map import DENSE_LAYERS, SPARSE_LAYERS
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
-from prepcli.models import rows
-from prepcli.models.architecture import ArchConfig
-from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
-from prepcli.models.families import _grouped_style, _llama_style
-from prepcli.models.families._grouped_style import LayerGroup, LayerNumbers, Sizes
+from prepcli.models.architecture import read_positive
+from prepcli.models.declaration import NO_CHOICES, Choices, LayerGroup, LayerNumbers, Sizes
+from prepcli.models.families._llama_style import experts as expert_rows
+from prepcli.models.families._llama_style import llama_like, read_experts_per_token
+from prepcli.models.moe_config import Router
 from prepcli.models.parameters import (
+    ALWAYS,
+    Condition,
     Family,
     HFConfig,
     Parameter,
@@ -21,71 +23,13 @@ from prepcli.models.parameters import (
 )
 from prepcli.models.rows import Parameters, matrix
 
+# Config and sizes -> a size.
+ReadSize = Callable[[HFConfig, Sizes], int]
 # Values in `mlp_layer_types`.
 MLP_LAYER_TYPES = ("dense", "sparse")
 
 
-def build_family(
-    name: str,
-    sizes: Sizes,
-    arch_config: Callable[[HFConfig], ArchConfig],
-    *,
-    layer: Parameters,
-    moe: Parameters,
-    dense_layers: LayerNumbers | None = None,
-    dense_mlp: Parameters | None = None,
-    tokens: str = "embed_tokens.weight",
-    tied_by_default: bool = False,
-    dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
-    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
-    default_prediction_layers: int = 0,
-) -> Family:
-    """Return a family with LLaMA's tensor names, and experts in some or all layers.
-
-    If all layers have experts, their parameters are in `layers.mlp`. Otherwise they are in
-    `sparse_layers.mlp` and `dense_layers.mlp`.
-
-    Args:
-        name: `model_type` of its config.json.
-        sizes: Atom -> extent.
-        arch_config: The architecture.
-        layer: Parameters of a layer except its MLP.
-        moe: Parameters of the MLP of an MoE layer.
-        dense_layers: Numbers of the layers with a dense MLP. None if all layers have experts.
-        dense_mlp: Parameters of the MLP of a dense layer. None means DENSE_MLP.
-        tokens: Tensor of the token embeddings.
-        tied_by_default: Whether the head is tied if the config does not say.
-        dropped: Pattern of tensors to ignore -> their description.
-        dropout_fields: Fields of the config with dropout rates.
-        default_prediction_layers: Number of layers for multi-token prediction if the config does not state it.
-    """
-    layer_groups: dict[str, LayerGroup] = {}
-    if dense_layers is None:
-        layer = {**layer, **moe}
-    else:
-        sparse_layers = partial(_sparse_layers, sizes, dense_layers)
-        layer_groups = {
-            DENSE_LAYERS: LayerGroup(dense_mlp or DENSE_MLP, dense_layers, may_be_all=False),
-            SPARSE_LAYERS: LayerGroup(moe, sparse_layers),
-        }
-    return _grouped_style.build_family(
-        name,
-        sizes,
-        arch_config,
-        layer=layer,
-        groups=layer_groups,
-        tokens=tokens,
-        tied_by_default=tied_by_default,
-        dropped=dropped,
-        dropout_fields=dropout_fields,
-        default_prediction_layers=default_prediction_layers,
-    )
-
-
-def _sparse_layers(sizes: Sizes, dense_layers: LayerNumbers, config: HFConfig) -> tuple[int, ...]:
-    """Return the numbers of the layers with experts."""
-    dense = frozenset(dense_layers(config))
-    return tuple(layer for layer in range(sizes(config)[LAYERS]) if layer not in dense)
+# --- Rows
 
 
 def dense_layer_mlp(module: str) -> Parameters:
@@ -97,30 +41,127 @@ def dense_layer_mlp(module: str) -> Parameters:
     }
 
 
+def experts(router: str = "mlp.gate.weight") -> Parameters:
+    """Return the parameters of experts with the names of LLaMA's MLP, by the name of the router's matrix."""
+    return expert_rows(
+        gate="mlp.experts.{experts}.gate_proj.weight",
+        up="mlp.experts.{experts}.up_proj.weight",
+        down="mlp.experts.{experts}.down_proj.weight",
+        router=router,
+    )
+
+
+def fused_experts(
+    gate_up: str = "input_linear.weight",
+    down: str = "output_linear.weight",
+    router: str = "router.layer.weight",
+) -> Parameters:
+    """Return the parameters of Granite's experts, one tensor per matrix of all of them. The gate comes before up.
+
+    Args:
+        gate_up: Tensor of all gate and up matrices.
+        down: Tensor of all down matrices.
+        router: Tensor of the router.
+    """
+    row = f"experts mlp embed <- block_sparse_moe.{gate_up}: experts (gate_up={{}} mlp) embed"
+    return {
+        **matrix("mlp.router", f"experts embed <- block_sparse_moe.{router}: experts embed"),
+        **matrix("mlp.gate", row.format(0)),
+        **matrix("mlp.up", row.format(1)),
+        **matrix("mlp.down", f"experts embed mlp <- block_sparse_moe.{down}: experts embed mlp"),
+    }
+
+
+def correction(tensor: str, alternate: str = "") -> Parameter:
+    """Return the parameter of the correction of a router's scores. It has no gradient.
+
+    Args:
+        tensor: Name and dims of its tensor.
+        alternate: Name and dims of the tensor in other files, or "".
+    """
+    return Parameter(
+        f"experts <- {tensor}", alternate=f"experts <- {alternate}" if alternate else ""
+    )
+
+
+def shared_experts(module: str, condition: Condition = ALWAYS) -> Parameters:
+    """Return the parameters of shared experts, which are one gated MLP.
+
+    Args:
+        module: Name of the module.
+        condition: When they exist.
+    """
+    row = "{} <- {}.{}_proj.weight: {}"
+    wide = "shared_mlp embed"
+    narrow = "embed shared_mlp"
+    return {
+        **matrix("mlp.shared.gate", row.format(wide, module, "gate", wide), condition=condition),
+        **matrix("mlp.shared.up", row.format(wide, module, "up", wide), condition=condition),
+        **matrix(
+            "mlp.shared.down", row.format(narrow, module, "down", narrow), condition=condition
+        ),
+    }
+
+
 DENSE_MLP = dense_layer_mlp("mlp")
+EXPERTS = experts()
+# Experts of Mixtral: w2(silu(w1 x) * w3 x), so that w3 is the up projection.
+NUMBERED_EXPERTS = expert_rows(
+    gate="block_sparse_moe.experts.{experts}.w1.weight",
+    up="block_sparse_moe.experts.{experts}.w3.weight",
+    down="block_sparse_moe.experts.{experts}.w2.weight",
+    router="block_sparse_moe.gate.weight",
+)
+# Experts of Qwen2-MoE: shared experts are scaled by the sigmoid of a gate.
+GATED_SHARED_EXPERTS: Parameters = {
+    **EXPERTS,
+    **shared_experts("mlp.shared_expert"),
+    **matrix("mlp.shared_gate", "embed <- mlp.shared_expert_gate.weight: 1 embed"),
+}
+# Experts of DeepSeek-V3.
+CORRECTION = "mlp.router.correction.bias"
+CORRECTED_EXPERTS: Parameters = {
+    **EXPERTS,
+    CORRECTION: correction("mlp.gate.e_score_correction_bias: experts"),
+    **shared_experts("mlp.shared_experts"),
+}
 
 
-def layer_sizes(layers: int, dense: tuple[int, ...]) -> dict[str, int]:
-    """Return the number of layers of each kind.
-
-    Raises:
-        PrepError: No layer has experts.
-    """
-    if not dense:
-        return {}
-    if len(dense) == layers:
-        raise invalid_config_error(f"all {layers} layers are dense, so that none has experts")
-    return {DENSE_LAYERS: len(dense), SPARSE_LAYERS: layers - len(dense)}
+# --- Sizes
 
 
-def read_first_dense_layers(config: HFConfig, layers: int, default: int) -> tuple[int, ...]:
-    """Return the dense layers of DeepSeek's config: the first `first_k_dense_replace` ones.
+def read_experts(
+    config: HFConfig,
+    default: int,
+    fields: tuple[str, ...] = ("num_local_experts", "n_routed_experts"),
+) -> int:
+    """Return the number of experts, from the first of the fields that the config has."""
+    count = default
+    for field in reversed(fields):
+        count = read_size(config, field, count)
+    return count
 
-    Raises:
-        PrepError: The field is not a number of layers.
-    """
-    count = read_count(config, "first_k_dense_replace", default)
-    return tuple(range(min(count, layers)))
+
+def shared_width(default: int) -> ReadSize:
+    """Return the reader of `shared_expert_intermediate_size`."""
+    return lambda config, sizes: read_size(config, "shared_expert_intermediate_size", default)
+
+
+def shared_count(field: str, default: int) -> ReadSize:
+    """Return the reader of the width of as many experts as a field says."""
+    return lambda config, sizes: sizes["mlp"] * read_size(config, field, default)
+
+
+# --- Dense layers
+
+
+def first_dense_layers(default: int) -> LayerNumbers:
+    """Return the reader of DeepSeek's dense layers: the first `first_k_dense_replace` ones."""
+
+    def read(config: HFConfig, layers: int) -> tuple[int, ...]:
+        return tuple(range(min(read_count(config, "first_k_dense_replace", default), layers)))
+
+    return read
 
 
 def read_dense_layers_by_step(config: HFConfig, layers: int) -> tuple[int, ...]:
@@ -140,7 +181,7 @@ def read_dense_layers_by_step(config: HFConfig, layers: int) -> tuple[int, ...]:
 
 
 def read_dense_layers_by_type(
-    config: HFConfig, layers: int, default: tuple[int, ...]
+    config: HFConfig, layers: int, default: tuple[int, ...] = ()
 ) -> tuple[int, ...]:
     """Return the dense layers of a config with the type of each MLP in `mlp_layer_types`.
 
@@ -165,56 +206,228 @@ def read_dense_layers_by_type(
     return tuple(layer for layer, name in enumerate(layer_types) if name == MLP_LAYER_TYPES[0])
 
 
-def check_first_dense_layers(config: HFConfig, dense_layers: tuple[int, ...]) -> None:
-    """Raise PrepError if `first_k_dense_replace` contradicts the dense layers of the class.
+def read_listed_or_first_layer(config: HFConfig, layers: int) -> tuple[int, ...]:
+    """Return the dense layers by `mlp_layer_types`, by default the first layer."""
+    return read_dense_layers_by_type(config, layers, default=(0,))
+
+
+def check_first_dense_layers(config: HFConfig, sizes: Sizes) -> None:
+    """Raise PrepError if `first_k_dense_replace` contradicts the dense layers of `read_listed_or_first_layer`.
 
     transformers reads only `mlp_layer_types`. Published files of such models have the number too.
     """
     first = config.get("first_k_dense_replace")
+    dense_layers = read_listed_or_first_layer(config, sizes["layers"])
     if first is not None and first != len(dense_layers):
         why = f"config.json has {first!r:.60}, and its mlp_layer_types make {len(dense_layers)} layers dense"
         raise unsupported_config_error("this `first_k_dense_replace` is not supported", why)
 
 
-EXPERTS = _llama_style.experts(
-    gate="mlp.experts.{experts}.gate_proj.weight",
-    up="mlp.experts.{experts}.up_proj.weight",
-    down="mlp.experts.{experts}.down_proj.weight",
-    router="mlp.gate.weight",
-)
+# --- Routers
 
 
-def correction(tensor: str) -> Parameter:
-    """Return the parameter of the correction of a router's scores. It has no gradient.
+def normalized_router(default: bool, **fields: Any) -> Choices:
+    """Return the choice of a router whose weights are normalized if `norm_topk_prob` is true.
 
     Args:
-        tensor: Name and dims of its tensor.
+        default: Default of the field.
+        fields: Other fields of the router.
     """
-    return Parameter(f"experts <- {tensor}")
-
-
-def shared_experts(module: str, condition: rows.Condition = rows.ALWAYS) -> Parameters:
-    """Return the parameters of shared experts, which are one gated MLP.
-
-    Args:
-        module: Name of the module.
-        condition: When they exist.
-    """
-    row = "{} <- {}.{}_proj.weight: {}"
-    wide = "shared_mlp embed"
-    narrow = "embed shared_mlp"
     return {
-        **matrix("mlp.shared.gate", row.format(wide, module, "gate", wide), condition=condition),
-        **matrix("mlp.shared.up", row.format(wide, module, "up", wide), condition=condition),
-        **matrix(
-            "mlp.shared.down", row.format(narrow, module, "down", narrow), condition=condition
-        ),
+        "router": lambda config, sizes: Router(
+            is_normalized=bool(config.get("norm_topk_prob", default)), **fields
+        )
     }
 
 
-# Experts of Qwen2-MoE: shared experts are scaled by the sigmoid of a gate.
-GATED_SHARED_EXPERTS: Parameters = {
-    **EXPERTS,
-    **shared_experts("mlp.shared_expert"),
-    **matrix("mlp.shared_gate", "embed <- mlp.shared_expert_gate.weight: 1 embed"),
-}
+def grouped_router(
+    config: HFConfig,
+    experts: int,
+    experts_per_token: int,
+    *,
+    groups: tuple[int, int],
+    scale: float,
+    is_normalized: bool = True,
+) -> Router:
+    """Return the router of DeepSeek-V3: sigmoid scores in groups, with a correction.
+
+    Args:
+        config: Content of a config.json.
+        experts: Number of experts.
+        experts_per_token: Number of experts per token.
+        groups: Defaults of `n_group` and `topk_group`.
+        scale: Default of `routed_scaling_factor`.
+        is_normalized: Default of `norm_topk_prob`.
+
+    Raises:
+        PrepError: The groups do not fit the experts.
+    """
+    router = Router(
+        "sigmoid",
+        is_normalized=bool(config.get("norm_topk_prob", is_normalized)),
+        scale=read_positive(config, "routed_scaling_factor", scale),
+        num_groups=read_size(config, "n_group", groups[0]),
+        groups_per_token=read_size(config, "topk_group", groups[1]),
+        group_score="top_two",
+        weight_sum_offset=1e-20,
+    )
+    router.check_experts(experts, experts_per_token)
+    return router
+
+
+# --- Declarations
+
+
+def moe_like(
+    name: str,
+    title: str,
+    *,
+    layer: Parameters,
+    num_experts: int,
+    experts_per_token: int | ReadSize,
+    moe: Parameters = EXPERTS,
+    count_fields: tuple[str, ...] = ("num_local_experts", "num_experts"),
+    expert_mlp: int | None = None,
+    shared_mlp: ReadSize | None = None,
+    more_sizes: Callable[[HFConfig, Sizes], dict[str, int]] | None = None,
+    dense_layers: LayerNumbers | None = None,
+    dense_mlp: Parameters = DENSE_MLP,
+    choices: Choices = NO_CHOICES,
+    **settings: Any,
+) -> Family:
+    """Return a family like LLaMA with experts in all layers, or in all but the dense layers.
+
+    Args:
+        name: `model_type` of its config.json.
+        title: One line about the family, for lists.
+        layer: Parameters of every layer, without its MLP.
+        num_experts: Default of the number of experts.
+        experts_per_token: Default of `num_experts_per_tok`, or a reader of the number.
+        moe: Parameters of the MLP of a layer with experts.
+        count_fields: Fields of the number of experts, in the order in which transformers uses them.
+        expert_mlp: Default of `moe_intermediate_size`. None if `intermediate_size` is the width of an expert.
+        shared_mlp: Reader of the width of shared experts, from the sizes with the width of an expert as `mlp`.
+        more_sizes: Further sizes, or others.
+        dense_layers: Numbers of the layers with a dense MLP, or None.
+        dense_mlp: Parameters of the MLP of a dense layer.
+        choices: Fields of the architecture that differ.
+        settings: Arguments of `llama_like`.
+    """
+
+    def expert_sizes(config: HFConfig, sizes: Sizes) -> dict[str, int]:
+        axis_sizes = dict(sizes)
+        if expert_mlp is not None:
+            axis_sizes["dense_mlp"] = sizes["mlp"]
+            axis_sizes["mlp"] = read_size(config, "moe_intermediate_size", expert_mlp)
+        if shared_mlp is not None:
+            axis_sizes["shared_mlp"] = shared_mlp(config, axis_sizes)
+        axis_sizes["experts"] = read_experts(config, num_experts, count_fields)
+        axis_sizes["gate_up"] = 2
+        if more_sizes is not None:
+            axis_sizes |= more_sizes(config, axis_sizes)
+        return axis_sizes
+
+    def read_count_per_token(config: HFConfig, sizes: Sizes) -> int:
+        if callable(experts_per_token):
+            return experts_per_token(config, sizes)
+        return read_experts_per_token(config, sizes["experts"], experts_per_token)
+
+    moe_choices: dict[str, Any] = {"experts_per_token": read_count_per_token}
+    groups: dict[str, LayerGroup] = {}
+    if dense_layers is None:
+        layer = {**layer, **moe}
+    else:
+        groups = dense_and_sparse_layers(dense_layers, moe, dense_mlp)
+        moe_choices["dense_layers"] = lambda config, sizes: dense_layers(config, sizes["layers"])
+    return llama_like(
+        name,
+        title,
+        layer=layer,
+        groups=groups,
+        more_sizes=expert_sizes,
+        choices={**moe_choices, **choices},
+        **settings,
+    )
+
+
+DEEPSEEK_SHARED_MLP = shared_count("n_shared_experts", 1)
+
+
+def deepseek_like(
+    name: str,
+    title: str,
+    *,
+    experts_per_token: int,
+    moe: Parameters = CORRECTED_EXPERTS,
+    count_fields: tuple[str, ...] = ("num_local_experts", "n_routed_experts"),
+    shared_mlp: ReadSize = DEEPSEEK_SHARED_MLP,
+    groups: tuple[int, int] = (1, 1),
+    scale: float = 1.0,
+    is_normalized: bool = True,
+    choices: Choices = NO_CHOICES,
+    **settings: Any,
+) -> Family:
+    """Return a family with the experts of DeepSeek-V3: sigmoid scores in groups with a correction, and shared experts.
+
+    Args:
+        name: `model_type` of its config.json.
+        title: One line about the family, for lists.
+        experts_per_token: Default of `num_experts_per_tok`.
+        moe: Parameters of the MLP of a layer with experts. See `moe_like`, like the following two arguments.
+        count_fields: Fields of the number of experts.
+        shared_mlp: Reader of the width of shared experts.
+        groups: Defaults of `n_group` and `topk_group`.
+        scale: Default of `routed_scaling_factor`.
+        is_normalized: Default of `norm_topk_prob`.
+        choices: Fields of the architecture that differ.
+        settings: Arguments of `moe_like`.
+    """
+
+    def read_router(config: HFConfig, sizes: Sizes) -> Router:
+        num_experts = sizes["experts"]
+        return grouped_router(
+            config,
+            num_experts,
+            read_experts_per_token(config, num_experts, experts_per_token),
+            groups=groups,
+            scale=scale,
+            is_normalized=is_normalized,
+        )
+
+    return moe_like(
+        name,
+        title,
+        moe=moe,
+        count_fields=count_fields,
+        experts_per_token=experts_per_token,
+        shared_mlp=shared_mlp,
+        choices={"router": read_router, **choices},
+        **settings,
+    )
+
+
+def dense_and_sparse_layers(
+    dense_layers: LayerNumbers, moe: Parameters, dense_mlp: Parameters = DENSE_MLP
+) -> dict[str, LayerGroup]:
+    """Return the group of layers with a dense MLP, and the group of layers with experts.
+
+    Args:
+        dense_layers: Numbers of the layers with a dense MLP. A config in which they are all layers is refused.
+        moe: Parameters of the MLP of a layer with experts.
+        dense_mlp: Parameters of the MLP of a dense layer.
+    """
+
+    def dense(config: HFConfig, layers: int) -> tuple[int, ...]:
+        listed = dense_layers(config, layers)
+        if len(listed) == layers:
+            raise invalid_config_error(f"all {layers} layers are dense, so that none has experts")
+        return listed
+
+    def sparse(config: HFConfig, layers: int) -> tuple[int, ...]:
+        listed = frozenset(dense(config, layers))
+        return tuple(layer for layer in range(layers) if layer not in listed)
+
+    return {
+        DENSE_LAYERS: LayerGroup(dense_mlp, dense, may_be_all=False),
+        SPARSE_LAYERS: LayerGroup(moe, sparse),
+    }

@@ -1,4 +1,4 @@
-"""T5, T5 v1.1 and Flan-T5: an encoder and a decoder, with relative position biases instead of position embeddings."""
+"""T5 and its kin: an encoder, a decoder, and relative position biases. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
-from prepcli.models.architecture import (
-    FULL_ATTENTION,
-    ArchConfig,
-    read_activation,
-    read_positive,
-    reject_unsupported_fields,
-)
+from prepcli.models.architecture import FULL_ATTENTION, ArchConfig, read_activation, read_positive
+from prepcli.models.declaration import Choices, MakeLayouts, Sizes, by_name, supporting
 from prepcli.models.dropout_config import DropoutFields
 from prepcli.models.layouts import hf_flax_layout
 from prepcli.models.parameters import (
@@ -21,125 +16,85 @@ from prepcli.models.parameters import (
     Condition,
     Family,
     HFConfig,
-    TreeLayout,
+    LazyLayouts,
     WeightTying,
     read_size,
 )
 from prepcli.models.position_bias import MAX_RELATIVE_DISTANCE, RelativePositionBias
 from prepcli.models.rows import Parameters, attention, embedding, matrix, rms_norm, stack
 
+# --- Sizes
+
 # Atom -> config field and its default.
-FIELDS = {
+T5_SIZES = {
     "vocab": ("vocab_size", 32128), "embed": ("d_model", 512), "mlp": ("d_ff", 2048), "heads": ("num_heads", 8),
     "head_dim": ("d_kv", 64), "encoder_layers": ("num_layers", 6), "buckets": ("relative_attention_num_buckets", 32),
 }  # fmt: skip
+MT5_SIZES = T5_SIZES | {
+    "vocab": ("vocab_size", 250_112), "mlp": ("d_ff", 1024), "heads": ("num_heads", 6),
+    "encoder_layers": ("num_layers", 8),
+}  # fmt: skip
 # Atom -> field that overrides the one above. The decoder's layers ignore `num_hidden_layers`.
-FIELD_ALIASES = {
+SIZE_ALIASES = {
     "embed": "hidden_size", "heads": "num_attention_heads", "head_dim": "head_dim",
     "encoder_layers": "num_hidden_layers",
 }  # fmt: skip
 
 
-def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis). Absent fields have the defaults of T5Config."""
-    return read_sizes(config, FIELDS)
-
-
-def read_sizes(config: HFConfig, fields: Mapping[str, tuple[str, int]]) -> dict[str, int]:
-    """Return the extent of each atom.
-
-    Args:
-        config: Content of a config.json.
-        fields: Atom -> config field and its default.
-    """
-    field_sizes = {
-        atom: read_size(config, field, default) for atom, (field, default) in fields.items()
-    }
-    aliased_sizes = {
-        atom: read_size(config, alias, field_sizes[atom]) for atom, alias in FIELD_ALIASES.items()
-    }
-    axis_sizes = field_sizes | aliased_sizes
+def _read_sizes(config: HFConfig, *, fields: Mapping[str, tuple[str, int]]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for atom, (field, default) in fields.items():
+        sizes[atom] = read_size(config, field, default)
+    num_layers = sizes["encoder_layers"]
+    for atom, alias in SIZE_ALIASES.items():
+        sizes[atom] = read_size(config, alias, sizes[atom])
     # A check only: layers have a lower limit than other sizes, and the loops above use one limit.
-    read_size(axis_sizes, "encoder_layers", 1, MAX_LAYERS)
+    read_size(sizes, "encoder_layers", 1, MAX_LAYERS)
     # The default is `num_layers`, not its alias: T5Config of transformers 4 sets it before the alias.
-    layers = read_size(config, "num_decoder_layers", field_sizes["encoder_layers"], MAX_LAYERS)
-    return axis_sizes | {"layers": layers}
+    layers = read_size(config, "num_decoder_layers", num_layers, MAX_LAYERS)
+    return {**sizes, "layers": layers}
 
 
-def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
-    axis_sizes = sizes(config)
-    # A tied head is the embedding, with a standard deviation of about 1. The factor embed^-0.5 keeps
-    # the logits near 1.
-    scale = axis_sizes["embed"] ** -0.5 if _scales_decoder_output(config) else 1.0
-    return encoder_decoder_arch(config, axis_sizes, lm_head_input_scale=scale)
+# --- Architecture
 
 
-def encoder_decoder_arch(
-    config: HFConfig,
-    axis_sizes: Mapping[str, int],
-    *,
-    lm_head_input_scale: float,
-    feed_forward: str = "relu",
-) -> ArchConfig:
-    """Return the architecture of T5 or a similar family.
-
-    Args:
-        config: Content of a config.json.
-        axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
-        lm_head_input_scale: Factor of the decoder's output before the head.
-        feed_forward: Default of `feed_forward_proj`.
-
-    Raises:
-        PrepError: The config is invalid or not supported.
-    """
-    reject_unsupported_fields(config, "is_encoder_decoder")
+def _read_arch(config: HFConfig, sizes: Sizes, *, feed_forward: str) -> ArchConfig:
+    """Return the architecture of the decoder, with that of the encoder. `feed_forward` is the default of the field."""
     if not config.get("is_encoder_decoder", True):
         what = "`is_encoder_decoder` false is not supported for this family"
         raise unsupported_config_error(what, "it needs its encoder")
     activation_field = "dense_act_fn" if config.get("dense_act_fn") else "feed_forward_proj"
-    causal_bias = RelativePositionBias(
-        axis_sizes["buckets"],
-        read_size(config, "relative_attention_max_distance", 128, MAX_RELATIVE_DISTANCE),
-        bidirectional=False,
-    )
+    _, activation = _read_feed_forward(config, feed_forward)
+    factor = read_positive(config, "initializer_factor", 1.0)
+    max_distance = read_size(config, "relative_attention_max_distance", 128, MAX_RELATIVE_DISTANCE)
+    causal_bias = RelativePositionBias(sizes["buckets"], max_distance, bidirectional=False)
     decoder = ArchConfig(
         norm="rms",
         norm_eps=read_positive(config, "layer_norm_epsilon", 1e-6),
-        activation=read_activation(
-            {activation_field: _read_feed_forward(config, feed_forward)[1]}, activation_field, ""
-        ),
-        has_gated_mlp=is_gated(config, feed_forward),
+        activation=read_activation({activation_field: activation}, activation_field, ""),
+        has_gated_mlp=_is_gated(config, feed_forward=feed_forward),
         # T5 does not divide scores by sqrt(head_dim). Its initial queries are that much smaller instead.
         attn_scale=1.0,
-        sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],
+        sliding_windows=(FULL_ATTENTION,) * sizes["layers"],
         rope=None,
         score_bias=causal_bias,
         max_positions=0,
-        init_std=read_positive(config, "initializer_factor", 1.0) * axis_sizes["embed"] ** -0.5,
+        init_std=factor * sizes["embed"] ** -0.5,
+        # Those of Mesh TensorFlow's T5. Those of queries include the scale of attention.
+        leaf_init_stds=(
+            ("embed.tokens", factor),
+            ("head.weight", factor),
+            (".q.weight", factor * (sizes["embed"] * sizes["head_dim"]) ** -0.5),
+            (".o.weight", factor * (sizes["heads"] * sizes["head_dim"]) ** -0.5),
+            ("mlp.down.weight", factor * sizes["mlp"] ** -0.5),
+        ),
     )
-    decoder = dataclasses.replace(decoder, leaf_init_stds=_leaf_init_stds(config, axis_sizes))
     encoder = dataclasses.replace(
         decoder,
-        sliding_windows=(FULL_ATTENTION,) * axis_sizes["encoder_layers"],
+        sliding_windows=(FULL_ATTENTION,) * sizes["encoder_layers"],
         score_bias=dataclasses.replace(causal_bias, bidirectional=True),
     )
-    return dataclasses.replace(decoder, encoder=encoder, lm_head_input_scale=lm_head_input_scale)
-
-
-def _leaf_init_stds(
-    config: HFConfig, axis_sizes: Mapping[str, int]
-) -> tuple[tuple[str, float], ...]:
-    """Return the standard deviations of Mesh TensorFlow's T5. Those of queries include the scale of attention."""
-    factor = read_positive(config, "initializer_factor", 1.0)
-    embed = axis_sizes["embed"]
-    return (
-        ("embed.tokens", factor),
-        ("head.weight", factor),
-        (".q.weight", factor * (embed * axis_sizes["head_dim"]) ** -0.5),
-        (".o.weight", factor * (axis_sizes["heads"] * axis_sizes["head_dim"]) ** -0.5),
-        ("mlp.down.weight", factor * axis_sizes["mlp"] ** -0.5),
-    )
+    return dataclasses.replace(decoder, encoder=encoder)
 
 
 def _read_feed_forward(config: HFConfig, default: str) -> tuple[bool, str]:
@@ -156,117 +111,118 @@ def _read_feed_forward(config: HFConfig, default: str) -> tuple[bool, str]:
     return bool(gate), str(config.get("dense_act_fn") or name)
 
 
-def is_gated(config: HFConfig, feed_forward: str = "relu") -> bool:
-    """Return whether the MLP is gated. `feed_forward` is the default of `feed_forward_proj`."""
+def _is_gated(config: HFConfig, *, feed_forward: str) -> bool:
     return bool(config.get("is_gated_act", _read_feed_forward(config, feed_forward)[0]))
 
 
-def _scales_decoder_output(config: HFConfig) -> bool:
-    """Return whether the hidden states are scaled before the head. By default a tied head needs it."""
+# --- Scale of the decoder's output, and the head
+
+
+def _scales_output(config: HFConfig) -> bool:
+    # Without the field, which newer files have, a tied head means that the output is scaled.
     return bool(config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False))
 
 
-def _stored_head_unties(config: HFConfig) -> bool:
-    """Return whether a stored head overrides `tie_word_embeddings`.
-
-    Transformers 5 writes true for every T5 model, so a model without scaled outputs has a head of
-    its own. A null has no effect.
-    """
-    return not _scales_decoder_output(config) or config.get("tie_word_embeddings", True) is None
+def _output_scale(config: HFConfig, sizes: Sizes) -> float:
+    # A tied head is the embedding, with a standard deviation of about 1. The factor embed^-0.5 keeps
+    # the logits near 1.
+    return sizes["embed"] ** -0.5 if _scales_output(config) else 1.0
 
 
-def _attention_sublayer(path: str, number: int, module: str) -> Parameters:
-    """Return the parameters of an attention sublayer and of the norm before it.
+def _has_head_if_stored(config: HFConfig) -> bool:
+    # Transformers 5 writes `tie_word_embeddings` true for every T5 model, so a model without scaled outputs has a head
+    # of its own. A null has no effect.
+    return not _scales_output(config) or config.get("tie_word_embeddings", True) is None
 
-    Args:
-        path: Path of the attention in the tree.
-        number: Index of the sublayer in its layer.
-        module: Name of its module.
-    """
-    parameters = attention(f"{number}.{module}.{{}}", out_name="o")
-    return {
-        **rms_norm(f"{path}_norm", f"embed <- {number}.layer_norm.weight: embed"),
-        **{name.replace("attn.", f"{path}."): parameter for name, parameter in parameters.items()},
+
+# --- Parameters
+
+
+def _sublayer(number: int, path: str, parameters: Parameters) -> Parameters:
+    """Return the parameters of a sublayer and of the norm before it, from its index in its layer."""
+    return rms_norm(f"{path}_norm", f"embed <- {number}.layer_norm.weight: embed") | parameters
+
+
+def _attention(number: int, path: str, module: str) -> Parameters:
+    parameters: Parameters = {}
+    for name, parameter in attention(f"{number}.{module}.{{}}", out_name="o").items():
+        parameters[name.replace("attn.", f"{path}.")] = parameter
+    return _sublayer(number, path, parameters)
+
+
+def _mlp(number: int, is_gated: Condition) -> Parameters:
+    # T5 v1.1 computes wo(act(wi_0 x) * wi_1 x). T5 1.0 computes wo(act(wi x)) without a gate.
+    module = f"{number}.DenseReluDense"
+    up = f"mlp embed <- {module}.{{}}.weight: mlp embed"
+    parameters = {
+        **matrix("mlp.gate", up.format("wi_0"), condition=is_gated),
+        **matrix("mlp.up", up.format("wi_1"), condition=is_gated, else_row=up.format("wi")),
+        **matrix("mlp.down", f"embed mlp <- {module}.wo.weight: embed mlp"),
     }
+    return _sublayer(number, "mlp", parameters)
 
 
 def _stack_parameters(
-    stack_name: str,
-    layers: str,
-    *attention_sublayers: Parameters,
-    gate_condition: Condition,
-    has_bias_per_layer: bool,
+    name: str, layers: str, layer: Parameters, has_bias_per_layer: bool
 ) -> Parameters:
-    """Return the parameters of the encoder or the decoder.
-
-    Args:
-        stack_name: "encoder" or "decoder", in paths and tensor names.
-        layers: Atom of its layers.
-        attention_sublayers: Parameters of the sublayers before the MLP.
-        gate_condition: When the MLP is gated.
-        has_bias_per_layer: Whether each layer has a position bias. Otherwise all share that of the
-            first.
-    """
-    mlp_index = len(attention_sublayers)
-    first_attention = f"{stack_name}.block.0.layer.0.SelfAttention"
-    # T5 v1.1 computes wo(act(wi_0 x) * wi_1 x). T5 1.0 computes wo(act(wi x)) without a gate.
-    gate, up, ungated_up = (
-        f"mlp embed <- {mlp_index}.DenseReluDense.{name}.weight: mlp embed"
-        for name in ("wi_0", "wi_1", "wi")
-    )
-    mlp = {
-        **rms_norm("mlp_norm", f"embed <- {mlp_index}.layer_norm.weight: embed"),
-        **matrix("mlp.gate", gate, condition=gate_condition),
-        **matrix("mlp.up", up, condition=gate_condition, else_row=ungated_up),
-        **matrix("mlp.down", f"embed mlp <- {mlp_index}.DenseReluDense.wo.weight: embed mlp"),
-    }
-    layer: Parameters = {}
-    for sublayer in (*attention_sublayers, mlp):
-        layer |= sublayer
-    bias_row = "buckets heads <- {}.relative_attention_bias.weight: buckets heads"
+    """Return the parameters of the encoder or the decoder. Its layers share the bias of the first or have their own."""
+    row = "buckets heads <- {}.relative_attention_bias.weight: buckets heads"
     shared_bias: Parameters = {}
     if has_bias_per_layer:
-        layer |= matrix("relative_positions", bias_row.format("0.SelfAttention"))
+        layer = layer | matrix("relative_positions", row.format("0.SelfAttention"))
     else:
-        shared_bias = matrix(f"{stack_name}.relative_positions", bias_row.format(first_attention))
+        first_row = row.format(f"{name}.block.0.layer.0.SelfAttention")
+        shared_bias = matrix(f"{name}.relative_positions", first_row)
     return {
-        **stack(f"{stack_name}.layers", f"{stack_name}.block.{{{layers}}}.layer", layer),
+        **stack(f"{name}.layers", f"{name}.block.{{{layers}}}.layer", layer),
         **shared_bias,
-        **rms_norm(
-            f"{stack_name}.final_norm", f"embed <- {stack_name}.final_layer_norm.weight: embed"
-        ),
+        **rms_norm(f"{name}.final_norm", f"embed <- {name}.final_layer_norm.weight: embed"),
     }
 
 
-def build_parameters(
-    gate_condition: Condition = is_gated, has_bias_per_layer: bool = False
-) -> Parameters:
-    """Return the parameters of a model, with the options of `_stack_parameters`."""
-    self_attention = _attention_sublayer("attn", 0, "SelfAttention")
-    cross_attention = _attention_sublayer("cross", 1, "EncDecAttention")
-    build_stack = partial(
-        _stack_parameters, gate_condition=gate_condition, has_bias_per_layer=has_bias_per_layer
-    )
-    return {
+def t5_like(
+    name: str,
+    title: str,
+    *,
+    fields: Mapping[str, tuple[str, int]],
+    feed_forward: str,
+    choices: Choices,
+    layouts: MakeLayouts,
+    stored_head_unties: Callable[[HFConfig], bool] = lambda config: True,
+    untied_fields: Callable[[HFConfig], HFConfig] = lambda config: {},
+    has_bias_per_layer: bool = False,
+) -> Family:
+    """Return a family with an encoder, a decoder and T5's tensor names.
+
+    Args:
+        name: `model_type` of its config.json.
+        title: One line about the family, for lists.
+        fields: Atom -> config field and its default.
+        feed_forward: Default of `feed_forward_proj`.
+        choices: Fields of the architecture that differ.
+        layouts: Trees of other libraries, from the parameters of the model.
+        stored_head_unties: Whether a stored head overrides `tie_word_embeddings`. By default it does: transformers
+            sets the field for every model, and only the file shows whether it is true.
+        untied_fields: Config fields to set when a tied head becomes a separate parameter.
+        has_bias_per_layer: Whether each layer has a position bias. Otherwise all share the one of the first.
+    """
+    sizes = partial(_read_sizes, fields=fields)
+    is_gated = partial(_is_gated, feed_forward=feed_forward)
+    self_attention = _attention(0, "attn", "SelfAttention")
+    cross_attention = _attention(1, "cross", "EncDecAttention")
+    encoder_layer = self_attention | _mlp(1, is_gated)
+    decoder_layer = self_attention | cross_attention | _mlp(2, is_gated)
+    parameters = {
         **embedding("tokens", "vocab embed <- shared.weight: vocab embed"),
-        **build_stack("encoder", "encoder_layers", self_attention),
-        **build_stack("decoder", "layers", self_attention, cross_attention),
+        **_stack_parameters("encoder", "encoder_layers", encoder_layer, has_bias_per_layer),
+        **_stack_parameters("decoder", "layers", decoder_layer, has_bias_per_layer),
         **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
     }
-
-
-def build_family(
-    name: str,
-    sizes: Callable[[HFConfig], dict[str, int]],
-    arch_config: Callable[[HFConfig], ArchConfig],
-    parameters: Parameters,
-    layouts: Mapping[str, TreeLayout],
-    stored_head_unties: Callable[[HFConfig], bool],
-    untied_fields: Callable[[HFConfig], HFConfig],
-) -> Family:
-    """Return a family with an encoder, a decoder and T5's tensor names. See `Family` for the arguments."""
+    arch = partial(_read_arch, feed_forward=feed_forward)
+    rate = ("dropout_rate", 0.1)
     return Family(
         name=name,
+        title=title,
         prefix="",
         unprefixed=(),
         sizes=sizes,
@@ -283,34 +239,45 @@ def build_family(
             stored_head_unties=stored_head_unties,
             untied_fields=untied_fields,
         ),
-        arch_config=arch_config,
-        layouts=layouts,
+        arch_config=supporting(sizes, arch, parameters, choices),
+        layouts=LazyLayouts(partial(layouts, parameters)),
         # The encoder and the decoder share one embedding. Some files store it again under both names.
         duplicates={
-            f"{stack_name}.embed_tokens.weight": "shared.weight"
-            for stack_name in ("encoder", "decoder")
+            "encoder.embed_tokens.weight": "shared.weight",
+            "decoder.embed_tokens.weight": "shared.weight",
         },
-        dropout_fields=DropoutFields(
-            attention=("dropout_rate", 0.1),
-            residual=("dropout_rate", 0.1),
-            embedding=("dropout_rate", 0.1),
-        ),
+        dropout_fields=DropoutFields(attention=rate, residual=rate, embedding=rate),
     )
 
 
-PARAMETERS = build_parameters()
-FAMILY = build_family(
-    name="t5",
-    sizes=sizes,
-    arch_config=arch_config,
-    parameters=PARAMETERS,
-    layouts=hf_flax_layout(
-        PARAMETERS,
-        prefix="",
-        norm_name="weight",
-        allows_tied_head=True,
-        ignored_fields=("scale_decoder_outputs",),
+FLAX_LAYOUT = partial(hf_flax_layout, prefix="", norm_name="weight", allows_tied_head=True)
+FAMILIES = by_name(
+    t5_like(
+        "t5",
+        "T5, T5 v1.1 and Flan-T5: an encoder and a decoder, with relative position biases instead of position "
+        "embeddings.",
+        fields=T5_SIZES,
+        feed_forward="relu",
+        choices={"lm_head_input_scale": _output_scale},
+        layouts=partial(FLAX_LAYOUT, ignored_fields=("scale_decoder_outputs",)),
+        stored_head_unties=_has_head_if_stored,
+        untied_fields=lambda config: {"scale_decoder_outputs": _scales_output(config)},
     ),
-    stored_head_unties=_stored_head_unties,
-    untied_fields=lambda config: {"scale_decoder_outputs": _scales_decoder_output(config)},
+    t5_like(
+        "mt5",
+        "mT5: T5 v1.1 for 101 languages, with a head of its own and outputs that are not scaled.",
+        fields=MT5_SIZES,
+        feed_forward="gated-gelu",
+        choices={},
+        layouts=FLAX_LAYOUT,
+    ),
+    t5_like(
+        "umt5",
+        "UMT5: mT5 with a relative position bias in each layer.",
+        fields=MT5_SIZES,
+        feed_forward="gated-gelu",
+        choices={"lm_head_input_scale": _output_scale},
+        layouts=lambda parameters: {},
+        has_bias_per_layer=True,
+    ),
 )

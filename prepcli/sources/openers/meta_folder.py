@@ -34,7 +34,6 @@ from prepcli.formats.torch_files import (
     MISTRAL_FILE,
     read_torch_header,
 )
-from prepcli.models.families.llama import FAMILY
 from prepcli.models.parameters import Family
 from prepcli.models.registry import FAMILIES
 from prepcli.models.torchtitan_layouts import META_NAMES, TORCHTITAN_LAYOUT
@@ -49,6 +48,7 @@ from prepcli.sources.tensor_match import detect_names
 from prepcli.stores.files import list_folder, read_bytes, stat_file
 from prepcli.stores.paths import AnyPath, map_files
 
+LLAMA = FAMILIES["llama"]
 MAX_PARAMS_NBYTES = 1 << 20
 # Size of the safetensors files that `pad-vocab` writes from Meta's files.
 OUTPUT_SHARD_NBYTES = 5 * 10**9
@@ -57,7 +57,7 @@ EMBEDDING = "tok_embeddings.weight"
 LM_HEAD = "output.weight"
 ROPE_FREQUENCIES = "rope.freqs"
 # Families whose models are published with Meta's names of tensors.
-NATIVE_FAMILIES = (FAMILY.name, "mistral")
+NATIVE_FAMILIES = (LLAMA.name, "mistral")
 
 
 _LAYER = "layers.{layers}."
@@ -81,7 +81,7 @@ _SHARD_AXES: Mapping[str, int | None] = {
 # Axis map of each of Meta's tensors, with Meta's dims on the left and the dims of Hugging Face on the right. The state
 # dict of torchtitan has the same tensors.
 _ROWS: Mapping[str, str] = {
-    name: FAMILY.layouts[TORCHTITAN_LAYOUT].parameters[META_NAMES.get(name, name)].row
+    name: LLAMA.layouts[TORCHTITAN_LAYOUT].parameters[META_NAMES.get(name, name)].row
     for name in _SHARD_AXES
 }
 
@@ -158,7 +158,7 @@ def _load_config(
         config = located.read_config(hints.resolve_config_path(path, display_name))
         model_type = config.get("model_type")
         if model_type not in NATIVE_FAMILIES:
-            why = f"its config.json says `{model_type!s:.40}`, such files contain `{FAMILY.name}`"
+            why = f"its config.json says `{model_type!s:.40}`, such files contain `{LLAMA.name}`"
             hint = text(
                 "{}: a folder with the {} of these weights", Option("config", "FOLDER"), CONFIG
             )

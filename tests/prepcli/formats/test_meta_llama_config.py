@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prepcli.formats.meta_llama_config import is_small_llama_3_2, to_hf_config
-from prepcli.models.families.llama import FAMILY
+from prepcli.models.registry import FAMILIES
 
 FIRST = {
     "dim": 4096,
@@ -79,7 +79,7 @@ def test_to_hf_config_matches_published_configs(
         key: params[meta_key] for key, meta_key in renamed_keys.items()
     }
     assert config["model_type"] == "llama"
-    assert FAMILY.arch_config(config).max_positions == config["max_position_embeddings"]
+    assert FAMILIES["llama"].arch_config(config).max_positions == config["max_position_embeddings"]
 
 
 def test_to_hf_config_derives_rope_scaling() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import PrepError
-from prepcli.models.families.llama import FAMILY as LLAMA
 from prepcli.models.parameters import (
     Family,
     Parameter,
@@ -17,6 +16,7 @@ from prepcli.models.parameters import (
     read_count,
     read_size,
 )
+from prepcli.models.registry import FAMILIES
 
 SIZES = {"layers": 3, "embed": 4, "mlp": 5, "vocab": 7}
 FAMILY = Family(
@@ -35,7 +35,7 @@ FAMILY = Family(
     tying=WeightTying(
         head_leaf="head", head_tensor="head", embedding_tensor="wte", tied_by_default=False
     ),
-    arch_config=LLAMA.arch_config,
+    arch_config=FAMILIES["llama"].arch_config,
 )
 
 

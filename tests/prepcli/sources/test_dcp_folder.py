@@ -10,12 +10,13 @@ import pytest
 from prepcli.algebra.axis_map import bind_row
 from prepcli.algebra.grids import ArrayPart, ArrayParts
 from prepcli.algebra.rows import parse_row
-from prepcli.models.families.llama import FAMILY as LLAMA
+from prepcli.models.registry import FAMILIES
 from prepcli.planning.arrays import Array, parted_array, whole_array
 from prepcli.planning.libraries import TORCHTITAN
 from prepcli.sources.openers.dcp_folder import match_dcp_tree
 from tests.helpers.stored_arrays import read_tensor
 
+LLAMA = FAMILIES["llama"]
 CONFIG: dict[str, Any] = {
     "vocab_size": 6,
     "hidden_size": 8,

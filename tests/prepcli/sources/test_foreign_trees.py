@@ -10,14 +10,14 @@ import pytest
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import PrepError
-from prepcli.models.families.gpt_neo import FAMILY as GPT_NEO
-from prepcli.models.families.llama import FAMILY as LLAMA
 from prepcli.models.parameters import Family, parameter_rows
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.arrays import MappedArray, whole_array
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.foreign_trees import Array, ForeignTree, TreeFormat, match_foreign_tree
 
+LLAMA = FAMILIES["llama"]
+GPT_NEO = FAMILIES["gpt_neo"]
 CONFIG: dict[str, Any] = {
     "vocab_size": 11,
     "hidden_size": 8,
@@ -32,7 +32,10 @@ CONFIG: dict[str, Any] = {
 FORMATS = {
     "hf-flax": (LLAMA, TreeFormat("hf-flax", "")),
     "hf-flax variables": (LLAMA, TreeFormat("hf-flax", "params.")),
-    "hf-flax without prefix": (LLAMA, TreeFormat("hf-flax", "", None, has_prefix=False)),
+    "hf-flax without prefix": (
+        LLAMA,
+        TreeFormat("hf-flax", "", None, has_prefix=False),
+    ),
     "neo": (GPT_NEO, TreeFormat("hf-flax", "")),
     "neo without prefix": (
         GPT_NEO,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.models.families.gpt_neo import FAMILY
+from prepcli.models.registry import FAMILIES
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.tensor_match import TensorNames
 from prepcli.targets.planner import output_rows
@@ -18,6 +18,8 @@ from prepcli.targets.safetensors_folder import (
     resized_shape_and_nbytes,
 )
 from tests.helpers.plans import flat
+
+FAMILY = FAMILIES["gpt_neo"]
 
 
 def tensor(name: str, *shape: int, dtype: str = "float32") -> SourceTensor:

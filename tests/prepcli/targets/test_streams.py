@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.models.families.gpt_neo import FAMILY
+from prepcli.models.registry import FAMILIES
 from prepcli.planning.plan import Fill, Stream
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.tensor_match import TensorNames, Vocabulary
 from prepcli.targets.planner import TensorTarget, VocabResize, build_streams, dropped_padding
 from tests.helpers.plans import flat
 
+FAMILY = FAMILIES["gpt_neo"]
 MEAN = Fill("mean")
 
 

@@ -133,7 +133,8 @@ def test_compare_sample_finds_missing_window(monkeypatch: pytest.MonkeyPatch):
     listed = Sample(MISTRAL | {"layer_types": ["full_attention"] * 2}, (), has_stored_head=False)
     assert compare_sample(listed).outcome == "equal"
     monkeypatch.setattr(
-        "prepcli.models.families.mistral.uniform_windows", lambda layers, window: (0,) * layers
+        "prepcli.models.families._llama_style.uniform_windows",
+        lambda layers, window: (0,) * layers,
     )
     assert compare_sample(listed).outcome == "wrong"
 

@@ -16,7 +16,7 @@ from prepcli.commands.operations.options import PadVocabOptions
 from prepcli.commands.operations.pad_vocab import make_fill, padded_size
 from prepcli.core.errors import FAILED, USAGE, PrepError
 from prepcli.core.option_spec import with_defaults
-from prepcli.models.families.gpt_neo import FAMILY
+from prepcli.models.registry import FAMILIES
 from prepcli.planning.plan import Fill
 from prepcli.sources.source import Source
 from prepcli.sources.tensor_match import TensorNames, Vocabulary
@@ -29,6 +29,8 @@ from tests.helpers.tiny_checkpoints import (
     same_bits,
     write_checkpoint,
 )
+
+FAMILY = FAMILIES["gpt_neo"]
 
 
 def padded_rows(**values: Any) -> int:

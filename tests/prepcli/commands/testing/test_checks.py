@@ -31,6 +31,7 @@ from prepcli.models.registry import FAMILIES, family_of
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import DENSE_CONFIGS, FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA
 from tests.helpers.tiny_configs import ODD_HEADS
+from tests.helpers.wrong_family import use_family
 
 MESH_CONFIGS = {base["model_type"]: base for base in (GPT2, GPT_NEO, LLAMA)} | {
     name: base | {"num_hidden_layers": 2} for name, base in FAMILY_CONFIGS.items()
@@ -101,7 +102,7 @@ def results_of(
     wrong: Family, names: list[str], work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, CheckResult]:
     """Return the results of the named checks, by name, for a family with a mistake."""
-    monkeypatch.setattr(f"prepcli.models.families.{wrong.name}.FAMILY", wrong)
+    use_family(wrong, monkeypatch)
     subject = FamilyUnderTest(ODD_HEADS[wrong.name], work)
     return {
         result.check: result for result in run_checks(subject, [BY_NAME[name] for name in names])

@@ -14,6 +14,7 @@ from prepcli.commands.testing import checks
 from prepcli.models.parameters import Parameter
 from prepcli.models.registry import FAMILIES
 from tests.helpers.tiny_configs import MISTRAL, ODD_HEADS
+from tests.helpers.wrong_family import use_family
 
 FAST = ["coverage", "round trip", "forward pass"]
 FAST_OPTIONS = [word for name in FAST for word in ("--check", name)]
@@ -83,7 +84,7 @@ def test_broken_row_fails_with_the_reason(
     wrong = dataclasses.replace(
         right, parameters={**right.parameters, "layers.mlp.gate.weight": row}
     )
-    monkeypatch.setattr("prepcli.models.families.mistral.FAMILY", wrong)
+    use_family(wrong, monkeypatch)
     assert (
         main(
             ["check-family", str(config_path), "--check", "coverage", "--check", "names and shapes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -16,7 +17,7 @@ from prepcli.algebra.axis_map import bind_row, stack_axis
 from prepcli.core.errors import PrepError
 from prepcli.models.leaf_matrices import LAYER_PARTS
 from prepcli.models.parameters import HFConfig, dropped_patterns, parameter_rows
-from prepcli.models.registry import ADD_FAMILY_HINT, FAMILIES, family_of
+from prepcli.models.registry import ADD_FAMILY_HINT, FAMILIES, MODEL_TYPES, family_of
 from tests.golden import make_families
 
 NAMES = sorted(path.stem for path in make_families.FOLDER.glob("*.json"))
@@ -49,20 +50,25 @@ def test_every_config_has_a_golden_file():
     assert {config["model_type"] for config in configs.values()} == set(FAMILIES)
 
 
-def test_reading_a_family_imports_no_other_family():
+def test_reading_a_family_imports_no_other_kin():
     script = """
 import sys
-from prepcli.models.registry import FAMILIES
+from prepcli.models.registry import FAMILIES, MODEL_TYPES
 assert FAMILIES["gpt2"].name == "gpt2"
-print([name for name in FAMILIES if f"prepcli.models.families.{name}" in sys.modules])
+kin = dict.fromkeys(MODEL_TYPES.values())
+print([name for name in kin if f"prepcli.models.families.{name}" in sys.modules])
 """
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "['gpt2']\n"
+    assert done.stdout == f"{[MODEL_TYPES['gpt2']]}\n"
 
 
-def test_families_have_the_names_of_their_modules():
+def test_each_type_is_declared_once_with_a_title():
     assert [family.name for family in FAMILIES.values()] == [*FAMILIES]
+    assert all(family.title for family in FAMILIES.values())
+    for kin in dict.fromkeys(MODEL_TYPES.values()):
+        declared = importlib.import_module(f"prepcli.models.families.{kin}").FAMILIES
+        assert {*declared} == {name for name, module in MODEL_TYPES.items() if module == kin}
     assert "gpt5" not in FAMILIES
     with pytest.raises(KeyError):
         FAMILIES["gpt5"]

@@ -1,0 +1,256 @@
+"""A family as one declaration: its parameters, its sizes, and the choices of its layers. No I/O, no jax.
+
+A choice is a field of `ArchConfig`: a value, or a function of the config and the sizes. The fields of a config that a
+family supports are those that it reads: another field with an effect on some decoder of transformers is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from prepcli.algebra.axis_map import LAYERS
+from prepcli.core.json_values import HFConfig
+from prepcli.models import rows
+from prepcli.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
+from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
+from prepcli.models.parameters import (
+    Condition,
+    Family,
+    LazyLayouts,
+    Parameter,
+    TreeLayout,
+    condition_holds,
+)
+from prepcli.models.rows import Parameters, stack
+
+# Named axis (atom) -> extent.
+Sizes = Mapping[str, int]
+# Choice of the architecture -> its value, or a function of the config and the sizes.
+Choices = Mapping[str, Any]
+# Config and number of its layers -> numbers of some layers.
+LayerNumbers = Callable[[HFConfig, int], tuple[int, ...]]
+# Parameters of a model -> trees of other libraries by name.
+MakeLayouts = Callable[[Parameters], Mapping[str, TreeLayout]]
+NO_CHOICES: Choices = MappingProxyType({})
+
+
+class RecordedConfig(dict[str, Any]):
+    """A config that records the names of the fields that were read. A copy records only if `changed` makes it."""
+
+    def __init__(self, config: HFConfig) -> None:
+        """Record the fields of `config`."""
+        super().__init__(config)
+        self.fields: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Record a field, and return its value or the default."""
+        self.fields.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.fields.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.fields.add(key)
+        return super().__getitem__(key)
+
+
+def changed(config: HFConfig, **fields: Any) -> HFConfig:
+    """Return a config with other values of some fields. Reads of a recorded config are recorded in it too.
+
+    >>> changed({"hidden_act": "gelu"}, hidden_act="silu")
+    {'hidden_act': 'silu'}
+    """
+    copy = {**config, **fields}
+    if not isinstance(config, RecordedConfig):
+        return copy
+    recorded = RecordedConfig(copy)
+    recorded.fields = config.fields
+    return recorded
+
+
+class LayerGroup(NamedTuple):
+    """Parameters that some or all layers have.
+
+    Attributes:
+        parameters: Parameters of one of these layers.
+        numbers: Numbers of these layers.
+        may_be_all: Whether they may be all layers of a model.
+    """
+
+    parameters: Parameters
+    numbers: LayerNumbers
+    may_be_all: bool = True
+
+
+NO_GROUPS: Mapping[str, LayerGroup] = MappingProxyType({})
+
+
+def declare(
+    name: str,
+    title: str,
+    *,
+    sizes: Callable[[HFConfig], dict[str, int]],
+    arch: Callable[[HFConfig, Sizes], ArchConfig],
+    parameters: Parameters,
+    prefix: str,
+    choices: Choices = NO_CHOICES,
+    groups: Mapping[str, LayerGroup] = NO_GROUPS,
+    layers: str = "layers.{layers}",
+    check: Callable[[HFConfig, Sizes], None] | None = None,
+    ignores: Iterable[str] = (),
+    tied: bool = False,
+    dropped: Mapping[str, str] = MappingProxyType({}),
+    layouts: MakeLayouts | None = None,
+    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
+    prediction_layers: int = 0,
+) -> Family:
+    """Return a family with an output head.
+
+    Args:
+        name: `model_type` of its config.json.
+        title: One line about the family, for lists.
+        sizes: Named axis (atom) -> extent, without those of groups.
+        arch: The architecture, before `choices`.
+        parameters: Parameters of all layers, and those outside of layers.
+        prefix: Prefix of its tensors in a file of the model with its head.
+        choices: Fields of the architecture that differ.
+        groups: Path part and atom of a group -> parameters of some layers. They are in `layers` if all layers have
+            them, and else in a stack of the group's layers.
+        layers: Prefix of the tensors of a layer.
+        check: Raises PrepError for a config that `arch` and `choices` accept although it is not supported.
+        ignores: Semantic fields that transformers' class does not read, or only without other fields. A config may have
+            them.
+        tied: Whether the head is tied if the config does not say.
+        dropped: Pattern of tensors to ignore -> their description.
+        layouts: Trees of other libraries, from the parameters of the model.
+        dropout_fields: Fields of the config with dropout rates.
+        prediction_layers: Number of layers for multi-token prediction if the config does not state it.
+    """
+
+    def numbers(config: HFConfig) -> dict[str, tuple[int, ...]]:
+        return partial_groups(groups, config, sizes(config)[LAYERS]) if groups else {}
+
+    def all_sizes(config: HFConfig) -> dict[str, int]:
+        counts = {group: len(listed) for group, listed in numbers(config).items()}
+        return {**sizes(config), **counts}
+
+    grouped: Parameters = {}
+    # A family supports the fields in conditions of a group even if a model has no layer of the group.
+    conditional = {**parameters}
+    for group, members in groups.items():
+        grouped |= _group_parameters(group, members, sizes, layers)
+        conditional |= stack(group, layers, members.parameters)
+    if grouped:
+        parameters = _insert_after_layers(parameters, grouped)
+    return rows.build_family(
+        name=name,
+        prefix=prefix,
+        sizes=all_sizes if groups else sizes,
+        arch_config=supporting(all_sizes, arch, conditional, choices, check=check, ignores=ignores),
+        parameters=parameters,
+        tied_by_default=tied,
+        dropped=dropped,
+        layouts=LazyLayouts(partial(layouts, parameters)) if layouts else {},
+        dropout_fields=dropout_fields,
+        layer_numbers=numbers,
+        default_prediction_layers=prediction_layers,
+        title=title,
+    )
+
+
+def supporting(
+    sizes: Callable[[HFConfig], dict[str, int]],
+    arch: Callable[[HFConfig, Sizes], ArchConfig],
+    parameters: Parameters,
+    choices: Choices = NO_CHOICES,
+    *,
+    check: Callable[[HFConfig, Sizes], None] | None = None,
+    ignores: Iterable[str] = (),
+) -> Callable[[HFConfig], ArchConfig]:
+    """Return the function from a config to its architecture. It refuses a semantic field that nothing reads.
+
+    The arguments are those of `declare`.
+    """
+    conditions = {parameter.condition for parameter in parameters.values()}
+
+    def arch_config(config: HFConfig) -> ArchConfig:
+        recorded = config if isinstance(config, RecordedConfig) else RecordedConfig(config)
+        axis_sizes = sizes(recorded)
+        found = arch(recorded, axis_sizes)
+        values: dict[str, Any] = {}
+        for field, choice in choices.items():
+            values[field] = choice(recorded, axis_sizes) if callable(choice) else choice
+        for condition in conditions:
+            condition_holds(recorded, condition)
+        if check is not None:
+            check(recorded, axis_sizes)
+        # A family with a rotary embedding reads one or the other form of its fields.
+        rope_fields = ROPE_FIELDS if recorded.fields & {*ROPE_FIELDS} else ()
+        reject_unsupported_fields(config, *rope_fields, *ignores, *recorded.fields)
+        return dataclasses.replace(found, **values)
+
+    return arch_config
+
+
+def by_name(*families: Family) -> dict[str, Family]:
+    """Return families by their model types."""
+    return {family.name: family for family in families}
+
+
+def partial_groups(
+    groups: Mapping[str, LayerGroup], config: HFConfig, layers: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the groups of some layers, but not all -> numbers of their layers."""
+    found: dict[str, tuple[int, ...]] = {}
+    for group, members in groups.items():
+        listed = members.numbers(config, layers)
+        if 0 < len(listed) < layers:
+            found[group] = listed
+    return found
+
+
+def _group_parameters(
+    group: str, members: LayerGroup, sizes: Callable[[HFConfig], dict[str, int]], layers: str
+) -> Parameters:
+    """Return the parameters of a group, both in `layers` and in a stack of its layers, each under its condition."""
+
+    def has_all_layers(config: HFConfig) -> bool:
+        count = sizes(config)[LAYERS]
+        return len(members.numbers(config, count)) == count
+
+    def has_some_layers(config: HFConfig) -> bool:
+        count = sizes(config)[LAYERS]
+        return 0 < len(members.numbers(config, count)) < count
+
+    parameters: Parameters = {}
+    if members.may_be_all:
+        in_layers = under_condition(members.parameters, has_all_layers)
+        parameters |= stack(LAYERS, layers, in_layers)
+    grouped = under_condition(members.parameters, has_some_layers)
+    return parameters | stack(group, layers.replace(LAYERS + "}", group + "}"), grouped)
+
+
+def _insert_after_layers(parameters: Parameters, grouped: Parameters) -> Parameters:
+    """Return parameters with the ones of groups after the ones of all layers, before the last norm."""
+    in_layers = [path.startswith(f"{LAYERS}.") for path in parameters]
+    end = len(in_layers) - in_layers[::-1].index(True)
+    return {**dict(islice(parameters.items(), end)), **grouped, **parameters}
+
+
+def under_condition(parameters: Parameters, condition: Condition) -> Parameters:
+    """Return parameters that exist if their own condition and another one hold."""
+    limited: Parameters = {}
+    for path, parameter in parameters.items():
+
+        def holds(config: HFConfig, inner: Parameter = parameter) -> bool:
+            return condition_holds(config, condition) and condition_holds(config, inner.condition)
+
+        limited[path] = dataclasses.replace(parameter, condition=holds)
+    return limited
