@@ -111,7 +111,7 @@ def make_setup(reader: Any, mesh: str) -> Any:
     from trainer.nn.model_spec import ForwardConfig
     from trainer.recipe.optimizer_tables import AdamWTable
     from trainer.training.manifest_model import model_from_manifest, rules_from_manifest
-    from trainer.training.optimizers import build_optimizer
+    from trainer.training.optimizers.optimizer import build_optimizer
     from trainer.training.step import StepSetup
 
     sharding = make_sharding_context(parse_mesh(mesh), rules_from_manifest(reader.manifest))

@@ -26,15 +26,14 @@ from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.recipe.lr_schedule import LRSchedule
+from trainer.recipe.optimizer_tables import AdamWTable
 from trainer.recipe.run_tables import Checkpoint, Eval, Log
 from trainer.recipe.tables import Recipe, Train
 from trainer.training.evaluation import EvaluationResult
 from trainer.training.loading import round_params
 from trainer.training.log_lines import StepLine, evaluation_line
 from trainer.training.loop_config import LoopConfig
-from trainer.training.optimizers.adamw import AdamW
 from trainer.training.optimizers.optimizer import Optimizer
-from trainer.training.optimizers.weight_decay import WeightDecay
 from trainer.training.samples import Sample
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
@@ -71,10 +70,8 @@ MIXTRAL = LLAMA | {
 CONFIGS = {config["model_type"]: config for config in (GPT_NEO, LLAMA, MIXTRAL)}
 DROPOUT = DropoutConfig(attention=0.1, residual=0.1, embedding=0.1, fcm_ratio=(0.0, 0.3))
 ADAMW = Optimizer(
-    AdamW(b1=0.9, b2=0.95, eps=1e-8),
+    AdamWTable(lr=1e-2, b1=0.9, b2=0.95, weight_decay=0.1),
     LRSchedule(peak=1e-2, end=1e-3, kind="cosine", warmup=3, decay=20),
-    WeightDecay(0.1),
-    clip_norm=1.0,
 )
 
 

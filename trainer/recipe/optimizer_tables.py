@@ -1,17 +1,19 @@
 """The recipe table `[optimizer]`: a tagged union of one table per optimizer, each with its own keys.
 
 A new optimizer needs a table, an entry in `OPTIMIZER_TABLES`, a member in `AnyOptimizerTable`, and
-an entry in `trainer.training.optimizers`. Its `type` has no default: only `AdamWTable.type` has
+a rule in `trainer.training.optimizers.rules`. Its `type` has no default: only `AdamWTable.type` has
 one, so that it may be omitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
+from prepcli.models.leaf_matrices import factored_axes, is_layer_matrix
+from prepcli.models.param_tree import ParamLeaf
 from trainer.recipe.key_types import (
     STRICT,
     NonNegativeFloat,
@@ -24,6 +26,9 @@ from trainer.recipe.key_types import (
 )
 
 DEFAULT_OPTIMIZER = "adamw"
+# Axes of a parameter that a moment averages.
+MomentAxes = tuple[int, ...]
+WHOLE: MomentAxes = ()
 # PaLM (arXiv:2204.02311, section 5): 0.01 for 10,000 steps, then 1 / sqrt(step).
 # Both rates are 0.01 at step 10,000.
 PALM_WARMUP_STEPS = 10_000
@@ -188,6 +193,10 @@ class OptimizerTable(BaseModel):
         json_schema_extra=if_absent("dynamic for float16, else none"),
     )
 
+    def moments(self, leaf: ParamLeaf) -> Iterator[MomentAxes]:
+        """Yield the moments of a parameter: the axes that each averages, e.g. (1,) for row means, or WHOLE."""
+        raise NotImplementedError
+
 
 class AdamWTable(OptimizerTable):
     """Adam with decoupled weight decay."""
@@ -197,6 +206,10 @@ class AdamWTable(OptimizerTable):
     b2: SecondDecay = 0.999
     eps: Epsilon = 1e-8
     clip_norm: ClipNorm = 1.0
+
+    def moments(self, leaf: ParamLeaf) -> Iterator[MomentAxes]:
+        """Yield both moments of Adam."""
+        yield from (WHOLE, WHOLE)
 
 
 class AdafactorTable(OptimizerTable):
@@ -221,6 +234,13 @@ class AdafactorTable(OptimizerTable):
     scale_by_parameter: ScaleByParameter = True
     scale_by: ScaleBy = "layer"
 
+    def moments(self, leaf: ParamLeaf) -> Iterator[MomentAxes]:
+        """Yield two means of a factored second moment, each without the axis of its average, and the momentum."""
+        axes = factored_axes(leaf, self.min_factored_size) if self.factored else None
+        yield from (axes.row_mean, axes.col_mean) if axes else (WHOLE,)
+        if self.momentum:
+            yield WHOLE
+
 
 class LionTable(OptimizerTable):
     """Lion: the sign of an interpolated momentum."""
@@ -230,6 +250,10 @@ class LionTable(OptimizerTable):
     b1: FirstDecay = 0.9
     b2: SecondDecay = 0.99
     clip_norm: ClipNorm = 1.0
+
+    def moments(self, leaf: ParamLeaf) -> Iterator[MomentAxes]:
+        """Yield the momentum."""
+        yield WHOLE
 
 
 class MuonTable(OptimizerTable):
@@ -261,6 +285,12 @@ class MuonTable(OptimizerTable):
         examples=[0.2],
     )
 
+    def moments(self, leaf: ParamLeaf) -> Iterator[MomentAxes]:
+        """Yield one momentum of a matrix of layers, and two moments of any other leaf."""
+        yield WHOLE
+        if not is_layer_matrix(leaf):
+            yield WHOLE
+
 
 class SGDTable(OptimizerTable):
     """Stochastic gradient descent with momentum."""
@@ -269,6 +299,11 @@ class SGDTable(OptimizerTable):
     clip_norm: ClipNorm = 1.0
     momentum: Momentum = 0.9
     nesterov: Nesterov = False
+
+    def moments(self, leaf: ParamLeaf) -> Iterator[MomentAxes]:
+        """Yield the momentum, if there is one."""
+        if self.momentum:
+            yield WHOLE
 
 
 class PalmTable(OptimizerTable):
@@ -300,6 +335,12 @@ class PalmTable(OptimizerTable):
     momentum: Momentum = 0.9
     decay_rate: SecondMomentPower = 0.99
     scale_by: ScaleBy = "layer"
+
+    def moments(self, leaf: ParamLeaf) -> Iterator[MomentAxes]:
+        """Yield the second moment, and the momentum."""
+        yield WHOLE
+        if self.momentum:
+            yield WHOLE
 
 
 OPTIMIZER_TABLES: Mapping[str, type[OptimizerTable]] = {

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
-from trainer.recipe.formatting import BARE_KEY, format_text, format_value, suggest, to_toml
+from trainer.recipe.formatting import format_text, suggest
 from trainer.recipe.override_values import parse_override_value
 from trainer.recipe.problems import Diagnostic
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
-from trainer.recipe.toml_values import TomlTable, TomlValue, parse_toml, parse_toml_value
+from trainer.recipe.toml_values import TomlTable, TomlValue, parse_toml
 from trainer.recipe.unknown_keys import override_hint, unknown_key_hint
 
 # Control characters, and the surrogates of bytes of an argument that are not UTF-8.
@@ -47,17 +47,6 @@ SYNTAX_MESSAGES: Mapping[str, str] = {
     "Expected": "a character is missing",
 }
 
-_YAML_LINE = re.compile(r"(\s*)([\w.-]+):(?:[ \t]+(.*))?")
-_COMMENT = re.compile(r"\s+#.*")
-_YAML_WORDS = {
-    "true": "true",
-    "false": "false",
-    "yes": "true",
-    "no": "false",
-    "on": "true",
-    "off": "false",
-}
-JSON_HINT = text("{} lists recipes in TOML", Command("recipes"))
 OVERRIDES = Option("overrides")
 RECIPES_HINT = text("{} lists recipes", Command("recipes"))
 KeyPath = tuple[str, ...]
@@ -206,17 +195,15 @@ def _parse_toml(text: str, path: Path) -> TomlTable:
     try:
         return parse_toml(text)
     except tomllib.TOMLDecodeError as error:
-        if other_format := find_other_format(text):
-            why = f"it is {other_format.name}, and a recipe is TOML"
-            raise usage_error(
-                f"{path}:{other_format.line}: invalid TOML", why, other_format.hint
-            ) from None
         # `location` is "line 3, column 7)" or "end of document)".
         message, _, location = str(error).rpartition(" (at ")
         line, column = re.findall(r"\d+", location) or (text.count("\n") + 1, None)
         hint = ""
         if message == "Invalid value":
             hint = 'text needs quotes: `mesh = "1,1,8"`'
+        # E.g. YAML and JSON
+        elif message.startswith(("Expected '=' after a key", "Invalid statement")):
+            hint = RECIPES_HINT
         why = _syntax_message(message)
         if column:
             why += f" (column {column})"
@@ -293,74 +280,6 @@ def _parse_override(override: str) -> tuple[str, TomlValue] | Diagnostic:
 def _override_diagnostic(option: Option, what: str, why: str = "", hint: str = "") -> Diagnostic:
     """Return a diagnostic of an override."""
     return Diagnostic(text("{}", option), what, why, hint, is_override=True)
-
-
-@dataclass(frozen=True, slots=True)
-class OtherFormat:
-    """The format of a file other than TOML.
-
-    Attributes:
-        name: Name of the format.
-        line: The first line with content, from 1.
-        hint: The first lines as TOML, or where recipes are shown.
-    """
-
-    name: str
-    line: int
-    hint: str
-
-
-def find_other_format(text: str) -> OtherFormat | None:
-    r"""Return the format of a text, or None if it looks like TOML.
-
-    Example:
-        >>> find_other_format("model:\n  path: gpt2").hint
-        'in TOML: `[model]`, then `path = "gpt2"`'
-    """
-    lines = _content_lines(text)
-    if not lines:
-        return None
-    number, first = lines[0]
-    if first.lstrip().startswith("{"):
-        return OtherFormat("JSON", number, JSON_HINT)
-    if first.strip() == "---":
-        lines = lines[1:]
-    matches = [_YAML_LINE.fullmatch(line) for _, line in lines[:2]]
-    if not matches or matches[0] is None:
-        return None
-    shown = [f"`{_as_toml(match)}`" for match in matches if match is not None]
-    # A key without a value begins a table, which is shown with its first key.
-    is_table = not matches[0][3]
-    if not is_table:
-        shown = shown[:1]
-    return OtherFormat("YAML", lines[0][0], f"in TOML: {', then '.join(shown)}")
-
-
-def _content_lines(text: str) -> list[tuple[int, str]]:
-    """Return the first lines with their numbers, without empty lines and comments."""
-    # Only the first lines decide on the format. A long comment ends the search after 1,000 lines.
-    content: list[tuple[int, str]] = []
-    for number, line in enumerate(text.split("\n")[:1000], 1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            content.append((number, line))
-    return content[:3]
-
-
-def _as_toml(match: re.Match[str]) -> str:
-    """Return a line of YAML, a key with or without a value, as TOML."""
-    key = match[2]
-    if not BARE_KEY.fullmatch(key):
-        key = to_toml(key)
-    value = _COMMENT.sub("", match[3] or "").strip()
-    if not value:
-        return f"[{key}]"
-    if word := _YAML_WORDS.get(value.lower()):
-        return f"{key} = {word}"
-    try:
-        parsed = parse_toml_value(value)
-    except (ValueError, RecursionError, KeyError):
-        parsed = value
-    return f"{key} = {format_value(parsed)}"
 
 
 def key_line_numbers(text: str) -> dict[KeyPath, int]:

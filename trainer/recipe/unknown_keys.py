@@ -8,14 +8,9 @@ from itertools import islice
 
 from prepcli.core.errors import Key, Text, text
 from trainer.recipe.corrections import suggest_value
-from trainer.recipe.formatting import suggest
+from trainer.recipe.formatting import example_value, suggest
 from trainer.recipe.optimizer_tables import optimizer_type
-from trainer.recipe.other_trainers import (
-    ValueAdvice,
-    advice_for,
-    key_for_synonym,
-    translate_value,
-)
+from trainer.recipe.other_trainers import advice_for, keeps_value, key_for_synonym
 from trainer.recipe.override_values import override_argument
 from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, TABLE_NAMES
 from trainer.recipe.toml_values import TomlTable, TomlValue, parse_toml_value
@@ -156,10 +151,7 @@ def unknown_key_hint(path: str, value: TomlValue, is_override: bool = False) -> 
         return _known_keys_text(suggest(path.rpartition(".")[0], TABLE_NAMES))
     if isinstance(value, dict):
         return f"did you mean `{key}`?"
-    translated = translate_value(path, value)
-    if isinstance(translated, ValueAdvice):
-        return translated
-    toml_value = suggest_value(translated, KEY_SCHEMAS[key])
+    toml_value = _value_text(path, value, key)
     if is_override:
         hint = override_hint(key, toml_value)
     else:
@@ -186,10 +178,14 @@ def option_hint(option: str, value_text: str) -> str:
     if not key:
         return ""
     # An option without a value is a switch, e.g. `--bf16`.
-    value = translate_value(name, value_text or True)
-    if isinstance(value, ValueAdvice):
-        return value
-    return override_hint(key, suggest_value(value, KEY_SCHEMAS[key]))
+    return override_hint(key, _value_text(name, value_text or True, key))
+
+
+def _value_text(name: str, value: TomlValue, key: str) -> str:
+    """Return the value of an unknown key as TOML for a recipe key, or the recipe key's example."""
+    if keeps_value(name):
+        return suggest_value(value, KEY_SCHEMAS[key])
+    return example_value(KEY_SCHEMAS[key])
 
 
 def override_hint(key: str, toml_value: str) -> Text:

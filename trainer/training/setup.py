@@ -36,7 +36,7 @@ from trainer.training.events import Interval
 from trainer.training.loop_config import LoopConfig
 from trainer.training.loss_scale import LossScale
 from trainer.training.manifest_model import check_mesh_divides, rules_from_manifest
-from trainer.training.optimizers import build_optimizer
+from trainer.training.optimizers.optimizer import build_optimizer
 from trainer.training.samples import Sampler
 from trainer.training.source_datasets import Datasets, make_order
 from trainer.training.step import StepSetup

@@ -260,10 +260,10 @@ def train_step(
     if "z_loss" in sums:
         is_valid &= jnp.isfinite(sums["z_loss"])
     scale = 1.0 / weight
-    if setup.optimizer.clip_norm:
+    if setup.optimizer.table.clip_norm:
         # Clipping by the global norm, g * min(1, c / |g|): Pascanu et al. 2013,
         # https://arxiv.org/abs/1211.5063
-        clip = setup.optimizer.clip_norm / jnp.maximum(grad_norm, MIN_DIVISOR)
+        clip = setup.optimizer.table.clip_norm / jnp.maximum(grad_norm, MIN_DIVISOR)
         scale = jnp.minimum(1.0, clip) / weight
     # A skipped step selects with `where`: a product with 0 would keep a nan.
     gradients = jax.tree.map(lambda gradient: jnp.where(is_valid, gradient * scale, 0.0), gradients)

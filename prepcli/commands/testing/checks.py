@@ -68,9 +68,8 @@ from trainer.generation.generator import Generator
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig
 from trainer.recipe.lr_schedule import LRSchedule
-from trainer.training.optimizers.adamw import AdamW
+from trainer.recipe.optimizer_tables import AdamWTable
 from trainer.training.optimizers.optimizer import Optimizer
-from trainer.training.optimizers.weight_decay import WeightDecay
 from trainer.training.step import StepSetup, init_train_state, train_step
 
 # An odd number finds more mistakes.
@@ -88,10 +87,8 @@ NUM_DEVICES = 8
 # Additional rows of the padded vocabulary.
 PADDING_ROWS = 3
 ADAMW = Optimizer(
-    AdamW(0.9, 0.99, 1e-8),
+    AdamWTable(lr=1e-2, b1=0.9, b2=0.99, weight_decay=0.1, decay_embeddings=False),
     LRSchedule(1e-2, 1e-2, "constant", 0, 1),
-    WeightDecay(0.1, False),
-    clip_norm=1.0,
 )
 
 

@@ -35,7 +35,6 @@ from prepcli.core.formatting import (
 )
 from prepcli.core.launchers import OPEN_MPI
 from prepcli.core.process_address import coordinator_address
-from trainer.recipe.other_trainers import translate_value
 
 OPTION = "memory"
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
@@ -206,11 +205,6 @@ MANY_DIGITS = "9" * 5000
 )
 def test_parse_decimal_returns_short_numbers(text: str, number: int | None) -> None:
     assert parse_decimal(text) == number
-
-
-def test_profile_of_many_digits_stays_text() -> None:
-    assert translate_value("profile_steps", MANY_DIGITS) == MANY_DIGITS
-    assert translate_value("profile_steps", "5") == {"start": 10, "steps": 5}
 
 
 def test_variables_of_many_digits_are_ignored() -> None:

@@ -367,17 +367,14 @@ FILES = {
         "x.toml: not a recipe - lists or tables are nested too deeply, or a number has too many digits"
         " - `prep recipes` lists recipes",
     ),
-    "YAML table": (
+    "YAML": (
         "# settings\nmodel:\n  path: gpt2  # the start\n",
-        'x.toml:2: invalid TOML - it is YAML, and a recipe is TOML - in TOML: `[model]`, then `path = "gpt2"`',
-    ),
-    "YAML key": (
-        "---\nseed: 7\n",
-        "x.toml:2: invalid TOML - it is YAML, and a recipe is TOML - in TOML: `seed = 7`",
+        "x.toml:2: invalid TOML - a key has no `=` after it (column 6) - `prep recipes` lists recipes",
     ),
     "JSON": (
         '{"model": {"path": "gpt2"}}',
-        "x.toml:1: invalid TOML - it is JSON, and a recipe is TOML - `prep recipes` lists recipes in TOML",
+        "x.toml:1: invalid TOML - the line is neither `key = value`, `[table]` nor a comment (column 1)"
+        " - `prep recipes` lists recipes",
     ),
     "unset environment variable": (
         replaced('path = "train.txt"', 'path = "${NOT_SET_ANYWHERE}/train.txt"'),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 
 from prepcli.models.param_tree import flatten_tree
 from tests.helpers import runs
-from trainer.training.optimizers.weight_decay import WeightDecay
+from tests.helpers.optimizers import make_optimizer
 
 
 def one_update(
@@ -25,8 +24,8 @@ def one_update(
 @pytest.mark.parametrize("decay_embeddings", [True, False])
 def test_weight_decay_skips_norms_and_biases(decay_embeddings: bool):
     setup = runs.make_setup()
-    adamw = dataclasses.replace(runs.ADAMW, decay=WeightDecay(0.1, decay_embeddings))
-    transformation = adamw.rule.transformation(setup.model.leaves, adamw.decay)
+    adamw = make_optimizer("adamw", decay_embeddings=decay_embeddings)
+    transformation = adamw.transformation(setup.model.leaves)
     ones = jax.tree.map(np.ones_like, runs.make_state(setup)["params"])
     zero_gradients = jax.tree.map(np.zeros_like, ones)
 
@@ -43,7 +42,7 @@ def test_adamw_update_matches_optax():
     setup = runs.make_setup()
     params = runs.make_state(setup)["params"]
     gradients = jax.tree.map(lambda leaf: 0.3 * np.asarray(leaf) + np.float32(0.01), params)
-    transformation = runs.ADAMW.rule.transformation(setup.model.leaves, runs.ADAMW.decay)
+    transformation = runs.ADAMW.transformation(setup.model.leaves)
     update: Any = jax.jit(one_update, static_argnums=0)(transformation, gradients, params)
     embeddings = {"embed": params["embed"]}
     mask = jax.tree.map(lambda leaf: leaf.ndim >= 2, embeddings)

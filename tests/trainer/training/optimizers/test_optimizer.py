@@ -24,6 +24,7 @@ from tests.helpers.optimizers import (
 from tests.helpers.slow_cases import slow_except
 from trainer.training import feed
 from trainer.training.optimizers.rounding import RoundingKey, narrow_moments, round_stochastically
+from trainer.training.optimizers.rules import decay_mask
 from trainer.training.step import StepSetup, leaf_name, state_shapes
 
 ROUNDED = ("embed.tokens", "layers.attn.q.weight", "layers.mlp.up.weight", "final_norm.scale")
@@ -77,7 +78,7 @@ def test_frozen_leaves_have_no_gradients():
 
 def test_decay_exclude_takes_paths_and_expressions():
     optimizer = make_optimizer("adamw", decay_exclude=("embed.positions", "re:attn\\.[qk]"))
-    decayed = flatten_tree(optimizer.decay.mask(runs.make_setup().model.leaves))
+    decayed = flatten_tree(decay_mask(optimizer.table, runs.make_setup().model.leaves))
     assert decayed["embed.tokens"]
     assert decayed["layers.attn.v.weight"]
     assert not {path for path, flag in decayed.items() if flag} & {
@@ -87,9 +88,8 @@ def test_decay_exclude_takes_paths_and_expressions():
 
 def test_decay_include_takes_norms_and_biases():
     leaves = runs.make_setup().model.leaves
-    everything = make_optimizer(
-        "adamw", decay_include=("re:.",), decay_exclude=("final_norm",)
-    ).decay.mask(leaves)
+    table = make_optimizer("adamw", decay_include=("re:.",), decay_exclude=("final_norm",)).table
+    everything = decay_mask(table, leaves)
     assert {path for path, flag in flatten_tree(everything).items() if not flag} == {
         "final_norm.scale",
         "final_norm.bias",

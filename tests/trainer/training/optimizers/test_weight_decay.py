@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from prepcli.commands.testing.tiny_model import tiny_transformer
@@ -9,7 +11,8 @@ from prepcli.models.param_tree import flatten_tree
 from tests.helpers.hybrid_configs import HYBRID_FAMILIES
 from tests.helpers.later_configs import GEMMA4_EXPERTS, LATER_FAMILIES
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA
-from trainer.training.optimizers.weight_decay import WeightDecay
+from trainer.recipe.optimizer_tables import AdamWTable
+from trainer.training.optimizers.rules import decay_mask
 
 # Families with parameters that others do not have.
 LATER = {
@@ -25,9 +28,10 @@ RENAMED = {"nemotron_h": ("backbone.", "model.")}
 BIASES = {"encoder.relative_positions.weight", "decoder.relative_positions.weight"}
 
 
-def decayed(config: dict, decay: WeightDecay) -> set[str]:
+def decayed(config: dict, **keys: Any) -> set[str]:
     """Return the paths of the leaves with weight decay."""
-    mask = flatten_tree(decay.mask(tiny_transformer(config).model.leaves))
+    table = AdamWTable(lr=1.0, weight_decay=0.1, **keys)
+    mask = flatten_tree(decay_mask(table, tiny_transformer(config).model.leaves))
     return {path for path, decays in mask.items() if decays}
 
 
@@ -46,7 +50,7 @@ def test_decayed_leaves_match_the_transformers_trainer(family: str):
     trainer_names = {*transformers.Trainer.get_decay_parameter_names(None, model)}
     trainer_names -= UNRECOGNIZED_NORMS
     names = {name for name, _ in model.named_parameters()}
-    leaves = decayed(config, WeightDecay(0.1))
+    leaves = decayed(config)
     old, new = RENAMED.get(family, ("", ""))
     leaf_paths = {
         location.tensor.replace(old, new, 1): location.leaf_path
@@ -60,5 +64,5 @@ def test_decayed_leaves_match_the_transformers_trainer(family: str):
 
 def test_relative_position_biases_decay_if_included():
     config = FAMILY_CONFIGS["t5"]
-    assert not BIASES & decayed(config, WeightDecay(0.1))
-    assert decayed(config, WeightDecay(0.1, include=("re:relative_positions",))) >= BIASES
+    assert not BIASES & decayed(config)
+    assert decayed(config, decay_include=("re:relative_positions",)) >= BIASES
