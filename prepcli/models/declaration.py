@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from prepcli.algebra.axis_map import LAYERS
 from prepcli.core.json_values import HFConfig
@@ -92,6 +92,34 @@ class LayerGroup(NamedTuple):
 NO_GROUPS: Mapping[str, LayerGroup] = MappingProxyType({})
 
 
+class Settings(TypedDict, total=False):
+    """Facts of a family that most families do not have, or have as others do.
+
+    Attributes:
+        choices: Fields of the architecture that differ.
+        groups: Path part and atom of a group -> parameters of some layers. They are in `layers` if all layers have
+            them, and else in a stack of the group's layers.
+        check: Raises PrepError for a config that the readers accept although it is not supported.
+        ignores: Semantic fields that transformers' class does not read, or only without other fields. A config may have
+            them.
+        tied: Whether the head is tied if the config does not say. Default: it is not.
+        dropped: Pattern of tensors to ignore -> their description.
+        layouts: Trees of other libraries, from the parameters of the model.
+        dropout_fields: Fields of the config with dropout rates.
+        prediction_layers: Number of layers for multi-token prediction if the config does not state it.
+    """
+
+    choices: Choices
+    groups: Mapping[str, LayerGroup]
+    check: Callable[[HFConfig, Sizes], None]
+    ignores: Iterable[str]
+    tied: bool
+    dropped: Mapping[str, str]
+    layouts: MakeLayouts
+    dropout_fields: DropoutFields
+    prediction_layers: int
+
+
 def declare(
     name: str,
     title: str,
@@ -100,16 +128,8 @@ def declare(
     arch: Callable[[HFConfig, Sizes], ArchConfig],
     parameters: Parameters,
     prefix: str,
-    choices: Choices = NO_CHOICES,
-    groups: Mapping[str, LayerGroup] = NO_GROUPS,
     layers: str = "layers.{layers}",
-    check: Callable[[HFConfig, Sizes], None] | None = None,
-    ignores: Iterable[str] = (),
-    tied: bool = False,
-    dropped: Mapping[str, str] = MappingProxyType({}),
-    layouts: MakeLayouts | None = None,
-    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
-    prediction_layers: int = 0,
+    **settings: Unpack[Settings],
 ) -> Family:
     """Return a family with an output head.
 
@@ -120,19 +140,11 @@ def declare(
         arch: The architecture, before `choices`.
         parameters: Parameters of all layers, and those outside of layers.
         prefix: Prefix of its tensors in a file of the model with its head.
-        choices: Fields of the architecture that differ.
-        groups: Path part and atom of a group -> parameters of some layers. They are in `layers` if all layers have
-            them, and else in a stack of the group's layers.
         layers: Prefix of the tensors of a layer.
-        check: Raises PrepError for a config that `arch` and `choices` accept although it is not supported.
-        ignores: Semantic fields that transformers' class does not read, or only without other fields. A config may have
-            them.
-        tied: Whether the head is tied if the config does not say.
-        dropped: Pattern of tensors to ignore -> their description.
-        layouts: Trees of other libraries, from the parameters of the model.
-        dropout_fields: Fields of the config with dropout rates.
-        prediction_layers: Number of layers for multi-token prediction if the config does not state it.
+        settings: See `Settings`.
     """
+    groups = settings.get("groups", NO_GROUPS)
+    layouts = settings.get("layouts")
 
     def numbers(config: HFConfig) -> dict[str, tuple[int, ...]]:
         return partial_groups(groups, config, sizes(config)[LAYERS]) if groups else {}
@@ -153,14 +165,21 @@ def declare(
         name=name,
         prefix=prefix,
         sizes=all_sizes if groups else sizes,
-        arch_config=supporting(all_sizes, arch, conditional, choices, check=check, ignores=ignores),
+        arch_config=supporting(
+            all_sizes,
+            arch,
+            conditional,
+            settings.get("choices", NO_CHOICES),
+            check=settings.get("check"),
+            ignores=settings.get("ignores", ()),
+        ),
         parameters=parameters,
-        tied_by_default=tied,
-        dropped=dropped,
+        tied_by_default=settings.get("tied", False),
+        dropped=settings.get("dropped", {}),
         layouts=LazyLayouts(partial(layouts, parameters)) if layouts else {},
-        dropout_fields=dropout_fields,
+        dropout_fields=settings.get("dropout_fields", ATTENTION_DROPOUT),
         layer_numbers=numbers,
-        default_prediction_layers=prediction_layers,
+        default_prediction_layers=settings.get("prediction_layers", 0),
         title=title,
     )
 
@@ -176,7 +195,7 @@ def supporting(
 ) -> Callable[[HFConfig], ArchConfig]:
     """Return the function from a config to its architecture. It refuses a semantic field that nothing reads.
 
-    The arguments are those of `declare`.
+    The arguments are those of `declare`, and of `Settings`.
     """
     conditions = {parameter.condition for parameter in parameters.values()}
 

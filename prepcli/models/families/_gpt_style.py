@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 from prepcli.core.errors import invalid_config_error
 from prepcli.models.architecture import FULL_ATTENTION, ArchConfig, read_activation, read_positive
-from prepcli.models.declaration import Sizes, declare
+from prepcli.models.declaration import Settings, Sizes, declare
 from prepcli.models.dropout_config import DropoutFields
 from prepcli.models.layouts import hf_flax_layout
 from prepcli.models.parameters import (
@@ -121,8 +121,7 @@ def gpt_like(
     before: Parameters = GPT2_INPUTS,
     layers: str = "h.{layers}",
     after: Parameters = GPT2_OUTPUTS,
-    tied: bool = True,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Family:
     """Return a family with the sizes, the architecture and the tensor names of GPT-2 where nothing else is said.
 
@@ -138,8 +137,7 @@ def gpt_like(
         before: Parameters before the layers.
         layers: Prefix of the tensors of a layer.
         after: Parameters after the layers.
-        tied: Whether the head is tied if the config does not say.
-        settings: Further arguments of `declare`.
+        settings: See `Settings`. Without `tied`, the head is tied.
     """
 
     def sizes(config: HFConfig) -> dict[str, int]:
@@ -154,8 +152,7 @@ def gpt_like(
         parameters={**before, **stack("layers", layers, layer), **after},
         prefix=prefix,
         layers=layers,
-        tied=tied,
-        **settings,
+        **{"tied": True, **settings},
     )
 
 

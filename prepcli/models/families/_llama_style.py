@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Unpack
 
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.models import rows
@@ -16,16 +17,12 @@ from prepcli.models.architecture import (
     uniform_windows,
 )
 from prepcli.models.declaration import (
-    NO_CHOICES,
-    NO_GROUPS,
     Choices,
-    LayerGroup,
-    MakeLayouts,
+    Settings,
     Sizes,
     changed,
     declare,
 )
-from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from prepcli.models.field_aliases import AliasedConfig
 from prepcli.models.parameters import (
     MAX_LAYERS,
@@ -81,15 +78,7 @@ def llama_like(
     shared: Mapping[str, Parameter] = MappingProxyType({}),
     final_norm: Parameters = FINAL_RMS_NORM,
     head: Parameters = HEAD,
-    choices: Choices = NO_CHOICES,
-    groups: Mapping[str, LayerGroup] = NO_GROUPS,
-    check: Callable[[HFConfig, Sizes], None] | None = None,
-    ignores: Iterable[str] = (),
-    tied: bool = False,
-    dropped: Mapping[str, str] = LEGACY_BUFFERS,
-    layouts: MakeLayouts | None = None,
-    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
-    prediction_layers: int = 0,
+    **settings: Unpack[Settings],
 ) -> Family:
     """Return a family with the sizes, the architecture and the tensor names of LLaMA where nothing else is said.
 
@@ -114,15 +103,7 @@ def llama_like(
         shared: Parameters outside of layers, other than the token embedding, the last norm and the head.
         final_norm: Parameters of the norm after the last layer.
         head: Parameters of the output head.
-        choices: Fields of the architecture that differ. See `declare`, like the following arguments.
-        groups: Groups of layers with parameters that other layers do not have.
-        check: Raises PrepError for a config that is not supported.
-        ignores: Semantic fields that transformers' class does not read, or only without other fields.
-        tied: Whether the head is tied if the config does not say.
-        dropped: Pattern of tensors to ignore -> their description.
-        layouts: Trees of other libraries, from the parameters of the model.
-        dropout_fields: Fields of the config with dropout rates.
-        prediction_layers: Number of layers for multi-token prediction if the config does not state it.
+        settings: See `Settings`. Without `dropped`, buffers of old files are ignored.
     """
 
     def read_sizes(config: HFConfig) -> dict[str, int]:
@@ -156,16 +137,8 @@ def llama_like(
             **head,
         },
         prefix=prefix,
-        choices=choices,
-        groups=groups,
         layers=layers,
-        check=check,
-        ignores=ignores,
-        tied=tied,
-        dropped=dropped,
-        layouts=layouts,
-        dropout_fields=dropout_fields,
-        prediction_layers=prediction_layers,
+        **{"dropped": LEGACY_BUFFERS, **settings},
     )
 
 
