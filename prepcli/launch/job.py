@@ -1,6 +1,6 @@
 """A job of `prep launch`: its command and options, the environment of its processes, lines of scripts, and YAML.
 
-The functions do no I/O. Every start of `prep` reads this module and those of the engines.
+The functions do no I/O. Every start of `prep` reads this module and the modules of the engines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A family as one declaration: its parameters, its sizes, and the choices of its layers. No I/O, no jax.
 
 A choice is a field of `ArchConfig`: a value, or a function of the config and the sizes. The fields of a config that a
-family supports are those that it reads: another field with an effect on some decoder of transformers is refused.
+family supports are the ones that it reads: another field with an effect on some decoder of transformers is refused.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ NO_GROUPS: Mapping[str, LayerGroup] = MappingProxyType({})
 
 
 class Settings(TypedDict, total=False):
-    """Facts of a family that most families do not have, or have as others do.
+    """Facts of a family with a usual value.
 
     Attributes:
         choices: Fields of the architecture that differ.
@@ -136,9 +136,9 @@ def declare(
     Args:
         name: `model_type` of its config.json.
         title: One line about the family, for lists.
-        sizes: Named axis (atom) -> extent, without those of groups.
+        sizes: Named axis (atom) -> extent, without the sizes of groups.
         arch: The architecture, before `choices`.
-        parameters: Parameters of all layers, and those outside of layers.
+        parameters: Parameters of all layers, and parameters outside of layers.
         prefix: Prefix of its tensors in a file of the model with its head.
         layers: Prefix of the tensors of a layer.
         settings: See `Settings`.
@@ -193,9 +193,9 @@ def supporting(
     check: Callable[[HFConfig, Sizes], None] | None = None,
     ignores: Iterable[str] = (),
 ) -> Callable[[HFConfig], ArchConfig]:
-    """Return the function from a config to its architecture. It refuses a semantic field that nothing reads.
+    """Return the function from a config to its architecture. It refuses a semantic field without a reader.
 
-    The arguments are those of `declare`, and of `Settings`.
+    The arguments are the ones of `declare` and `Settings`.
     """
     conditions = {parameter.condition for parameter in parameters.values()}
 

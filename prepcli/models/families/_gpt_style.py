@@ -123,7 +123,7 @@ def gpt_like(
     after: Parameters = GPT2_OUTPUTS,
     **settings: Unpack[Settings],
 ) -> Family:
-    """Return a family with the sizes, the architecture and the tensor names of GPT-2 where nothing else is said.
+    """Return a family with the sizes, the architecture and the tensor names of GPT-2 by default.
 
     Args:
         name: `model_type` of its config.json.
@@ -131,7 +131,7 @@ def gpt_like(
         layer: Parameters of every layer.
         defaults: Sizes of the config class for absent fields. Without `mlp`, it is four times `embed`.
         fields: Size -> its field in the config class. Without `mlp`, no field sets the width of the MLP.
-        more_sizes: Further sizes, or others. Raises PrepError for sizes that do not fit together.
+        more_sizes: Further sizes, and sizes that replace the ones of `defaults`. Raises PrepError for sizes that do not fit together.
         activation: Config field of the activation, and its default. Or an activation without a field.
         prefix: Prefix of its tensors in a file of the model with its head.
         before: Parameters before the layers.

@@ -80,14 +80,14 @@ def llama_like(
     head: Parameters = HEAD,
     **settings: Unpack[Settings],
 ) -> Family:
-    """Return a family with the sizes, the architecture and the tensor names of LLaMA where nothing else is said.
+    """Return a family with the sizes, the architecture and the tensor names of LLaMA by default.
 
     Args:
         name: `model_type` of its config.json.
         title: One line about the family, for lists.
         layer: Parameters of every layer.
         defaults: Sizes of the config class for absent fields, as in `sizes`.
-        more_sizes: Further sizes, or others.
+        more_sizes: Further sizes, and sizes that replace the ones of the config class.
         positions: Default of `max_position_embeddings`.
         rope_theta: Default of the rotary base.
         rope: Reader of the rotary embedding. Default: `read_rope` with `positions` and `rope_theta`.

@@ -307,7 +307,7 @@ def moe_like(
         count_fields: Fields of the number of experts, in the order in which transformers uses them.
         expert_mlp: Default of `moe_intermediate_size`. None if `intermediate_size` is the width of an expert.
         shared_mlp: Reader of the width of shared experts, from the sizes with the width of an expert as `mlp`.
-        more_sizes: Further sizes, or others.
+        more_sizes: Further sizes, and sizes that replace the ones of the config class.
         dense_layers: Numbers of the layers with a dense MLP, or None.
         dense_mlp: Parameters of the MLP of a dense layer.
         choices: Fields of the architecture that differ.

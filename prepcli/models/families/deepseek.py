@@ -1,4 +1,4 @@
-"""DeepSeek's families and others with multi-head latent attention (arXiv:2405.04434). No I/O, no jax."""
+"""DeepSeek's families and further ones with multi-head latent attention (arXiv:2405.04434). No I/O, no jax."""
 
 from __future__ import annotations
 

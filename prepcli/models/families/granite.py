@@ -89,7 +89,7 @@ def _thetas(config: HFConfig, sizes: Sizes, max_positions: int) -> list[float]:
 
 
 def _bases(config: HFConfig, sizes: Sizes, max_positions: int) -> dict[bool, set[float]]:
-    """Return the rotary bases of the layers with full attention (True) and of those with a window (False).
+    """Return the rotary bases of the layers with full attention (True) and of the layers with a window (False).
 
     Raises:
         PrepError: Layers of one type have different bases.

@@ -361,7 +361,7 @@ CHANNELS = {"q": QUERIES, "k": QUERIES, "v": VALUES}
 
 
 def _gated_delta(projections: Parameters) -> Parameters:
-    """Return the parameters of a gated delta net, from those of the projections of its input."""
+    """Return the parameters of a gated delta net, from the parameters of the projections of its input."""
     module = "linear_attn"
     parameters = {**projections}
     for name, dims in CHANNELS.items():

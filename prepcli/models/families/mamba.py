@@ -222,7 +222,7 @@ OWN_MAMBA2 = mamba2(
 
 
 def _backbone(layer: Parameters) -> Parameters:
-    """Return the parameters of a model, from those of a layer."""
+    """Return the parameters of a model, from the parameters of a layer."""
     return {
         **embedding("tokens", "vocab embed <- embeddings.weight: vocab embed"),
         **stack(LAYERS, "layers.{layers}", layer),
