@@ -59,11 +59,12 @@ class PackedFolderRun(FolderRun):
         assert plan.compression is not None
         self._codec = codec_of(plan.compression)
         self._level = plan.compression.level
+        chunk_nbytes = max((leaf.chunk_nbytes for leaf in plan.leaves), default=0)
         super().__init__(
             replace(request, plan=plan),
             out,
             units,
-            encoder_nbytes=self._codec.encoder_nbytes(self._level) + PIECE_NBYTES,
+            encoder_nbytes=self._codec.encoder_nbytes(self._level, chunk_nbytes) + PIECE_NBYTES,
         )
         work = self.folder_store.work
         self.files = [work / RAW_FOLDER / file.path for file in plan.files]

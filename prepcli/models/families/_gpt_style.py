@@ -131,7 +131,8 @@ def gpt_like(
         layer: Parameters of every layer.
         defaults: Sizes of the config class for absent fields. Without `mlp`, it is four times `embed`.
         fields: Size -> its field in the config class. Without `mlp`, no field sets the width of the MLP.
-        more_sizes: Further sizes, and sizes that replace the ones of `defaults`. Raises PrepError for sizes that do not fit together.
+        more_sizes: Further sizes, and sizes that replace the ones of `defaults`. Raises PrepError for sizes that do not
+            fit together.
         activation: Config field of the activation, and its default. Or an activation without a field.
         prefix: Prefix of its tensors in a file of the model with its head.
         before: Parameters before the layers.
