@@ -18,6 +18,7 @@ from prepcli.engine.pipeline import PipelineUnit
 from prepcli.execution.folder_store import FolderStore, remove_work_folder
 from prepcli.execution.run import Run
 from prepcli.execution.run_store import DONE_FOLDER, UnitNote
+from prepcli.execution.workers import RunOptions
 from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.work_units import Share, WorkUnit
 from tests.helpers.interleaving import ANY, COARSE, FINE, Process, World, explore, simulated, step
@@ -47,7 +48,7 @@ class FileRun(Run):
         )
         request = SimpleNamespace(
             plan=PLAN, source=SOURCE, pool=pool, note=lambda text: None, run_id="b",
-            overwrite=False, restart=restart, allow_overflow=False,
+            options=RunOptions(1 << 25, restart=restart),
         )  # fmt: skip
         self.folder_store = FolderStore(out)
         super().__init__(cast(Any, request), self.folder_store, UNITS, make_budget(1 << 25))
@@ -64,7 +65,9 @@ class FileRun(Run):
 
     def join(self) -> bool:
         """Join the run. Return False if the output was published meanwhile."""
-        self.folder_store.join(self.run_record(), {"files": []}, restart=self.request.restart)
+        self.folder_store.join(
+            self.run_record(), {"files": []}, restart=self.request.options.restart
+        )
         self.session = self.folder_store.session
         if self.is_done():
             self.folder_store.discard()
