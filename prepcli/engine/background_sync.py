@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from prepcli.engine.files import Files
 
-# A kill loses at most this much work, plus the duration of one sync.
+# Time between syncs. A kill loses the units in progress, and of a large one at most the bytes since the last sync.
 SYNC_INTERVAL_S = 1.0
 
 

@@ -29,7 +29,7 @@ RESERVED_DESCRIPTORS = 256
 # More files are opened for each access instead of kept open: an item with one file per chunk may have 10^5.
 MAX_KEPT_FILES = 1000
 # Bytes written to the page cache before their writeback starts.
-BLOCK_NBYTES = 4 << 20
+WRITEBACK_NBYTES = 4 << 20
 _Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
 
 
@@ -265,7 +265,7 @@ class Files(ClosedAfterBlock):
         start = 0
         is_long = data.size >= LONG_RUN_NBYTES
         while start < data.size:
-            stop = min(data.size, start + BLOCK_NBYTES - (offset + start) % PAGE)
+            stop = min(data.size, start + WRITEBACK_NBYTES - (offset + start) % PAGE)
             self._transfer_all(
                 os.pwritev, file, False, data[start:stop], offset + start, stop - start
             )

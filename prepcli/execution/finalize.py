@@ -126,7 +126,8 @@ def write_last_files(
         num_threads: Number of concurrent calls of `put` and `copy`. 1 for calls in this thread.
 
     Returns:
-        The manifest. It lists all other files, and an output without it is incomplete.
+        The manifest. It has records of all small files and of the index. Chunks have records in the file of checksums.
+        An output without it is incomplete.
 
     Raises:
         PrepError: A file cannot be read or written.

@@ -19,7 +19,7 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import matrix_nbytes
 from prepcli.engine.checksum_recorder import ChecksumRecorder
-from prepcli.engine.files import Files, RunReader, io_error
+from prepcli.engine.files import Files, RunReader
 from prepcli.engine.fills import piece_nbytes
 from prepcli.engine.pipeline import ConversionResult, Pipeline, PipelineUnit
 from prepcli.execution.finalize import finalize_folder
@@ -56,6 +56,7 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import WorkUnit, find_folder_units
+from prepcli.stores.files import io_error
 from prepcli.stores.output_files import check_no_symlinks
 
 # A larger unit has a note of its durable part, so that a kill loses about a second of work.

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
 from prepcli.core.json_values import JsonObject
-from prepcli.engine.files import io_error
 from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.execution.locks import (
     exclusive_lock,
@@ -43,7 +42,7 @@ from prepcli.execution.run_store import (
     other_run_error,
 )
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.stores.files import MAX_NAME_NBYTES, fsync_path
+from prepcli.stores.files import MAX_NAME_NBYTES, fsync_path, io_error
 from prepcli.stores.output_files import (
     check_not_symlink,
     open_no_follow,

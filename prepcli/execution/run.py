@@ -57,7 +57,7 @@ class Run(ABC):
         store: The state of the run.
         units: All units of the plan.
         budget: How the memory is divided among buffers.
-        identity: Identity of the run, in the manifest.
+        identity: Identity of the run, in `run.json` and mostly in the manifest.
         session: Session of this process. A note of another one is checked before it is believed.
         notes: The believed notes, by unit.
         earlier_notes: The notes of other sessions, by unit.

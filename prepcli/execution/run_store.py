@@ -3,18 +3,18 @@
 Any number of processes work on one output, on one or several hosts, and exchange no messages. They share the state of
 the run below `.prep/`:
 
-    run.json      identity of the run, written before anything else
+    run.json      identity of the run, written before other state except locks
     source.json   inode and change time of the source's files when the run began. In a bucket also its session
     done/N        note of the complete unit N
     part/N        folder only: note of the durable part of a large unit N
     claims/N      the process that works on unit N
     raw/N         folder only: raw chunks of a unit in progress, if they are compressed
     session       folder only: the session, and the state of the source when it began
+    lock, door    folder only: locks. Each process of the run shares the first, and holds the second to join or to publish
 
 1. The bytes and the places of a unit are a function of the plan. Units may be written twice: a claim only avoids double
    work.
-2. A note marks a unit as durable. It is written after the bytes of the unit are. It is whole or absent, and has
-   a checksum of itself.
+2. A note marks a unit as durable. It is written after the bytes of the unit are. A kill leaves it whole or absent.
 3. The output gets its name in one step, once all units have notes and all other files are durable.
 
 A note is a JSON object with a checksum of itself. A torn or damaged note counts as none: its unit is written again.

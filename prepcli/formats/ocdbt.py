@@ -86,8 +86,7 @@ class ValueLocation(NamedTuple):
 # A database of two values of a tree, as Orbax lays it out:
 #   manifest.ocdbt   configuration and versions, with a reference to the root node of the newest version
 #   d/<hex>          B-tree nodes, and values that are not inline
-# The order in which they are made durable: data files, node file, manifest. A kill before the
-# manifest leaves unreferenced files.
+# All of them are durable before the output gets its name.
 OcdbtEntry = tuple[bytes, "bytes | ValueLocation"]  # key and value, inline or by its location
 
 

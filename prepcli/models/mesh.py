@@ -1,4 +1,4 @@
-"""Device meshes as text, sharding rules, and the shard of a leaf that each device holds. No I/O, no jax."""
+"""Device meshes as text: parse, resolve and format them. No I/O, no jax."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Chunks of output leaves in data files: assign them file offsets, move them, and find them.
 
-The layout depends on the saved tensors alone, not on the run.
+The layout depends on the tensors and their offsets in the source, on the mesh, the rules and the storage, not on the
+run.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class ChunkExtent:
         file: Number of the file.
         offset: Offset of the first chunk.
         stride_nbytes: Bytes from one chunk to the next.
-        placed_chunks: Indices of the chunks, in C order.
+        placed_chunks: The box of the chunks in the leaf's grid.
         blocks: Checksum blocks of the leaf.
     """
 

@@ -187,7 +187,7 @@ class OutputFile:
     """A data file to write.
 
     Attributes:
-        path: Path relative to the output.
+        path: Path relative to `Plan.item`.
         size: Size in bytes.
         header: First bytes of the file.
         constant_ranges: (offset, bytes) of other parts that do not come from tensors. Streams write the rest.
@@ -204,7 +204,7 @@ class SmallFile:
     """A small file to write: a config or a tokenizer.
 
     Attributes:
-        path: Path relative to the output.
+        path: Path relative to `Plan.item`.
         content: Content of the file, if it is not copied.
         copied_from: Path of the file to copy. It does not affect the plan's digest.
         stamp: Size and modification time of the copied file, so that another file is another plan.
@@ -330,8 +330,9 @@ class Plan:
         checks: Pairs of tensors that must be equal.
         settings: The manifest's keys that describe the model.
         display_names: Full names of tensors, by bare name, where the two differ.
-        item: Folder in the output that contains all files except the manifest, or empty for the output itself.
-        compression: Compression of the chunks at the end, or None for raw chunks.
+        item: Folder in the output that contains all files except the manifest and the metadata of a step, or empty for
+            the output itself.
+        compression: Compression of the chunks, or None for raw chunks.
         empty_nodes: Paths of the tree's nodes without leaves. The layout determines them.
     """
 

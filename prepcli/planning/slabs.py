@@ -24,7 +24,7 @@ LONG_RUN_NBYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """The unit of work: a contiguous byte range of a tensor in C order.
+    """The unit of copies: a contiguous byte range of a tensor in C order.
 
     Attributes:
         stream_number: Number of the stream.

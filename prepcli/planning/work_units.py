@@ -167,7 +167,10 @@ def _file_member(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of one output that process number `index`, from 0, of `count` processes writes."""
+    """The place of a process among those that write one output: process number `index`, from 0, of `count`.
+
+    It says where a process begins to claim units. Any process may write any unit.
+    """
 
     count: int = 1
     index: int = 0

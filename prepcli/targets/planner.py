@@ -104,8 +104,8 @@ class VocabResize:
         keeps_padding: Whether padding of the source is copied. Otherwise all rows after the true ones are filled.
         added_count: Number of tokens to add after the true vocabulary, if padding is not copied.
         added_fill: Fill of their rows.
-        zero_tensors: Names of tensors whose added rows are zeros, e.g. moments: no step has changed the rows.
         dropped_rule: Rule of the omitted rows.
+        zero_tensors: Names of tensors whose added rows are zeros, e.g. moments: no step has changed the rows.
     """
 
     vocabulary: Vocabulary

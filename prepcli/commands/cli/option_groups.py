@@ -264,7 +264,7 @@ class OutputOptions(TypedDict):
         int,
         option(
             None,
-            "Print one line per leaf. -vv: one per slab.",
+            "Print one line per leaf.",
             default=0,
             short="-v",
             is_count=True,

@@ -187,9 +187,9 @@ def open_checkpoint(
     )
     lock, revision = _read_lock(common, checkpoint)
     located = locate(checkpoint, revision, step=common.step, access=access)
-    if isinstance(output := located.manifest_folder, Path):
-        # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
-        remove_leftover(output)
+    if isinstance(source_folder := located.manifest_folder, Path):
+        # A source may be an output of prep. A kill after its rename leaves its work folder, removed at the next use.
+        remove_leftover(source_folder)
     verbatim = common.verbatim
     may_have_codes = located.may_be_quantized and (is_kept or common.quantized == "decode")
     has_codes = may_have_codes and is_quantized(located.files.path)

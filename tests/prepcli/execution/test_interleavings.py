@@ -48,7 +48,7 @@ class FileRun(Run):
         )
         request = SimpleNamespace(
             plan=PLAN, source=SOURCE, pool=pool, note=lambda text: None, run_id="b",
-            options=RunOptions(1 << 25, restart=restart),
+            options=RunOptions(memory_nbytes=1 << 25, restart=restart),
         )  # fmt: skip
         self.folder_store = FolderStore(out)
         super().__init__(cast(Any, request), self.folder_store, UNITS, make_budget(1 << 25))
