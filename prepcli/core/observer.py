@@ -18,11 +18,10 @@ Clock = Callable[[], float]
 LINE_INTERVAL_S = 10.0
 # Ten times per second looks continuous, also over a slow connection.
 REDRAW_INTERVAL_S = 0.1
-# Verbosity: -q, default, -v (one line per leaf), -vv (one line per slab).
+# Verbosity: -q, default, -v (one line per leaf).
 QUIET = -1
 NORMAL = 0
 LEAVES = 1
-SLABS = 2
 Segment = tuple[str, str]  # text and rich style
 Line = Sequence[Segment]
 # The clock of a display changes each second.

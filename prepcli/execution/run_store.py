@@ -10,7 +10,7 @@ the run below `.prep/`:
     claims/N      the process that works on unit N
     raw/N         folder only: raw chunks of a unit in progress, if they are compressed
     session       folder only: the session, and the state of the source when it began
-    lock, door    folder only: locks. Each process of the run shares the first, and holds the second to join or to publish
+    lock, door    folder only: locks. All processes share the first; one at a time holds the second, to join or publish
 
 1. The bytes and the places of a unit are a function of the plan. Units may be written twice: a claim only avoids double
    work.

@@ -167,7 +167,7 @@ def _file_member(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The place of a process among those that write one output: process number `index`, from 0, of `count`.
+    """The place of a process in the work on one output: process number `index`, from 0, of `count`.
 
     It says where a process begins to claim units. Any process may write any unit.
     """
