@@ -18,10 +18,11 @@ Clock = Callable[[], float]
 LINE_INTERVAL_S = 10.0
 # Ten times per second looks continuous, also over a slow connection.
 REDRAW_INTERVAL_S = 0.1
-# Verbosity: -q, default, -v (one line per leaf).
+# Verbosity: -q, default, -v (one line per leaf), -vv (with the output of libraries).
 QUIET = -1
 NORMAL = 0
 LEAVES = 1
+LIBRARIES = 2
 Segment = tuple[str, str]  # text and rich style
 Line = Sequence[Segment]
 # The clock of a display changes each second.
@@ -103,7 +104,7 @@ class CommandObserver(Observer, Protocol):
 
     @property
     def level(self) -> int:
-        """Verbosity, from QUIET to SLABS."""
+        """Verbosity, from QUIET to LIBRARIES."""
         ...
 
 

@@ -37,7 +37,7 @@ from prepcli.commands.operations.compute_options import (
 from prepcli.commands.operations.inspection_options import PlanOptions
 from prepcli.commands.operations.options import DRY_RUN
 from prepcli.core.errors import usage_error
-from prepcli.core.observer import LEAVES, SLABS
+from prepcli.core.observer import LEAVES, LIBRARIES
 from prepcli.core.option_spec import PathLike, flag, option
 
 
@@ -83,7 +83,7 @@ def train(
             "no recipe was given", "a TOML file describes the training", "`prep train RECIPE`"
         )
     # Libraries may print to descriptor 1 during training. Scripts read the result from there.
-    with library_output_hidden(to_stderr=ui.level >= SLABS) as stdout:
+    with library_output_hidden(to_stderr=ui.level >= LIBRARIES) as stdout:
         result = run(recipe, out, dry_run=dry_run, progress=replace(ui, out=stdout), **options)
     return training_report(result)
 
@@ -157,7 +157,7 @@ def evaluate(
     from prepcli.commands.operations.evaluate import evaluate as run
     from prepcli.commands.rendering.runs import evaluation_report
 
-    with library_output_hidden(to_stderr=ui.level >= SLABS) as stdout:
+    with library_output_hidden(to_stderr=ui.level >= LIBRARIES) as stdout:
         result = run(checkpoint, data, progress=replace(ui, out=stdout), **options)
     return evaluation_report(result)
 

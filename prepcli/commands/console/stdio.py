@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from prepcli.core.observer import SLABS, CommandObserver, Observer
+from prepcli.core.observer import LIBRARIES, CommandObserver, Observer
 
 
 class LossyStream:
@@ -149,7 +149,7 @@ def is_reader_gone(stream: TextIO) -> bool:
 
 def silence_jax(observer: Observer) -> None:
     """Hide the log messages of jax, such as warnings about missing accelerators, unless a command has `-vv`."""
-    is_verbose = isinstance(observer, CommandObserver) and observer.level >= SLABS
+    is_verbose = isinstance(observer, CommandObserver) and observer.level >= LIBRARIES
     # The C++ part of jax reads this variable when it is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if is_verbose else "3")
     logging.getLogger("jax").setLevel(logging.INFO if is_verbose else logging.ERROR)

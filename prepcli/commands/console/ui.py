@@ -31,7 +31,7 @@ from prepcli.core.formatting import (
     printable_line,
 )
 from prepcli.core.json_values import json_value
-from prepcli.core.observer import NORMAL, QUIET, SLABS, Line, NullProgress, Progress
+from prepcli.core.observer import LIBRARIES, NORMAL, QUIET, Line, NullProgress, Progress
 from prepcli.core.tables import Block, format_blocks
 from prepcli.core.unexpected import as_prep_error, process_of
 
@@ -379,7 +379,7 @@ class Ui:
 
 def open_ui(command: str, as_json: bool, quiet: bool, verbose: int, progress: Mode = "auto") -> Ui:
     """Return the Ui for the shared options. `-q` takes precedence over `-v`."""
-    return Ui(command, as_json, QUIET if quiet else min(verbose, SLABS), progress)
+    return Ui(command, as_json, QUIET if quiet else min(verbose, LIBRARIES), progress)
 
 
 def stdout_error(error: OSError) -> PrepError:

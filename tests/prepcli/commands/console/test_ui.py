@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.commands.console.progress_displays import LineProgress
-from prepcli.commands.console.ui import NORMAL, QUIET, SLABS, Report, Ui, open_ui, printable
+from prepcli.commands.console.ui import LIBRARIES, NORMAL, QUIET, Report, Ui, open_ui, printable
 from prepcli.core import version
 from prepcli.core.errors import FAILED, OK, USAGE, PrepError, usage_error
 from prepcli.core.observer import NullProgress
@@ -181,7 +181,7 @@ def test_message_is_written_in_one_piece() -> None:
 
 def test_open_ui_applies_the_shared_options() -> None:
     assert open_ui("x", False, quiet=True, verbose=2).level == QUIET
-    assert open_ui("x", False, quiet=False, verbose=5).level == SLABS
+    assert open_ui("x", False, quiet=False, verbose=5).level == LIBRARIES
     assert open_ui("x", True, quiet=False, verbose=0, progress="json").progress_mode == "json"
 
 
