@@ -47,6 +47,7 @@ from prepcli.sources.dequantized import find_stored_weights
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
+from prepcli.sources.source import SourceTensor
 from prepcli.stores.buffers import Blob
 from trainer.data.dataset_layout import read_metadata, select_files
 from trainer.data.files import hash_file
@@ -287,10 +288,15 @@ def read_quantized(path: Path) -> str:
     for letter, settings in configs.items():
         if not isinstance(settings, dict):
             continue
-        tensors = [tensor for tensor in header.tensors if tensor.name.startswith(letter)]
+        tensors: dict[str, SourceTensor] = {}
+        for array in header.tensors:
+            if array.name.startswith(letter):
+                tensors[array.name] = SourceTensor(array.name, array.dtype, array.shape, (array,))
         try:
-            weights = find_stored_weights(settings, tensors, [path], path.name)
-            blob = DerivedArrays(path.name, weights.decoders, (path,))
+            weights, blobs = find_stored_weights(
+                settings, tensors, (path,), path.name, display_name=path.name
+            )
+            blob = DerivedArrays(path.name, weights.decoders, blobs)
             decoded.append(decode_start(blob))
         except PrepError as error:
             errors.append(error)
