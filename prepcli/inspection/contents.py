@@ -273,7 +273,7 @@ def _decoded(contents: CheckpointContents) -> CheckpointContents:
         hint = text("save the model as safetensors")
         if contents.kind == "orbax":
             hint = text("{} writes them", Command("export", contents.display_name))
-        why = "inspect decodes quantised weights in files with the names of transformers only"
+        why = "inspect decodes quantised weights in folders of safetensors and PyTorch files only"
         raise PrepError(f"{contents.display_name} cannot be decoded", why, hint)
     weights, files = _find_weights(contents)
     operations = cast_decoders(weights.decoders, DECODED_DTYPE)

@@ -18,6 +18,7 @@ from prepcli.core.json_values import HFConfig
 from prepcli.models import rows
 from prepcli.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
+from prepcli.models.field_aliases import AliasedConfig
 from prepcli.models.parameters import (
     Condition,
     Family,
@@ -67,6 +68,12 @@ def changed(config: HFConfig, **fields: Any) -> HFConfig:
     >>> changed({"hidden_act": "gelu"}, hidden_act="silu")
     {'hidden_act': 'silu'}
     """
+    return _change(config, fields)
+
+
+def _change(config: HFConfig, fields: Mapping[str, Any]) -> HFConfig:
+    if isinstance(config, AliasedConfig):
+        return config.changed(_change, fields)
     copy = {**config, **fields}
     if not isinstance(config, RecordedConfig):
         return copy

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prepcli.core.json_values import HFConfig, JsonValue
 
@@ -24,6 +25,15 @@ class AliasedConfig(Mapping[str, JsonValue]):
         """
         self._config = config
         self._aliases = {name: alias for alias, name in aliases.items()}
+
+    def changed(
+        self, change: Callable[[HFConfig, Mapping[str, Any]], HFConfig], fields: Mapping[str, Any]
+    ) -> AliasedConfig:
+        """Return the config with other values of some fields, changed by `change` under the names that override."""
+        renamed = {self._aliases.get(name, name): value for name, value in fields.items()}
+        return AliasedConfig(
+            change(self._config, renamed), {alias: name for name, alias in self._aliases.items()}
+        )
 
     def __getitem__(self, key: str) -> JsonValue:
         alias = self._aliases.get(key)

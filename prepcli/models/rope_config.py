@@ -202,9 +202,11 @@ def _read_rotary_dim(
 ) -> int:
     """Read the number of rotated elements of a head."""
     # transformers 5 writes the share into `rope_parameters`, older versions into the config.
-    rotary_share = _read_number(
-        scaling, "partial_rotary_factor", _read_number(config, "partial_rotary_factor", 1.0)
-    )
+    rotary_share = 1.0
+    # A family supports the fields that it reads. The outer one has no effect beside the inner one.
+    if allow_partial or "partial_rotary_factor" not in scaling:
+        rotary_share = _read_number(config, "partial_rotary_factor", 1.0)
+    rotary_share = _read_number(scaling, "partial_rotary_factor", rotary_share)
     if rotary_share != 1 and not allow_partial:
         why = f"config.json has {rotary_share:g}; this family rotates whole heads"
         what = "`partial_rotary_factor` is not supported for this family"

@@ -378,6 +378,7 @@ class HubFolder:
         # and a conversion would copy them next to its output.
         settings = FORMATS[kind].settings_files
         names += [name for name in settings if name in self.listing.siblings]
+        names = [*dict.fromkeys(names)]
         with self._translate_errors():
             if self.access.stream:
                 return OpenFolder(

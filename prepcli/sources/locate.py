@@ -73,7 +73,7 @@ class LocatedCheckpoint:
         return path.parent if path.is_file() else path
 
     def read_config(self, path: AnyPath) -> HFConfig:
-        """Return the content of a config.json. The file in the folder of the checkpoint is read once."""
+        """Return the content of a config.json. The one that detection has read is not read again."""
         if self.config is not None and path == self.files.path / CONFIG:
             return self.config
         return read_config(path)

@@ -534,7 +534,7 @@ def use_averaged_params(source: Source) -> Source:
             others.append(tensor)
             continue
         # The averages of a complete slot are named like the tensors of the parameters. A slot that
-        # lacks parameters keeps the paths of its leaves (`planning.state_rows`).
+        # lacks parameters keeps the paths of its leaves (`sources.state_rows`).
         if is_leaf_path(name):
             why = text("a run with {} averages only the other parameters", Key("optimizer.freeze"))
             raise PrepError(

@@ -200,7 +200,7 @@ def _read_v2_router(config: HFConfig, sizes: Sizes) -> Router:
 
 
 # Name in published files, which overrides -> name in SarvamMLAConfig.
-SARVAM_ALIASES = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+SARVAM_MLA_ALIASES = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
 
 # --- Dense models with latent attention
 
@@ -320,7 +320,7 @@ FAMILIES = by_name(
             **PRE_NORMS,
             **latent_attention(lambda config: config.get("q_lora_rank") is not None),
         },
-        aliases=SARVAM_ALIASES,
+        aliases=SARVAM_MLA_ALIASES,
         defaults={"vocab": 262_144, "mlp": 16384, "heads": 64},
         # Published files have the width of the latent with the rotated elements as `head_dim`.
         more_sizes=partial(latent_sizes, has_head_dim=False),

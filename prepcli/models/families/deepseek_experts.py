@@ -59,7 +59,7 @@ def _glm4_head_dim(config: HFConfig, sizes: Sizes) -> dict[str, int]:
 # --- Sarvam
 
 # Name in published files, which overrides -> name in SarvamMoEConfig.
-SARVAM_ALIASES = {
+SARVAM_MOE_ALIASES = {
     "num_experts": "n_routed_experts",
     "num_shared_experts": "n_shared_experts",
     "use_qkv_bias": "attention_bias",
@@ -68,7 +68,7 @@ SARVAM_QKV = "head_dim embed <- attention.query_key_value.weight"
 
 
 def _has_sarvam_bias(config: HFConfig) -> bool:
-    return bool(AliasedConfig(config, SARVAM_ALIASES).get("attention_bias"))
+    return bool(AliasedConfig(config, SARVAM_MOE_ALIASES).get("attention_bias"))
 
 
 def _read_sarvam_rope(config: HFConfig, sizes: Sizes) -> Rope:
@@ -166,7 +166,7 @@ FAMILIES = by_name(
         "Sarvam MoE: fused queries, keys and values with norms, first dense layers, and DeepSeek-V3's experts.",
         layer={**PRE_NORMS, **_sarvam_attention()},
         moe={**CORRECTED_EXPERTS, CORRECTION: correction("mlp.gate.expert_bias: experts")},
-        aliases=SARVAM_ALIASES,
+        aliases=SARVAM_MOE_ALIASES,
         defaults={
             "vocab": 262_144,
             "mlp": 8192,

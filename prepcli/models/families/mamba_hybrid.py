@@ -107,8 +107,6 @@ BAMBA_LAYERS = other_layers(_listed_attention)
 
 # --- Granite 4
 
-# Without `attention_multiplier` the scores are not scaled. In other families they are.
-
 
 def _read_num_experts(config: HFConfig) -> int:
     """Return the number of experts of Granite 4, or 0 if the MLPs are dense."""

@@ -15,6 +15,7 @@ import pytest
 
 from prepcli.algebra.axis_map import bind_row, stack_axis
 from prepcli.core.errors import PrepError
+from prepcli.models.families._llama_style import PRE_NORMS, llama_like, partial_rope
 from prepcli.models.leaf_matrices import LAYER_PARTS
 from prepcli.models.parameters import HFConfig, dropped_patterns, parameter_rows
 from prepcli.models.registry import ADD_FAMILY_HINT, FAMILIES, MODEL_TYPES, family_of
@@ -396,3 +397,21 @@ def test_bitnet_rejects_heads_without_the_width_of_their_norm():
     with pytest.raises(PrepError) as caught:
         FAMILIES["bitnet"].arch_config(config | {"num_key_value_heads": 1})
     assert caught.value.why == "the norm of 30 elements of heads has the hidden_size, 24"
+
+
+@pytest.mark.parametrize("aliases", [{}, {"num_layers": "num_hidden_layers"}])
+def test_changed_config_supports_no_further_fields(aliases: dict[str, str]):
+    family = llama_like(
+        "partial", "A test.", layer=PRE_NORMS, rope=partial_rope(0.5, 2048), aliases=aliases
+    )
+    family.arch_config({"num_layers": 3, "partial_rotary_factor": 0.5})
+    for field, value in (("sliding_window", 8), ("clip_qkv", 5.0), ("num_experts", 8)):
+        with pytest.raises(PrepError, match=f"`{field}` is not supported"):
+            family.arch_config({field: value})
+
+
+def test_outer_share_of_rotation_beside_the_inner_one_is_refused():
+    rope = {"rope_type": "default", "partial_rotary_factor": 1.0}
+    config: HFConfig = {"rope_parameters": rope, "partial_rotary_factor": 0.5}
+    with pytest.raises(PrepError, match="`partial_rotary_factor` is not supported"):
+        FAMILIES["llama"].arch_config(config)
