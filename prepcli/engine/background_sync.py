@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from prepcli.engine.files import Files
 
-# Time between syncs. A kill loses the units in progress, and of a large one at most the bytes since the last sync.
+# Time between syncs. A kill loses the units in progress, except for the synced bytes of large ones. Compression of a
+# unit begins again.
 SYNC_INTERVAL_S = 1.0
 
 

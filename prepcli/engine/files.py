@@ -24,8 +24,8 @@ from prepcli.stores.buffers import ByteArray, ClosedAfterBlock
 from prepcli.stores.files import io_error
 from prepcli.stores.output_files import open_no_follow, sync_many
 
-# File descriptors left for other uses, e.g. the claims of units that are not synced yet.
-RESERVED_DESCRIPTORS = 256
+# File descriptors left for other uses, e.g. the claims and raw files of units that are not synced yet.
+RESERVED_DESCRIPTORS = 512
 # More files are opened for each access instead of kept open: an item with one file per chunk may have 10^5.
 MAX_KEPT_FILES = 1000
 # Bytes written to the page cache before their writeback starts.

@@ -490,7 +490,7 @@ def missing_nbytes(plan: Plan, folder: Path) -> int:
     """Return the number of bytes of data files without disk space so far. `folder` need not exist."""
     missing = 0
     for file in plan.files:
-        missing += file.size - _allocated_nbytes(folder / plan.item / file.path)
+        missing += file.size - allocated_size(folder / plan.item / file.path)
     return missing
 
 
@@ -506,7 +506,7 @@ def check_free_space(folder: Path, needed_nbytes: int) -> None:
         )
 
 
-def _allocated_nbytes(path: Path) -> int:
+def allocated_size(path: Path) -> int:
     """Return the size of the file on disk, or 0 if it does not exist."""
     try:
         # `st_blocks` counts units of 512 bytes on every file system. Holes are not counted.

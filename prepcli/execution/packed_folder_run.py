@@ -3,7 +3,7 @@
 The length of a compressed chunk is unknown until it is compressed, so its place cannot be planned. A unit therefore has
 whole chunks, a raw file in `.prep/raw` and output files of its own. Once its raw bytes are complete, its chunks are
 compressed one after another, the output files are synced, and the unit is noted. Its raw file is then deleted. The disk
-needs room for the output and for a few raw units, and several processes compress at the same time.
+needs room for the output and for raw units of two sync points, and several processes compress at the same time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import numpy as np
 import xxhash
 
 from prepcli.algebra.grids import Chunks, FilePosition
+from prepcli.core.errors import PrepError
 from prepcli.engine.background_sync import SYNC_INTERVAL_S
 from prepcli.engine.checksum_recorder import compute_unknown
 from prepcli.engine.files import Files, RunReader
 from prepcli.engine.io_policy import allocate
-from prepcli.engine.pipeline import PipelineUnit
+from prepcli.engine.pipeline import MOST_UNSYNCED_NBYTES, PipelineUnit
 from prepcli.execution.finalize import raw_chunks
-from prepcli.execution.folder_run import FolderRun, check_free_space
+from prepcli.execution.folder_run import FolderRun, allocated_size, check_free_space
 from prepcli.execution.folder_store import RAW_FOLDER
 from prepcli.execution.object_compressor import CompressedChunks, locate_chunks
 from prepcli.execution.object_writer import block_numbers
@@ -84,14 +85,18 @@ class PackedFolderRun(FolderRun):
 
     def check_room(self) -> None:
         """Raise PrepError if the disk has no room for the remaining units. See `Run.check_room`."""
-        # The compressed size is unknown. Each process has a raw unit on disk, too.
+        # The compressed size is unknown. Each process has raw units on disk, too: of one point that is compressed, of
+        # the next one, and one in progress.
         noted = self.store.units_with(DONE_FOLDER)
         sizes: list[int] = []
+        allocated_nbytes = 0
         for number, unit in enumerate(self.units):
             if number not in noted:
                 sizes.append(sum(self.plan.files[file].size for file in unit.files))
-        needed_nbytes = sum(sizes) + max(sizes, default=0) * len(self.pool.indices)
-        check_free_space(self.folder_store.folder, needed_nbytes)
+                allocated_nbytes += sum(allocated_size(self.files[file]) for file in unit.files)
+        raw_nbytes = 2 * MOST_UNSYNCED_NBYTES + max(sizes, default=0)
+        needed_nbytes = sum(sizes) + min(sum(sizes), raw_nbytes * len(self.pool.indices))
+        check_free_space(self.folder_store.folder, max(0, needed_nbytes - allocated_nbytes))
 
     # Notes of earlier sessions
 
@@ -154,7 +159,7 @@ class PackedFolderRun(FolderRun):
         return True
 
     def keep_part(self, folder: str, number: int, note: UnitNote) -> None:
-        """Forget a damaged unit: its raw file is deleted. See `FolderRun.keep_part`."""
+        """Forget a damaged unit. No raw file is left with its intact tensors. See `FolderRun.keep_part`."""
         if folder == DONE_FOLDER:
             self.store.delete([f"{PART_FOLDER}/{number}", f"{DONE_FOLDER}/{number}"])
         else:
@@ -169,19 +174,28 @@ class PackedFolderRun(FolderRun):
 
     def begin_unit(self, unit: PipelineUnit) -> None:
         """Open the raw file of a unit. See `UnitObserver`."""
+        # Another process may have completed a partly written unit, and deleted its raw file. A new file would have
+        # zeros in place of the part.
+        is_partly_written = bool(unit.digests or unit.prefix)
         for file in self.units[unit.number].files:
-            self._raw.open_file(file)
+            self._raw.open_file(file, must_exist=is_partly_written)
 
     def note_durable(self, notes: Mapping[int, UnitNote]) -> None:
         """Compress complete units, note them, and delete their raw files. See `FolderRun.note_durable`."""
         packed: dict[int, UnitNote] = {}
         since_s = time.monotonic()
-        for number, note in notes.items():
-            packed[number] = self._compress_unit(number, note)
-            if time.monotonic() - since_s >= SYNC_INTERVAL_S:
+        try:
+            for number, note in notes.items():
+                packed[number] = self._compress_unit(number, note)
+                if time.monotonic() - since_s >= SYNC_INTERVAL_S:
+                    self._note_packed(packed)
+                    packed = {}
+                    since_s = time.monotonic()
+        except BaseException:
+            # A stop or a full disk keeps the units before. Their deleted raw files make room.
+            with contextlib.suppress(PrepError):
                 self._note_packed(packed)
-                packed = {}
-                since_s = time.monotonic()
+            raise
         self._note_packed(packed)
 
     def _note_packed(self, notes: Mapping[int, UnitNote]) -> None:
@@ -217,8 +231,10 @@ class PackedFolderRun(FolderRun):
             for path, chunks_of_file in itertools.groupby(chunks, key=lambda chunk: chunk[0]):
                 ranges = ((offset, nbytes) for _, offset, nbytes in chunks_of_file)
                 try:
-                    path.parent.mkdir(parents=True, exist_ok=True)
+                    self._make_folders(path)
                     lengths[file] += self._write_file(file, path, ranges, state)
+                except FileNotFoundError as error:
+                    raise changed_error(path) from error
                 except OSError as error:
                     raise io_error(path, error) from error
                 self._unsynced_paths.append(path)
@@ -232,6 +248,13 @@ class PackedFolderRun(FolderRun):
             objects=tuple(objects),
             lengths=lengths,
         )
+
+    def _make_folders(self, path: Path) -> None:
+        """Make the folders of an output file, but not the folder of the run, which may be gone."""
+        folder = self.folder_store.folder
+        *parents, _ = path.relative_to(folder).parents
+        for parent in reversed(parents):
+            (folder / parent).mkdir(exist_ok=True)
 
     def _write_file(
         self, file: int, path: Path, chunks: Iterable[tuple[int, int]], state: xxhash.xxh3_128
@@ -330,14 +353,29 @@ class RawFiles(Files):
         self._is_kept_open = False
         self._opened: dict[int, int] = {}
 
-    def open_file(self, file: int) -> None:
-        """Open a file with its planned size. Bytes of an earlier run stay. Raise PrepError if it cannot be written."""
+    def open_file(self, file: int, *, must_exist: bool = False) -> None:
+        """Open a file with its planned size. Bytes of an earlier run stay.
+
+        Args:
+            file: Number of the file.
+            must_exist: Whether it has bytes of an earlier run.
+
+        Raises:
+            PrepError: The file cannot be written, or must exist and does not.
+        """
         path = self.paths[file]
         try:
-            path.parent.mkdir(exist_ok=True)
-            self._opened[file] = fd = open_no_follow(path, os.O_RDWR | os.O_CREAT)
+            if must_exist:
+                self._opened[file] = fd = open_no_follow(path, os.O_RDWR)
+            else:
+                path.parent.mkdir(exist_ok=True)
+                self._opened[file] = fd = open_no_follow(path, os.O_RDWR | os.O_CREAT)
             if os.fstat(fd).st_size != self._sizes[file]:
+                if must_exist:
+                    raise changed_error(path)
                 allocate(fd, self._sizes[file])
+        except FileNotFoundError as error:
+            raise changed_error(path) from error
         except OSError as error:
             raise io_error(path, error) from error
 

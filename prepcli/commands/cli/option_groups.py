@@ -264,7 +264,7 @@ class OutputOptions(TypedDict):
         int,
         option(
             None,
-            "Print one line per leaf.",
+            "Print one line per leaf. -vv: and the messages of libraries.",
             default=0,
             short="-v",
             is_count=True,

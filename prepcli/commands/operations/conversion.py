@@ -284,9 +284,11 @@ def check_index_size(plan: Plan) -> None:
     if num_entries > MAX_ENTRIES:
         what = f"{plan.source_name} would have {plan.chunk_count:,} chunks"
         why = f"an index has at most {MAX_ENTRIES:,} entries"
-        hint = text(
-            "use a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules")
-        )
+        hint = ""
+        if plan.command in ("save-init", "reshard"):
+            hint = text(
+                "use a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules")
+            )
         raise usage_error(what, why, hint)
 
 

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zstandard
 
 from prepcli.commands.cli.main import main
+from prepcli.core.errors import PrepError
 from prepcli.engine.budget import MAX_BUFFERS
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import PipelineUnit
@@ -24,6 +26,7 @@ from prepcli.execution.folder_run import FolderRun
 from prepcli.execution.folder_store import FolderStore
 from prepcli.execution.packed_folder_run import PackedFolderRun, RawFiles
 from prepcli.execution.run_store import UnitNote
+from prepcli.planning.slabs import PAGE
 from tests.helpers.faults import FaultSources, Killed, kill, make_sources, run_until_killed
 from tests.helpers.killing import read_files
 from tests.helpers.slow_cases import slow_except
@@ -154,8 +157,8 @@ def test_raw_files_are_few_at_any_time(sources: FaultSources, monkeypatch: pytes
     real_open = RawFiles.open_file
     counts: list[int] = []
 
-    def open_file(self: RawFiles, file: int) -> None:
-        real_open(self, file)
+    def open_file(self: RawFiles, file: int, **options: bool) -> None:
+        real_open(self, file, **options)
         counts.append(len(list(Path("out.partial/.prep/raw").iterdir())))
 
     monkeypatch.setattr(RawFiles, "open_file", open_file)
@@ -289,6 +292,7 @@ def test_disk_needs_room_for_the_output_and_a_raw_unit(
         real_init(self, paths, raw_sizes)
 
     monkeypatch.setattr(RawFiles, "__init__", init)
+    monkeypatch.setattr(packed_folder_run, "MOST_UNSYNCED_NBYTES", 0)
     assert run(COMMAND) == 0
     shutil.rmtree("out")
     needed = sum(sizes) + max(sizes)
@@ -364,4 +368,41 @@ def test_part_of_another_source_is_written_again(
         patched.setattr(FolderRun, "prepare_unit", prepare_unit)
         assert run(COMMAND) == 0
     assert parts
+    assert read_files(Path("out")) == expected
+
+
+def test_raw_file_of_a_partly_written_unit_must_exist(tmp_path: Path):
+    files = RawFiles([tmp_path / "raw/0"], [PAGE])
+    for content in (None, b"cut"):
+        if content is not None:
+            (tmp_path / "raw").mkdir()
+            (tmp_path / "raw/0").write_bytes(content)
+        with pytest.raises(PrepError, match="changed by another program"):
+            files.open_file(0, must_exist=True)
+    files.close()
+    files.open_file(0)
+    files.close_file(0)
+    files.open_file(0, must_exist=True)
+    files.close()
+
+
+def test_full_disk_keeps_the_units_before(
+    sources: FaultSources, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    expected = sources.expected(COMMAND)
+    real_write = PackedFolderRun._write_file  # pyright: ignore[reportPrivateUsage]
+    seen: list[int] = []
+
+    def write(self: PackedFolderRun, file: int, *args: Any) -> list[int]:
+        seen.append(file)
+        if len(seen) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(self, file, *args)
+
+    monkeypatch.setattr(PackedFolderRun, "_write_file", write)
+    assert run(COMMAND) == 1
+    assert "full" in capsys.readouterr().err
+    assert len(list(Path("out.partial/.prep/done").iterdir())) == 2
+    monkeypatch.setattr(PackedFolderRun, "_write_file", real_write)
+    assert run(COMMAND) == 0
     assert read_files(Path("out")) == expected
