@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
-from prepcli.core.json_values import JsonObject
+from prepcli.core.json_values import JsonObject, load_json
 from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.execution.locks import (
     exclusive_lock,
@@ -31,6 +31,7 @@ from prepcli.execution.locks import (
 )
 from prepcli.execution.output_paths import is_same_file, remove_path
 from prepcli.execution.run_store import (
+    CHECKSUM_KEY,
     CLAIMS_FOLDER,
     DONE_FOLDER,
     PART_FOLDER,
@@ -127,7 +128,7 @@ class FolderStore:
         """Begin or join the run. `is_first` says that no other process is in it. The lock `door` is held."""
         if is_first and (restart or self._is_replaceable(identity)):
             self._delete_earlier_run()
-        earlier = self._read_record(RUN_FILE)
+        earlier = self._read_identity()
         if earlier is not None and earlier != identity:
             if not is_first:
                 why = f"another process works on it: {holder_of(self.work / LOCK_FILE)}"
@@ -188,7 +189,7 @@ class FolderStore:
 
         A refused source or an early kill leaves a folder without durable bytes.
         """
-        earlier = self._read_record(RUN_FILE)
+        earlier = self._read_identity()
         if earlier is None or earlier == identity:
             return False
         # Other names are the state of an earlier version.
@@ -297,6 +298,15 @@ class FolderStore:
         claim = contextlib.ExitStack()
         claim.callback(os.close, fd)
         return claim
+
+    def _read_identity(self) -> JsonObject | None:
+        """Return the identity of the run, or None if there is none. Raise PrepError if it is damaged."""
+        with contextlib.suppress(ValueError):
+            stored = load_json(self.read(RUN_FILE) or b"")
+            # Earlier versions wrote no checksum. Their run is another one.
+            if isinstance(stored, dict) and CHECKSUM_KEY not in stored:
+                return {**stored, CHECKSUM_KEY: ""}
+        return self._read_record(RUN_FILE)
 
     def _read_record(self, name: str) -> JsonObject | None:
         """Return the content of a record, or None if it does not exist. Raise PrepError if it is damaged."""
