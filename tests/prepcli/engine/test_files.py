@@ -103,7 +103,7 @@ def return_short_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prefer_writeback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a file system with faster writes through the page cache."""
-    monkeypatch.setattr(files_module, "BLOCK_NBYTES", 2 * PAGE)
+    monkeypatch.setattr(files_module, "WRITEBACK_NBYTES", 2 * PAGE)
     monkeypatch.setattr(
         files_module, "WritePolicy", lambda *_, **__: WritePolicy(0, has_direct=False)
     )
@@ -358,7 +358,7 @@ def test_sync_repeats_a_writeback_error(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(io_policy, "start_writeback", fail)
     with Files([tmp_path / "out"], [64 * PAGE]) as files:
         files.policy.writeback = io_policy.Writeback(0)
-        monkeypatch.setattr(files_module, "BLOCK_NBYTES", 64 * PAGE)
+        monkeypatch.setattr(files_module, "WRITEBACK_NBYTES", 64 * PAGE)
         for call in (
             lambda: files.write([StridedCopy(0, 0, 0, 64 * PAGE)], allocate_buffer(64 * PAGE)),
             files.sync,
@@ -372,7 +372,7 @@ def test_writeback_covers_each_whole_page_once(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(
         files_module, "WritePolicy", lambda *_, **__: WritePolicy(0, has_direct=False)
     )
-    monkeypatch.setattr(files_module, "BLOCK_NBYTES", 32 * PAGE)
+    monkeypatch.setattr(files_module, "WRITEBACK_NBYTES", 32 * PAGE)
     started: list[tuple[int, int]] = []
     monkeypatch.setattr(
         io_policy,
