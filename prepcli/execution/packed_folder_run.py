@@ -81,6 +81,7 @@ class PackedFolderRun(FolderRun):
         for extent in self.extents:
             self._extents.setdefault(extent.file, []).append(extent)
         self._unsynced_paths: list[Path] = []
+        self._sync_error: PrepError | None = None
         self._stop_s = 0.0
 
     def check_room(self) -> None:
@@ -184,18 +185,18 @@ class PackedFolderRun(FolderRun):
         """Compress complete units, note them, and delete their raw files. See `FolderRun.note_durable`."""
         packed: dict[int, UnitNote] = {}
         since_s = time.monotonic()
-        try:
-            for number, note in notes.items():
+        for number, note in notes.items():
+            try:
                 packed[number] = self._compress_unit(number, note)
-                if time.monotonic() - since_s >= SYNC_INTERVAL_S:
+            except BaseException:
+                # A stop or a full disk keeps the units before. Their deleted raw files make room.
+                with contextlib.suppress(PrepError):
                     self._note_packed(packed)
-                    packed = {}
-                    since_s = time.monotonic()
-        except BaseException:
-            # A stop or a full disk keeps the units before. Their deleted raw files make room.
-            with contextlib.suppress(PrepError):
+                raise
+            if time.monotonic() - since_s >= SYNC_INTERVAL_S:
                 self._note_packed(packed)
-            raise
+                packed = {}
+                since_s = time.monotonic()
         self._note_packed(packed)
 
     def _note_packed(self, notes: Mapping[int, UnitNote]) -> None:
@@ -209,10 +210,15 @@ class PackedFolderRun(FolderRun):
                 self._raw.remove_file(file)
 
     def _sync_output(self) -> None:
+        """Make the written output files durable. After a failure no later call succeeds."""
+        # The kernel reports a failed writeback once: a second sync would succeed without the bytes.
+        if self._sync_error is not None:
+            raise self._sync_error
         try:
             sync_paths(self._unsynced_paths)
         except OSError as error:
-            raise io_error(Path(error.filename or self._unsynced_paths[0]), error) from error
+            self._sync_error = io_error(Path(error.filename or self._unsynced_paths[0]), error)
+            raise self._sync_error from error
         self._unsynced_paths.clear()
 
     def _compress_unit(self, number: int, note: UnitNote) -> UnitNote:

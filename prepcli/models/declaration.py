@@ -68,12 +68,9 @@ def changed(config: HFConfig, **fields: Any) -> HFConfig:
     >>> changed({"hidden_act": "gelu"}, hidden_act="silu")
     {'hidden_act': 'silu'}
     """
-    return _change(config, fields)
-
-
-def _change(config: HFConfig, fields: Mapping[str, Any]) -> HFConfig:
     if isinstance(config, AliasedConfig):
-        return config.changed(_change, fields)
+        stored = {config.stored_name(name): value for name, value in fields.items()}
+        return AliasedConfig(changed(config.config, **stored), config.aliases)
     copy = {**config, **fields}
     if not isinstance(config, RecordedConfig):
         return copy

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from prepcli.core.json_values import HFConfig, JsonValue
 
@@ -23,32 +22,28 @@ class AliasedConfig(Mapping[str, JsonValue]):
             config: Content of a config.json.
             aliases: Alias -> name of the field that the family reads.
         """
-        self._config = config
+        self.config = config
+        self.aliases = aliases
         self._aliases = {name: alias for alias, name in aliases.items()}
 
-    def changed(
-        self, change: Callable[[HFConfig, Mapping[str, Any]], HFConfig], fields: Mapping[str, Any]
-    ) -> AliasedConfig:
-        """Return the config with other values of some fields, changed by `change` under the names that override."""
-        renamed = {self._aliases.get(name, name): value for name, value in fields.items()}
-        return AliasedConfig(
-            change(self._config, renamed), {alias: name for name, alias in self._aliases.items()}
-        )
+    def stored_name(self, name: str) -> str:
+        """Return the alias of a field, which overrides it, or the field's name if it has none."""
+        return self._aliases.get(name, name)
 
     def __getitem__(self, key: str) -> JsonValue:
         alias = self._aliases.get(key)
         names = [key] if alias is None else [alias, key]
         # A recorded config records each name that is read. A family supports all of them.
-        values = {name: self._config.get(name) for name in names}
+        values = {name: self.config.get(name) for name in names}
         for name, value in values.items():
-            if value is not None or name in self._config:
+            if value is not None or name in self.config:
                 return value
         raise KeyError(key)
 
     def __iter__(self) -> Iterator[str]:
-        names = dict.fromkeys(self._config)
+        names = dict.fromkeys(self.config)
         names |= dict.fromkeys(
-            name for name, alias in self._aliases.items() if alias in self._config
+            name for name, alias in self._aliases.items() if alias in self.config
         )
         return iter(names)
 

@@ -7,6 +7,7 @@ one, so that it may be omitted.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -193,9 +194,9 @@ class OptimizerTable(BaseModel):
         json_schema_extra=if_absent("dynamic for float16, else none"),
     )
 
+    @abstractmethod
     def moments(self, leaf: ParamLeaf) -> Iterator[MomentAxes]:
         """Yield the moments of a parameter: the axes that each averages, e.g. (1,) for row means, or WHOLE."""
-        raise NotImplementedError
 
 
 class AdamWTable(OptimizerTable):

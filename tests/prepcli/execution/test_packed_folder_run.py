@@ -218,9 +218,14 @@ def test_claims_are_few_while_a_sync_is_slow(
         assert read_files(Path("out")) == expected
 
 
+@pytest.mark.parametrize("constant", ["", "SYNC_INTERVAL_S", "MAX_SYNCED_FILES"])
 def test_files_of_a_failed_sync_have_no_note(
-    sources: FaultSources, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sources: FaultSources,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    constant: str,
 ):
+    """A sync may fail at the end of a point, after an interval, or while a unit is compressed."""
     expected = sources.expected(COMMAND)
     real_sync, failed = packed_folder_run.sync_paths, set[Path]()
     noted: set[str] = set()
@@ -228,7 +233,7 @@ def test_files_of_a_failed_sync_have_no_note(
 
     def sync_paths(paths: list[Path]) -> None:
         # The system reports a failed write only once.
-        if len(noted) > 1 and not failed:
+        if paths and len(noted) > 1 and not failed:
             failed.update(paths)
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(paths[0]))
         real_sync(paths)
@@ -242,6 +247,8 @@ def test_files_of_a_failed_sync_have_no_note(
         patched.setattr("prepcli.engine.pipeline.MOST_UNSYNCED_NBYTES", 10_000)
         patched.setattr(packed_folder_run, "sync_paths", sync_paths)
         patched.setattr(PackedFolderRun, "note_unit", note_unit)
+        if constant:
+            patched.setattr(packed_folder_run, constant, 0.0 if "INTERVAL" in constant else 1)
         assert run(COMMAND) == 1
     assert "cannot read or write" in capsys.readouterr().err
     assert failed
