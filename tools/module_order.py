@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from prepcli.commands.testing.tiny_model import to_file_tensors, torch_class
-from prepcli.models.module_order import ORDER_FILE, number_pattern, sort_by_modules
+from prepcli.models.module_order import NOT_DECAYED, ORDER_FILE, number_pattern, sort_by_modules
 from prepcli.models.registry import MODEL_TYPES
 
 HEAD = """\
-# Parameters of each family in the order of `model.named_parameters()` of transformers {version}, and whether the
-# Trainer of transformers applies weight decay to them. Written by `python -m tools.module_order`.
+# Parameters of the families of each list in the order of `model.named_parameters()` of transformers {version}, with
+# braces as a shell expands them. Written by `python -m tools.module_order`.
 """
 BIAS_FIELD = re.compile(r".*(bias|qk_norm|qk_layernorm)$")
 MAX_LAYERS = 12
@@ -27,25 +29,44 @@ def main() -> None:
     """Write the file."""
     import transformers
 
-    lines = [HEAD.format(version=transformers.__version__)]
+    families = defaultdict[tuple[str, ...], list[str]](list)
     for family in MODEL_TYPES:
         try:
-            order = family_order(family)
+            families[family_order(family)].append(family)
         except (ValueError, AttributeError, KeyError, ImportError, TypeError) as error:
             print(f"skip {family}: {error}", file=sys.stderr)
-            continue
-        lines.append(f"[{family}]\n")
-        for pattern, is_decayed in order.items():
-            lines.append(f'"{pattern}" = {str(is_decayed).lower()}\n')
-        lines.append("\n")
-    ORDER_FILE.write_text("".join(lines).rstrip("\n") + "\n")
+    parts = [HEAD.format(version=transformers.__version__)]
+    for order, names in families.items():
+        lines = "\n".join(join_siblings(order))
+        parts.append(f'"{" ".join(names)}" = """\n{lines}\n"""\n')
+    ORDER_FILE.write_text("".join(parts))
 
 
-def family_order(family: str) -> Mapping[str, bool]:
-    """Return the parameters of a family in order, and whether each one decays.
+def join_siblings(order: Sequence[str]) -> Iterator[str]:
+    """Yield a line for adjacent parameters of one module, and of modules with equal parameters.
+
+    >>> [*join_siblings(["mlp.w1.weight", "mlp.w1.bias", "mlp.w2.weight", "mlp.w2.bias", "norm.scale"])]
+    ['mlp.{w1,w2}.{weight,bias}', 'norm.scale']
+    """
+    modules: list[tuple[str, str, str]] = []
+    for path, names in groupby((name.rpartition(".") for name in order), lambda parts: parts[0]):
+        parent, _, module = path.rpartition(".")
+        modules.append((parent, module, _braces([name for *_, name in names])))
+    for (parent, parameters), siblings in groupby(modules, lambda parts: (parts[0], parts[2])):
+        names = _braces([module for _, module, _ in siblings])
+        yield ".".join(filter(None, [parent, names, parameters]))
+
+
+def _braces(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{{{','.join(names)}}}"
+
+
+def family_order(family: str) -> tuple[str, ...]:
+    """Return the parameters of a family in order.
 
     Raises:
-        ValueError: The modules do not have the parameters of the files, or their order is not one of siblings.
+        ValueError: The modules do not have the parameters of the files, their order is not one of siblings, or Trainer
+            decays other parameters than `NOT_DECAYED` says.
     """
     from transformers import AutoConfig
 
@@ -54,18 +75,18 @@ def family_order(family: str) -> Mapping[str, bool]:
     changes: list[dict[str, Any]] = [{}, {"tie_word_embeddings": False}]
     biases = {name: True for name, value in fields.items() if _is_option(name, value)}
     changes.append({"tie_word_embeddings": False, **biases})
-    order: dict[str, bool] = {}
     all_names: list[list[str]] = []
     for change in changes:
         names, decayed = _model_parameters(family, change)
         all_names.append(names)
-        for name in names:
-            order.setdefault(number_pattern(name), name in decayed)
+        wrong = [name for name in names if (name in decayed) == bool(NOT_DECAYED.search(name))]
+        if wrong:
+            raise ValueError(f"NOT_DECAYED is wrong for {wrong[0]}")
     patterns = _merge([[number_pattern(name) for name in names] for names in all_names])
     for names in all_names:
         if list(sort_by_modules(names, patterns)) != names:
             raise ValueError("the order of siblings differs between layers or settings")
-    return {pattern: order[pattern] for pattern in patterns}
+    return tuple(patterns)
 
 
 def _is_option(name: str, value: object) -> bool:

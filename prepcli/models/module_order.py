@@ -7,9 +7,10 @@ classes of transformers.
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,12 @@ ORDER_FILE = Path(__file__).with_suffix(".toml")
 NUMBER = re.compile(r"\d+")
 # Placeholder of a number in a pattern.
 ANY_NUMBER = "*"
+# Parameters without weight decay in `Trainer.get_decay_parameter_names`: the ones with these words in their names, and
+# all parameters of `torch.nn.LayerNorm`. The last line has the names of these modules without such a word.
+NOT_DECAYED = re.compile(
+    r"bias|layernorm|rmsnorm|(^|\.)norm\.|_norm\."
+    r"|\.(ln_[12f]|norm_[12])\.|^transformer\.norm_f\."
+)
 WITHOUT_STATE_HINT = text(
     "convert the parameters alone, without {}", Option("training_state", True)
 )
@@ -48,14 +55,11 @@ def optimizer_groups(family: str, names: Iterable[str]) -> OptimizerGroups:
     Raises:
         PrepError: The order of the family or of a parameter is unknown.
     """
-    patterns = _patterns(family)
     decayed: list[str] = []
     not_decayed: list[str] = []
     for name in module_order(family, names):
-        if patterns[number_pattern(name)]:
-            decayed.append(name)
-        else:
-            not_decayed.append(name)
+        group = not_decayed if NOT_DECAYED.search(name) else decayed
+        group.append(name)
     return OptimizerGroups(tuple(decayed), tuple(not_decayed))
 
 
@@ -69,7 +73,13 @@ def module_order(family: str, names: Iterable[str]) -> tuple[str, ...]:
     Raises:
         PrepError: The order of the family or of a parameter is unknown.
     """
-    patterns = _patterns(family)
+    patterns = _orders().get(family)
+    if patterns is None:
+        raise PrepError(
+            f"the optimizer state of {family} is not supported in the order of torch",
+            "its modules in transformers have other parameters than its files",
+            WITHOUT_STATE_HINT,
+        )
     names = tuple(names)
     for name in names:
         if number_pattern(name) not in patterns:
@@ -79,22 +89,6 @@ def module_order(family: str, names: Iterable[str]) -> tuple[str, ...]:
                 WITHOUT_STATE_HINT,
             )
     return sort_by_modules(names, patterns)
-
-
-def _patterns(family: str) -> Mapping[str, bool]:
-    """Return the parameters of a family in order, and whether each one decays.
-
-    Raises:
-        PrepError: The order is unknown.
-    """
-    patterns = _orders().get(family)
-    if patterns is None:
-        raise PrepError(
-            f"the optimizer state of {family} is not supported in the order of torch",
-            "its modules in transformers have other parameters than its files",
-            WITHOUT_STATE_HINT,
-        )
-    return patterns
 
 
 def sort_by_modules(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:
@@ -134,6 +128,21 @@ def number_pattern(name: str) -> str:
 
 
 @cache
-def _orders() -> Mapping[str, Mapping[str, bool]]:
-    """Return for each family its parameters in order, and whether each one decays."""
-    return tomllib.loads(ORDER_FILE.read_text())
+def _orders() -> Mapping[str, Sequence[str]]:
+    """Return the parameters of each family in order."""
+    orders: dict[str, Sequence[str]] = {}
+    for families, lines in tomllib.loads(ORDER_FILE.read_text()).items():
+        patterns = [name for line in lines.splitlines() for name in expand_braces(line)]
+        orders |= dict.fromkeys(families.split(), patterns)
+    return orders
+
+
+def expand_braces(line: str) -> list[str]:
+    """Return the names of a line as a shell expands it.
+
+    >>> expand_braces("mlp.{w1,w2}.{weight,bias}")
+    ['mlp.w1.weight', 'mlp.w1.bias', 'mlp.w2.weight', 'mlp.w2.bias']
+    """
+    # The words at odd places are lists.
+    choices = [part.split(",") for part in re.split(r"\{(.*?)\}", line)]
+    return ["".join(words) for words in itertools.product(*choices)]
