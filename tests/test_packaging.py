@@ -95,7 +95,8 @@ def test_wheel_has_the_packages_recipes_and_docs(wheel: Path):
     modules = {name for name in files if name.startswith(("prepcli/", "trainer/"))}
     recipes = {f"prepcli/_{name}" for name in files if name.startswith("recipes/")}
     docs = {f"prepcli/_{name}" for name in files if name.startswith("docs/")}
-    assert {"prepcli/commands/testing/checks.py", "prepcli/py.typed", "trainer/py.typed"} <= modules
+    expected = {"prepcli/commands/testing/checks.py", "prepcli/__init__.pyi", "prepcli/py.typed"}
+    assert {*expected, "trainer/py.typed"} <= modules
     assert recipes
     assert "prepcli/_docs/how-to/add-a-family.md" in docs
     assert {

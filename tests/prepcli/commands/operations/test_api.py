@@ -98,7 +98,7 @@ def test_api_exports_the_types_of_options_and_results(module: ModuleType):
 
 def test_api_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'pad'"):
-        prep.pad  # noqa: B018
+        prep.pad  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_api_import_is_lazy():
