@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from prepcli.commands.demo.tiny_model import (
     write_tiny_model,
 )
 from prepcli.commands.pages.charts import Bar, Curve, bar_chart, line_chart, shard_map_svg
-from prepcli.commands.pages.html_page import write_html_page
+from prepcli.commands.pages.html_page import Markup, html_table, write_html_page
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes, format_duration
 from prepcli.core.observer import Observer, PacedNotes, ticking
@@ -82,15 +81,6 @@ class CommandError(PrepError):
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """Outcome of a step: a line for the user, the bytes written, and the peak memory."""
-
-    result: str
-    nbytes: int
-    peak_nbytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class DemoStep:
     """A step of the demo.
 
@@ -103,13 +93,24 @@ class DemoStep:
 
     title: str
     args: tuple[str, ...]
-    run: Callable[[Path, DemoStep], StepOutcome]
+    run: Callable[[Path, DemoStep], StepReport]
     training_run: str = ""
 
     @property
     def env(self) -> Mapping[str, str]:
         """Environment variables of the command."""
         return {"JAX_NUM_CPU_DEVICES": "8"} if self.training_run else {}
+
+    @property
+    def command(self) -> str:
+        """The command as a user would type it in the demo's folder, empty if there is none."""
+        variables = [f"{name}={value}" for name, value in self.env.items()]
+        return shlex.join([*variables, "prep", *self.args]) if self.args else ""
+
+    def passed(self, result: str, nbytes: int, peak_nbytes: int = 0) -> StepReport:
+        """Return the report of the step with its result, the bytes written, and the peak memory."""
+        report = StepReport(self.title, self.command, bytes=nbytes, peak=peak_nbytes)
+        return replace(report, result=result, ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +142,17 @@ class StepReport:
         """The result, marked if the step failed."""
         return self.result if self.ok else f"FAILED: {self.result}"
 
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The cells of the printed table."""
+        peak = format_bytes(self.peak) if self.peak else "-"
+        return (self.step, f"{self.seconds:.1f}", format_bytes(self.bytes), peak, self.result_text)
+
 
 def demo_steps() -> tuple[DemoStep, ...]:
     """Return the steps from a model with an odd vocabulary to eight devices and back, and a training there."""
     train = ("train", RECIPE, "--out")
     export = ("export", KILLED_RUN, "--out", LEARNED)
-    learned_text = "rows, ready for transformers"
     return (
         DemoStep("make a tiny GPT-Neo", (), _make_model),
         DemoStep("pad its vocabulary", ("pad-vocab", MODEL, "--multiple", "8"), _pad_vocab),
@@ -154,22 +160,219 @@ def demo_steps() -> tuple[DemoStep, ...]:
         DemoStep("resume the same command", SAVE_INIT, _resume_conversion),
         DemoStep("convert without a kill", (*SAVE_INIT, "--out", UNBROKEN), _compare_outputs),
         DemoStep("reshard to 8 devices", ("reshard", INIT, "--mesh", "1,2,4"), _reshard),
-        DemoStep("export to Hugging Face", ("export", RESHARDED), partial(_export, "true rows")),
+        DemoStep("export to Hugging Face", ("export", RESHARDED), _export),
         DemoStep("verify against the start", ("verify", EXPORTED, MODEL), _verify_start),
         DemoStep("write a text and a recipe", (), _write_text_and_recipe),
         DemoStep("train on 8 devices", (*train, UNBROKEN_RUN), _train, UNBROKEN_RUN),
         DemoStep("train, kill -9", (*train, KILLED_RUN), _kill_training, KILLED_RUN),
         DemoStep("resume the same command", (*train, KILLED_RUN), _resume_training, KILLED_RUN),
-        DemoStep("export the trained model", export, partial(_export, learned_text)),
+        DemoStep("export the trained model", export, _export),
         DemoStep("verify against the run", ("verify", LEARNED, KILLED_RUN), _verify),
     )
 
 
-def run_demo(
-    out: Path,
-    observer: Observer,
-    steps: Sequence[DemoStep] | None = None,
-) -> Report:
+def _make_model(folder: Path, step: DemoStep) -> StepReport:
+    nbytes = write_tiny_model(folder / MODEL)
+    num_files = len([*(folder / MODEL).glob("*.safetensors")])
+    return step.passed(f"{len(VOCABULARY)} words, {num_files} files", nbytes)
+
+
+def _pad_vocab(folder: Path, step: DemoStep) -> StepReport:
+    report = run_prep(folder, step)
+    vocab = report["vocab"]
+    is_padded = vocab["true"] == len(VOCABULARY) and vocab["padded"] % 8 == 0
+    _check(is_padded, f"the vocabulary became {vocab}")
+    return _converted(step, report, f"{vocab['true']} -> {vocab['padded']} rows")
+
+
+def _kill_conversion(folder: Path, step: DemoStep) -> StepReport:
+    """Kill the command while the output is partly written."""
+    total = sum(path.stat().st_size for path in (folder / PADDED).glob("*.safetensors"))
+    partial = _partial(folder / INIT)
+    written = 0
+
+    def should_kill(pid: int) -> bool:
+        nonlocal written
+        # Its files have their whole sizes from the start. The kernel counts what the process writes.
+        counters = Path(f"/proc/{pid}/io").read_text()
+        written = int(counters.partition("wchar:")[2].split()[0])
+        share = LAST_KILLED_SHARE if tries == MAX_KILL_TRIES else KILLED_SHARE
+        return written > share * total and partial.exists()
+
+    for tries in range(1, MAX_KILL_TRIES + 1):
+        _remove_output(folder / INIT)
+        if not run_prep(folder, step, should_kill) and partial.exists():
+            result = f"killed at {written / total:.0%}; no {INIT}{_tries_note(tries)}"
+            return step.passed(result, written)
+    raise _not_killed_error()
+
+
+def _resume_conversion(folder: Path, step: DemoStep) -> StepReport:
+    report = run_prep(folder, step)
+    resumed = report["bytes"]["resumed"]
+    total = format_bytes(resumed + report["bytes"]["written"])
+    return _converted(step, report, f"resumed from {format_bytes(resumed)} of {total}")
+
+
+def _compare_outputs(folder: Path, step: DemoStep) -> StepReport:
+    report = run_prep(folder, step)
+    num_files = _check_same_files(folder / INIT, folder / UNBROKEN)
+    return _converted(step, report, f"{num_files} files, byte for byte equal to the killed run")
+
+
+def _reshard(folder: Path, step: DemoStep) -> StepReport:
+    report = run_prep(folder, step)
+    mesh = report["mesh"]
+    return _converted(step, report, f"{mesh['from']} -> {mesh['to']}, {report['chunks']} chunks")
+
+
+def _export(folder: Path, step: DemoStep) -> StepReport:
+    report = run_prep(folder, step)
+    vocab = report["vocab"]
+    _check(vocab["written"] == len(VOCABULARY), f"the vocabulary became {vocab}")
+    rows = "rows, ready for transformers" if LEARNED in step.args else "true rows"
+    return _converted(step, report, f"{vocab['written']} {rows}")
+
+
+def _verify(folder: Path, step: DemoStep) -> StepReport:
+    report = run_prep(folder, step)
+    files = [path for name in step.args[1:] for path in (folder / name).glob("*.safetensors")]
+    result = f"{report['tensors']} tensors, {report['values']:,} values: 0 bits changed"
+    return step.passed(result, sum(path.stat().st_size for path in files))
+
+
+def _verify_start(folder: Path, step: DemoStep) -> StepReport:
+    """Compare the exported model with the one at the start, and their settings too."""
+    report = _verify(folder, step)
+    models = [folder / name for name in step.args[1:]]
+    is_same_tokenizer = filecmp.cmp(*(model / "tokenizer.json" for model in models), shallow=False)
+    configs = [json.loads((model / "config.json").read_bytes()) for model in models]
+    _check(is_same_tokenizer and configs[0] == configs[1], "the settings differ from the start")
+    return report
+
+
+def _write_text_and_recipe(folder: Path, step: DemoStep) -> StepReport:
+    words = learnable_text()
+    write_file(folder / TEXT, words.encode())
+    write_file(folder / RECIPE, RECIPE_TEXT.encode())
+    num_words = SENTENCES * SENTENCE_WORDS
+    return step.passed(f"{num_words:,} words, {len(TEXT_WORDS)} different ones", len(words))
+
+
+def _train(folder: Path, step: DemoStep) -> StepReport:
+    report = run_prep(folder, step)
+    _check(report["step"] == STEPS, f"it ended at step {report['step']}")
+    losses = [loss for _, loss in logged_losses(folder / UNBROKEN_RUN)]
+    change = f"{losses[0]:.2f} -> {losses[-1]:.2f}"
+    # An untrained model guesses among 257 words: ln 257 = 5.55. That only 64 of them occur gives ln 64 = 4.16.
+    _check(losses[-1] < losses[0] - 1, f"the loss did not fall: {change}")
+    return step.passed(f"loss {change} in {STEPS} steps", _step_nbytes(folder / UNBROKEN_RUN))
+
+
+def _kill_training(folder: Path, step: DemoStep) -> StepReport:
+    """Kill the run when a step is durable and a later one is logged.
+
+    Steps continue during a save: the durable step can be any number of steps behind.
+    """
+    run = folder / KILLED_RUN
+
+    def should_kill(pid: int) -> bool:
+        saved = saved_steps(run)
+        # Each step is logged.
+        return bool(saved) and len(logged_losses(run)) > saved[-1]
+
+    for tries in range(1, MAX_KILL_TRIES + 1):
+        _remove_output(run)
+        was_killed = not run_prep(folder, step, should_kill)
+        saved = saved_steps(run)
+        if was_killed and saved and saved[-1] != STEPS:
+            killed = f"killed after step {len(logged_losses(run))}, step {saved[-1]} is durable"
+            return step.passed(killed + _tries_note(tries), _step_nbytes(run))
+    raise _not_killed_error()
+
+
+def _resume_training(folder: Path, step: DemoStep) -> StepReport:
+    """Resume the stopped run, and check its losses and last step against the undisturbed run."""
+    run = folder / KILLED_RUN
+    unbroken = folder / UNBROKEN_RUN
+    saved = saved_steps(run)[-1]
+    report = run_prep(folder, step)
+    _check(report["resumed_at"] == saved, f"it resumed at step {report['resumed_at']}, not {saved}")
+    has_same_losses = logged_losses(run) == logged_losses(unbroken)
+    _check(has_same_losses, "its losses differ from the undisturbed run")
+    _check_same_files(step_folder(run, STEPS), step_folder(unbroken, STEPS))
+    equal = f"step {STEPS} is byte for byte equal to the undisturbed run"
+    return step.passed(f"resumed at step {saved}; {equal}", _step_nbytes(run))
+
+
+def _tries_note(tries: int) -> str:
+    return "" if tries == 1 else f" (try {tries}: it was too fast)"
+
+
+def _not_killed_error() -> PrepError:
+    what = f"the run ended {MAX_KILL_TRIES} times before it could be killed"
+    why = "this machine is too fast, or too busy to look at the run in time"
+    return PrepError(what, why, "try again")
+
+
+def _converted(step: DemoStep, report: Mapping[str, Any], result: str) -> StepReport:
+    memory = report["memory"]
+    _check(memory["peak"] <= memory["budget"], f"it took {format_bytes(memory['peak'])} of memory")
+    return step.passed(result, report["bytes"]["written"], memory["peak"])
+
+
+def _check(condition: bool, message: str) -> None:
+    # The message is the whole error: a wrong result of a step has no cause that a user could change.
+    if not condition:
+        raise PrepError(message)
+
+
+def _check_same_files(folder: Path, other: Path) -> int:
+    """Check that two folders have files of equal names and bytes, and return their number."""
+    names, other_names = (
+        sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+        for root in (folder, other)
+    )
+    _check(names == other_names, f"{folder.name} and {other.name} have different files")
+    # shallow=False compares contents. The default trusts equal sizes and times.
+    _, differing, unreadable = filecmp.cmpfiles(folder, other, names, shallow=False)
+    different = [*differing, *unreadable]
+    _check(not different, f"different files in {folder.name}: {', '.join(different)}")
+    return len(names)
+
+
+def logged_losses(run: Path) -> list[tuple[float, float]]:
+    """Return step and loss of each line of a run's metrics with a loss."""
+    points: list[tuple[float, float]] = []
+    for line in read_metrics(run / METRICS_FILE):
+        loss = line.get("loss")
+        if isinstance(loss, float):
+            points.append((line_step(line), loss))
+    return points
+
+
+def _step_nbytes(run: Path) -> int:
+    """Return the bytes of the last step of a run."""
+    last_step = step_folder(run, saved_steps(run)[-1])
+    return sum(path.stat().st_size for path in last_step.rglob("*") if path.is_file())
+
+
+def _remove_output(out: Path) -> None:
+    for path in (out, _partial(out)):
+        shutil.rmtree(path, ignore_errors=True)
+    if out.is_file():
+        out.unlink()
+
+
+def _partial(out: Path) -> Path:
+    """Return the path of an output before it is complete."""
+    return out.with_name(out.name + ".partial")
+
+
+# --- The run
+
+
+def run_demo(out: Path, observer: Observer, steps: Sequence[DemoStep] | None = None) -> Report:
     """Make a tiny model in the folder `out`, convert it in both directions, train it, and check each step.
 
     Args:
@@ -199,7 +402,9 @@ def run_demo(
             break
     last = reports[-1]
     fields: dict[str, object] = {"output": out, "steps": reports}
-    table = _steps_table(reports)
+    header = ("step", "seconds", "bytes", "memory", "result")
+    rows = [report.row for report in reports]
+    table = Table(header, rows, right_aligned=header[1:4], wrapped=["result"])
     if not last.ok:
         what = f"the demo failed at step {len(reports)}: {last.step}"
         return Report([table], fields, error=PrepError(what, last.result, last.hint))
@@ -209,15 +414,6 @@ def run_demo(
     fields["report"] = str(page)
     closing = f"all {count} steps passed; report with pictures: {page}"
     return Report([table, closing], fields, "run the same commands with your own model")
-
-
-def _steps_table(reports: Sequence[StepReport]) -> Table:
-    rows: list[tuple[str, ...]] = []
-    for report in reports:
-        sizes = (format_bytes(report.bytes), format_bytes(report.peak) if report.peak else "-")
-        rows.append((report.step, f"{report.seconds:.1f}", *sizes, report.result_text))
-    header = ("step", "seconds", "bytes", "memory", "result")
-    return Table(header, rows, right_aligned=header[1:4], wrapped=["result"])
 
 
 def _prepare_folder(out: Path) -> None:
@@ -248,11 +444,8 @@ def _demo_command(folder: str) -> str:
 
 def _run_step(step: DemoStep, folder: Path, observer: Observer) -> StepReport:
     """Run a step, and note its command and its progress."""
-    command = ""
     if step.args:
-        variables = [f"{name}={value}" for name, value in step.env.items()]
-        command = shlex.join([*variables, "prep", *step.args])
-        observer.note(f"      $ {command}")
+        observer.note(f"      $ {step.command}")
     start_s = time.monotonic()
     notes = PacedNotes(observer)
 
@@ -262,16 +455,12 @@ def _run_step(step: DemoStep, folder: Path, observer: Observer) -> StepReport:
             return line
         return f"{line}, {len(logged_losses(folder / step.training_run))} of {STEPS} steps"
 
-    report = StepReport(step.title, command)
     try:
         with ticking(lambda: notes.note_if_due(describe)):
-            outcome = step.run(folder, step)
-        report = replace(
-            report, result=outcome.result, bytes=outcome.nbytes, peak=outcome.peak_nbytes, ok=True
-        )
+            report = step.run(folder, step)
     except (OSError, PrepError) as error:
-        result, hint = _failure_texts(error, command, folder)
-        report = replace(report, result=result, hint=hint)
+        result, hint = _failure_texts(error, step.command, folder)
+        report = StepReport(step.title, step.command, result=result, hint=hint)
     return replace(report, seconds=round(time.monotonic() - start_s, 3))
 
 
@@ -279,20 +468,17 @@ def _failure_texts(error: OSError | PrepError, command: str, folder: Path) -> tu
     """Return what failed in a step, and the command to type."""
     # The message of a killed or crashed process may lack the name of the disk that was full.
     for path in (folder, Path(os.environ.get("TMPDIR") or "/tmp")):
-        try:
-            is_full = shutil.disk_usage(path).free < MIN_FREE_NBYTES
-        except OSError:
-            continue
-        if is_full:
+        if path.is_dir() and shutil.disk_usage(path).free < MIN_FREE_NBYTES:
             result = f"the disk that holds {path} is full - {error}"
             return result, "free some space, and try again"
     if isinstance(error, CommandError):
         return str(error), f"`cd {shlex.quote(str(folder))} && {command}`"
+    # The command succeeded, and its outputs exist now: alone it would do something else.
+    hint = _demo_command(str(folder))
     if isinstance(error, PrepError):
-        # The command succeeded, and its outputs exist now: alone it would do something else.
-        return str(error), _demo_command(str(folder))
+        return str(error), hint
     what = f"cannot read or write {error.filename or folder} - {error.strerror or error}"
-    return f"{what} - check the permissions of the folder", _demo_command(str(folder))
+    return f"{what} - check the permissions of the folder", hint
 
 
 def run_prep(
@@ -340,215 +526,6 @@ def run_prep(
     return report
 
 
-def _check(condition: bool, message: str) -> None:
-    # The message is the whole error: a wrong result of a step has no cause that a user could change.
-    if not condition:
-        raise PrepError(message)
-
-
-def _kill(
-    folder: Path,
-    step: DemoStep,
-    output: str,
-    should_kill: Callable[..., bool],
-    describe: Callable[[], StepOutcome | None],
-) -> StepOutcome:
-    """Kill the command of a step, and return what is left. Try again if the command ended before.
-
-    `should_kill` gets the process id and whether this is the last try. `describe` returns None for a complete output.
-    """
-    for tries in range(1, MAX_KILL_TRIES + 1):
-        _remove_output(folder / output)
-        report = run_prep(folder, step, partial(should_kill, is_last_try=tries == MAX_KILL_TRIES))
-        outcome = None if report else describe()
-        if outcome is not None:
-            note = "" if tries == 1 else f" (try {tries}: it was too fast)"
-            return replace(outcome, result=outcome.result + note)
-    why = "this machine is too fast, or too busy to look at the run in time"
-    raise PrepError(
-        f"the run ended {MAX_KILL_TRIES} times before it could be killed", why, "try again"
-    )
-
-
-def _remove_output(out: Path) -> None:
-    for path in (out, _partial(out)):
-        shutil.rmtree(path, ignore_errors=True)
-    if out.is_file():
-        out.unlink()
-
-
-def _partial(out: Path) -> Path:
-    """Return the path of an output before it is complete."""
-    return out.with_name(out.name + ".partial")
-
-
-def _conversion_outcome(report: Mapping[str, Any], result: str) -> StepOutcome:
-    memory = report["memory"]
-    _check(memory["peak"] <= memory["budget"], f"it took {format_bytes(memory['peak'])} of memory")
-    return StepOutcome(result, report["bytes"]["written"], memory["peak"])
-
-
-def _check_same_files(folder: Path, other: Path) -> int:
-    """Check that two folders have files of equal names and bytes, and return their number."""
-    names, other_names = (
-        sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
-        for root in (folder, other)
-    )
-    _check(names == other_names, f"{folder.name} and {other.name} have different files")
-    # shallow=False compares contents. The default trusts equal sizes and times.
-    _, differing, unreadable = filecmp.cmpfiles(folder, other, names, shallow=False)
-    different = [*differing, *unreadable]
-    _check(not different, f"different files in {folder.name}: {', '.join(different)}")
-    return len(names)
-
-
-def _make_model(folder: Path, step: DemoStep) -> StepOutcome:
-    nbytes = write_tiny_model(folder / MODEL)
-    num_files = len([*(folder / MODEL).glob("*.safetensors")])
-    return StepOutcome(f"{len(VOCABULARY)} words, {num_files} files", nbytes)
-
-
-def _pad_vocab(folder: Path, step: DemoStep) -> StepOutcome:
-    report = run_prep(folder, step)
-    vocab = report["vocab"]
-    is_padded = vocab["true"] == len(VOCABULARY) and vocab["padded"] % 8 == 0
-    _check(is_padded, f"the vocabulary became {vocab}")
-    return _conversion_outcome(report, f"{vocab['true']} -> {vocab['padded']} rows")
-
-
-def _kill_conversion(folder: Path, step: DemoStep) -> StepOutcome:
-    """Kill the command while the output is partly written."""
-    total = sum(path.stat().st_size for path in (folder / PADDED).glob("*.safetensors"))
-    written = 0
-
-    def should_kill(pid: int, is_last_try: bool) -> bool:
-        nonlocal written
-        # Its files have their whole sizes from the start. The kernel counts what the process writes.
-        counters = Path(f"/proc/{pid}/io").read_text()
-        written = int(counters.partition("wchar:")[2].split()[0])
-        share = LAST_KILLED_SHARE if is_last_try else KILLED_SHARE
-        return written > share * total and _partial(folder / INIT).exists()
-
-    def describe() -> StepOutcome | None:
-        if not _partial(folder / INIT).exists():
-            return None
-        return StepOutcome(f"killed at {written / total:.0%}; no {INIT}", written)
-
-    return _kill(folder, step, INIT, should_kill, describe)
-
-
-def _resume_conversion(folder: Path, step: DemoStep) -> StepOutcome:
-    report = run_prep(folder, step)
-    resumed = report["bytes"]["resumed"]
-    total = format_bytes(resumed + report["bytes"]["written"])
-    return _conversion_outcome(report, f"resumed from {format_bytes(resumed)} of {total}")
-
-
-def _compare_outputs(folder: Path, step: DemoStep) -> StepOutcome:
-    report = run_prep(folder, step)
-    num_files = _check_same_files(folder / INIT, folder / UNBROKEN)
-    return _conversion_outcome(report, f"{num_files} files, byte for byte equal to the killed run")
-
-
-def _reshard(folder: Path, step: DemoStep) -> StepOutcome:
-    report = run_prep(folder, step)
-    mesh = report["mesh"]
-    return _conversion_outcome(report, f"{mesh['from']} -> {mesh['to']}, {report['chunks']} chunks")
-
-
-def _export(rows_text: str, folder: Path, step: DemoStep) -> StepOutcome:
-    report = run_prep(folder, step)
-    vocab = report["vocab"]
-    _check(vocab["written"] == len(VOCABULARY), f"the vocabulary became {vocab}")
-    return _conversion_outcome(report, f"{vocab['written']} {rows_text}")
-
-
-def _verify(folder: Path, step: DemoStep) -> StepOutcome:
-    report = run_prep(folder, step)
-    files = [path for name in step.args[1:] for path in (folder / name).glob("*.safetensors")]
-    result = f"{report['tensors']} tensors, {report['values']:,} values: 0 bits changed"
-    return StepOutcome(result, sum(path.stat().st_size for path in files))
-
-
-def _verify_start(folder: Path, step: DemoStep) -> StepOutcome:
-    """Compare the exported model with the one at the start, and their settings too."""
-    outcome = _verify(folder, step)
-    models = [folder / name for name in step.args[1:]]
-    is_same_tokenizer = filecmp.cmp(*(model / "tokenizer.json" for model in models), shallow=False)
-    configs = [json.loads((model / "config.json").read_bytes()) for model in models]
-    _check(is_same_tokenizer and configs[0] == configs[1], "the settings differ from the start")
-    return outcome
-
-
-def _write_text_and_recipe(folder: Path, step: DemoStep) -> StepOutcome:
-    words = learnable_text()
-    write_file(folder / TEXT, words.encode())
-    write_file(folder / RECIPE, RECIPE_TEXT.encode())
-    num_words = SENTENCES * SENTENCE_WORDS
-    return StepOutcome(f"{num_words:,} words, {len(TEXT_WORDS)} different ones", len(words))
-
-
-def logged_losses(run: Path) -> list[tuple[float, float]]:
-    """Return step and loss of each line of a run's metrics with a loss."""
-    points: list[tuple[float, float]] = []
-    for line in read_metrics(run / METRICS_FILE):
-        loss = line.get("loss")
-        if isinstance(loss, float):
-            points.append((line_step(line), loss))
-    return points
-
-
-def _last_step_nbytes(run: Path) -> int:
-    last_step = step_folder(run, saved_steps(run)[-1])
-    return sum(path.stat().st_size for path in last_step.rglob("*") if path.is_file())
-
-
-def _train(folder: Path, step: DemoStep) -> StepOutcome:
-    report = run_prep(folder, step)
-    _check(report["step"] == STEPS, f"it ended at step {report['step']}")
-    losses = [loss for _, loss in logged_losses(folder / UNBROKEN_RUN)]
-    change = f"{losses[0]:.2f} -> {losses[-1]:.2f}"
-    # An untrained model guesses among 257 words: ln 257 = 5.55. That only 64 of them occur gives ln 64 = 4.16.
-    _check(losses[-1] < losses[0] - 1, f"the loss did not fall: {change}")
-    return StepOutcome(f"loss {change} in {STEPS} steps", _last_step_nbytes(folder / UNBROKEN_RUN))
-
-
-def _kill_training(folder: Path, step: DemoStep) -> StepOutcome:
-    """Kill the run when a step is durable and a later one is logged.
-
-    Steps continue during a save: the durable step can be any number of steps behind.
-    """
-    run = folder / KILLED_RUN
-
-    def should_kill(pid: int, is_last_try: bool) -> bool:
-        saved = saved_steps(run)
-        # Each step is logged.
-        return bool(saved) and len(logged_losses(run)) > saved[-1]
-
-    def describe() -> StepOutcome | None:
-        saved = saved_steps(run)
-        if not saved or saved[-1] == STEPS:
-            return None
-        result = f"killed after step {len(logged_losses(run))}, step {saved[-1]} is durable"
-        return StepOutcome(result, _last_step_nbytes(run))
-
-    return _kill(folder, step, KILLED_RUN, should_kill, describe)
-
-
-def _resume_training(folder: Path, step: DemoStep) -> StepOutcome:
-    """Resume the stopped run, and check its losses and last step against the undisturbed run."""
-    run = folder / KILLED_RUN
-    unbroken = folder / UNBROKEN_RUN
-    saved = saved_steps(run)[-1]
-    report = run_prep(folder, step)
-    _check(report["resumed_at"] == saved, f"it resumed at step {report['resumed_at']}, not {saved}")
-    has_same_losses = logged_losses(run) == logged_losses(unbroken)
-    _check(has_same_losses, "its losses differ from the undisturbed run")
-    _check_same_files(step_folder(run, STEPS), step_folder(unbroken, STEPS))
-    equal = f"step {STEPS} is byte for byte equal to the undisturbed run"
-    return StepOutcome(f"resumed at step {saved}; {equal}", _last_step_nbytes(run))
-
-
 def _page_body(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
     """Yield the parts of the report: a self-contained page with pictures."""
     yield "<h1>prep demo</h1>"
@@ -557,14 +534,13 @@ def _page_body(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
         " exported and trained. Two runs are killed and resumed."
         f" All {len(steps)} steps passed.</p>"
     )
-    yield "<h2>Steps</h2><table><tr><th>step</th><th>result</th>"
-    yield "<th class=n>time</th><th class=n>bytes</th></tr>"
+    rows: list[tuple[str, ...]] = []
     for step in steps:
         command = f"<br><code>$ {escape(step.command)}</code>" if step.command else ""
-        yield f"<tr><td>{escape(step.step)}{command}</td><td>{escape(step.result)}</td>"
-        yield f"<td class=n>{format_duration(step.seconds)}</td>"
-        yield f"<td class=n>{format_bytes(step.bytes)}</td></tr>"
-    yield "</table>"
+        title = Markup(escape(step.step) + command)
+        rows.append((title, format_duration(step.seconds), format_bytes(step.bytes), step.result))
+    yield "<h2>Steps</h2>"
+    yield from html_table(("step", "time", "bytes", "result"), rows, has_numbers=False)
     # The narrow curve of the killed run lies on the wide curve of the other run.
     curves = [
         Curve(name="undisturbed", points=logged_losses(out / UNBROKEN_RUN), width=7.0),

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.commands.testing.checkpoints import write_checkpoint
@@ -20,25 +23,7 @@ STD = 0.02
 END_TOKEN = "<|endoftext|>"
 UNKNOWN_TOKEN = "<unk>"
 # Syllables of one or two letters after a consonant, e.g. `ba`, `bai`, `ban`.
-ENDINGS = [
-    "a",
-    "e",
-    "i",
-    "o",
-    "u",
-    "ai",
-    "ei",
-    "ou",
-    "an",
-    "en",
-    "in",
-    "on",
-    "un",
-    "al",
-    "el",
-    "ol",
-    "ul",
-]
+ENDINGS = [*"aeiou", "ai", "ei", "ou", "an", "en", "in", "on", "un", "al", "el", "ol", "ul"]
 WORDS = tuple(consonant + ending for consonant in "bdfghklmnprstvz" for ending in ENDINGS)
 # 257 words: an odd size that no mesh divides.
 VOCABULARY = (END_TOKEN, UNKNOWN_TOKEN, *WORDS)
@@ -62,24 +47,6 @@ CONFIG = {
     "eos_token_id": 0,
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
-}
-SPECIAL_TOKEN = {
-    **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-    "special": True,
-}
-# One token per word, words separated by spaces, in the format of `tokenizers`.
-TOKENIZER = {
-    "version": "1.0",
-    **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
-    "added_tokens": [
-        {"id": number, "content": VOCABULARY[number], **SPECIAL_TOKEN} for number in (0, 1)
-    ],
-    "pre_tokenizer": {"type": "WhitespaceSplit"},
-    "model": {
-        "type": "WordLevel",
-        "vocab": {token: number for number, token in enumerate(VOCABULARY)},
-        "unk_token": UNKNOWN_TOKEN,
-    },
 }
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -139,19 +106,25 @@ def write_tiny_model(folder: Path) -> int:
     tensors: dict[str, np.ndarray] = {}
     for path, row in parameter_rows(family, CONFIG).items():
         # The tied head is not stored.
-        if path != family.tying.head_leaf:
-            axis_map = bind_row(row, sizes)
-            for name, _ in axis_map.tensors():
-                shape = axis_map.source_shape
-                # The name seeds the values, so they do not depend on the order of the tensors.
-                random = np.random.default_rng([SEED, *name.encode()])
-                values = random.standard_normal(shape, np.float32) * np.float32(STD)
-                # The scale of a norm is the only weight with one dim. It is around 1.
-                is_scale = len(shape) == 1 and name.endswith(".weight")
-                tensors[family.prefix + name] = values + np.float32(is_scale)
+        if path == family.tying.head_leaf:
+            continue
+        axis_map = bind_row(row, sizes)
+        for name, _ in axis_map.tensors():
+            shape = axis_map.source_shape
+            # The name seeds the values, so they do not depend on the order of the tensors.
+            random = np.random.default_rng([SEED, *name.encode()])
+            values = random.standard_normal(shape, np.float32) * np.float32(STD)
+            # The scale of a norm is the only weight with one dim. It is around 1.
+            is_scale = len(shape) == 1 and name.endswith(".weight")
+            tensors[family.prefix + name] = values + np.float32(is_scale)
     write_checkpoint(folder, CONFIG, dict(sorted(tensors.items())), files=2)
     (folder / "generation_config.json").write_text('{"bos_token_id": 0, "eos_token_id": 0}')
-    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    # One token per word, words separated by spaces.
+    vocabulary = {token: number for number, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, UNKNOWN_TOKEN))
+    tokenizer.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.add_special_tokens([END_TOKEN, UNKNOWN_TOKEN])
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
     return sum(tensor.nbytes for tensor in tensors.values())
 

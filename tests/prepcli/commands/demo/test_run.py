@@ -27,7 +27,7 @@ from prepcli.commands.demo.run import (
     UNBROKEN_RUN,
     CommandError,
     DemoStep,
-    StepOutcome,
+    StepReport,
     demo_steps,
     logged_losses,
     run_demo,
@@ -61,7 +61,7 @@ def demo(out: Path, ui: Ui, steps: Sequence[DemoStep] | None = None) -> Report:
 def failing_step(error: Exception, args: tuple[str, ...] = ()) -> DemoStep:
     """Return a step that raises an error."""
 
-    def fail(folder: Path, step: DemoStep) -> StepOutcome:
+    def fail(folder: Path, step: DemoStep) -> StepReport:
         raise error
 
     return DemoStep("train, kill -9", args, fail)
@@ -171,7 +171,7 @@ def test_demo_shows_that_a_long_step_is_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step with parts shows their number. Both lines would be ten seconds after the last one."""
-    train = DemoStep("train", (), lambda folder, step: StepOutcome("trained", 1), UNBROKEN_RUN)
+    train = DemoStep("train", (), lambda folder, step: step.passed("trained", 1), UNBROKEN_RUN)
     monkeypatch.setattr(module, "ticking", tick_once)
     monkeypatch.setattr(module, "PacedNotes", partial(PacedNotes, every_s=0.0))
     ui = make_ui()
@@ -196,7 +196,7 @@ def test_demo_prints_one_line_per_step(tmp_path: Path) -> None:
 
 
 def test_demo_ends_with_the_error_of_a_failed_step(tmp_path: Path) -> None:
-    def make_damaged(folder: Path, step: DemoStep) -> StepOutcome:
+    def make_damaged(folder: Path, step: DemoStep) -> StepReport:
         outcome = MAKE.run(folder, step)
         shard = max(folder.glob("tiny/*.safetensors"))
         shard.write_bytes(shard.read_bytes()[:-1])
