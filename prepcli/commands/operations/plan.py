@@ -39,7 +39,6 @@ from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import locate
 from prepcli.sources.mapped import read_map
-from prepcli.sources.maps import TensorMap
 from prepcli.sources.source import read_config
 from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices
 from trainer.planning.memory_changes import MemoryChange, find_memory_change
@@ -74,7 +73,6 @@ class PlanTarget:
         model: The model, with the recipe's rotary embedding.
         rules: Partition rules.
         rule_texts: The same as text.
-        origin: Name of the checkpoint, the file or the published config with the model's shapes.
         is_recipe: Whether the user has named the recipe. The recipe of a checkpoint has default settings.
     """
 
@@ -82,69 +80,58 @@ class PlanTarget:
     model: PlannedModel
     rules: Rules
     rule_texts: tuple[str, ...]
-    origin: str
     is_recipe: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Checkpoint:
-    """The parts of a checkpoint for a plan.
-
-    The manifest is empty if prep did not write the checkpoint.
-    """
-
-    model: PlannedModel
-    origin: str
-    manifest: Manifest
+# The model of a start checkpoint, its name, and its manifest, which is empty if prep did not write the checkpoint.
+_Start = tuple[PlannedModel, str, Manifest]
 
 
-def resolve_target(
-    target: str,
-    overrides: tuple[str, ...],
-    *,
-    config: Path | None,
-    default_mesh: str,
-    offline: bool,
-    observer: Observer,
-    tensor_map: TensorMap | None = None,
+def _resolve_target(
+    target: str, options: PlanOptions, number: int | None, observer: Observer
 ) -> PlanTarget:
-    """Return a recipe with its model and rules. A checkpoint gets a recipe with default settings."""
-    path = _recipe_path(target)
+    """Return a recipe with its model and rules. A checkpoint gets a recipe with default settings.
+
+    Args:
+        target: The recipe or the checkpoint.
+        options: Options of the plan.
+        number: Requested number of devices.
+        observer: Receives a note about the model.
+    """
+    overrides = as_tuple(options["overrides"])
+    if options["mesh"] is not None:
+        # The error of an invalid mesh would otherwise name `overrides`.
+        parse_mesh(options["mesh"])
+        overrides += (f"mesh={options['mesh']}",)
+    path = find_recipe(Path(target))
+    shipped = recipes_folder() / path.name
     is_recipe = path.suffix == RECIPE_SUFFIX
     if is_recipe:
-        if tensor_map is not None:
+        if options["map"] is not None:
             what = text("{} has no effect for {}", Option("map"), target)
             hint = text("remove {}, or name a checkpoint", Option("map"))
             raise usage_error(what, "a recipe starts from a converted model", hint)
-        recipe = load_recipe(path, overrides).recipe
-        checkpoint = _read_start(recipe.model, config, offline=offline, observer=observer)
+        is_shipped = not path.exists() and shipped.is_file()
+        recipe = load_recipe(shipped if is_shipped else path, overrides).recipe
+        model, origin, manifest = _read_start(recipe.model, options, observer)
     else:
-        if config is None:
+        if options["config"] is None:
             _check_name(target)
-        checkpoint = _read_checkpoint(
-            target, config, offline=offline, observer=observer, tensor_map=tensor_map
-        )
-        mesh = checkpoint.manifest.mesh or default_mesh
-        recipe = complete_recipe(_default_recipe(target, checkpoint.model, mesh), overrides).recipe
-    model = checkpoint.model.of_recipe(recipe.model)
+        model, origin, manifest = _read_checkpoint(target, options, observer)
+        # Without a recipe, fsdp takes all devices: it splits parameters, moments and the batch.
+        mesh = manifest.mesh or ("1,-1,1" if number else "1,1,1")
+        recipe = complete_recipe(_default_recipe(target, model, mesh), overrides).recipe
+    model = model.of_recipe(recipe.model)
     check_planned_recipe(recipe, model, names_data=is_recipe)
-    rule_texts = recipe.rules if recipe.rules is not None else checkpoint.manifest.rules
+    rule_texts = recipe.rules if recipe.rules is not None else manifest.rules
+    observer.note(f"shapes from {origin}")
     return PlanTarget(
         recipe=recipe,
         model=model,
         rules=merge_rules(rule_texts, origin=Key("rules")),
         rule_texts=tuple(rule_texts),
-        origin=checkpoint.origin,
         is_recipe=is_recipe,
     )
-
-
-def _recipe_path(target: str) -> Path:
-    """Return the path of a recipe file or of the shipped recipe with this name, else the path itself."""
-    path = find_recipe(Path(target))
-    shipped = recipes_folder() / path.name
-    is_shipped = path.suffix == RECIPE_SUFFIX and not path.exists() and shipped.is_file()
-    return shipped if is_shipped else path
 
 
 def _check_name(name: str) -> None:
@@ -164,53 +151,42 @@ def _check_name(name: str) -> None:
         )
 
 
-def _read_start(
-    table: Model, config: Path | None, *, offline: bool, observer: Observer
-) -> _Checkpoint:
+def _read_start(table: Model, options: PlanOptions, observer: Observer) -> _Start:
     """Read the start model of a recipe."""
     if table.path is not None:
-        return _read_checkpoint(table.path, config, offline=offline, observer=observer)
-    if config is not None:
-        return _Checkpoint(model_of_config(read_config(config)), str(config), NO_MANIFEST)
-    return _Checkpoint(
-        model_of_config(random_config(table)),
-        f"{table.preset or table.config}, random start",
-        NO_MANIFEST,
-    )
+        return _read_checkpoint(table.path, options, observer)
+    if options["config"] is not None:
+        config = Path(options["config"])
+        return model_of_config(read_config(config)), str(config), NO_MANIFEST
+    origin = f"{table.preset or table.config}, random start"
+    return model_of_config(random_config(table)), origin, NO_MANIFEST
 
 
-def _read_checkpoint(
-    name: str,
-    config: Path | None,
-    *,
-    offline: bool,
-    observer: Observer,
-    tensor_map: TensorMap | None = None,
-) -> _Checkpoint:
+def _read_checkpoint(name: str, options: PlanOptions, observer: Observer) -> _Start:
     """Read the model from `config`, the checkpoint's headers, or the published configs if the path does not exist."""
-    access = make_access(observer, offline=offline, stream=True, allow_urls=True)
-    if tensor_map is not None:
+    access = make_access(observer, offline=options["offline"], stream=True, allow_urls=True)
+    config = None if options["config"] is None else Path(options["config"])
+    if options["map"] is not None:
+        tensor_map = read_map(Path(options["map"]))
         contents = read_mapped_contents(locate(name, access=access), config, tensor_map)
-        return _Checkpoint(_stored_model(contents), contents.display_name, NO_MANIFEST)
+        return _stored_model(contents), contents.display_name, NO_MANIFEST
     if config is not None:
         path = config / "config.json" if config.is_dir() else config
-        return _Checkpoint(model_of_config(read_config(path)), str(path), NO_MANIFEST)
+        return model_of_config(read_config(path)), str(path), NO_MANIFEST
     # An existing folder wins over a preset of the same name, because its shapes may differ from the published config.
     preset = None if os.path.exists(os.path.expanduser(name)) else preset_name(name)
     if preset is not None:
-        return _Checkpoint(
-            model_of_config(PRESETS[preset]), f"the published config of {preset}", NO_MANIFEST
-        )
+        origin = f"the published config of {preset}"
+        return model_of_config(PRESETS[preset]), origin, NO_MANIFEST
     contents = read_contents(locate(name, access=access))
     if not contents.config:
         why = f"{contents.display_name} has no config.json"
         hint = text("{}", Option("config", "CONFIG.json"))
         raise PrepError("the shapes of the model are unknown", why, hint)
     if contents.manifest.is_tree:
-        return _Checkpoint(
-            model_of_manifest(contents.manifest), contents.display_name, contents.manifest
-        )
-    return _Checkpoint(_stored_model(contents), contents.display_name, NO_MANIFEST)
+        model = model_of_manifest(contents.manifest)
+        return model, contents.display_name, contents.manifest
+    return _stored_model(contents), contents.display_name, NO_MANIFEST
 
 
 def _stored_model(contents: CheckpointContents) -> PlannedModel:
@@ -304,14 +280,6 @@ class FittingMeshes:
     search: MeshSearch
 
 
-@dataclass(frozen=True, slots=True)
-class _Devices:
-    """Kind and number of the requested accelerators. Each is None if the request omits it."""
-
-    kind: Accelerator | None
-    number: int | None
-
-
 @public
 def plan(
     target: PathLike,
@@ -335,16 +303,15 @@ def plan(
         PrepError: The model is unknown, the mesh does not divide it, or the step does not compile.
     """
     observer = observer_of(progress)
-    devices = _parse_devices(options)
+    kind, number = _parse_devices(options)
     _check_compile_timeout(options)
     html = options["html"]
     if html is not None:
         check_page_path(Path(html))
-    planned = _resolve_plan_target(target, options, devices, observer=observer)
-    recipe = with_overrides(
-        planned.recipe, {"mesh": _fill_open_mesh_axis(planned.recipe.mesh, devices)}
-    )
-    device = devices.kind.device if devices.kind else ANY_ACCELERATOR
+    planned = _resolve_target(str(target), options, number, observer)
+    mesh = _fill_open_mesh_axis(planned.recipe.mesh, kind, number)
+    recipe = with_overrides(planned.recipe, {"mesh": mesh})
+    device = kind.device if kind else ANY_ACCELERATOR
 
     def replan(values: Mapping[str, object]) -> TrainingPlan:
         changed = with_overrides(recipe, values)
@@ -356,22 +323,19 @@ def plan(
     compiled = None
     if options["compile"]:
         limit_s = options["compile_timeout"]
-        compiled = compile_step(
-            planned, training_plan, devices.kind, limit_s=limit_s, observer=observer
-        )
-    shown_kinds = [devices.kind] if devices.kind else ACCELERATORS.values()
-    kinds = tuple(training_plan.estimate_on(kind) for kind in shown_kinds)
+        compiled = compile_step(planned, training_plan, kind, limit_s=limit_s, observer=observer)
+    shown_kinds = [kind] if kind else ACCELERATORS.values()
+    kinds = tuple(map(training_plan.estimate_on, shown_kinds))
     change: MemoryChange | None = None
-    if devices.kind is not None and training_plan.memory.peak > devices.kind.memory_nbytes:
-        limit_nbytes = devices.kind.memory_nbytes
+    if kind is not None and training_plan.memory.peak > kind.memory_nbytes:
         change = find_memory_change(
-            training_plan, planned.model, planned.rules, limit_nbytes=limit_nbytes
+            training_plan, planned.model, planned.rules, limit_nbytes=kind.memory_nbytes
         )
     step = StepPlan(
         training_plan,
         kinds,
         change=change,
-        is_too_large=devices.kind is not None and not kinds[0].fits,
+        is_too_large=kind is not None and not kinds[0].fits,
         compiled=compiled,
         settings=tuple(recipe_lines(recipe)) if planned.is_recipe else (),
     )
@@ -404,30 +368,25 @@ def fitting_meshes(
         PrepError: The model is unknown.
     """
     observer = observer_of(progress)
-    devices = _parse_devices(options)
+    kind, num_devices = _parse_devices(options)
     _check_compile_timeout(options)
-    if devices.kind is None:
+    if kind is None:
         needed = Option("devices", "KIND")
         raise usage_error(
             text("{} has no effect without {}", Option("search"), needed),
             "a mesh fits into the memory of a kind of device",
             text("add {}, or remove {}", needed, Option("search")),
         )
-    _check_search_options(options, devices)
-    planned = _resolve_plan_target(target, options, devices, observer=observer)
-    num_devices = devices.number
+    _check_search_options(options, num_devices)
+    planned = _resolve_target(str(target), options, num_devices, observer)
     if not num_devices:
-        mesh = _fill_open_mesh_axis(planned.recipe.mesh, devices)
         # `--devices v5p` names no number, so the recipe's mesh decides.
+        mesh = _fill_open_mesh_axis(planned.recipe.mesh, kind, num_devices)
         num_devices = parse_mesh(mesh).n_devices
     search = search_meshes(
-        planned.recipe,
-        planned.model,
-        planned.rules,
-        kind=devices.kind,
-        num_devices=num_devices,
+        planned.recipe, planned.model, planned.rules, kind=kind, num_devices=num_devices
     )
-    return FittingMeshes(devices.kind, num_devices, search)
+    return FittingMeshes(kind, num_devices, search)
 
 
 def _check_compile_timeout(options: PlanOptions) -> None:
@@ -438,14 +397,14 @@ def _check_compile_timeout(options: PlanOptions) -> None:
         reject_without(Option("compile_timeout"), timeout, Option("compile", True), why)
 
 
-def _check_search_options(options: PlanOptions, devices: _Devices) -> None:
+def _check_search_options(options: PlanOptions, number: int | None) -> None:
     """Raise UsageError for options without effect on a search."""
     conflicts = (
         ("compile", options["compile"], "a compilation is of one mesh"),
         ("html", options["html"] is not None, "a page shows one plan"),
         (
             "mesh",
-            options["mesh"] is not None and devices.number,
+            options["mesh"] is not None and number,
             "a search tries every mesh of the devices",
         ),
     )
@@ -455,47 +414,19 @@ def _check_search_options(options: PlanOptions, devices: _Devices) -> None:
             raise usage_error(what, why, text("remove {}", Option(name)))
 
 
-def _parse_devices(options: PlanOptions) -> _Devices:
-    """Return the accelerators of a request."""
+def _parse_devices(options: PlanOptions) -> tuple[Accelerator | None, int | None]:
+    """Return kind and number of the requested accelerators. Each is None if the request omits it."""
     devices = options["devices"]
-    if devices is None:
-        return _Devices(None, None)
-    kind, number = parse_devices(devices)
-    return _Devices(kind, number)
+    return (None, None) if devices is None else parse_devices(devices)
 
 
-def _resolve_plan_target(
-    target: PathLike, options: PlanOptions, devices: _Devices, *, observer: Observer
-) -> PlanTarget:
-    """Return the recipe and the model to plan."""
-    overrides = as_tuple(options["overrides"])
-    mesh = options["mesh"]
-    if mesh is not None:
-        # The error of an invalid mesh would otherwise name `overrides`.
-        parse_mesh(mesh)
-        overrides += (f"mesh={mesh}",)
-    config = options["config"]
-    planned = resolve_target(
-        str(target),
-        overrides,
-        config=None if config is None else Path(config),
-        tensor_map=None if options["map"] is None else read_map(Path(options["map"])),
-        # Without a recipe, fsdp takes all devices: it splits parameters, moments and the batch.
-        default_mesh="1,-1,1" if devices.number else "1,1,1",
-        offline=options["offline"],
-        observer=observer,
-    )
-    observer.note(f"shapes from {planned.origin}")
-    return planned
-
-
-def _fill_open_mesh_axis(mesh: str, devices: _Devices) -> str:
+def _fill_open_mesh_axis(mesh: str, kind: Accelerator | None, number: int | None) -> str:
     """Return a mesh without -1. The number of devices determines the size of that axis."""
     parsed = parse_mesh(mesh, Key("mesh"))
-    if devices.number is not None:
-        kind = f"{devices.kind.name}:" if devices.kind else ""
-        origin = text("{}", Option("devices", f"{kind}{devices.number}"))
-        return str(resolve_mesh(parsed, devices.number, origin))
+    if number is not None:
+        prefix = f"{kind.name}:" if kind else ""
+        origin = text("{}", Option("devices", f"{prefix}{number}"))
+        return str(resolve_mesh(parsed, number, origin))
     if -1 in parsed.sizes:
         devices_option = Option("devices", "256")
         hint = text("{} or `v5p:256`, or {} without -1", devices_option, Option("mesh"))
