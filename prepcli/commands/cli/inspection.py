@@ -312,7 +312,7 @@ def env(
       prep env --devices --json
     """
     from prepcli.commands.operations.about import read_environment
-    from prepcli.commands.rendering.environment import environment_report
+    from prepcli.commands.rendering.runs import environment_report
 
     environment = read_environment(DEFAULT_MEMORY, list_devices=devices)
     return environment_report(environment)
@@ -375,7 +375,7 @@ def docs(
       prep docs recipes --path
     """
     from prepcli.commands.operations.about import docs_folder, find_page, list_pages
-    from prepcli.commands.rendering.environment import page_report, pages_report
+    from prepcli.commands.rendering.runs import page_report, pages_report
 
     if page is not None:
         return page_report(find_page(page), ui, path_only=path)

@@ -151,7 +151,7 @@ def _engine_command(name: str, engine: Engine) -> CliCommand:
         ui: OutputUi,
     ) -> Report:
         from prepcli.commands.operations.launch import launch_script
-        from prepcli.commands.rendering.environment import script_report
+        from prepcli.commands.rendering.runs import script_report
 
         launched = launched_command(context, recipe, words or ())
         return script_report(launch_script(name, launched, options))
@@ -183,7 +183,7 @@ def local(
       prep launch local --processes 4 -- save-init ./my-model --mesh 1,1,8
     """
     from prepcli.commands.operations.launch import launch_local
-    from prepcli.commands.rendering.environment import local_report
+    from prepcli.commands.rendering.runs import local_report
 
     launched = launched_command(context, recipe, words or ())
     return local_report(launch_local(launched, ui, quiet=ui.level <= QUIET, **options))

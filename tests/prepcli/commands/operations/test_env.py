@@ -13,7 +13,7 @@ import pytest
 
 from prepcli.commands.console.ui import Report
 from prepcli.commands.operations.about import read_environment
-from prepcli.commands.rendering.environment import environment_report
+from prepcli.commands.rendering.runs import environment_report
 from tests.helpers.fork_server import PREP, run_python
 
 
