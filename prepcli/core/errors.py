@@ -17,7 +17,7 @@ import copy
 import json
 import shlex
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
@@ -433,6 +433,13 @@ def _python_literal(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_python_literal, value))}]"
     return str(value)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the one that it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def override_text(value: object) -> str:

@@ -175,6 +175,21 @@ def format_time_left(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min left"
 
 
+def number_runs(numbers: Iterable[int], dash: str) -> list[str]:
+    """Return the text of each run of consecutive numbers.
+
+    >>> number_runs([0, 1, 2, 7], "-")
+    ['0-2', '7']
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return [str(low) if low == high else f"{low}{dash}{high}" for low, high in runs]
+
+
 def _fitting_unit(nbytes: float) -> str:
     """Return the largest binary unit that shows as at least 1 after rounding, or an empty text for bytes."""
     # E.g. 1,048,064 bytes are 1023.5 KiB, which rounds to 1024 KiB, and are shown as 1.0 MiB.

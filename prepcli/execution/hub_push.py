@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prepcli.core.errors import RESUME_HINT, Option, PrepError, text, usage_error
+from prepcli.core.errors import RESUME_HINT, Option, PrepError, causes, text, usage_error
 from prepcli.core.formatting import join_names
 from prepcli.core.observer import Progress
 from prepcli.execution.finalize import WORK_FOLDER
@@ -250,11 +250,11 @@ def _hub_errors(target: PushTarget) -> Iterator[None]:
         raise prep_error from error
 
 
-def _explain_hub_error(error: BaseException | None, what: str) -> PrepError | None:
+def _explain_hub_error(raised: Exception, what: str) -> PrepError | None:
     """Return the PrepError for the first known error in the chain of causes, or None without one."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    while error is not None:
+    for error in causes(raised):
         if isinstance(error, NoAnswerError):
             if error.status:
                 return _status_error(what, error.status)
@@ -270,7 +270,6 @@ def _explain_hub_error(error: BaseException | None, what: str) -> PrepError | No
             )
         if is_malformed_answer(error):
             return PrepError(what, MALFORMED_ANSWER, CHECK_ENDPOINT)
-        error = error.__cause__
     return None
 
 

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from prepcli.core.errors import (
     INTERRUPTED,
@@ -167,12 +166,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # All workers get a signal first, so that they stop at the same time. Each keeps its durable bytes.
         for worker in self._running:
             worker.process.terminate()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError, causes
 from prepcli.core.formatting import count_text, join_names
 from prepcli.core.json_values import parse_json, quote_name
 from prepcli.planning.arrays import Array
@@ -277,10 +277,8 @@ def _missing_tensors_error(
 
 def damage_hint(path: AnyPath, error: BaseException | None) -> str:
     """Return the hint for a file with invalid content: the command that downloads it again if bytes are missing."""
-    while error is not None:
-        if isinstance(error, CutShortError):
-            return download_again_hint(path)
-        error = error.__cause__
+    if any(isinstance(cause, CutShortError) for cause in causes(error)):
+        return download_again_hint(path)
     return GET_AGAIN_HINT
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from prepcli.core.formatting import format_bytes
+from prepcli.core.formatting import format_bytes, number_runs
 from prepcli.inspection.contents import name_path
 from prepcli.sources.source import SourceTensor
 
@@ -151,18 +151,7 @@ def _multiply_counts(node: TreeNode, count: int) -> TreeNode:
 
 def _format_numbers(numbers: Sequence[int]) -> str:
     """Format as `7`, `{0..31}`, `{0..3,8..11}`, and many runs as `{0,2,4,…,46}`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    texts: list[str] = []
-    for low, high in runs:
-        if low == high:
-            texts.append(str(low))
-        else:
-            texts.append(f"{low}..{high}")
+    texts = number_runs(numbers, "..")
     if len(texts) > MAX_RUNS:
         texts[MAX_RUNS - 1 : -1] = ["…"]
     if len(numbers) == 1:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prepcli.algebra.boxes import Box
-from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.formatting import count_text, format_bytes, number_runs
 from prepcli.models.mesh import Mesh
 from prepcli.models.partition import Spec, device_boxes, num_replicas, shard_shape
 from prepcli.planning.tensors import array_bits
@@ -208,19 +208,7 @@ def _format_devices(numbers: Sequence[int], width: int) -> str:
     """Format as `0-7`, `0,8,16` or, if there is no room, `0…248 ×32`. An omitted cell is `…`."""
     if not numbers:
         return "…"
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    parts: list[str] = []
-    for low, high in runs:
-        if low == high:
-            parts.append(str(low))
-        else:
-            parts.append(f"{low}-{high}")
-    text = ",".join(parts)
+    text = ",".join(number_runs(numbers, "-"))
     if len(text) <= width:
         return text
     return _clip_text(f"{numbers[0]}…{numbers[-1]} ×{len(numbers)}", width)

@@ -506,11 +506,6 @@ class Adapters:
         """The matrices A and B, by path."""
         return {path: leaf for path, leaf in self.leaves.items() if path.endswith((LORA_A, LORA_B))}
 
-    @property
-    def whole_paths(self) -> list[str]:
-        """Paths of the parameters that are trained as a whole. The base has their first values."""
-        return [path for path in self.leaves if path not in self.matrices]
-
 
 def build_adapters(
     family: Family,

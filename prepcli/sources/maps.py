@@ -413,14 +413,6 @@ class MapCoverage:
                 label = "lines" if len(lines) > 1 else "line"
                 self.problems.append(f"{label} {numbers}: {_listed(names)} {problem}")
 
-    def incomplete_targets(self) -> set[str]:
-        """Return the names of targets with elements in no row, or in two."""
-        incomplete: set[str] = set()
-        for name, rows in self.targets.items():
-            if self._row_coverage.problem([row.target for row in rows]):
-                incomplete.add(name)
-        return incomplete
-
     def check_unused(self, drops: Sequence[MapLine]) -> dict[str, MapLine]:
         """Check that each tensor of the checkpoint is named by a row or dropped.
 

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timedelta
-from types import TracebackType
 
 from prepcli.core.errors import RERUN_HINT, PrepError
 from prepcli.core.json_values import load_json
@@ -168,12 +167,7 @@ class BucketLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def acquire(self) -> None:

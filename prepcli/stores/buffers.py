@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
@@ -33,12 +32,7 @@ class ClosedAfterBlock(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

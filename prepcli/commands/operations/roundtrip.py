@@ -34,7 +34,15 @@ from prepcli.commands.operations.results import Conversion, Roundtrip, Roundtrip
 from prepcli.commands.operations.save_init import reshard, save_init
 from prepcli.commands.operations.verify import verify
 from prepcli.core import version
-from prepcli.core.errors import TERMINAL, DamagedError, Option, PrepError, text, usage_error
+from prepcli.core.errors import (
+    TERMINAL,
+    DamagedError,
+    Option,
+    PrepError,
+    causes,
+    text,
+    usage_error,
+)
 from prepcli.core.formatting import count_text, did_you_mean, join_names
 from prepcli.core.observer import Observer, Progress, SilentCommandObserver, observer_of
 from prepcli.core.option_spec import PathLike
@@ -188,7 +196,9 @@ def _take_way(
                 current, out, progress=silent, **options, **step_options
             )
         except PrepError as error:
-            if number or _is_damaged_or_unread(error):
+            # An error about the bytes of a model, and not about an unsupported conversion
+            is_unread = any(isinstance(each, OSError | DamagedError) for each in causes(error))
+            if number or is_unread:
                 raise
             # Not every family has every layout, and not every mesh divides a model.
             return replace(way, reason=f"{error.what}: {error.why}")
@@ -251,12 +261,3 @@ def _fault_of(out: Path, name: str, source: Source) -> str:
     if name == VERBATIM_WAY and not names <= manifest.tensors.keys():
         return "the copy has the names of another library"
     return ""
-
-
-def _is_damaged_or_unread(error: BaseException | None) -> bool:
-    """Return whether an error is about the bytes of a model, and not about an unsupported conversion."""
-    while error is not None:
-        if isinstance(error, OSError | DamagedError):
-            return True
-        error = error.__cause__
-    return False
