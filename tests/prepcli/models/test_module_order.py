@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.models.module_order import module_order, optimizer_groups
+from prepcli.models.module_order import expand_braces, module_order, optimizer_groups
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA
+from tools.module_order import join_siblings
 
 torch = lazy_module("torch")
 transformers = lazy_module("transformers")
@@ -51,3 +52,12 @@ def test_unknown_parameter_and_family_are_refused():
         optimizer_groups("mixtral", ["model.norm.weight"])
     with pytest.raises(PrepError, match="the optimizer state of mixtral is not supported"):
         module_order("mixtral", ["model.norm.weight"])
+
+
+def test_joined_siblings_expand_to_the_same_order():
+    # The bias of the last module, a parameter without a module, and siblings that are not adjacent
+    layer = ["h.*.a.q.weight", "h.*.a.q.bias", "h.*.a.k.weight", "h.*.a.k.bias", "h.*.a.o.bias"]
+    order = ["embed", *layer, "h.*.sinks", "h.*.norm.weight", "norm.weight", "h.*.a.v.weight"]
+    lines = [*join_siblings(order)]
+    assert lines[1] == "h.*.a.{q,k}.{weight,bias}"
+    assert [name for line in lines for name in expand_braces(line)] == order
