@@ -38,7 +38,6 @@ from prepcli.execution.written_data import StreamReader, find_outdated
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import chunk_extents, count_blocks
 from prepcli.planning.plan import Plan, Stream, encode_text, iter_text
-from prepcli.planning.slabs import split_streams
 from prepcli.planning.work_units import WorkUnit, order_units
 from prepcli.restore.digest_checks import check_before_reading, find_transformed
 from prepcli.sources.source import Source
@@ -119,7 +118,7 @@ class Run(ABC):
         # These checks come before the first change: a refused plan leaves no files.
         check_small_files(self.plan)
         self.check_room()
-        coverage.check(self.plan, lambda: split_streams(self.plan.streams, self.budget.slab_nbytes))
+        coverage.check(self.plan, self.budget.slab_nbytes)
         if self.pool.share.count == 1:
             self._check_transformed(self.plan.streams)
         else:

@@ -12,7 +12,8 @@ from prepcli.core.json_values import JsonValue
 from prepcli.engine.blobs import DerivedArrays
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
 from prepcli.formats.manifest import again_hint
-from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream, read_copies
+from prepcli.planning.arrays import location_copies
+from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream
 from prepcli.planning.tensors import is_decoded_tensor, split_name
 from prepcli.restore.digest_checks import RecordedDigests, checkpoint_of
 from prepcli.sources.source import Source
@@ -219,7 +220,7 @@ class IntegrityChecker:
 
     def _byte_source(self, stream: Stream) -> Path | Blob:
         """Return the file or blob with the first byte of a stream."""
-        return self._source.byte_sources[next(read_copies(stream, stream.box)).file]
+        return self._source.byte_sources[next(location_copies(stream.reads, stream.box)).file]
 
     def _display_name(self, name: str) -> str:
         if is_decoded_tensor(name):

@@ -241,26 +241,6 @@ class MappedArray:
     is_contiguous: ClassVar[bool] = False
 
     @property
-    def chunk_shape(self) -> Shape:
-        """Shape of a chunk of the array."""
-        return self.array.chunk_shape
-
-    @property
-    def chunks(self) -> Chunks:
-        """Where the chunks are stored."""
-        return self.array.chunks
-
-    @property
-    def element_strides(self) -> Shape:
-        """Bytes between neighbouring elements of a chunk along each dim of the array."""
-        return self.array.element_strides
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return itemsize(self.array.dtype)
-
-    @property
     def position(self) -> FilePosition:
         """File number and offset of the array's first chunk in the files."""
         return self.array.position
@@ -283,7 +263,18 @@ class MappedArray:
 
     def copies(self, box: Box, window: Box | None = None) -> Iterator[StridedCopy]:
         """Yield the copies between a box of the tensor and byte ranges of files. See `Array.copies`."""
-        return leaf_copies(self, box, window)
+        array = self.array
+        return leaf_copies(
+            self.axis_map,
+            box,
+            window,
+            stacked_indices=self.stacked_indices,
+            starts=self.starts,
+            chunks=array.chunks,
+            chunk_shape=array.chunk_shape,
+            element_strides=array.element_strides,
+            itemsize=itemsize(array.dtype),
+        )
 
     def mapped(self) -> MappedArray:
         """Return the tensor itself. See `Array.mapped`."""
