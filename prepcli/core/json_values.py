@@ -238,8 +238,12 @@ class JsonRecord(Mapping[str, Any]):
         self._fields = fields
 
     def __init_subclass__(cls) -> None:
-        for key in cls.__annotations__:
-            setattr(cls, key, _attribute(key, default=getattr(cls, key)))
+        for key, annotation in cls.__annotations__.items():
+            is_lenient = _has_mark(annotation, _LENIENT)
+            if isinstance(annotation, str):
+                # Evaluating the types of a manifest takes milliseconds, and most of its keys are not lenient.
+                is_lenient = annotation.startswith("Lenient[")
+            setattr(cls, key, _attribute(key, getattr(cls, key), is_lenient=is_lenient))
 
     def __getitem__(self, key: str) -> Any:
         return self._fields[key]
@@ -258,25 +262,20 @@ class JsonRecord(Mapping[str, Any]):
         return repr(self._fields)
 
 
-def _attribute(key: str, default: object) -> property:
+def _attribute(key: str, default: object, *, is_lenient: bool) -> property:
     def read(record: JsonRecord) -> object:
-        if key not in record:
+        value = record._fields.get(key, default)
+        if is_lenient and key in record and _lenient_check(type(record), key)(value):
             return default
-        value = record[key]
-        check = _lenient_checks(type(record)).get(key)
-        return default if check and check(value) else value
+        return value
 
     return property(read)
 
 
 @functools.cache
-def _lenient_checks(schema: type) -> Mapping[str, _Check]:
-    """Return the checks of the values of lenient keys."""
-    checks: dict[str, _Check] = {}
-    for key, hint in _type_hints(schema).items():
-        if _has_mark(hint, _LENIENT):
-            checks[key] = _make_check(get_args(hint)[0])
-    return checks
+def _lenient_check(schema: type, key: str) -> _Check:
+    """Return the check of the value of a lenient key."""
+    return _make_check(get_args(_type_hints(schema)[key])[0])
 
 
 def find_type_fault(value: object, annotation: object) -> str:

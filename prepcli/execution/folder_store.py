@@ -14,7 +14,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
@@ -25,9 +25,9 @@ from prepcli.execution.locks import (
     holder_of,
     is_locked,
     join_lock,
+    lock_file,
     lock_in_folder,
     try_lock,
-    wait_for_lock,
 )
 from prepcli.execution.output_paths import is_same_file, remove_path
 from prepcli.execution.run_store import (
@@ -115,12 +115,17 @@ class FolderStore:
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.leave)
             try:
-                with self._holding_door():
-                    self._lock_fd, is_first = join_lock(self.work / LOCK_FILE)
-                    self._enter(identity, source, restart=restart, is_first=is_first)
+                # Another process may publish or remove the folder while this one waits for the lock. It is then
+                # created again.
+                door = lock_in_folder(self.work / JOIN_LOCK_FILE, self._make_folders, lock_file)
+                on_error.callback(os.close, door)
+                self._folder_stat = self.folder.stat()
+                self._lock_fd, is_first = join_lock(self.work / LOCK_FILE)
+                self._enter(identity, source, restart=restart, is_first=is_first)
             except OSError as error:
                 raise io_error(self.folder, error) from error
             on_error.pop_all()
+            os.close(door)
 
     def _enter(
         self, identity: Mapping[str, object], source: JsonObject, *, restart: bool, is_first: bool
@@ -153,19 +158,6 @@ class FolderStore:
                 self.is_first_session = is_first_session
             case _:
                 raise _damaged_error(self.work / SESSION_FILE)
-
-    @contextlib.contextmanager
-    def _holding_door(self) -> Iterator[None]:
-        """Create the folder if necessary, and hold its lock `door` inside the context.
-
-        Another process may publish or remove the folder while this one waits for the lock. It is then created again.
-        """
-        fd = lock_in_folder(self.work / JOIN_LOCK_FILE, self._make_folders, wait_for_lock)
-        try:
-            self._folder_stat = self.folder.stat()
-            yield
-        finally:
-            os.close(fd)
 
     def _make_folders(self) -> None:
         for folder in (self.folder, self.work):

@@ -28,11 +28,12 @@ def acquire_lock(path: Path, locked_path: Path) -> int:
     """
     # The file is never removed. A second process could otherwise lock a new file of the same name while
     # the first one holds the old file.
-    with _open_lock_file(path) as fd:
-        if not _try_flock(fd, fcntl.LOCK_EX):
-            raise _locked_error(fd, locked_path)
-        _write_holder(fd)
-        return fd
+    fd = try_lock(path)
+    if fd is None:
+        why = f"another process works on it: {holder_of(path)}"
+        raise PrepError(f"{locked_path} is locked", why, "wait until it ends")
+    _write_holder(fd)
+    return fd
 
 
 def join_lock(path: Path) -> tuple[int, bool]:
@@ -49,20 +50,19 @@ def join_lock(path: Path) -> tuple[int, bool]:
     """
     # The first process gets the lock exclusively, writes its name, and then shares it. `flock` is not
     # atomic when it converts a lock, so the caller admits one process at a time (the lock `door`).
-    with _open_lock_file(path) as fd:
-        is_first = _try_flock(fd, fcntl.LOCK_EX)
-        if is_first:
-            _write_holder(fd)
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        return fd, is_first
+    fd = try_lock(path)
+    if fd is None:
+        return lock_file(path, fcntl.LOCK_SH), False
+    _write_holder(fd)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd, True
 
 
 def try_lock(path: Path) -> int | None:
     """Return a descriptor with the lock, or None if another descriptor has it. Closing it releases the lock."""
-    with _open_lock_file(path) as fd:
-        if _try_flock(fd, fcntl.LOCK_EX):
-            return fd
-        os.close(fd)
+    try:
+        return lock_file(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return None
 
 
@@ -80,22 +80,40 @@ def is_locked(path: Path) -> bool:
     fd = open_no_follow(path, os.O_RDWR)
     try:
         # An exclusive lock also finds the holders of a shared one. `close` releases it.
-        return not _try_flock(fd, fcntl.LOCK_EX)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
     finally:
         os.close(fd)
+    return False
 
 
-def wait_for_lock(path: Path) -> int:
-    """Wait for the lock, and return a descriptor with it. Closing it releases the lock. Raises OSError."""
-    with _open_lock_file(path) as fd:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        return fd
+def lock_file(path: Path, operation: int = fcntl.LOCK_EX) -> int:
+    """Wait for the lock of a file, and return a descriptor with it. Closing it releases the lock.
+
+    Args:
+        path: The lock file.
+        operation: Operation of `flock`.
+
+    Raises:
+        BlockingIOError: Another descriptor has the lock, and the operation does not wait.
+        OSError: The file system has no locks, or the file cannot be opened.
+    """
+    # `flock` belongs to the open file, not to the process: the kernel releases it when the last descriptor is
+    # closed, however the process ends. File systems of a network may show it to one machine only.
+    fd = open_no_follow(path, LOCK_FILE_FLAGS)
+    try:
+        fcntl.flock(fd, operation)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
     """Wait for the lock and hold it inside the context."""
-    fd = wait_for_lock(path)
+    fd = lock_file(path)
     try:
         yield
     finally:
@@ -133,29 +151,6 @@ def lock_in_folder(
     raise PrepError(f"{path.parent} cannot be locked", why, "end the other processes")
 
 
-@contextlib.contextmanager
-def _open_lock_file(path: Path) -> Iterator[int]:
-    """Open a lock file. The descriptor stays open unless the block raises, e.g. on a file system without locks."""
-    fd = open_no_follow(path, LOCK_FILE_FLAGS)
-    try:
-        yield fd
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-# `flock` belongs to the open file, not to the process: the kernel releases it when the last descriptor is
-# closed, however the process ends. File systems of a network may show it to one machine only.
-
-
-def _try_flock(fd: int, operation: int) -> bool:
-    try:
-        fcntl.flock(fd, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _write_holder(fd: int) -> None:
     """Write this process's id, host and time into the lock file."""
     # The text is only for error messages. `flock` decides, so a kill between these calls is
@@ -164,12 +159,4 @@ def _write_holder(fd: int) -> None:
     start_time = time.strftime("%Y-%m-%d %H:%M:%S")
     os.pwrite(
         fd, f"process {os.getpid()} on {socket.gethostname()} since {start_time}\n".encode(), 0
-    )
-
-
-def _locked_error(fd: int, locked_name: Path | str) -> PrepError:
-    """Return the error for a lock of another process."""
-    holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
-    return PrepError(
-        f"{locked_name} is locked", f"another process works on it: {holder}", "wait until it ends"
     )

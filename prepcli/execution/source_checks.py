@@ -25,7 +25,8 @@ from prepcli.stores.paths import AnyPath, is_remote, local_copy
 # An unfinished output of other bytes is in the way of the same command.
 RESTART_HINT = text("{} with {}", RERUN_HINT, Option("restart", True))
 
-# inode and change time of each file
+# Inode and change time of each file. Lists rather than tuples, because the state is stored as JSON and compared with
+# what is read back.
 SourceState = list[list[int]]
 
 
@@ -56,12 +57,12 @@ def read_source_state(
     for expected, path, file_stat in zip(stamps, source.files, stats):
         if (file_stat.st_size, file_stat.st_mtime_ns) != (expected.size, expected.mtime_ns):
             raise source_changed_error([path], source, hint)
-    return _file_states(stats)
+    return [[file_stat.st_ino, file_stat.st_ctime_ns] for file_stat in stats]
 
 
 def read_file_states(paths: Sequence[AnyPath]) -> SourceState:
     """Return the inode and change time of each file. Raise PrepError for a missing one."""
-    return _file_states(_file_stats(paths))
+    return [[file_stat.st_ino, file_stat.st_ctime_ns] for file_stat in _file_stats(paths)]
 
 
 def _file_stats(paths: Sequence[AnyPath]) -> list[os.stat_result]:
@@ -72,11 +73,6 @@ def _file_stats(paths: Sequence[AnyPath]) -> list[os.stat_result]:
         except OSError as error:
             raise io_error(path, error) from error
     return stats
-
-
-def _file_states(stats: Sequence[os.stat_result]) -> SourceState:
-    # Lists rather than tuples, because the state is stored as JSON and compared with what is read back.
-    return [[file_stat.st_ino, file_stat.st_ctime_ns] for file_stat in stats]
 
 
 def parse_source_state(value: JsonValue) -> SourceState:

@@ -189,30 +189,26 @@ def file_holes(path: Path, size: int) -> Iterator[tuple[int, int]]:
         try:
             if os.fstat(fd).st_size != size:
                 raise changed_error(path)
-            yield from _hole_ranges(fd, size)
+            position = 0
+            while position < size:
+                try:
+                    start = os.lseek(fd, position, os.SEEK_HOLE)
+                except OSError:
+                    # The file system does not report holes.
+                    return
+                try:
+                    position = os.lseek(fd, start, os.SEEK_DATA) if start < size else size
+                except OSError as error:
+                    if error.errno != errno.ENXIO:
+                        return
+                    # The rest of the file is a hole.
+                    position = size
+                if start < position:
+                    yield start, position
         finally:
             os.close(fd)
     except OSError as error:
         raise io_error(path, error) from error
-
-
-def _hole_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each hole of a file, or none if the file system does not report holes."""
-    position = 0
-    while position < size:
-        try:
-            start = os.lseek(fd, position, os.SEEK_HOLE)
-        except OSError:
-            return
-        try:
-            position = os.lseek(fd, start, os.SEEK_DATA) if start < size else size
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                return
-            # The rest of the file is a hole.
-            position = size
-        if start < position:
-            yield start, position
 
 
 def _overlap_any_hole(holes: Sequence[FileSpan], spans: Sequence[FileSpan]) -> bool:

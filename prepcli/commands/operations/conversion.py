@@ -31,7 +31,7 @@ from prepcli.execution.output_paths import check_output_paths, parse_out_url
 from prepcli.execution.packed_folder_run import PackedFolderRun
 from prepcli.execution.run import ExecutionRequest, plan_digest
 from prepcli.execution.workers import WorkerPool
-from prepcli.formats.manifest import NO_MANIFEST, origin_record, read_manifest
+from prepcli.formats.manifest import NO_MANIFEST, origin_record
 from prepcli.formats.ocdbt import MAX_ENTRIES
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.manifest_fields import Manifest
@@ -174,14 +174,14 @@ class PlannedConversion:
                     options=options,
                     note=observer.note,
                 )
-                if isinstance(out, Path):
-                    run_class = PackedFolderRun if self.plan.compression else FolderRun
-                    result = run_class(request, out).run()
-                    manifest = read_manifest(out) or NO_MANIFEST
-                else:
+                if not isinstance(out, Path):
                     run = BucketRun(request, out)
-                    result = run.run()
-                    manifest = run.read_manifest()
+                elif self.plan.compression:
+                    run = PackedFolderRun(request, out)
+                else:
+                    run = FolderRun(request, out)
+                result = run.run()
+                manifest = run.read_manifest()
             details = {**details, **self._report(result, manifest)}
             share = pool.share
             if share.count > 1:
