@@ -241,17 +241,18 @@ def detect(
         if quantisation and not allow_quantized and not _has_only_dense_tensors(folder):
             why = f"{CONFIG} has a {quantisation}"
             raise _quantised_refusal(why).error((), folder.display_name)
-    if verdict == "safetensors" and _is_native_mistral(folder, top_names, config):
+    has_params = META_PARAMS_FILE in top_names
+    if verdict == "safetensors" and has_params and _is_native_mistral(folder, top_names, config):
         verdict = "meta"
     return Detected(verdict, may_be_quantized=may_be_quantized, config=config)
 
 
 def _is_native_mistral(folder: Folder, top_names: Sequence[str], config: HFConfig | None) -> bool:
-    """Return whether the only weights are those of a dense Mistral with the names of its own code.
+    """Return whether the only weights beside `params.json` are those of a dense Mistral with the names of its own code.
 
     Its other models, e.g. with experts or images, keep the names of their files.
     """
-    if select_safetensors_files(top_names) != [MISTRAL_FILE] or META_PARAMS_FILE not in top_names:
+    if select_safetensors_files(top_names) != [MISTRAL_FILE]:
         return False
     if CONFIG in top_names and (config or {}).get("model_type") != "mistral":
         return False

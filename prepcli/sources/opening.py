@@ -71,10 +71,13 @@ def open_source(
     """
     row = FORMATS[located.kind]
     with again_hints(located.manifest):
-        check_recorded_files(located)
+        if located.manifest is not None:
+            check_recorded_files(located)
         if layout is not None:
             _check_layout_option(located, layout)
-        export_map = None if tensor_map else recorded_map(located.manifest)
+        export_map: TensorMap | None = None
+        if located.manifest is not None and tensor_map is None:
+            export_map = recorded_map(located.manifest)
         hints = SourceHints(
             config_path,
             located.part,
@@ -87,8 +90,10 @@ def open_source(
             drop=drop,
         )
         source = read_source(located, hints)
-        check_patterns(copied_files, source.small_files, located.display_name)
-        _report_unindexed(source, located, drop)
+        if copied_files:
+            check_patterns(copied_files, source.small_files, located.display_name)
+        if source.extra_entries:
+            _report_unindexed(source, located, drop)
         for note in source.notes:
             located.access.note(note)
         if prefix := source.names.wrapper_prefix:
@@ -97,14 +102,17 @@ def open_source(
             )
         if layout is not None:
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
-        source = _with_training_state(source, located, is_requested=training_state)
+        if training_state or source.manifest is not None:
+            source = _with_training_state(source, located, is_requested=training_state)
         if source.manifest is not None:
             folder = source.root if source.root.is_dir() else source.root.parent
             check_headers(folder, source.manifest, source.file_stamps)
-        source = _with_store_stamps(_with_omitted(source, located.files))
+        source = _with_omitted(source, located.files)
+        if is_remote(source.files):
+            source = _with_store_stamps(source)
         if export_map is None and hints.verbatim:
             source = _with_model_digests(source, located, config_path)
-        if row.is_hf_folder:
+        if row.is_hf_folder and (located.may_be_quantized or config_path is not None):
             source = without_unused_quantization(source)
         # The opener of GGUF files has already decoded the weights.
         if dequantize and not source.quantization:
@@ -305,4 +313,4 @@ def _with_store_stamps(source: Source) -> Source:
         else stamp
         for stamp, path in zip(source.file_stamps, source.files)
     )
-    return replace(source, file_stamps=stamps) if is_remote(source.files) else source
+    return replace(source, file_stamps=stamps)

@@ -134,18 +134,6 @@ def checkpoint_access(common: CommonOptions, observer: Observer) -> Access:
     return make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
 
 
-def _read_lock(common: CommonOptions, checkpoint: str) -> tuple[Lock | None, str | None]:
-    """Return the lock of the options, if any, and the revision of the checkpoint to read."""
-    if common.lock is None:
-        return None, common.revision
-    # Only conversions with a lock need the models of lock files, which pydantic builds at import.
-    from prepcli.formats.lock_file import read_lock
-    from prepcli.sources.recorded_sources import pinned_revision
-
-    lock = read_lock(common.lock)
-    return lock, pinned_revision(checkpoint, common.revision, lock)
-
-
 def open_checkpoint(
     common: CommonOptions,
     observer: Observer,
@@ -185,11 +173,22 @@ def open_checkpoint(
         copied_files=common.copied_files,
         strict=common.strict,
     )
-    lock, revision = _read_lock(common, checkpoint)
+    lock: Lock | None = None
+    revision = common.revision
+    if common.lock is not None:
+        # Only conversions with a lock need the models of lock files, which pydantic builds at import.
+        from prepcli.formats.lock_file import read_lock
+        from prepcli.sources.recorded_sources import pinned_revision
+
+        lock = read_lock(common.lock)
+        revision = pinned_revision(checkpoint, common.revision, lock)
     located = locate(checkpoint, revision, step=common.step, access=access)
     if isinstance(source_folder := located.manifest_folder, Path):
         # A source may be an output of prep. A kill after its rename leaves its work folder, removed at the next use.
         remove_leftover(source_folder)
+    tensor_map: TensorMap | None = None
+    if common.tensor_map is not None:
+        tensor_map = read_map_option(common.tensor_map, verbatim=common.verbatim)
     verbatim = common.verbatim
     may_have_codes = located.may_be_quantized and (is_kept or common.quantized == "decode")
     has_codes = may_have_codes and is_quantized(located.files.path)
@@ -207,23 +206,26 @@ def open_checkpoint(
         dequantize=common.quantized == "dequantize" or (is_decoded and has_codes),
         kept_scales=kept_scales,
         training_state=common.training_state,
-        tensor_map=read_map_option(common.tensor_map, verbatim=common.verbatim),
+        tensor_map=tensor_map,
         layout=common.source_layout,
         drop=common.drop,
     )
-    check_verbatim(common.verbatim, source)
-    if notes_names:
+    if common.verbatim:
+        check_verbatim(source)
+    if notes_names and source.family.is_verbatim:
         note_file_names(common, source, observer)
-    note_missing_file_digests(source.display_name, source.manifest, observer)
+    if source.manifest is not None:
+        note_missing_file_digests(source.display_name, source.manifest, observer)
     if has_unread_state(source):
         observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")
     if lock is not None:
         from prepcli.sources.recorded_sources import apply_lock
 
         commit = located.files.commit
-        is_mapped = common.tensor_map is not None
+        is_mapped = tensor_map is not None
         source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
-    source = drop_tensors(source, common.drop)
+    if common.drop:
+        source = drop_tensors(source, common.drop)
     return located, use_averaged_params(source) if common.ema else source
 
 
@@ -261,19 +263,17 @@ def check_allow_overflow(allow_overflow: bool, dtype: str | None) -> None:
         reject_without(Option("allow_overflow"), allow_overflow, Option("dtype"), why)
 
 
-def check_verbatim(verbatim: bool | None, source: Source) -> None:
-    """Raise UsageError for `verbatim` if the source was converted with the names of its family."""
-    if verbatim and not source.family.is_verbatim:
+def check_verbatim(source: Source) -> None:
+    """Raise UsageError for `--verbatim` if the source was converted with the names of its family."""
+    if not source.family.is_verbatim:
         option = Option("verbatim", True)
         why = f"{source.display_name} was already converted with the tensor names of family {source.family.name}"
         hint = text("remove {}, or convert the original model", option)
         raise usage_error(text("{} has no effect", option), why, hint)
 
 
-def read_map_option(path: Path | None, *, verbatim: bool | None) -> TensorMap | None:
-    """Return the map in a file, or None without one. Raise UsageError if `verbatim` is set, too."""
-    if path is None:
-        return None
+def read_map_option(path: Path, *, verbatim: bool | None) -> TensorMap:
+    """Return the map in a file. Raise UsageError if `verbatim` is set, too."""
     if verbatim:
         what = text("{} and {} exclude each other", Option("map"), Option("verbatim", True))
         raise usage_error(what, "a map replaces the names of the file", "remove one of them")
