@@ -56,16 +56,15 @@ def reads_per_host(
     for first in range(0, len(boxes), devices_per_host):
         host_boxes = set(boxes[first : first + devices_per_host])
         # Two shards may need the same chunk. The union counts it once per host.
-        chunk_boxes = {_overlapping_chunks(box, chunk) for box in host_boxes}
+        chunk_boxes: set[Box] = set()
+        for box in host_boxes:
+            # E.g. [3, 9) with chunks of 4 overlaps the chunks [0, 3).
+            edges = zip(box, chunk)
+            chunk_boxes.add(tuple((low // n, -(-high // n)) for (low, high), n in edges))
         reads.append(
             HostReads(len(host_boxes) * box_bytes, _union_volume(chunk_boxes) * chunk_bytes)
         )
     return reads
-
-
-def _overlapping_chunks(box: Box, chunk: Sequence[int]) -> Box:
-    """Return the chunk indices that a box overlaps, e.g. [3, 9) with chunks of 4 -> [0, 3)."""
-    return tuple((low // length, -(-high // length)) for (low, high), length in zip(box, chunk))
 
 
 def _union_volume(boxes: Collection[Box]) -> int:
@@ -89,8 +88,8 @@ def _union_volume(boxes: Collection[Box]) -> int:
 def read_amplification(leaves: Iterable[Sequence[HostReads]]) -> float:
     """Return the bytes read per byte needed, over all leaves, of the host with the highest ratio."""
     # `leaves` has one entry per leaf with one item per host. `zip` groups the items by host.
-    return max(_bytes_amplification(host) for host in zip(*leaves, strict=True))
-
-
-def _bytes_amplification(reads: Sequence[HostReads]) -> float:
-    return sum(r.read_bytes for r in reads) / sum(r.needed_bytes for r in reads)
+    ratios: list[float] = []
+    for host in zip(*leaves, strict=True):
+        read_bytes = sum(reads.read_bytes for reads in host)
+        ratios.append(read_bytes / sum(reads.needed_bytes for reads in host))
+    return max(ratios)

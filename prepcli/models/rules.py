@@ -185,7 +185,7 @@ class Rules:
     by_size: bool = False
 
 
-DEFAULT_RULES = Rules()
+DEFAULT_RULES = Rules(PARAM_RULES)
 
 
 def path_without_layers(path: str) -> str:
