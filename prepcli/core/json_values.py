@@ -9,7 +9,7 @@ import json
 import math
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import (
     Annotated,
@@ -218,7 +218,7 @@ _STRICT_DECODER = json.JSONDecoder(
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-class JsonRecord(Mapping[str, Any]):
+class JsonRecord(dict[str, Any]):
     """JSON object with an attribute for each key that its class declares.
 
     The object keeps the order of its keys, and keys that the class does not declare. A missing key is not in the
@@ -234,9 +234,6 @@ class JsonRecord(Mapping[str, Any]):
         (True, '1,2,1', {'mesh': '1,2,1', 'later': 3})
     """
 
-    def __init__(self, /, **fields: Any) -> None:
-        self._fields = fields
-
     def __init_subclass__(cls) -> None:
         for key, annotation in cls.__annotations__.items():
             is_lenient = _has_mark(annotation, _LENIENT)
@@ -245,26 +242,14 @@ class JsonRecord(Mapping[str, Any]):
                 is_lenient = annotation.startswith("Lenient[")
             setattr(cls, key, _attribute(key, getattr(cls, key), is_lenient=is_lenient))
 
-    def __getitem__(self, key: str) -> Any:
-        return self._fields[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
-
     def __or__(self, other: Mapping[str, Any]) -> Self:
         """Return both objects in one. As in a dict, a key of both keeps its place and has the value of `other`."""
-        return type(self)(**{**self._fields, **other})
-
-    def __repr__(self) -> str:
-        return repr(self._fields)
+        return type(self)(**{**self, **other})
 
 
 def _attribute(key: str, default: object, *, is_lenient: bool) -> property:
     def read(record: JsonRecord) -> object:
-        value = record._fields.get(key, default)
+        value = record.get(key, default)
         if is_lenient and key in record and _lenient_check(type(record), key)(value):
             return default
         return value

@@ -135,7 +135,8 @@ class BufferPool:
         self._free: list[ByteArray] = []
         # One permit for each buffer not in use, whether it is allocated already or not.
         self._permits = queue.SimpleQueue[None]()
-        self._add_permits(budget.buffer_count)
+        for _ in range(budget.buffer_count):
+            self._permits.put(None)
 
     def acquire(self, count: int) -> list[ByteArray]:
         """Wait until `count` buffers are free, and take them.
@@ -155,10 +156,7 @@ class BufferPool:
     def release(self, buffers: list[ByteArray]) -> None:
         """Return buffers to the pool."""
         self._free.extend(buffers)
-        self._add_permits(len(buffers))
-
-    def _add_permits(self, count: int) -> None:
-        for _ in range(count):
+        for _ in buffers:
             self._permits.put(None)
 
 

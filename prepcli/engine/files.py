@@ -136,24 +136,27 @@ class Files(ClosedAfterBlock):
         """Open a file for buffered and for direct I/O, and allocate its size."""
         try:
             if size is None:
-                fd = self._track_descriptor(os.open(path, flags | os.O_CLOEXEC))
+                fd = os.open(path, flags | os.O_CLOEXEC)
+                self._descriptors.append(fd)
                 direct_flags = flags
             else:
                 # Outputs are never written through links, not even through a link created just now.
-                fd = self._track_descriptor(open_no_follow(path, flags))
+                fd = open_no_follow(path, flags)
+                self._descriptors.append(fd)
                 direct_flags = flags & ~os.O_CREAT | os.O_NOFOLLOW
                 if os.fstat(fd).st_size != size:
                     allocate(fd, size)
             self._buffered.append(fd)
-            if self._is_kept_open:
-                self._direct.append(self._track_descriptor(_open_direct(path, direct_flags)))
         except OSError as error:
             raise io_error(path, error) from error
-
-    def _track_descriptor(self, fd: int) -> int:
-        """Register a descriptor for `close`, and return it."""
-        self._descriptors.append(fd)
-        return fd
+        if self._is_kept_open:
+            try:
+                fd = os.open(path, direct_flags | os.O_DIRECT | os.O_CLOEXEC)
+                self._descriptors.append(fd)
+            except OSError:
+                # The file system does not support direct I/O.
+                fd = -1
+            self._direct.append(fd)
 
     def _acquire(self, file: int) -> int:
         """Return a buffered descriptor of a file. `_release` ends its use. Raise PrepError if it cannot be opened."""
@@ -183,8 +186,7 @@ class Files(ClosedAfterBlock):
     def close(self) -> None:
         """Close every descriptor. Unsynced data may still be in the page cache."""
         for fd in self._descriptors:
-            if fd >= 0:
-                os.close(fd)
+            os.close(fd)
         self._buffered = []
         self._direct = []
         self._descriptors = []
@@ -395,11 +397,3 @@ def _raise_open_file_limit(count: int) -> None:
     if soft != resource.RLIM_INFINITY and needed > soft:
         new_limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, new_limit), hard))
-
-
-def _open_direct(path: Path, flags: int) -> int:
-    """Open a file for direct I/O. Return -1 if the file system does not support it."""
-    try:
-        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return -1

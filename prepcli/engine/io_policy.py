@@ -124,19 +124,13 @@ class WritePolicy:
                 self._fixed = WriteMode.WRITEBACK
 
 
-def _find_function(name: str, *argument_types: type) -> Callable[..., int] | None:
-    """Return a function of the C library, or None if it does not exist."""
-    function = getattr(_LIBC, name, None)
-    if function is not None:
-        function.argtypes = argument_types
-        function.restype = ctypes.c_int
-    return function
-
-
-_sync_file_range = _find_function(
-    "sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
-)
-_fallocate = _find_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+# Functions of the C library with their argument types. None for a function that does not exist.
+_sync_file_range = getattr(_LIBC, "sync_file_range", None)
+_fallocate = getattr(_LIBC, "fallocate", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+if _fallocate is not None:
+    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 HAS_WRITEBACK = _sync_file_range is not None
 
 

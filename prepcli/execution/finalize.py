@@ -166,7 +166,10 @@ def write_last_files(
     for path, content in markers.items():
         put(path, content)
         records[path] = _content_record(content)
-    return manifest | Manifest(files=header_records(plan) | dict(sorted(records.items())))
+    files = dict(sorted(records.items()))
+    if not plan.leaves:
+        files = header_records(plan) | files
+    return manifest | Manifest(files=files)
 
 
 def _content_record(content: bytes) -> FileRecord:
@@ -238,9 +241,7 @@ def output_path(plan: Plan, path: str) -> str:
 
 
 def header_records(plan: Plan) -> dict[str, FileRecord]:
-    """Return the records of the headers of data files, by path. Empty for an Orbax item."""
-    if plan.leaves:
-        return {}
+    """Return the records of the headers of data files other than those of an Orbax item, by path."""
     return {file.path: _header_record(file) for file in plan.files}
 
 

@@ -459,13 +459,15 @@ def encode_item_metadata(
         time = datetime.fromtimestamp(now_ns // 10**9, UTC).replace(tzinfo=None).isoformat()
         # The first step of Levanter is step 0, so that the last one is the number of finished steps minus 1.
         metadata = {"step": max(0, step - 1), "timestamp": time, "is_temporary": False}
-        files[LEVANTER_METADATA_FILE] = _encode_json(metadata)
+        files[LEVANTER_METADATA_FILE] = json.dumps(metadata).encode()
         return files
-    files[METADATA_FILE] = _encode_json(_tree_metadata(arrays, non_arrays, storage))
-    files[CHECKPOINT_METADATA_FILE] = _encode_json(_checkpoint_metadata(_HANDLER, now_ns))
+    tree = _tree_metadata(arrays, non_arrays, storage)
+    files[METADATA_FILE] = json.dumps(tree).encode()
+    checkpoint = _checkpoint_metadata(_HANDLER, now_ns)
+    files[CHECKPOINT_METADATA_FILE] = json.dumps(checkpoint).encode()
     texts = {dotted_name(each.path): each.text for each in non_arrays if each.is_string}
     if texts:
-        files[STRINGS_FILE] = _encode_json(texts)
+        files[STRINGS_FILE] = json.dumps(texts).encode()
     # Orbax on Google Cloud Storage takes an item without this marker for unfinished.
     files[COMMIT_MARKER] = b"Checkpoint commit was successful.\n"
     return files
@@ -474,7 +476,7 @@ def encode_item_metadata(
 def encode_step_metadata(item_names: Iterable[str], now_ns: int) -> dict[str, bytes]:
     """Return the metadata file of a training step of Orbax with items in its subfolders."""
     metadata = _checkpoint_metadata(dict.fromkeys(item_names, _HANDLER), now_ns)
-    return {CHECKPOINT_METADATA_FILE: _encode_json(metadata)}
+    return {CHECKPOINT_METADATA_FILE: json.dumps(metadata).encode()}
 
 
 def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
@@ -543,7 +545,3 @@ def _checkpoint_metadata(handlers: str | dict[str, str], now_ns: int) -> dict[st
         "commit_timestamp_nsecs": now_ns,
         "custom_metadata": {},
     }
-
-
-def _encode_json(document: object) -> bytes:
-    return json.dumps(document).encode()

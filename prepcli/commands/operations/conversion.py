@@ -367,7 +367,8 @@ def _note_plan(
             f"{source.display_name} can be converted, but not trained or sampled from:"
             f" {unsupported_reason}"
         )
-    _warn_of_prediction_rows(plan, source, observer)
+    if source.tower_tensors:
+        _warn_of_prediction_rows(plan, source, observer)
     if source.left_files:
         names = join_names([file.name for file in source.left_files], max_names=MAX_LEFT_FILES)
         observer.note(text("not copied: {} ({} copies them)", names, Option("copy", "GLOB")))
@@ -388,7 +389,7 @@ def _note_plan(
 def _warn_of_prediction_rows(plan: Plan, source: Source, observer: Observer) -> None:
     """Warn of embeddings and heads of multi-token prediction that fit neither the source nor the output."""
     vocabulary = plan.settings.get("vocab")
-    if not source.tower_tensors or vocabulary is None:
+    if vocabulary is None:
         return
     num_rows = vocabulary["padded"]
     written_rows: dict[str, int] = {}
