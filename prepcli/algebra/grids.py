@@ -273,12 +273,6 @@ class StridedChunks:
     strides: tuple[int, ...]
     is_direct: ClassVar[bool] = True
 
-    @classmethod
-    def single(cls, file: int, offset: int, num_dims: int) -> StridedChunks:
-        """Return an array's only chunk."""
-        zeros = (0,) * num_dims
-        return cls(file, offset, zeros, zeros)
-
     def find(self, index: Sequence[int]) -> FilePosition:
         """Return the file number and offset of the chunk with this index in the grid."""
         # E.g. offset 0, first index [0, 0] and strides (8, 8): chunk [2, 0] is at 2 * 8 + 0 * 8 = 16.

@@ -302,8 +302,8 @@ def whole_array(
     if 0 in shape:
         # A chunk has at least one element in each dim, also in an empty array.
         chunk_shape = tuple(max(1, extent) for extent in shape)
-    chunks = StridedChunks.single(*position, len(shape))
-    return Array(name, dtype, shape, chunk_shape, chunks, strides)
+    zeros = (0,) * len(shape)
+    return Array(name, dtype, shape, chunk_shape, StridedChunks(*position, zeros, zeros), strides)
 
 
 def parted_array(name: str, dtype: str, shape: Shape, parts: ArrayParts) -> Array:
@@ -387,22 +387,20 @@ class ChunkBlocks:
         """Number of blocks in the chunk."""
         if not self.group_nbytes:
             return 0
-        return self.chunk_nbytes // self.group_nbytes * self._blocks_per_group
-
-    @property
-    def _blocks_per_group(self) -> int:
-        return -(-self.group_nbytes // self.block_nbytes)
+        blocks_per_group = -(-self.group_nbytes // self.block_nbytes)
+        return self.chunk_nbytes // self.group_nbytes * blocks_per_group
 
     def overlapping(self, start: int, stop: int) -> Iterator[ChecksumBlock]:
         """Yield the blocks that overlap bytes `start` to `stop` of the chunk, in order."""
+        if start >= stop:
+            return
+        blocks_per_group = -(-self.group_nbytes // self.block_nbytes)
         while start < stop:
             group, offset_in_group = divmod(start, self.group_nbytes)
             block_in_group = offset_in_group // self.block_nbytes
             block_start = group * self.group_nbytes + block_in_group * self.block_nbytes
             block_stop = min(block_start + self.block_nbytes, (group + 1) * self.group_nbytes)
-            yield ChecksumBlock(
-                group * self._blocks_per_group + block_in_group, block_start, block_stop
-            )
+            yield ChecksumBlock(group * blocks_per_group + block_in_group, block_start, block_stop)
             start = block_stop
 
 

@@ -14,6 +14,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, text, usage_error
@@ -220,7 +221,7 @@ def select_side_files(files: Iterable[ListedFile], patterns: Sequence[str] = ())
     copied: list[str] = []
     left: list[str] = []
     by_folder: dict[str, list[ListedFile]] = {}
-    for file in sorted(files, key=lambda file: file.name):
+    for file in sorted(files, key=attrgetter("name")):
         folder, slash, _ = file.name.partition("/")
         if is_hidden(file.name):
             continue

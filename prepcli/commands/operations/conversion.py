@@ -25,10 +25,8 @@ from prepcli.core.formatting import count_text, format_bytes, join_names
 from prepcli.core.observer import LEAVES, Observer, Progress, RecordingObserver, observer_of
 from prepcli.engine.casts import format_cast, report_casts
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.folder_run import FolderRun
 from prepcli.execution.output_paths import check_output_paths, parse_out_url
-from prepcli.execution.packed_folder_run import PackedFolderRun
 from prepcli.execution.run import ExecutionRequest, plan_digest
 from prepcli.execution.workers import WorkerPool
 from prepcli.formats.manifest import NO_MANIFEST, origin_record
@@ -174,9 +172,14 @@ class PlannedConversion:
                     options=options,
                     note=observer.note,
                 )
+                # Most outputs are folders of raw chunks, and need neither obstore nor an encoder.
                 if not isinstance(out, Path):
+                    from prepcli.execution.bucket_run import BucketRun
+
                     run = BucketRun(request, out)
                 elif self.plan.compression:
+                    from prepcli.execution.packed_folder_run import PackedFolderRun
+
                     run = PackedFolderRun(request, out)
                 else:
                     run = FolderRun(request, out)
