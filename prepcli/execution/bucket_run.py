@@ -27,6 +27,7 @@ from prepcli.execution.bucket_store import (
     has_intact_files,
     stored_manifest,
 )
+from prepcli.execution.data_checks import parse_source_state
 from prepcli.execution.finalize import (
     WORK_FOLDER,
     raw_chunks,
@@ -47,7 +48,6 @@ from prepcli.execution.run_store import (
     all_checksums,
     all_digests,
 )
-from prepcli.execution.source_checks import parse_source_state
 from prepcli.formats.codecs import codec_of
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, foreign_output_error
 from prepcli.planning.manifest_fields import Manifest

@@ -23,6 +23,15 @@ from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader
 from prepcli.engine.fills import piece_nbytes
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
+from prepcli.execution.data_checks import (
+    check_data_files,
+    check_unchanged,
+    find_damaged,
+    find_outdated,
+    parse_source_state,
+    read_stamps,
+    zero_gaps,
+)
 from prepcli.execution.finalize import finalize_folder
 from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_work_folder
 from prepcli.execution.object_compressor import CompressedChunks
@@ -33,15 +42,6 @@ from prepcli.execution.run_store import (
     UnitNote,
     all_checksums,
     all_digests,
-)
-from prepcli.execution.source_checks import parse_source_state
-from prepcli.execution.written_data import (
-    check_data_files,
-    check_unchanged,
-    find_damaged,
-    find_outdated,
-    read_stamps,
-    zero_gaps,
 )
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import (

@@ -25,18 +25,19 @@ from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.engine.budget import Budget, anonymous_nbytes
 from prepcli.engine.digest import record_digest, record_digest_of_pieces
 from prepcli.engine.pipeline import ConversionResult, PipelineUnit
-from prepcli.execution.finalize import check_small_files
-from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, PUBLISH, Claim, Store, UnitNote
-from prepcli.execution.signals import note_durable_work
-from prepcli.execution.source_checks import (
+from prepcli.execution.data_checks import (
     IntegrityChecker,
     SourceState,
+    StreamReader,
+    find_outdated,
     read_source_state,
     source_changed_error,
     touched_files,
 )
+from prepcli.execution.finalize import check_small_files
+from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, PUBLISH, Claim, Store, UnitNote
+from prepcli.execution.signals import note_durable_work
 from prepcli.execution.workers import RunOptions, WorkerPool
-from prepcli.execution.written_data import StreamReader, find_outdated
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import chunk_extents, count_blocks
 from prepcli.planning.manifest_fields import Manifest

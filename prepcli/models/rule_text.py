@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from prepcli.core.errors import Key, Option, PrepError, Text, text, usage_error
 from prepcli.core.formatting import did_you_mean
 from prepcli.models.mesh import MeshAxes, check_axis_name, truncate
-from prepcli.models.rule_presets import AUTO, PRESETS
 from prepcli.models.rules import (
     ACTIVATION_DIMS,
     ACTIVATION_PREFIX,
+    AUTO,
     DEFAULT_RULES,
     LEAF_PREFIX,
     PARAM_RULES,
+    PRESETS,
     AxisChoices,
     LeafRule,
     Rules,

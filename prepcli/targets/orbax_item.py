@@ -13,8 +13,14 @@ from prepcli.algebra.grids import ChunkGrid
 from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
 from prepcli.formats.manifest import STATE_ITEM
 from prepcli.formats.ocdbt import MAX_ENTRIES
-from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape, join_experts
-from prepcli.models.host_reads import HostReads, read_amplification, reads_per_host
+from prepcli.models.chunk_shapes import (
+    MIN_SPLIT_NBYTES,
+    HostReads,
+    chunk_shape,
+    join_experts,
+    read_amplification,
+    reads_per_host,
+)
 from prepcli.models.leaf_matrices import reduced_axes
 from prepcli.models.mesh import Mesh
 from prepcli.models.partition import Spec, leaf_spec, partition_spec

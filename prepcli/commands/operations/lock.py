@@ -26,7 +26,7 @@ from prepcli.commands.pages.inspection_page import write_lock_page
 from prepcli.core.errors import RERUN_HINT
 from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.execution.source_checks import (
+from prepcli.execution.data_checks import (
     read_file_states,
     read_source_state,
     source_changed_error,

@@ -18,9 +18,8 @@ from prepcli.core.errors import PrepError
 from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import parse_stream_digest
-from prepcli.engine.files import Files
+from prepcli.engine.files import Files, WritePolicy
 from prepcli.engine.fills import numpy_dtype
-from prepcli.engine.io_policy import WritePolicy
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.planning import coverage
 from prepcli.planning.plan import Fill, Stream
