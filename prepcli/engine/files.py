@@ -1,7 +1,7 @@
 """Read and write files in runs: contiguous byte ranges.
 
-Whole pages are transferred by direct I/O where the file system supports it and it is faster. Otherwise writes pass through the page cache, with paced
-writeback. The faster mode is measured, and never changes the written bytes.
+Whole pages are transferred by direct I/O where the file system supports it and it is faster. Otherwise writes pass
+through the page cache, with paced writeback. The faster mode is measured, and never changes the written bytes.
 """
 
 from __future__ import annotations

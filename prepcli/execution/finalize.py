@@ -178,61 +178,53 @@ def _content_record(content: bytes) -> FileRecord:
 
 
 def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> dict[str, bytes]:
-    """Return the index and the metadata of an Orbax item, by their paths in the output.
+    """Return the index and the metadata of the items of a plan, by their paths in the output.
 
     They hold the metadata of each leaf, and the location of each chunk. Empty for a plan without leaves.
-    """
-    files: dict[str, bytes] = {}
-    folders = [PurePosixPath(output_path(plan, item or "")) for item in plan.items]
-    for folder, (item, leaves) in zip(folders, plan.items.items(), strict=True):
-        for path, content in _item_metadata(plan, item, leaves, compressed).items():
-            files[(folder / path).as_posix()] = content
-    if plan.item and folders:
-        step_files = encode_step_metadata([item.name for item in folders], newest_source_ns(plan))
-        for path, content in step_files.items():
-            files[(folders[0].parent / path).as_posix()] = content
-    return files
-
-
-def _item_metadata(
-    plan: Plan,
-    item: str | None,
-    leaves: tuple[OutputLeaf, ...],
-    compressed: CompressedChunks | None,
-) -> dict[str, bytes]:
-    """Return the index and the metadata of one item, by their paths in its folder.
 
     Args:
         plan: The plan of the output.
-        item: Folder of the item in `Plan.item`, or None for that folder itself.
-        leaves: Leaves of the item.
         compressed: The compressed chunks, if there are any.
     """
-    array_metas: list[ArrayMeta] = []
-    for leaf in leaves:
-        meta = ArrayMeta(leaf.path, leaf.grid.shape, leaf.dtype, leaf.grid.chunk_shape)
-        array_metas.append(meta)
-    chunks = raw_chunks(leaves)
-    names: Sequence[str] = [file.path for file in plan.files]
-    if item is not None:
-        # No chunk of the item is in the files of another one.
-        names = [name.removeprefix(f"{item}/") for name in names]
-    if compressed:
-        # `compressed` has the chunks of the whole plan. No command with `--compress` writes several items.
-        assert len(plan.items) == 1
-        chunks = compressed.relocate(chunks)
-        names = compressed.files
-    state_record = plan.settings.training_state
-    return encode_item_metadata(
-        array_metas,
-        chunks,
-        names,
-        newest_source_ns(plan),
-        storage=plan.storage,
-        compression=plan.compression,
-        non_arrays=[OrbaxNonArray(path, "None") for path in plan.empty_nodes],
-        step=0 if state_record is None else state_record["step"],
-    )
+    files: dict[str, bytes] = {}
+    folders: list[PurePosixPath] = []
+    now_ns = newest_source_ns(plan)
+    items = plan.items
+    for item, leaves in items.items():
+        folder = PurePosixPath(output_path(plan, item or ""))
+        folders.append(folder)
+        array_metas: list[ArrayMeta] = []
+        for leaf in leaves:
+            meta = ArrayMeta(leaf.path, leaf.grid.shape, leaf.dtype, leaf.grid.chunk_shape)
+            array_metas.append(meta)
+        chunks = raw_chunks(leaves)
+        names: Sequence[str] = [file.path for file in plan.files]
+        if item is not None:
+            # No chunk of the item is in the files of another one.
+            names = [name.removeprefix(f"{item}/") for name in names]
+        if compressed:
+            # `compressed` has the chunks of the whole plan. No command with `--compress` writes several items.
+            assert len(items) == 1
+            chunks = compressed.relocate(chunks)
+            names = compressed.files
+        state_record = plan.settings.training_state
+        item_files = encode_item_metadata(
+            array_metas,
+            chunks,
+            names,
+            now_ns,
+            storage=plan.storage,
+            compression=plan.compression,
+            non_arrays=[OrbaxNonArray(path, "None") for path in plan.empty_nodes],
+            step=0 if state_record is None else state_record["step"],
+        )
+        for path, content in item_files.items():
+            files[(folder / path).as_posix()] = content
+    if plan.item and folders:
+        step_files = encode_step_metadata([folder.name for folder in folders], now_ns)
+        for path, content in step_files.items():
+            files[(folders[0].parent / path).as_posix()] = content
+    return files
 
 
 def output_path(plan: Plan, path: str) -> str:

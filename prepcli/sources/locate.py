@@ -152,9 +152,9 @@ def locate(
     )
 
 
-def check_stream(stream: bool, *located: LocatedCheckpoint) -> None:
+def check_stream(*located: LocatedCheckpoint) -> None:
     """Raise UsageError for `--stream` if every checkpoint is a local folder."""
-    if stream and all(not checkpoint.files.is_remote for checkpoint in located):
+    if all(not checkpoint.files.is_remote for checkpoint in located):
         names = " and ".join(checkpoint.model_name for checkpoint in located)
         option = Option("stream", True)
         raise usage_error(

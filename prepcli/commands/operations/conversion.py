@@ -276,8 +276,10 @@ def open_conversion(
     requested_share(common.process_options.processes, os.environ)
     parse_out_url(common.out)
     located, source = open_checkpoint(common, recorder, is_candidate, allow_adapters=allow_adapters)
-    check_config_option(common, source)
-    check_stream(common.stream, located)
+    if common.config is not None:
+        check_config_option(source)
+    if common.stream:
+        check_stream(located)
     return OpenedConversion(command, common, located, source, recorder, started_s)
 
 

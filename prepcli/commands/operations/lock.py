@@ -82,7 +82,8 @@ def lock(
     common = common_options(checkpoint, None, stored)
     # Values that a scale of another trainer's layout has rounded are locked as they are stored, too.
     located, source = open_checkpoint(common, observer, allow_adapters=True, kept_scales="rounded")
-    check_stream(common.stream, located)
+    if common.stream:
+        check_stream(located)
     observer.note(source_line(source))
     # The name of the folder, e.g. `m-init`, and not the one of the model in its manifest.
     name = Path(source.display_name).name or located.model_name

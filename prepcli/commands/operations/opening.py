@@ -246,9 +246,9 @@ def _keeps_codes(common: CommonOptions) -> bool:
     return common.quantized in ("keep", "stored") and common.verbatim is not False
 
 
-def check_config_option(common: CommonOptions, *sources: Source) -> None:
-    """Raise UsageError for a config if all sources already have a config in their manifest."""
-    if common.config is not None and all(source.tree_manifest for source in sources):
+def check_config_option(*sources: Source) -> None:
+    """Raise UsageError for `--config` if all sources already have a config in their manifest."""
+    if all(source.tree_manifest for source in sources):
         names = " and ".join(source.display_name for source in sources)
         why = f"{MANIFEST_FILE} already has the config of the model"
         config = Option("config")
