@@ -42,7 +42,7 @@ from prepcli.stores.output_files import (
     check_not_symlink,
     open_no_follow,
     read_no_follow,
-    sync_paths,
+    sync_many,
 )
 
 LOCK_FILE_FLAGS = os.O_RDWR | os.O_CREAT
@@ -525,7 +525,7 @@ class FolderStore:
                 continue
             files += [Path(folder, name) for name in names]
             folders.append(Path(folder))
-        sync_paths(files)
+        sync_many(fsync_path, files)
         # A folder comes before the folder that contains it.
         for folder in folders:
             fsync_path(folder)

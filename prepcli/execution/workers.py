@@ -200,6 +200,8 @@ class WorkerPool:
 
     def add_reports(self, result: ConversionResult) -> None:
         """Wait until all workers have ended, and add their bytes and memory to this process's result."""
+        if not self._running:
+            return
         for worker in self._running:
             worker.process.wait()
         self.check()

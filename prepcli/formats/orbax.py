@@ -83,6 +83,8 @@ MODEL_ITEMS = {place.item for place in ITEM_PLACES}
 STATE_ITEMS = {place.item: place.state_item for place in ITEM_PLACES if place.state_item}
 # Names of the item with the parameters next to an item with other state. redco has `params`.
 PARAMS_ITEMS = ("params", *STATE_ITEMS)
+# Usual names of the only item of a step: of CheckpointManager in Orbax, of prep, and of MaxText.
+ITEM_NAMES = ("default", "state", "items")
 # Name of a step's folder. Levanter writes `step-1000`.
 _STEP_NAME = re.compile(r"(?:step-)?([0-9]+)")
 # Orbax writes an item to a folder with this suffix, and renames it when it is complete.
@@ -188,9 +190,10 @@ def _search_step(
     The names that Orbax uses come first, then the only item, then one of `PARAMS_ITEMS` next to an optimizer state. A
     folder with an item and checkpoints of other formats holds several models, and no item is chosen.
     """
-    # `default` is Orbax's name for the only item of a CheckpointManager, `state` the name of prep, `items`
-    # the name of MaxText.
-    for candidate in (step, step / "default", step / "state", step / "items"):
+    candidates = [step / name for name in ITEM_NAMES if names is None or name in names]
+    if names is None or not ITEM_MARKERS.keys().isdisjoint(names):
+        candidates.insert(0, step)
+    for candidate in candidates:
         if item_metadata_file(candidate) is not None:
             return candidate, []
     items: list[PathT] = []

@@ -231,11 +231,6 @@ def _report_unindexed(source: Source, located: LocatedCheckpoint, drop: Sequence
     located.access.note(f"{count} {verb} ignored: not in its index: {listed}")
 
 
-def has_unread_state(source: Source) -> bool:
-    """Return whether the training state of an output of prep was left on the hub."""
-    return UNREAD_STATE in source.extra_entries
-
-
 def _with_training_state(
     source: Source, located: LocatedCheckpoint, *, is_requested: bool
 ) -> Source:

@@ -153,18 +153,21 @@ class SideFiles:
 NO_SIDE_FILES = SideFiles()
 
 
-def find_side_files(folder: AnyPath, patterns: Sequence[str] = ()) -> SideFiles:
+def find_side_files(
+    folder: AnyPath, patterns: Sequence[str] = (), names: Sequence[str] | None = None
+) -> SideFiles:
     """List the files of a model except config, weights and the record of a training.
 
     Args:
         folder: Folder of the model.
         patterns: Name patterns (`--copy`) of files to copy in any case.
+        names: The names in the folder, if they were listed before.
     """
     if not folder.is_dir():
         return NO_SIDE_FILES
     files: list[ListedFile] = []
     omitted: list[str] = []
-    for name in list_folder(folder):
+    for name in list_folder(folder) if names is None else names:
         path = folder / name
         if is_hidden(name):
             continue

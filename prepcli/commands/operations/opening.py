@@ -24,7 +24,7 @@ from prepcli.sources.dropped_tensors import drop_tensors
 from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.model_family import text_part_fault
-from prepcli.sources.opening import has_unread_state, open_source
+from prepcli.sources.opening import UNREAD_STATE, open_source
 from prepcli.sources.quantization import is_quantized
 from prepcli.sources.references import KeptScales, default_checkpoint
 from prepcli.sources.source import Source, use_averaged_params
@@ -166,7 +166,7 @@ def open_checkpoint(
     is_decoded = common.quantized in ("dequantize", "decode")
     is_kept = _keeps_codes(common)
     access = replace(
-        checkpoint_access(common, observer),
+        make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True),
         allow_adapters=allow_adapters,
         allow_quantized=is_decoded or is_kept,
         allow_gguf=is_decoded or common.quantized == "stored",
@@ -216,7 +216,7 @@ def open_checkpoint(
         note_file_names(common, source, observer)
     if source.manifest is not None:
         note_missing_file_digests(source.display_name, source.manifest, observer)
-    if has_unread_state(source):
+    if UNREAD_STATE in source.extra_entries:
         observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")
     if lock is not None:
         from prepcli.sources.recorded_sources import apply_lock
