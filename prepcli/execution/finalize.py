@@ -188,7 +188,8 @@ def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> d
     """
     files: dict[str, bytes] = {}
     folders: list[PurePosixPath] = []
-    now_ns = newest_source_ns(plan)
+    # The newest time stamp of the source's files: equal runs write equal bytes. Metadata cannot hold times before 1970.
+    now_ns = max((0, *(file.mtime_ns for file in plan.source_files)))
     items = plan.items
     for item, leaves in items.items():
         folder = PurePosixPath(output_path(plan, item or ""))
@@ -306,13 +307,6 @@ def _open_without_links(path: str, flags: int) -> int:
         os.close(fd)
         raise not_regular_error(Path(path))
     return fd
-
-
-def newest_source_ns(plan: Plan) -> int:
-    """Return the newest time stamp of the source's files, for the output's metadata: equal runs write equal bytes."""
-    newest_ns = max((file.mtime_ns for file in plan.source_files), default=0)
-    # Metadata cannot hold times before 1970.
-    return max(0, newest_ns)
 
 
 def raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:

@@ -301,13 +301,9 @@ def _partitioning_rules(
     return Rules(params, activations)
 
 
-def _size_rules() -> Rules:
-    """Return rules by size. The computation splits dims as by default where the mesh divides them."""
-    return Rules(unsplit_if_indivisible(PARAM_RULES), by_size=True)
-
-
 PRESETS: dict[str, Rules] = {
-    AUTO: _size_rules(),
+    # The computation splits dims as by default where the mesh divides them.
+    AUTO: Rules(unsplit_if_indivisible(PARAM_RULES), by_size=True),
     "flaxlm:0,0": _partitioning_rules(0, 0),
     "flaxlm:1,0": _partitioning_rules(1, 0),
     "flaxlm:1,1": _partitioning_rules(1, 1, splits_heads=False),

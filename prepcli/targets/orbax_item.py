@@ -402,7 +402,7 @@ def _leaf_layout(source: Source, use: LeafUse, partitioning: Partitioning) -> _L
         parameter = use.parameter_map or axis_map
         # `prep pad-vocab` pads the parameters of a Hugging Face folder, and would lose a training state.
         is_paddable = bool(source.tensor_file_names) and not source.state_tensors
-        parameter_spec = item_leaf_spec(
+        spec = item_leaf_spec(
             use.name,
             use.path,
             _dim_names(parameter),
@@ -411,10 +411,11 @@ def _leaf_layout(source: Source, use: LeafUse, partitioning: Partitioning) -> _L
             rules=partitioning.rules,
             checkpoint=source.display_name if is_paddable else "",
         )
-        # E.g. a row mean [12, 1, 64] of a parameter [12, 32, 64]: axis 1 has extent 1 and stays whole,
-        # the other axes are split as in the parameter.
-        reduced = reduced_axes(axis_map.leaf_shape, parameter.leaf_shape)
-        spec = parameter_spec.without_axes(reduced or ())
+        if parameter is not axis_map:
+            # E.g. a row mean [12, 1, 64] of a parameter [12, 32, 64]: axis 1 has extent 1 and stays whole,
+            # the other axes are split as in the parameter.
+            reduced = reduced_axes(axis_map.leaf_shape, parameter.leaf_shape)
+            spec = spec.without_axes(reduced or ())
     chunk = chunk_shape(
         _dim_names(axis_map),
         axis_map.leaf_shape,
