@@ -92,14 +92,7 @@ def open_source(
         source = read_source(located, hints)
         if copied_files:
             check_patterns(copied_files, source.small_files, located.display_name)
-        if source.extra_entries:
-            _report_unindexed(source, located, drop)
-        for note in source.notes:
-            located.access.note(note)
-        if prefix := source.names.wrapper_prefix:
-            located.access.note(
-                f"the prefix {quote_name(prefix)} of all tensors of {located.display_name} is taken off"
-            )
+        _note_reading(source, located, drop)
         if layout is not None:
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
         if training_state or source.manifest is not None:
@@ -207,6 +200,18 @@ def _with_omitted(source: Source, files: OpenFolder) -> Source:
         unread = unread_weights(names, read_names)
     omitted = dict.fromkeys((*source.omitted, *files.omitted, *unread))
     return replace(source, omitted=tuple(omitted))
+
+
+def _note_reading(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:
+    """Note how the files of a source were read."""
+    if source.extra_entries:
+        _report_unindexed(source, located, drop)
+    for note in source.notes:
+        located.access.note(note)
+    if prefix := source.names.wrapper_prefix:
+        located.access.note(
+            f"the prefix {quote_name(prefix)} of all tensors of {located.display_name} is taken off"
+        )
 
 
 def _report_unindexed(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:

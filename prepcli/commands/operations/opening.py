@@ -134,6 +134,18 @@ def checkpoint_access(common: CommonOptions, observer: Observer) -> Access:
     return make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
 
 
+def _read_lock(common: CommonOptions, checkpoint: str) -> tuple[Lock | None, str | None]:
+    """Return the lock of the options, if any, and the revision of the checkpoint to read."""
+    if common.lock is None:
+        return None, common.revision
+    # Only conversions with a lock need the models of lock files, which pydantic builds at import.
+    from prepcli.formats.lock_file import read_lock
+    from prepcli.sources.recorded_sources import pinned_revision
+
+    lock = read_lock(common.lock)
+    return lock, pinned_revision(checkpoint, common.revision, lock)
+
+
 def open_checkpoint(
     common: CommonOptions,
     observer: Observer,
@@ -173,15 +185,7 @@ def open_checkpoint(
         copied_files=common.copied_files,
         strict=common.strict,
     )
-    lock: Lock | None = None
-    revision = common.revision
-    if common.lock is not None:
-        # Only conversions with a lock need the models of lock files, which pydantic builds at import.
-        from prepcli.formats.lock_file import read_lock
-        from prepcli.sources.recorded_sources import pinned_revision
-
-        lock = read_lock(common.lock)
-        revision = pinned_revision(checkpoint, common.revision, lock)
+    lock, revision = _read_lock(common, checkpoint)
     located = locate(checkpoint, revision, step=common.step, access=access)
     if isinstance(source_folder := located.manifest_folder, Path):
         # A source may be an output of prep. A kill after its rename leaves its work folder, removed at the next use.
@@ -214,19 +218,31 @@ def open_checkpoint(
         check_verbatim(source)
     if notes_names and source.family.is_verbatim:
         note_file_names(common, source, observer)
+    _note_unread(source, observer)
+    if lock is not None:
+        source = _apply_lock(source, lock, common, located)
+    if common.drop:
+        source = drop_tensors(source, common.drop)
+    return located, use_averaged_params(source) if common.ema else source
+
+
+def _apply_lock(
+    source: Source, lock: Lock, common: CommonOptions, located: LocatedCheckpoint
+) -> Source:
+    """Return a source whose files and tensors are checked against a lock."""
+    from prepcli.sources.recorded_sources import apply_lock
+
+    commit = located.files.commit
+    is_mapped = common.tensor_map is not None
+    return apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
+
+
+def _note_unread(source: Source, observer: Observer) -> None:
+    """Note what a command does not read or check of an output of prep."""
     if source.manifest is not None:
         note_missing_file_digests(source.display_name, source.manifest, observer)
     if UNREAD_STATE in source.extra_entries:
         observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")
-    if lock is not None:
-        from prepcli.sources.recorded_sources import apply_lock
-
-        commit = located.files.commit
-        is_mapped = tensor_map is not None
-        source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
-    if common.drop:
-        source = drop_tensors(source, common.drop)
-    return located, use_averaged_params(source) if common.ema else source
 
 
 def note_file_names(common: CommonOptions, source: Source, observer: Observer) -> None:
