@@ -72,6 +72,13 @@ class StrictCommand(TyperCommand):
                 raise usage_error(what, f"the limit is {MAX_INTEGER:,}", "use a smaller number")
         return rest
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. A UsageError about an option set by an environment variable names the variable."""
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            raise name_variables(error, ctx) from error.__cause__
+
 
 class OneProcessCommand(StrictCommand):
     """Command that only one process of a job may run."""
@@ -348,18 +355,8 @@ def _typer_function(function: Callable[..., Report], command_name: str) -> Calla
     options.sort(key=lambda option: option[0])
     parameters = [*arguments, *(parameter for _, parameter in options)]
 
-    # Typer passes the context of the command to the parameter of this type.
-    context_names = [
-        name for name, each in signature.parameters.items() if each.annotation is typer.Context
-    ]
-    context_name = next(iter(context_names), "context")
-    if not context_names:
-        annotation = typer.Context
-        parameters.insert(0, Parameter(context_name, Parameter.KEYWORD_ONLY, annotation=annotation))
-
     @functools.wraps(function)
     def call(**values: Any) -> int:
-        context = values[context_name] if context_names else values.pop(context_name)
         for parameter_name, rows in rows_of.items():
             group: dict[str, Any] = {}
             for name, (_, spec) in rows.items():
@@ -374,11 +371,7 @@ def _typer_function(function: Callable[..., Report], command_name: str) -> Calla
             is_single = parameter_name in rows
             values[parameter_name] = group[parameter_name] if is_single else group
         ui = open_ui(command_name, **values.pop("ui"))
-        try:
-            report = function(**values, ui=ui)
-        except UsageError as error:
-            raise name_variables(error, context) from error.__cause__
-        return ui.finish(report)
+        return ui.finish(function(**values, ui=ui))
 
     # `inspect.signature` reads these attributes.
     vars(call)["__signature__"] = inspect.Signature(parameters)
