@@ -71,13 +71,13 @@ def open_source(
     """
     row = FORMATS[located.kind]
     with again_hints(located.manifest):
+        export_map: TensorMap | None = None
         if located.manifest is not None:
             check_recorded_files(located)
+            if tensor_map is None:
+                export_map = recorded_map(located.manifest)
         if layout is not None:
             _check_layout_option(located, layout)
-        export_map: TensorMap | None = None
-        if located.manifest is not None and tensor_map is None:
-            export_map = recorded_map(located.manifest)
         hints = SourceHints(
             config_path,
             located.part,
