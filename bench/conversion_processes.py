@@ -30,7 +30,8 @@ from prepcli.engine.budget import anonymous_nbytes
 from prepcli.execution.finalize import write_last_files
 from prepcli.execution.run import make_run_identity
 from prepcli.execution.run_store import UnitNote, all_checksums, all_digests
-from prepcli.planning.chunk_placement import ChunkExtent, chunk_extents
+from prepcli.formats.manifest import encode_manifest
+from prepcli.planning.chunk_placement import ChunkExtent, chunk_extents, count_blocks
 from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import WorkUnit, find_bucket_units
 from prepcli.stores.byte_ranges import RemoteFile
@@ -126,10 +127,10 @@ def publish(plan: Plan, notes: Sequence[UnitNote]) -> dict[str, int]:
         plan,
         make_run_identity(plan, RUN_ID),
         digests=all_digests(plan, notes),
-        sums=all_checksums(plan, notes),
+        sums=all_checksums(count_blocks(chunk_extents(plan.leaves)), notes),
         put=put,
     )
-    return sizes | {"index": len(manifest)}
+    return sizes | {"index": len(encode_manifest(manifest))}
 
 
 if __name__ == "__main__":

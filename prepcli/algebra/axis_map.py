@@ -239,7 +239,7 @@ class TensorDim:
     @property
     def selected_extent(self) -> int:
         """Number of elements of the part. A fixed axis counts with its whole size."""
-        return _merged_extent(self.factors)
+        return math.prod([factor.extent for factor in self.factors])
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,10 @@ class AxisMap:
     @property
     def leaf_shape(self) -> tuple[int, ...]:
         """Shape of the leaf in the tree, padding included."""
-        return tuple(_merged_extent(dim) for dim in self.leaf_dims)
+        shape: list[int] = []
+        for dim in self.leaf_dims:
+            shape.append(math.prod([factor.extent for factor in dim]))
+        return tuple(shape)
 
     @property
     def source_shape(self) -> tuple[int, ...]:
@@ -351,10 +354,6 @@ class AxisMap:
         return name
 
 
-def _merged_extent(factors: Iterable[SizedAxis]) -> int:
-    return math.prod(f.extent for f in factors)
-
-
 def number_tensors(row: ParsedAxisMap, numbers: Mapping[str, Sequence[int]]) -> ParsedAxisMap:
     """Return an axis map with other numbers than the indices in its tensor names.
 
@@ -384,108 +383,73 @@ def bind_row(row: ParsedAxisMap, sizes: Sizes, padded: Mapping[str, int] | None 
     Returns:
         The axis map with sizes.
     """
-    lookup = _SizeLookup(row.text, sizes)
-    # Padding is only in the tree: the leaf has the padded extent, the tensor the extent of `sizes`.
-    leaf_extents: dict[str, int] = {}
-    for atom in itertools.chain.from_iterable(row.leaf_dims):
-        if not _uses_index_list(row, atom):
-            leaf_extents[atom] = lookup.padded_extent(atom, padded or {})
+    padded = padded or {}
     name_parts: list[str | TensorIndex] = []
+    leaf_extents: dict[str, int] = {}
     for part in row.name_parts:
         if isinstance(part, str):
             name_parts.append(part)
             continue
-        index = _tensor_index(part, lookup)
+        index = _tensor_index(row.text, part, sizes)
         name_parts.append(index)
         # In `{a@list}`, `sizes` has no entry for the atom a. Its size is the length of the list.
         if part.has_own_size:
             leaf_extents |= {f.atom: f.extent for f in index.factors}
     leaf_dims: list[tuple[SizedAxis, ...]] = []
     for dim in row.leaf_dims:
-        leaf_dims.append(tuple(SizedAxis(atom, leaf_extents[atom]) for atom in dim))
-    return AxisMap(
-        text=row.text,
-        leaf_dims=tuple(leaf_dims),
-        name_parts=tuple(name_parts),
-        source_dims=tuple(_tensor_dim(dim, lookup) for dim in row.source_dims),
-    )
+        axes: list[SizedAxis] = []
+        for atom in dim:
+            if atom not in leaf_extents:
+                (axis,) = _sized_axes(row.text, [Term(atom)], sizes)
+                # Padding is only in the tree: the leaf has the padded extent, the tensor the extent of `sizes`.
+                leaf_extents[atom] = padded.get(atom, axis.extent)
+                if leaf_extents[atom] < axis.extent:
+                    why = f"`{atom}` has size {axis.extent} and cannot be padded to {padded[atom]}, which is smaller"
+                    raise row_error(row.text, why)
+            axes.append(SizedAxis(atom, leaf_extents[atom]))
+        leaf_dims.append(tuple(axes))
+    source_dims: list[TensorDim] = []
+    for source_dim in row.source_dims:
+        parts = [_sized_axes(row.text, terms, sizes) for terms in source_dim.parts]
+        lengths = [math.prod([factor.extent for factor in part]) for part in parts]
+        selected = source_dim.selected
+        source_dims.append(TensorDim(sum(lengths), sum(lengths[:selected]), parts[selected]))
+    return AxisMap(row.text, tuple(leaf_dims), tuple(name_parts), tuple(source_dims))
 
 
-@dataclass(frozen=True, slots=True)
-class _SizeLookup:
-    """The sizes of one axis map, with its text for errors."""
-
-    row: str
-    sizes: Sizes
-
-    def extent(self, atom: str) -> int:
-        """Return the extent of an atom in the tensor."""
-        size = self.sizes.get(atom)
-        if not isinstance(size, int):
-            raise row_error(self.row, f"the atom `{atom}` has no size")
-        return size
-
-    def padded_extent(self, atom: str, padded: Mapping[str, int]) -> int:
-        """Return the extent of an atom in the tree: its size in `padded`, else its own."""
-        size = self.extent(atom)
-        if padded.get(atom, size) < size:
-            why = (
-                f"`{atom}` has size {size} and cannot be padded to {padded[atom]}, which is smaller"
-            )
-            raise row_error(self.row, why)
-        return padded.get(atom, size)
-
-    def index_list(self, name: str) -> tuple[int, ...]:
-        """Return the index list of this name."""
-        indices = self.sizes.get(name)
-        if indices is None or isinstance(indices, int):
-            raise row_error(self.row, f"the sizes of the model contain no index list `{name}`")
-        return tuple(indices)
-
-    def factors(self, terms: Iterable[Term]) -> tuple[SizedAxis, ...]:
-        """Return each term, an atom or one index of an atom, with its extent."""
-        factors = tuple(SizedAxis(t.atom, self.extent(t.atom), t.fixed) for t in terms)
-        for factor in factors:
-            if factor.fixed is not None and factor.fixed >= factor.extent:
-                raise row_error(
-                    self.row,
-                    f"`{factor.atom}={factor.fixed}` is out of range: the size is {factor.extent}",
-                )
-        return factors
+def _sized_axes(row: str, terms: Iterable[Term], sizes: Sizes) -> tuple[SizedAxis, ...]:
+    """Return each term of a row, an atom or one index of an atom, with its extent in the tensor."""
+    axes: list[SizedAxis] = []
+    for term in terms:
+        extent = sizes.get(term.atom)
+        if not isinstance(extent, int):
+            raise row_error(row, f"the atom `{term.atom}` has no size")
+        if term.fixed is not None and term.fixed >= extent:
+            why = f"`{term.atom}={term.fixed}` is out of range: the size is {extent}"
+            raise row_error(row, why)
+        axes.append(SizedAxis(term.atom, extent, term.fixed))
+    return tuple(axes)
 
 
-def _uses_index_list(row: ParsedAxisMap, atom: str) -> bool:
-    """Return whether the tensor names take the numbers of an atom from a list."""
-    for part in row.name_parts:
-        if not isinstance(part, NamePattern):
-            continue
-        if part.has_own_size and part.terms[0].atom == atom:
-            return True
-    return False
-
-
-def _tensor_index(pattern: NamePattern, lookup: _SizeLookup) -> TensorIndex:
+def _tensor_index(row: str, pattern: NamePattern, sizes: Sizes) -> TensorIndex:
     """Return the values of a placeholder in tensor names, with the sizes of its atoms."""
     if not pattern.has_own_size:
-        return TensorIndex(lookup.factors(pattern.terms))
+        return TensorIndex(_sized_axes(row, pattern.terms, sizes))
+    atom = pattern.terms[0].atom
     if pattern.words:
-        axis = SizedAxis(pattern.terms[0].atom, len(pattern.words))
-        return TensorIndex((axis,), pattern.words)
-    indices = pattern.numbers or lookup.index_list(pattern.index_list)
-    if pattern.numbers and pattern.numbers == tuple(range(len(pattern.numbers))):
+        return TensorIndex((SizedAxis(atom, len(pattern.words)),), pattern.words)
+    if pattern.numbers == tuple(range(len(pattern.numbers))) and pattern.numbers:
         # The numbers are 0, 1, 2, ... and need no list. With a list, a plan would contain the number of every expert
         # for each tensor.
-        return TensorIndex((SizedAxis(pattern.terms[0].atom, len(pattern.numbers)),))
-    return TensorIndex((SizedAxis(pattern.terms[0].atom, len(indices)),), indices)
-
-
-def _tensor_dim(dim: SourceDim, lookup: _SizeLookup) -> TensorDim:
-    """Return a dim of a tensor with the sizes of its atoms."""
-    parts = [lookup.factors(terms) for terms in dim.parts]
-    lengths = [_merged_extent(part) for part in parts]
-    return TensorDim(
-        extent=sum(lengths), start=sum(lengths[: dim.selected]), factors=parts[dim.selected]
-    )
+        return TensorIndex((SizedAxis(atom, len(pattern.numbers)),))
+    indices = pattern.numbers
+    if not indices:
+        listed = sizes.get(pattern.index_list)
+        if listed is None or isinstance(listed, int):
+            why = f"the sizes of the model contain no index list `{pattern.index_list}`"
+            raise row_error(row, why)
+        indices = tuple(listed)
+    return TensorIndex((SizedAxis(atom, len(indices)),), indices)
 
 
 def row_error(row: str, why: str) -> PrepError:

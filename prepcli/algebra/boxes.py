@@ -68,36 +68,29 @@ def split_merged_range(merged_range: Range, extents: Sequence[int]) -> Iterator[
     Yields:
         Boxes with one range per atom. In C order, one after another, they cover the range.
     """
-    start, stop = merged_range
-    if start >= stop:
-        return
-    if len(extents) <= 1:
-        yield ((start, stop),) if extents else ()
-        return
     # Of extents [4, 3], the range 2..11 of 12 elements is a head, whole steps of the outer atom, and
     # a tail:
     #
     #   outer step   0            1      2      3
     #   elements     .  .  2   |  3 4 5  6 7 8  |  9 10  .
     #   box          (0, 2:3)     (1:3, 0:3)       (3, 0:2)
-    inner_extent = math.prod(extents[1:])
-    # First step that begins in the range, and the step that contains its end: -(-2 // 3) = 1, 11 //
-    # 3 = 3.
-    first_step = -(-start // inner_extent)
-    last_step = stop // inner_extent
-    # The range is inside one step.
-    if first_step > last_step:
-        yield from _split_within_step(last_step, (start, stop), extents)
-        return
-    yield from _split_within_step(first_step - 1, (start, first_step * inner_extent), extents)
-    if first_step < last_step:
-        yield ((first_step, last_step), *full_box(extents[1:]))
-    yield from _split_within_step(last_step, (last_step * inner_extent, stop), extents)
-
-
-def _split_within_step(step: int, merged_range: Range, extents: Sequence[int]) -> Iterator[Box]:
-    """Split a range inside one step of the outermost atom."""
-    origin = step * math.prod(extents[1:])
-    inner_range = (merged_range[0] - origin, merged_range[1] - origin)
-    for inner_box in split_merged_range(inner_range, extents[1:]):
-        yield ((step, step + 1), *inner_box)
+    start, stop = merged_range
+    steps = strides(extents)
+    while start < stop:
+        fixed: list[Range] = []
+        rest = start
+        for axis, step in enumerate(steps):
+            first, rest = divmod(rest, step)
+            # The range begins at a step of this atom, and contains at least one of its steps.
+            if not rest and start + step <= stop:
+                count = (stop - start) // step
+                if axis:
+                    count = min(count, extents[axis] - first)
+                yield (*fixed, (first, first + count), *full_box(extents[axis + 1 :]))
+                start += count * step
+                break
+            fixed.append((first, first + 1))
+        else:
+            # Without atoms, the only element is the index [].
+            yield ()
+            return

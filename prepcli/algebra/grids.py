@@ -86,25 +86,39 @@ class DimPiece:
 
 
 def split_dim(
-    factors: Sequence[SizedAxis], chunk_length: int, *, atom_ranges: Mapping[str, Range]
+    factors: Sequence[SizedAxis],
+    chunk_length: int,
+    *,
+    atom_ranges: Mapping[str, Range],
+    start: int = 0,
 ) -> Iterator[DimPiece]:
     """Split the part `atom_ranges` of a leaf dim at its chunk boundaries, into as few regular pieces as possible.
 
     Args:
-        factors: The axes of the dim, outermost first.
+        factors: The axes of the dim, or of a part of it, outermost first.
         chunk_length: Length of a chunk along the dim.
         atom_ranges: Index range of each axis. Axes of other dims are ignored.
+        start: First index of the part in the dim, e.g. 6 for the second part of `(a=2 b=3 | c=4)`.
     """
+    first_chunk, first_element = divmod(start, chunk_length)
     if not factors:
-        yield DimPiece((), 0, 0, ())
+        yield DimPiece((), first_chunk, first_element, ())
         return
     extents = [factor.extent for factor in factors]
     ranges = [atom_ranges[factor.atom] for factor in factors]
-    if any(start >= stop for start, stop in ranges):
+    if any(low >= high for low, high in ranges):
         return
-    split_atom = find_split_atom(extents, chunk_length)
+    split_atom = None
+    extent = math.prod(extents)
+    if not first_element:
+        split_atom = find_split_atom(extents, chunk_length)
+    elif first_element + extent <= chunk_length:
+        # The part lies in one chunk. It is a dim of its own, with one chunk.
+        chunk_length = extent
+        split_atom = find_split_atom(extents, extent)
+    # Otherwise chunk boundaries cut the part at other indices than those of a dim of its own.
     if split_atom is None:
-        yield from _pieces_by_chunk(factors, chunk_length, ranges)
+        yield from _pieces_by_chunk(factors, chunk_length, ranges, start)
         return
     # Of a dim (heads=4 head_dim=6) in chunks of 12, chunk boundaries split `heads`: inner_extent is
     # 6, and a chunk has 2 steps of heads. The range heads 1..4 splits at the multiples of 2:
@@ -118,45 +132,20 @@ def split_dim(
     chunks_per_dim = -(-extents[split_atom] * inner_extent // chunk_length)
     chunk_steps = strides([*extents[:split_atom], chunks_per_dim])
     element_steps = strides(extents[split_atom:])
-    for split_range in _split_at_multiples(ranges[split_atom], steps_per_chunk):
+    low, high = ranges[split_atom]
+    # Between the first and the last multiple are whole chunks, which one loop describes. E.g. 1 to 7 in steps
+    # of 2: 1 to 2, 2 to 6, 6 to 7.
+    first_multiple = min(high, -(-low // steps_per_chunk) * steps_per_chunk)
+    last_multiple = max(low, high // steps_per_chunk * steps_per_chunk)
+    for split_range in itertools.pairwise(sorted({low, first_multiple, last_multiple, high})):
         yield _aligned_piece(
             factors,
             [*ranges[:split_atom], split_range, *ranges[split_atom + 1 :]],
+            first=(first_chunk, first_element),
             split_atom=split_atom,
             steps_per_chunk=steps_per_chunk,
             chunk_steps=chunk_steps,
             element_steps=element_steps,
-        )
-
-
-def split_dim_part(
-    factors: Sequence[SizedAxis], chunk_length: int, *, atom_ranges: Mapping[str, Range], start: int
-) -> Iterator[DimPiece]:
-    """Split a part of a leaf dim at the chunk boundaries of the dim. See `split_dim`.
-
-    Args:
-        factors: The axes of the part, outermost first.
-        chunk_length: Length of a chunk along the dim.
-        atom_ranges: Index range of each axis. Axes of other dims are ignored.
-        start: First index of the part in the dim, e.g. 6 for the second part of `(a=2 b=3 | c=4)`.
-    """
-    if start == 0:
-        yield from split_dim(factors, chunk_length, atom_ranges=atom_ranges)
-        return
-    chunk, element = divmod(start, chunk_length)
-    extent = math.prod(factor.extent for factor in factors)
-    if element and element + extent > chunk_length:
-        # Chunk boundaries cut the part at other indices than those of a dim of its own.
-        ranges = [atom_ranges[factor.atom] for factor in factors]
-        yield from _pieces_by_chunk(factors, chunk_length, ranges, start)
-        return
-    # The part lies in one chunk, or starts at a chunk boundary. It is a dim of its own, moved by chunks and elements.
-    own_length = extent if element else chunk_length
-    for piece in split_dim(factors, own_length, atom_ranges=atom_ranges):
-        yield replace(
-            piece,
-            chunk_index=piece.chunk_index + chunk,
-            element_offset=piece.element_offset + element,
         )
 
 
@@ -185,20 +174,11 @@ def find_split_atom(extents: Sequence[int], chunk_length: int) -> int | None:
     return None
 
 
-def _split_at_multiples(split_range: Range, step: int) -> Iterator[Range]:
-    """Split a range at its first and its last multiple of `step`."""
-    # The part between them is whole chunks, which one loop describes. e.g. 1 to 7 in steps of 2:
-    # 1 to 2, 2 to 6, 6 to 7.
-    start, stop = split_range
-    first_multiple = min(stop, -(-start // step) * step)
-    last_multiple = max(start, stop // step * step)
-    yield from itertools.pairwise(sorted({start, first_multiple, last_multiple, stop}))
-
-
 def _aligned_piece(
     factors: Sequence[SizedAxis],
     ranges: Sequence[Range],
     *,
+    first: tuple[int, int],
     split_atom: int,
     steps_per_chunk: int,
     chunk_steps: Sequence[int],
@@ -206,12 +186,12 @@ def _aligned_piece(
 ) -> DimPiece:
     """Return where the box `ranges` is in the chunks.
 
-    Chunks split only the axis `factors[split_atom]`, every `steps_per_chunk` steps.
+    The first element of the axes is in the chunk `first[0]`, at the offset `first[1]`. Chunks split only the axis
+    `factors[split_atom]`, every `steps_per_chunk` steps.
     """
     steps: list[AxisStep] = []
     atom_starts: list[tuple[str, int]] = []
-    chunk_index = 0
-    element_offset = 0
+    chunk_index, element_offset = first
     for number, (factor, (start, stop)) in enumerate(zip(factors, ranges)):
         count = stop - start
         atom_starts.append((factor.atom, start))
@@ -264,28 +244,6 @@ def _pieces_by_chunk(
             start = stop
 
 
-def free_atom_ranges(
-    factors: Sequence[SizedAxis], merged_range: Range
-) -> Iterator[dict[str, Range]]:
-    """Split a range of a merged dim into boxes over its axes without a fixed index.
-
-    Yields:
-        Index range of each axis, by name. Elements with another index of a fixed axis are excluded.
-    """
-    # A fixed atom selects one index of its axis, e.g. (qkv=3 at 1, embed=8) is the middle third of a
-    # fused weight. A box without that index has no element of the leaf.
-    for box in split_merged_range(merged_range, [factor.extent for factor in factors]):
-        free_ranges: dict[str, Range] = {}
-        has_fixed = True
-        for factor, (start, stop) in zip(factors, box):
-            if factor.fixed is None:
-                free_ranges[factor.atom] = (start, stop)
-            elif not start <= factor.fixed < stop:
-                has_fixed = False
-        if has_fixed:
-            yield free_ranges
-
-
 class StoredRange(NamedTuple):
     """A byte range of file number `file`."""
 
@@ -314,12 +272,6 @@ class StridedChunks:
     first: ChunkIndex
     strides: tuple[int, ...]
     is_direct: ClassVar[bool] = True
-
-    @classmethod
-    def single(cls, file: int, offset: int, num_dims: int) -> StridedChunks:
-        """Return an array's only chunk."""
-        zeros = (0,) * num_dims
-        return cls(file, offset, zeros, zeros)
 
     def find(self, index: Sequence[int]) -> FilePosition:
         """Return the file number and offset of the chunk with this index in the grid."""

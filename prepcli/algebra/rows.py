@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from prepcli.algebra.axis_map import (
-    AtomDims,
     AxisMap,
     NamePattern,
     ParsedAxisMap,
@@ -41,15 +40,23 @@ def parse_row(text: str) -> ParsedAxisMap:
     if text.count("<-") != 1 or ":" not in text.partition("<-")[2]:
         raise row_error(text, "it is not of the form `leaf dims <- name: tensor dims`")
     left, right = text.split("<-")
-    right, scale = _split_scale(right)
+    scale: RowScale | None = None
+    # E.g. `w: heads head_dim / sqrt(head_dim)`
+    match = re.search(r" [/*+] .*$", right)
+    if match is not None:
+        right = right[: match.start()]
     tensor = parse_tensor(text, right)
-    row = ParsedAxisMap(
-        text=text,
-        leaf_dims=_parse_leaf_dims(text, left),
-        name_parts=tensor.name_parts,
-        source_dims=tensor.dims,
-        scale=_parse_scale(text, scale),
-    )
+    leaf_dims: list[tuple[str, ...]] = []
+    for item in _split_dims(text, left):
+        # A dim written as `1` has no atoms. Its extent is the empty product, 1.
+        atoms = tuple(word for word in item.strip("()").split() if word != "1")
+        leaf_dims.append(atoms)
+    for atom in itertools.chain.from_iterable(leaf_dims):
+        if not atom.isidentifier():
+            raise row_error(text, f"`{atom}` is not a valid atom name")
+    if match is not None:
+        scale = _parse_scale(text, match[0].strip())
+    row = ParsedAxisMap(text, tuple(leaf_dims), tensor.name_parts, tensor.dims, scale)
     _check_atoms(row)
     return row
 
@@ -89,22 +96,8 @@ def parse_tensor(row: str, tensor: str) -> ParsedTensor:
     )
 
 
-def _split_scale(right: str) -> tuple[str, str]:
-    """Split the right side of a row into its tensor and its scale.
-
-    >>> _split_scale("w: heads head_dim / sqrt(head_dim)")
-    ('w: heads head_dim', '/ sqrt(head_dim)')
-    """
-    match = re.search(r" [/*+] .*$", right)
-    if match is None:
-        return right, ""
-    return right[: match.start()], match[0].strip()
-
-
-def _parse_scale(text: str, scale: str) -> RowScale | None:
-    """Parse the scale of a row. None without a scale."""
-    if not scale:
-        return None
+def _parse_scale(text: str, scale: str) -> RowScale:
+    """Parse the scale of a row."""
     if match := re.fullmatch(r"/ sqrt\((\w+)\)", scale):
         return RowScale(match[1])
     if match := re.fullmatch(r"\* (float32|bfloat16)\(sqrt\((\w+)\)\)", scale):
@@ -113,19 +106,6 @@ def _parse_scale(text: str, scale: str) -> RowScale | None:
         return RowScale(offset=int(match[1]))
     forms = "`/ sqrt(atom)`, `* float32(sqrt(atom))` or `+ 1`"
     raise row_error(text, f"its scale `{scale}` is not of the form {forms}")
-
-
-def _parse_leaf_dims(text: str, dims: str) -> AtomDims:
-    """Parse the dims of the leaf, e.g. `embed (heads head_dim)`."""
-    leaf_dims: list[tuple[str, ...]] = []
-    for item in _split_dims(text, dims):
-        # A dim written as `1` has no atoms. Its extent is the empty product, 1.
-        atoms = tuple(word for word in item.strip("()").split() if word != "1")
-        leaf_dims.append(atoms)
-    for atom in itertools.chain.from_iterable(leaf_dims):
-        if not atom.isidentifier():
-            raise row_error(text, f"`{atom}` is not a valid atom name")
-    return tuple(leaf_dims)
 
 
 def _split_dims(text: str, dims: str) -> list[str]:
@@ -175,24 +155,21 @@ def _parse_name(text: str, name: str) -> tuple[str | NamePattern, ...]:
         raise row_error(text, "its tensor name is empty, has a space, or braces that do not match")
     parts: list[str | NamePattern] = []
     for position, piece in enumerate(pieces):
-        if position % 2:
-            parts.append(_parse_name_pattern(text, piece))
-        elif piece:
-            parts.append(piece)
+        if position % 2 == 0:
+            parts += [piece] if piece else []
+            continue
+        # The content of one pair of braces, e.g. `layers` or `layers@moe_layers`.
+        atoms, _, names = piece.partition(" of ")
+        atoms, _, index_list = atoms.partition("@")
+        terms = _parse_terms(text, atoms)
+        pattern = NamePattern(terms, index_list.strip(), words=tuple(names.split()))
+        if not terms:
+            raise row_error(text, f"`{{{piece}}}` has no atom")
+        is_one_free_atom = len(terms) == 1 and terms[0].fixed is None
+        if pattern.has_own_size and not is_one_free_atom:
+            raise row_error(text, f"`{{{piece}}}`: `@` and `of` follow one atom without an index")
+        parts.append(pattern)
     return tuple(parts)
-
-
-def _parse_name_pattern(text: str, content: str) -> NamePattern:
-    """Parse the content of one pair of braces, e.g. `layers` or `layers@moe_layers`."""
-    atoms, _, names = content.partition(" of ")
-    atoms, _, index_list = atoms.partition("@")
-    pattern = NamePattern(_parse_terms(text, atoms), index_list.strip(), words=tuple(names.split()))
-    is_one_free_atom = len(pattern.terms) == 1 and pattern.terms[0].fixed is None
-    if not pattern.terms:
-        raise row_error(text, f"`{{{content}}}` has no atom")
-    if pattern.has_own_size and not is_one_free_atom:
-        raise row_error(text, f"`{{{content}}}`: `@` and `of` follow one atom without an index")
-    return pattern
 
 
 def _check_atoms(row: ParsedAxisMap) -> None:

@@ -27,12 +27,12 @@ The 3 chunks of 8 bytes are stored one after another, so that `strides` of the c
 
 >>> chunks = StridedChunks(0, 0, (0, 0), (8, 8))
 >>> leaf = MappedArray(axis_map, (), Array("w", "float32", (3, 2), (1, 2), chunks))
->>> list(leaf_copies(leaf, full_box((2, 3))))
+>>> list(leaf.copies(full_box((2, 3))))
 [StridedCopy(tensor_offset=0, file=0, file_offset=0, width=4, dims=((3, 4, 8), (2, 12, 4)))]
 
 For row 1 of the tensor alone, a is fixed at 1: 12 bytes further in the tensor, 4 bytes further in the file.
 
->>> list(leaf_copies(leaf, ((1, 2), (0, 3))))
+>>> list(leaf.copies(((1, 2), (0, 3))))
 [StridedCopy(tensor_offset=12, file=0, file_offset=4, width=4, dims=((3, 4, 8),))]
 """
 
@@ -43,7 +43,6 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.boxes import Box, Range, full_box, intersect, split_merged_range, strides
@@ -51,12 +50,9 @@ from prepcli.algebra.grids import (
     ArrayPart,
     ArrayParts,
     Chunks,
-    ChunkTable,
     DimPiece,
     StridedChunks,
-    free_atom_ranges,
     split_dim,
-    split_dim_part,
 )
 
 NO_INDICES: Mapping[str, int] = {}
@@ -134,61 +130,75 @@ def box_copy(box: Box, window: Box, part: ArrayPart, item_nbytes: int) -> Stride
     return merge_dims(StridedCopy(tensor_offset, part.file, file_offset, item_nbytes, tuple(dims)))
 
 
-class ChunkedLeaf(Protocol):
-    """A leaf in chunks, and its part of a tensor. See `planning.arrays.MappedArray`."""
-
-    @property
-    def axis_map(self) -> AxisMap:
-        """Maps the tensor's elements to the leaf's."""
-        ...
-
-    @property
-    def stacked_indices(self) -> tuple[tuple[str, int], ...]:
-        """Name and index of each stacked axis in the tensor's name, e.g. (("layers", 3),)."""
-        ...
-
-    @property
-    def starts(self) -> tuple[int, ...] | None:
-        """First index of the tensor's part along each leaf dim. None if the axis map covers every dim from 0."""
-        ...
-
-    @property
-    def chunk_shape(self) -> tuple[int, ...]:
-        """Shape of a chunk."""
-        ...
-
-    @property
-    def chunks(self) -> Chunks:
-        """Where the chunks are stored."""
-        ...
-
-    @property
-    def element_strides(self) -> tuple[int, ...]:
-        """Bytes between neighbouring elements of a chunk, per leaf dim. Parts have strides of their own."""
-        ...
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        ...
-
-
-def leaf_copies(leaf: ChunkedLeaf, box: Box, window: Box | None = None) -> Iterator[StridedCopy]:
+def leaf_copies(
+    axis_map: AxisMap,
+    box: Box,
+    window: Box | None = None,
+    *,
+    stacked_indices: Sequence[tuple[str, int]],
+    starts: Sequence[int] | None,
+    chunks: Chunks,
+    chunk_shape: Sequence[int],
+    element_strides: Sequence[int],
+    itemsize: int,
+) -> Iterator[StridedCopy]:
     """Yield the copies between a box of a tensor and a leaf's chunks.
 
     Args:
-        leaf: The leaf.
+        axis_map: Maps the tensor's elements to the leaf's.
         box: Box of the tensor. Elements of other leaves are excluded.
         window: Tensor offsets count the bytes of this box of the tensor in C order. None for the whole tensor.
+        stacked_indices: Name and index of each stacked axis in the tensor's name, e.g. (("layers", 3),).
+        starts: First index of the tensor's part along each leaf dim. None if the axis map covers every dim from 0.
+        chunks: Where the chunks of the leaf are stored.
+        chunk_shape: Shape of a chunk.
+        element_strides: Bytes between neighbouring elements of a chunk, per leaf dim. Parts have strides of their own.
+        itemsize: Bytes per element.
     """
-    stacked = _index_ranges(dict(leaf.stacked_indices))
-    for box_ranges in _atom_ranges_of_tensor_box(leaf.axis_map, box):
+    starts = starts or (0,) * len(chunk_shape)
+    stacked = {atom: (index, index + 1) for atom, index in stacked_indices}
+    for box_ranges in _atom_ranges_of_tensor_box(axis_map, box):
         atom_ranges = stacked | box_ranges
-        if isinstance(leaf.chunks, ArrayParts):
-            for part in leaf.chunks.parts:
-                yield from _copies_to_part(leaf, part, atom_ranges, window)
-        else:
-            yield from _copies_to_chunks(leaf, leaf.chunks, atom_ranges, window)
+        if isinstance(chunks, ArrayParts):
+            for part in chunks.parts:
+                yield from _copies_to_part(
+                    axis_map, part, atom_ranges, starts=starts, itemsize=itemsize, window=window
+                )
+            continue
+        pieces_per_dim: list[list[DimPiece]] = []
+        for dim, length, start in zip(axis_map.leaf_dims, chunk_shape, starts):
+            pieces = split_dim(dim, length, atom_ranges=atom_ranges, start=start)
+            pieces_per_dim.append(list(pieces))
+        for dim_pieces in itertools.product(*pieces_per_dim):
+            copy, chunk_loops = _make_copy(
+                axis_map,
+                atom_ranges,
+                dim_pieces=dim_pieces,
+                element_strides=element_strides,
+                itemsize=itemsize,
+                window=window,
+            )
+            index = [piece.chunk_index for piece in dim_pieces]
+            if isinstance(chunks, StridedChunks):
+                # Chunks at regular distances are loops of one copy.
+                file, offset = chunks.find(index)
+                outer = [
+                    (n, stride, chunks.strides[dim] * step) for n, stride, dim, step in chunk_loops
+                ]
+                yield merge_dims(
+                    replace(
+                        copy,
+                        file=file,
+                        file_offset=offset + copy.file_offset,
+                        dims=(*outer, *copy.dims),
+                    )
+                )
+                continue
+            merged = merge_dims(copy)
+            for file, offset, displacement in chunks.walk(index, chunk_loops):
+                start = merged.tensor_offset + displacement
+                offset += merged.file_offset
+                yield StridedCopy(start, file, offset, merged.width, merged.dims)
 
 
 def _index_ranges(indices: Mapping[str, int]) -> dict[str, Range]:
@@ -201,10 +211,24 @@ def _atom_ranges_of_tensor_box(axis_map: AxisMap, box: Box) -> Iterator[dict[str
     # In the example, row 1 is {a: (1, 2), b: (0, 3)}. A range of a merged dim may need several boxes:
     # indices 1 to 6 of (heads=2 head_dim=3) are head 0 with head_dim 1 to 3, and the whole of head 1.
     ranges_per_dim: list[list[dict[str, Range]]] = []
-    for dim_range, dim in zip(box, axis_map.source_dims):
-        start, stop = intersect(dim_range, (dim.start, dim.start + dim.selected_extent))
-        selected_range = (start - dim.start, stop - dim.start)
-        ranges_per_dim.append(list(free_atom_ranges(dim.factors, selected_range)))
+    for (low, high), dim in zip(box, axis_map.source_dims):
+        extents = [factor.extent for factor in dim.factors]
+        # The part of the dim may begin after its first element. See `TensorDim`.
+        part_range = (max(0, low - dim.start), min(math.prod(extents), high - dim.start))
+        boxes: list[dict[str, Range]] = []
+        for atom_box in split_merged_range(part_range, extents):
+            free_ranges: dict[str, Range] = {}
+            has_fixed = True
+            for factor, (start, stop) in zip(dim.factors, atom_box):
+                if factor.fixed is None:
+                    free_ranges[factor.atom] = (start, stop)
+                elif not start <= factor.fixed < stop:
+                    # A fixed atom selects one index of its axis, e.g. (qkv=3 at 1, embed=8) is the middle third of
+                    # a fused weight. A box without that index has no element of the leaf.
+                    has_fixed = False
+            if has_fixed:
+                boxes.append(free_ranges)
+        ranges_per_dim.append(boxes)
     for dim_ranges in itertools.product(*ranges_per_dim):
         atom_ranges: dict[str, Range] = {}
         for free_ranges in dim_ranges:
@@ -346,87 +370,36 @@ def _iter_stacked_indices(
         yield dict(zip(atoms, index))
 
 
-def _copies_to_chunks(
-    leaf: ChunkedLeaf,
-    chunks: StridedChunks | ChunkTable,
+def _copies_to_part(
+    axis_map: AxisMap,
+    part: ArrayPart,
     atom_ranges: Mapping[str, Range],
+    *,
+    starts: Sequence[int],
+    itemsize: int,
     window: Box | None,
 ) -> Iterator[StridedCopy]:
-    """Yield the copies of the elements in `atom_ranges` to the leaf's chunks."""
-    starts = leaf.starts or (0,) * len(leaf.chunk_shape)
-    pieces_per_dim: list[list[DimPiece]] = []
-    for dim, length, start in zip(leaf.axis_map.leaf_dims, leaf.chunk_shape, starts):
-        pieces = split_dim_part(dim, length, atom_ranges=atom_ranges, start=start)
-        pieces_per_dim.append(list(pieces))
-    for dim_pieces in itertools.product(*pieces_per_dim):
-        copy, chunk_loops = _make_copy(
-            leaf.axis_map,
-            atom_ranges,
-            dim_pieces=dim_pieces,
-            element_strides=leaf.element_strides,
-            itemsize=leaf.itemsize,
-            window=window,
-        )
-        index = [piece.chunk_index for piece in dim_pieces]
-        yield from _place_copy(copy, chunks, index, chunk_loops)
-
-
-def _place_copy(
-    copy: StridedCopy,
-    chunks: StridedChunks | ChunkTable,
-    index: Sequence[int],
-    chunk_loops: Sequence[tuple[int, int, int, int]],
-) -> Iterator[StridedCopy]:
-    """Yield the copies of equal parts of chunks.
-
-    Args:
-        copy: The copy of the part of the first chunk. Its file offset counts from the start of the chunk.
-        chunks: Where the chunks are stored.
-        index: Index of the first chunk.
-        chunk_loops: The loops over the chunks. See `ChunkTable.walk`.
-    """
-    if isinstance(chunks, StridedChunks):
-        # Chunks at regular distances are loops of one copy.
-        file, offset = chunks.find(index)
-        outer = [(n, stride, chunks.strides[dim] * step) for n, stride, dim, step in chunk_loops]
-        dims = (*outer, *copy.dims)
-        yield merge_dims(
-            StridedCopy(copy.tensor_offset, file, offset + copy.file_offset, copy.width, dims)
-        )
-        return
-    part = merge_dims(copy)
-    for file, offset, displacement in chunks.walk(index, chunk_loops):
-        start = part.tensor_offset + displacement
-        yield StridedCopy(start, file, offset + part.file_offset, part.width, part.dims)
-
-
-def _copies_to_part(
-    leaf: ChunkedLeaf, part: ArrayPart, atom_ranges: Mapping[str, Range], window: Box | None
-) -> Iterator[StridedCopy]:
-    """Yield the copies of the elements in `atom_ranges` to one part of the leaf."""
-    starts = leaf.starts or (0,) * len(part.box)
+    """Yield the copies of the elements in `atom_ranges` to one part of a leaf. See `leaf_copies`."""
     dims_box: list[Range] = []
     origin = part.offset
-    for (low, high), start, dim, stride in zip(
-        part.box, starts, leaf.axis_map.leaf_dims, part.strides
-    ):
+    for (low, high), start, dim, stride in zip(part.box, starts, axis_map.leaf_dims, part.strides):
         extent = math.prod(factor.extent for factor in dim)
         dims_box.append(intersect((low - start, high - start), (0, extent)))
         # Pieces count from the start of the axis map's dims, the offset from the start of the part.
         origin += (start - low) * stride
-    for part_ranges in _atom_ranges_of_box(leaf.axis_map, tuple(dims_box)):
+    for part_ranges in _atom_ranges_of_box(axis_map, tuple(dims_box)):
         common = dict(atom_ranges)
         for atom, part_range in part_ranges.items():
             common[atom] = intersect(atom_ranges[atom], part_range)
         if any(start >= stop for start, stop in common.values()):
             continue
-        for dim_pieces in itertools.product(*_whole_dim_pieces(leaf.axis_map, common)):
+        for dim_pieces in itertools.product(*_whole_dim_pieces(axis_map, common)):
             copy, _ = _make_copy(
-                leaf.axis_map,
+                axis_map,
                 common,
                 dim_pieces=dim_pieces,
                 element_strides=part.strides,
-                itemsize=leaf.itemsize,
+                itemsize=itemsize,
                 window=window,
             )
             yield merge_dims(replace(copy, file=part.file, file_offset=copy.file_offset + origin))
@@ -471,9 +444,22 @@ def _make_copy(
     atom_starts = {atom: start for atom, (start, _) in atom_ranges.items()}
     for piece in dim_pieces:
         atom_starts.update(piece.atom_starts)
-    tensor_offset, tensor_strides = _tensor_offset_and_strides(
-        axis_map, atom_starts, itemsize, window
-    )
+    if window is None:
+        window = full_box(axis_map.source_shape)
+    # With row 1 as the window ((1, 2), (0, 3)), the window has the strides (12, 4), and w[1, 0] the offset
+    # (0 - 1) * 12 for the start of the window, plus 1 * 12 for a = 1. That is byte 0.
+    tensor_offset = 0
+    tensor_strides: dict[str, int] = {}
+    dim_strides = strides([stop - start for start, stop in window], itemsize)
+    for dim, (window_start, _), dim_stride in zip(axis_map.source_dims, window, dim_strides):
+        tensor_offset += (dim.start - window_start) * dim_stride
+        factor_strides = strides([factor.extent for factor in dim.factors], dim_stride)
+        for factor, atom_stride in zip(dim.factors, factor_strides):
+            if factor.fixed is None:
+                tensor_offset += atom_starts[factor.atom] * atom_stride
+                tensor_strides[factor.atom] = atom_stride
+            else:
+                tensor_offset += factor.fixed * atom_stride
     file_offset = 0
     dims: list[tuple[int, int, int]] = []
     chunk_loops: list[tuple[int, int, int, int]] = []
@@ -487,29 +473,6 @@ def _make_copy(
             else:
                 dims.append((step.count, tensor_stride, step.element_step * element_stride))
     return StridedCopy(tensor_offset, 0, file_offset, itemsize, tuple(dims)), chunk_loops
-
-
-def _tensor_offset_and_strides(
-    axis_map: AxisMap, atom_starts: Mapping[str, int], itemsize: int, window: Box | None
-) -> tuple[int, dict[str, int]]:
-    """Return the tensor offset of the axes' first indices, and the tensor stride of each axis without a fixed index."""
-    if window is None:
-        window = full_box(axis_map.source_shape)
-    # In the example, with row 1 as the window ((1, 2), (0, 3)): the window has the strides (12, 4), and
-    # w[1, 0] the offset (0 - 1) * 12 for the start of the window, plus 1 * 12 for a = 1. That is byte 0.
-    tensor_offset = 0
-    atom_strides: dict[str, int] = {}
-    dim_strides = strides([stop - start for start, stop in window], itemsize)
-    for dim, (window_start, _), dim_stride in zip(axis_map.source_dims, window, dim_strides):
-        tensor_offset += (dim.start - window_start) * dim_stride
-        factor_strides = strides([factor.extent for factor in dim.factors], dim_stride)
-        for factor, atom_stride in zip(dim.factors, factor_strides):
-            if factor.fixed is None:
-                tensor_offset += atom_starts[factor.atom] * atom_stride
-                atom_strides[factor.atom] = atom_stride
-            else:
-                tensor_offset += factor.fixed * atom_stride
-    return tensor_offset, atom_strides
 
 
 def merge_dims(copy: StridedCopy) -> StridedCopy:

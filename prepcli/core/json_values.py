@@ -9,7 +9,7 @@ import json
 import math
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import (
     Annotated,
@@ -218,7 +218,7 @@ _STRICT_DECODER = json.JSONDecoder(
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-class JsonRecord(Mapping[str, Any]):
+class JsonRecord(dict[str, Any]):
     """JSON object with an attribute for each key that its class declares.
 
     The object keeps the order of its keys, and keys that the class does not declare. A missing key is not in the
@@ -234,49 +234,33 @@ class JsonRecord(Mapping[str, Any]):
         (True, '1,2,1', {'mesh': '1,2,1', 'later': 3})
     """
 
-    def __init__(self, /, **fields: Any) -> None:
-        self._fields = fields
-
     def __init_subclass__(cls) -> None:
-        for key in cls.__annotations__:
-            setattr(cls, key, _attribute(key, default=getattr(cls, key)))
-
-    def __getitem__(self, key: str) -> Any:
-        return self._fields[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
+        for key, annotation in cls.__annotations__.items():
+            is_lenient = _has_mark(annotation, _LENIENT)
+            if isinstance(annotation, str):
+                # Evaluating the types of a manifest takes milliseconds, and most of its keys are not lenient.
+                is_lenient = annotation.startswith("Lenient[")
+            setattr(cls, key, _attribute(key, getattr(cls, key), is_lenient=is_lenient))
 
     def __or__(self, other: Mapping[str, Any]) -> Self:
         """Return both objects in one. As in a dict, a key of both keeps its place and has the value of `other`."""
-        return type(self)(**{**self._fields, **other})
-
-    def __repr__(self) -> str:
-        return repr(self._fields)
+        return type(self)(**{**self, **other})
 
 
-def _attribute(key: str, default: object) -> property:
+def _attribute(key: str, default: object, *, is_lenient: bool) -> property:
     def read(record: JsonRecord) -> object:
-        if key not in record:
+        value = record.get(key, default)
+        if is_lenient and key in record and _lenient_check(type(record), key)(value):
             return default
-        value = record[key]
-        check = _lenient_checks(type(record)).get(key)
-        return default if check and check(value) else value
+        return value
 
     return property(read)
 
 
 @functools.cache
-def _lenient_checks(schema: type) -> Mapping[str, _Check]:
-    """Return the checks of the values of lenient keys."""
-    checks: dict[str, _Check] = {}
-    for key, hint in _type_hints(schema).items():
-        if _has_mark(hint, _LENIENT):
-            checks[key] = _make_check(get_args(hint)[0])
-    return checks
+def _lenient_check(schema: type, key: str) -> _Check:
+    """Return the check of the value of a lenient key."""
+    return _make_check(get_args(_type_hints(schema)[key])[0])
 
 
 def find_type_fault(value: object, annotation: object) -> str:

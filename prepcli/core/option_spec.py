@@ -157,10 +157,10 @@ def format_command_line(
     'prep pad-vocab m --size 8 --drop a --drop b'
     """
     specs = option_specs(options)
-    recorded = [name for name in specs if specs[name].record is not NOT_RECORDED]
+    places = {name: spec.record for name, spec in specs.items() if spec.record is not NOT_RECORDED}
     # The sort is stable: equal places keep the order of the TypedDict. An existing output is recognised by this line,
     # so its order may not change between versions.
-    recorded.sort(key=lambda name: specs[name].record or 0)
+    recorded = sorted(places, key=places.__getitem__)
     words = [f"prep {command} {source_name}"]
     for name in recorded:
         value = values.get(name, specs[name].default)

@@ -75,8 +75,9 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, kept_nbytes: int = 0
     # 512 MiB: 64 MiB are reserved, a quarter of the other 448 MiB is more than MAX_SLAB_NBYTES, so that
     # slabs have 32 MiB and there are 8 buffers. 32 MiB: 8 MiB are reserved, a quarter of 24 MiB gives
     # slabs of 6 MiB minus two pages, and 4 buffers.
-    half_nbytes = _max_slab_nbytes(usable_nbytes // 2)
-    quarter_nbytes = _max_slab_nbytes(usable_nbytes // 4)
+    # A buffer is two pages longer than its slab.
+    half_nbytes = (usable_nbytes // 2 - 2 * PAGE) // PAGE * PAGE
+    quarter_nbytes = (usable_nbytes // 4 - 2 * PAGE) // PAGE * PAGE
     slab_nbytes = min(MAX_SLAB_NBYTES, quarter_nbytes)
     if slab_nbytes < min_buffer_nbytes <= half_nbytes:
         slab_nbytes = -(-min_buffer_nbytes // PAGE) * PAGE
@@ -84,11 +85,6 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, kept_nbytes: int = 0
         slab_nbytes = quarter_nbytes
     buffer_count = min(MAX_BUFFERS, usable_nbytes // (slab_nbytes + 2 * PAGE))
     return Budget(nbytes, slab_nbytes, buffer_count)
-
-
-def _max_slab_nbytes(nbytes: int) -> int:
-    """Return the largest slab for a buffer of `nbytes` bytes. A buffer is two pages longer than its slab."""
-    return (nbytes - 2 * PAGE) // PAGE * PAGE
 
 
 def check_memory(nbytes: int, limit: str) -> None:
@@ -135,7 +131,8 @@ class BufferPool:
         self._free: list[ByteArray] = []
         # One permit for each buffer not in use, whether it is allocated already or not.
         self._permits = queue.SimpleQueue[None]()
-        self._add_permits(budget.buffer_count)
+        for _ in range(budget.buffer_count):
+            self._permits.put(None)
 
     def acquire(self, count: int) -> list[ByteArray]:
         """Wait until `count` buffers are free, and take them.
@@ -155,10 +152,7 @@ class BufferPool:
     def release(self, buffers: list[ByteArray]) -> None:
         """Return buffers to the pool."""
         self._free.extend(buffers)
-        self._add_permits(len(buffers))
-
-    def _add_permits(self, count: int) -> None:
-        for _ in range(count):
+        for _ in buffers:
             self._permits.put(None)
 
 

@@ -59,9 +59,7 @@ class ConversionResult:
     copied_nbytes: int = 0
     resumed_nbytes: int = 0
     peak_nbytes: int = 0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"read": 0.0, "move": 0.0, "write": 0.0}
-    )
+    seconds: dict[str, float] = field(default_factory=partial(dict, read=0.0, move=0.0, write=0.0))
     already_done: bool = False
 
 
@@ -256,8 +254,18 @@ class Pipeline:
             self.result.resumed_nbytes += self.streams[number].nbytes
         if unit.prefix:
             self.result.resumed_nbytes += unit.prefix.nbytes
+        # Incomplete streams are read, and the streams that their fill averages. A partly durable one is read from its
+        # first byte on, for its digest.
+        needed: set[int] = set()
+        for number in unit.streams:
+            if number in unit.digests:
+                continue
+            needed.add(number)
+            fill = self.streams[number].fill
+            if fill and fill.needs_true_rows:
+                needed.add(mean_source_number(self.streams, number))
+        stream_numbers = [number for number in unit.streams if number in needed]
         # Digests of an earlier run take part in the checks: a tied tensor of this run is compared with them.
-        stream_numbers = self._streams_to_read(unit)
         for number in sorted(unit.digests.keys() - set(stream_numbers)):
             self.on_digest(number, unit.digests[number])
         self._pass_in_order(partial(self._begin_unit, unit))
@@ -317,40 +325,22 @@ class Pipeline:
         except BaseException as error:
             self._set_error(error)
 
-    def _streams_to_read(self, unit: PipelineUnit) -> list[int]:
-        """Return the numbers of the streams to read: incomplete streams, and the streams that their fill averages.
-
-        A partly durable stream is read from its first byte on, for its digest.
-        """
-        numbers: set[int] = set()
-        for number in unit.streams:
-            if number in unit.digests:
-                continue
-            numbers.add(number)
-            fill = self.streams[number].fill
-            if fill and fill.needs_true_rows:
-                numbers.add(mean_source_number(self.streams, number))
-        return [number for number in unit.streams if number in numbers]
-
     def _make_task(self, slab: Slab) -> _SlabTask:
         """Return the task of a slab, with buffers from the pool."""
         is_aligned = self.sink is None or self.sink.needs_alignment
         is_gathered = needs_gather(slab, is_aligned)
         has_copies = needs_permute(slab.reads) or slab.changes_values or is_gathered
         buffers = self.buffers.acquire(2 if has_copies else 1)
-        data = np.empty(0, np.uint8)
-        return _SlabTask(slab, self._not_durable_nbytes(slab), is_gathered, buffers, data)
-
-    def _not_durable_nbytes(self, slab: Slab) -> int:
-        """Return the number of bytes of a slab still to be made durable."""
-        if slab.stream_number in self.unit.digests:
-            return 0
-        durable_nbytes = 0
-        prefix = self.unit.prefix
-        if prefix and prefix.stream_number == slab.stream_number:
-            durable_nbytes = prefix.nbytes
-        # E.g. 100 durable bytes, slab of bytes 64 to 128: 28 are new, and the whole slab is written.
-        return max(0, min(slab.nbytes, self._stream_nbytes_through(slab) - durable_nbytes))
+        new_nbytes = 0
+        if slab.stream_number not in self.unit.digests:
+            durable_nbytes = 0
+            prefix = self.unit.prefix
+            if prefix and prefix.stream_number == slab.stream_number:
+                durable_nbytes = prefix.nbytes
+            # E.g. 100 durable bytes, slab of bytes 64 to 128: 28 are new, and the whole slab is written.
+            through_nbytes = self._stream_nbytes_through(slab)
+            new_nbytes = max(0, min(slab.nbytes, through_nbytes - durable_nbytes))
+        return _SlabTask(slab, new_nbytes, is_gathered, buffers, np.empty(0, np.uint8))
 
     def _stream_nbytes_through(self, slab: Slab) -> int:
         """Return the number of the stream's bytes up to the end of a slab."""

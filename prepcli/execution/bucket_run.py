@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from prepcli.core.errors import RERUN_HINT, Option, PrepError, text, usage_error
+from prepcli.core.json_values import JsonObject
 from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import NullProgress
 from prepcli.engine.background_sync import SyncPoint
@@ -26,6 +27,7 @@ from prepcli.execution.bucket_store import (
     has_intact_files,
     stored_manifest,
 )
+from prepcli.execution.data_checks import parse_source_state
 from prepcli.execution.finalize import (
     WORK_FOLDER,
     raw_chunks,
@@ -46,9 +48,8 @@ from prepcli.execution.run_store import (
     all_checksums,
     all_digests,
 )
-from prepcli.execution.source_checks import parse_source_state
 from prepcli.formats.codecs import codec_of
-from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error
+from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, foreign_output_error
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.object_files import OBJECT_NBYTES
 from prepcli.planning.slabs import min_buffer_nbytes
@@ -103,7 +104,7 @@ class BucketRun(Run):
         self._writer: ObjectWriter | None = None
 
     def read_manifest(self) -> Manifest:
-        """Return the manifest of the published output."""
+        """Return the manifest of the published output. See `Run.read_manifest`."""
         file = self.bucket.find_file(MANIFEST_FILE)
         manifest = stored_manifest(self.bucket, [] if file is None else [file])
         if manifest is None:
@@ -163,12 +164,12 @@ class BucketRun(Run):
         """Check that no other plan is being written there."""
         check_lock(self.bucket, self.request.run_id)
 
-    def join(self) -> bool:
-        """Join the run. Return False if the output was published meanwhile."""
+    def join(self, identity: Mapping[str, object], source: JsonObject) -> bool:
+        """Join the run. Return False if the output was published meanwhile. See `Run.join`."""
         is_worker = PARENT_VARIABLE in os.environ
         self.bucket_store.join(
-            self.run_record(),
-            self.source_record(),
+            identity,
+            source,
             # The parent of a worker has restarted the run.
             restart=self.request.options.restart and not is_worker,
             is_done=self.is_done,
@@ -358,13 +359,13 @@ class BucketRun(Run):
             self.plan,
             self.identity,
             digests=digests,
-            sums=all_checksums(self.plan, notes),
+            sums=all_checksums(self.num_blocks, notes),
             put=put,
             compressed=self._compressed_chunks(notes),
             num_threads=NUM_THREADS,
         )
         store.confirm()
-        publish_content(self.bucket, MANIFEST_FILE, manifest)
+        publish_content(self.bucket, MANIFEST_FILE, encode_manifest(manifest))
         assert store.is_published()
         store.delete_state()
 

@@ -29,7 +29,7 @@ from prepcli.execution.finalize import (
 )
 from prepcli.execution.step_writer import NOTE_STEM, step_reader
 from prepcli.execution.training_storage import StepSave
-from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
 from prepcli.planning.object_files import LeafGroup, ProcessFiles
 from prepcli.planning.plan import OutputLeaf, Plan
 from prepcli.stores.buffers import ByteArray
@@ -171,7 +171,7 @@ class BucketStep:
             num_threads=NUM_THREADS,
         )
         self.check_lock()
-        publish_content(self.bucket, MANIFEST_FILE, manifest)
+        publish_content(self.bucket, MANIFEST_FILE, encode_manifest(manifest))
 
     def _put(self, path: str, content: bytes) -> None:
         self.bucket.write_pieces(path, [content], size=len(content))

@@ -59,7 +59,7 @@ def finalize_folder(
     digests: Mapping[int, str],
     sums: ChecksumArray,
     compressed: CompressedChunks | None = None,
-) -> None:
+) -> Manifest:
     """Write all files of a folder except the data files. Nothing is synced.
 
     Args:
@@ -70,18 +70,15 @@ def finalize_folder(
         sums: Checksums of all blocks. Unknown ones are computed from the data files.
         compressed: Locations of compressed chunks. None if the chunks are raw.
 
+    Returns:
+        The manifest.
+
     Raises:
         PrepError: The system refused to read or write.
     """
     # A kill leaves a staging folder, and the next run writes all of these files again. This call checks the
     # folders. Each file is opened without following links.
     check_no_symlinks(folder)
-
-    def put(path: str, content: bytes) -> None:
-        write_files(folder, {path: content})
-
-    def copy(path: str, file: SmallFile) -> FileRecord:
-        return _write_small_file(file, folder / path)
 
     try:
         if not sums.all():
@@ -92,11 +89,12 @@ def finalize_folder(
             run_identity,
             digests=digests,
             sums=sums,
-            put=put,
-            copy=copy,
+            put=lambda path, content: write_files(folder, {path: content}),
+            copy=partial(_write_small_file, folder),
             compressed=compressed,
         )
-        write_no_follow(folder / MANIFEST_FILE, manifest)
+        write_no_follow(folder / MANIFEST_FILE, encode_manifest(manifest))
+        return manifest
     except OSError as error:
         raise io_error(Path(error.filename or folder), error) from error
 
@@ -111,7 +109,7 @@ def write_last_files(
     copy: Callable[[str, SmallFile], FileRecord] | None = None,
     compressed: CompressedChunks | None = None,
     num_threads: int = 1,
-) -> bytes:
+) -> Manifest:
     """Write all files of an output except its data and its manifest: index, settings, checksums and marker.
 
     Args:
@@ -120,8 +118,8 @@ def write_last_files(
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks.
         put: Writes a file, given its path and content.
-        copy: Writes a small file of the plan, given its path. Returns its record. None for a file that is read, and
-            then written by `put`.
+        copy: Writes a small file of the plan at a path. Returns its record. None for files that are read, and then
+            written by `put`.
         compressed: Locations of compressed chunks. None if the chunks are raw.
         num_threads: Number of concurrent calls of `put` and `copy`. 1 for calls in this thread.
 
@@ -139,25 +137,22 @@ def write_last_files(
         if path in metadata:
             markers[path] = metadata.pop(path)
 
-    def write(path: str, content: bytes) -> tuple[str, FileRecord]:
-        put(path, content)
-        return path, _content_record(content)
+    sources: list[tuple[str, bytes | SmallFile]] = [*metadata.items()]
+    sources += [(output_path(plan, file.path), file) for file in plan.small_files]
 
-    def copy_file(file: SmallFile) -> tuple[str, FileRecord]:
-        path = output_path(plan, file.path)
-        if copy is not None:
-            return path, copy(path, file)
-        return write(path, _read_small_file(file))
+    def write_file(entry: tuple[str, bytes | SmallFile]) -> tuple[str, FileRecord]:
+        path, source = entry
+        if isinstance(source, SmallFile):
+            if copy is not None:
+                return path, copy(path, source)
+            source = _read_small_file(source)
+        put(path, source)
+        return path, _content_record(source)
 
-    writes: list[Callable[[], tuple[str, FileRecord]]] = []
-    for path, content in metadata.items():
-        writes.append(partial(write, path, content))
-    for file in plan.small_files:
-        writes.append(partial(copy_file, file))
     if num_threads == 1:
-        records = dict(call() for call in writes)
+        records = dict(map(write_file, sources))
     else:
-        records = dict(map_in_daemon_threads(lambda call: call(), writes, num_threads=num_threads))
+        records = dict(map_in_daemon_threads(write_file, sources, num_threads=num_threads))
     manifest = build_manifest(plan, run_identity, digests)
     if compressed is not None:
         manifest |= Manifest(packed=dict(zip(compressed.files, compressed.sizes)))
@@ -171,8 +166,10 @@ def write_last_files(
     for path, content in markers.items():
         put(path, content)
         records[path] = _content_record(content)
-    files = header_records(plan) | dict(sorted(records.items()))
-    return encode_manifest(manifest | Manifest(files=files))
+    files = dict(sorted(records.items()))
+    if not plan.leaves:
+        files = header_records(plan) | files
+    return manifest | Manifest(files=files)
 
 
 def _content_record(content: bytes) -> FileRecord:
@@ -181,61 +178,54 @@ def _content_record(content: bytes) -> FileRecord:
 
 
 def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> dict[str, bytes]:
-    """Return the index and the metadata of an Orbax item, by their paths in the output.
+    """Return the index and the metadata of the items of a plan, by their paths in the output.
 
     They hold the metadata of each leaf, and the location of each chunk. Empty for a plan without leaves.
-    """
-    files: dict[str, bytes] = {}
-    folders = [PurePosixPath(output_path(plan, item or "")) for item in plan.items]
-    for folder, (item, leaves) in zip(folders, plan.items.items(), strict=True):
-        for path, content in _item_metadata(plan, item, leaves, compressed).items():
-            files[(folder / path).as_posix()] = content
-    if plan.item and folders:
-        step_files = encode_step_metadata([item.name for item in folders], newest_source_ns(plan))
-        for path, content in step_files.items():
-            files[(folders[0].parent / path).as_posix()] = content
-    return files
-
-
-def _item_metadata(
-    plan: Plan,
-    item: str | None,
-    leaves: tuple[OutputLeaf, ...],
-    compressed: CompressedChunks | None,
-) -> dict[str, bytes]:
-    """Return the index and the metadata of one item, by their paths in its folder.
 
     Args:
         plan: The plan of the output.
-        item: Folder of the item in `Plan.item`, or None for that folder itself.
-        leaves: Leaves of the item.
         compressed: The compressed chunks, if there are any.
     """
-    array_metas: list[ArrayMeta] = []
-    for leaf in leaves:
-        meta = ArrayMeta(leaf.path, leaf.grid.shape, leaf.dtype, leaf.grid.chunk_shape)
-        array_metas.append(meta)
-    chunks = raw_chunks(leaves)
-    names: Sequence[str] = [file.path for file in plan.files]
-    if item is not None:
-        # No chunk of the item is in the files of another one.
-        names = [name.removeprefix(f"{item}/") for name in names]
-    if compressed:
-        # `compressed` has the chunks of the whole plan. No command with `--compress` writes several items.
-        assert len(plan.items) == 1
-        chunks = compressed.relocate(chunks)
-        names = compressed.files
-    state_record = plan.settings.training_state
-    return encode_item_metadata(
-        array_metas,
-        chunks,
-        names,
-        newest_source_ns(plan),
-        storage=plan.storage,
-        compression=plan.compression,
-        non_arrays=[OrbaxNonArray(path, "None") for path in plan.empty_nodes],
-        step=0 if state_record is None else state_record["step"],
-    )
+    files: dict[str, bytes] = {}
+    folders: list[PurePosixPath] = []
+    # The newest time stamp of the source's files: equal runs write equal bytes. Metadata cannot hold times before 1970.
+    now_ns = max((0, *(file.mtime_ns for file in plan.source_files)))
+    items = plan.items
+    for item, leaves in items.items():
+        folder = PurePosixPath(output_path(plan, item or ""))
+        folders.append(folder)
+        array_metas: list[ArrayMeta] = []
+        for leaf in leaves:
+            meta = ArrayMeta(leaf.path, leaf.grid.shape, leaf.dtype, leaf.grid.chunk_shape)
+            array_metas.append(meta)
+        chunks = raw_chunks(leaves)
+        names: Sequence[str] = [file.path for file in plan.files]
+        if item is not None:
+            # No chunk of the item is in the files of another one.
+            names = [name.removeprefix(f"{item}/") for name in names]
+        if compressed:
+            # `compressed` has the chunks of the whole plan. No command with `--compress` writes several items.
+            assert len(items) == 1
+            chunks = compressed.relocate(chunks)
+            names = compressed.files
+        state_record = plan.settings.training_state
+        item_files = encode_item_metadata(
+            array_metas,
+            chunks,
+            names,
+            now_ns,
+            storage=plan.storage,
+            compression=plan.compression,
+            non_arrays=[OrbaxNonArray(path, "None") for path in plan.empty_nodes],
+            step=0 if state_record is None else state_record["step"],
+        )
+        for path, content in item_files.items():
+            files[(folder / path).as_posix()] = content
+    if plan.item and folders:
+        step_files = encode_step_metadata([folder.name for folder in folders], now_ns)
+        for path, content in step_files.items():
+            files[(folders[0].parent / path).as_posix()] = content
+    return files
 
 
 def output_path(plan: Plan, path: str) -> str:
@@ -244,9 +234,7 @@ def output_path(plan: Plan, path: str) -> str:
 
 
 def header_records(plan: Plan) -> dict[str, FileRecord]:
-    """Return the records of the headers of data files, by path. Empty for an Orbax item."""
-    if plan.leaves:
-        return {}
+    """Return the records of the headers of data files other than those of an Orbax item, by path."""
     return {file.path: _header_record(file) for file in plan.files}
 
 
@@ -292,7 +280,8 @@ def _damaged_copy_error(file: SmallFile) -> PrepError:
     return DamagedError(f"{file.copied_from} is damaged", why, GET_AGAIN_HINT)
 
 
-def _write_small_file(file: SmallFile, path: Path) -> FileRecord:
+def _write_small_file(folder: Path, path_in_folder: str, file: SmallFile) -> FileRecord:
+    path = folder / path_in_folder
     path.parent.mkdir(parents=True, exist_ok=True)
     if not file.copied_from:
         content = file.read_content()
@@ -318,13 +307,6 @@ def _open_without_links(path: str, flags: int) -> int:
         os.close(fd)
         raise not_regular_error(Path(path))
     return fd
-
-
-def newest_source_ns(plan: Plan) -> int:
-    """Return the newest time stamp of the source's files, for the output's metadata: equal runs write equal bytes."""
-    newest_ns = max((file.mtime_ns for file in plan.source_files), default=0)
-    # Metadata cannot hold times before 1970.
-    return max(0, newest_ns)
 
 
 def raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:

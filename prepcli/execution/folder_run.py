@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from prepcli.core.errors import Option, OutputExistsError, PrepError, text
 from prepcli.core.formatting import format_bytes
+from prepcli.core.json_values import JsonObject
 from prepcli.engine.background_sync import SyncPoint
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
@@ -21,7 +22,16 @@ from prepcli.engine.casts import matrix_nbytes
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader
 from prepcli.engine.fills import piece_nbytes
-from prepcli.engine.pipeline import ConversionResult, Pipeline, PipelineUnit
+from prepcli.engine.pipeline import Pipeline, PipelineUnit
+from prepcli.execution.data_checks import (
+    check_data_files,
+    check_unchanged,
+    find_damaged,
+    find_outdated,
+    parse_source_state,
+    read_stamps,
+    zero_gaps,
+)
 from prepcli.execution.finalize import finalize_folder
 from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_work_folder
 from prepcli.execution.object_compressor import CompressedChunks
@@ -32,15 +42,6 @@ from prepcli.execution.run_store import (
     UnitNote,
     all_checksums,
     all_digests,
-)
-from prepcli.execution.source_checks import parse_source_state
-from prepcli.execution.written_data import (
-    check_data_files,
-    check_unchanged,
-    find_damaged,
-    find_outdated,
-    read_stamps,
-    zero_gaps,
 )
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import (
@@ -100,29 +101,22 @@ class FolderRun(Run):
         self.files = [folder / file.path for file in plan.files]
         self.extents = chunk_extents(plan.leaves)
         self.recorder = ChecksumRecorder(self.extents)
-        self._opened = ExitStack()
         self._sink: Files | None = None
         self._source_reader: RunReader | None = None
         self.pipeline: Pipeline | None = None
         # Notes of the durable parts that this process continues, and notes of units that are not synced yet
         self._parts: dict[int, UnitNote] = {}
         self._unsynced: dict[int, UnitNote] = {}
+        # Set if this process has published the output
+        self._manifest: Manifest | None = None
 
-    def close(self) -> None:
-        """Close the data files, and leave the run."""
-        self._opened.close()
-        super().close()
-
-    def run(self) -> ConversionResult:
-        """Write the output. See `Run.run`."""
-        try:
-            return super().run()
-        except PrepError as error:
-            # A user knows the output, but not its data files. These are on one disk.
-            cause = error.__cause__
-            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise io_error(self.out, cause) from cause
-            raise
+    def error_for_user(self, error: PrepError) -> PrepError:
+        """Name the output in the error of a full disk. See `Run.error_for_user`."""
+        # A user knows the output, but not its data files. These are on one disk.
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return io_error(self.out, cause)
+        return error
 
     def is_done(self) -> bool:
         """Return whether the requested output exists. See `Run.is_done`."""
@@ -153,15 +147,19 @@ class FolderRun(Run):
         why = _describe_origin(manifest, self.plan)
         raise OutputExistsError(f"{self.out} exists and is something else", why, hint)
 
+    def read_manifest(self) -> Manifest:
+        """Return the manifest of the published output. See `Run.read_manifest`."""
+        return self._manifest or read_manifest(self.out) or NO_MANIFEST
+
     def check_room(self) -> None:
         """Raise PrepError if the disk has no room for the remaining bytes."""
         folder = self.folder_store.folder
         check_free_space(folder, missing_nbytes(self.plan, folder))
 
-    def join(self) -> bool:
+    def join(self, identity: Mapping[str, object], source: JsonObject) -> bool:
         """Join the run. Return False if another process has published the output since the first check."""
         store = self.folder_store
-        store.join(self.run_record(), self.source_record(), restart=self.request.options.restart)
+        store.join(identity, source, restart=self.request.options.restart)
         self.session = store.session
         try:
             is_done = self.is_done()
@@ -193,7 +191,7 @@ class FolderRun(Run):
                 parts[number] = part
         is_damaged = False
         for folder, notes in ((DONE_FOLDER, self.earlier_notes), (PART_FOLDER, parts)):
-            while batch := self._claim_notes(folder, notes):
+            while notes and (batch := self._claim_notes(folder, notes)):
                 is_damaged |= self._check_notes(folder, batch)
                 for number in batch:
                     notes.pop(number)
@@ -294,8 +292,8 @@ class FolderRun(Run):
     def _open_files(self) -> tuple[Files, RunReader]:
         """Open the output's data files and the source's files, once."""
         if self._sink is None or self._source_reader is None:
-            self._sink = self._opened.enter_context(self.open_sink())
-            self._source_reader = self._opened.enter_context(
+            self._sink = self.opened.enter_context(self.open_sink())
+            self._source_reader = self.opened.enter_context(
                 open_blobs(self.source.byte_sources, self.budget.cache_nbytes)
             )
         return self._sink, self._source_reader
@@ -316,7 +314,7 @@ class FolderRun(Run):
             progress=self.pool.progress,
             units=units,
             observer=self,
-            on_digest=self._add_digest,
+            on_digest=self.integrity.on_digest,
             checksums=recorder,
         )
         self._digests = pipeline.result.digests
@@ -325,9 +323,6 @@ class FolderRun(Run):
         finally:
             self.add_result(pipeline.result)
         sink.check_unchanged()
-
-    def _add_digest(self, number: int, text: str) -> None:
-        self.integrity.on_digest(number, text)
 
     def prepare_unit(self, number: int) -> PipelineUnit:
         """Return a claimed unit with its durable part, if there is any. See `Run.prepare_unit`."""
@@ -388,12 +383,12 @@ class FolderRun(Run):
             files = [store.folder / self.plan.item / path for path in compressed.files]
         self.check_data(digests)
         stamps = read_stamps(files)
-        finalize_folder(
+        self._manifest = finalize_folder(
             self.plan,
             store.folder,
             run_identity=self.identity,
             digests=digests,
-            sums=all_checksums(self.plan, notes),
+            sums=all_checksums(self.num_blocks, notes),
             compressed=compressed,
         )
         # The stamps were read before the digest check. Equal stamps show that no file has changed since.

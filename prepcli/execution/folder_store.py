@@ -11,24 +11,18 @@ are read back, and the note is renewed or its unit is written again.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
 from prepcli.core.json_values import JsonObject, load_json
 from prepcli.execution.finalize import WORK_FOLDER
-from prepcli.execution.locks import (
-    exclusive_lock,
-    holder_of,
-    is_locked,
-    join_lock,
-    lock_in_folder,
-    try_lock,
-    wait_for_lock,
-)
 from prepcli.execution.output_paths import is_same_file, remove_path
 from prepcli.execution.run_store import (
     CHECKSUM_KEY,
@@ -48,8 +42,156 @@ from prepcli.stores.output_files import (
     check_not_symlink,
     open_no_follow,
     read_no_follow,
-    sync_paths,
+    sync_many,
 )
+
+LOCK_FILE_FLAGS = os.O_RDWR | os.O_CREAT
+# Other processes may remove or rename the folder of a lock meanwhile.
+MAX_TRIES = 100
+
+
+def acquire_lock(path: Path, locked_path: Path) -> int:
+    """Return a descriptor with the lock. Closing it releases the lock.
+
+    Raises:
+        PrepError: Another process holds the lock. The error names it and `locked_path`.
+        OSError: The file system has no locks, or the file cannot be opened.
+    """
+    # The file is never removed. A second process could otherwise lock a new file of the same name while
+    # the first one holds the old file.
+    fd = try_lock(path)
+    if fd is None:
+        why = f"another process works on it: {holder_of(path)}"
+        raise PrepError(f"{locked_path} is locked", why, "wait until it ends")
+    _write_holder(fd)
+    return fd
+
+
+def join_lock(path: Path) -> tuple[int, bool]:
+    """Acquire a lock that any number of processes share. One process at a time may call it.
+
+    Args:
+        path: The lock file.
+
+    Returns:
+        The descriptor, and whether this process is the first holder.
+
+    Raises:
+        OSError: The file system has no locks, or the file cannot be opened.
+    """
+    # The first process gets the lock exclusively, writes its name, and then shares it. `flock` is not
+    # atomic when it converts a lock, so the caller admits one process at a time (the lock `door`).
+    fd = try_lock(path)
+    if fd is None:
+        return lock_file(path, fcntl.LOCK_SH), False
+    _write_holder(fd)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd, True
+
+
+def try_lock(path: Path) -> int | None:
+    """Return a descriptor with the lock, or None if another descriptor has it. Closing it releases the lock."""
+    try:
+        return lock_file(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+
+
+def holder_of(path: Path) -> str:
+    """Return the process that first acquired a lock, for messages."""
+    # Any program may have written to the file: 200 bytes are enough for the line of `_write_holder`.
+    return read_no_follow(path)[:200].decode(errors="replace").strip()
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock.
+
+    Raise OSError, e.g. FileNotFoundError without the file.
+    """
+    fd = open_no_follow(path, os.O_RDWR)
+    try:
+        # An exclusive lock also finds the holders of a shared one. `close` releases it.
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def lock_file(path: Path, operation: int = fcntl.LOCK_EX) -> int:
+    """Wait for the lock of a file, and return a descriptor with it. Closing it releases the lock.
+
+    Args:
+        path: The lock file.
+        operation: Operation of `flock`.
+
+    Raises:
+        BlockingIOError: Another descriptor has the lock, and the operation does not wait.
+        OSError: The file system has no locks, or the file cannot be opened.
+    """
+    # `flock` belongs to the open file, not to the process: the kernel releases it when the last descriptor is
+    # closed, however the process ends. File systems of a network may show it to one machine only.
+    fd = open_no_follow(path, LOCK_FILE_FLAGS)
+    try:
+        fcntl.flock(fd, operation)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Wait for the lock and hold it inside the context."""
+    fd = lock_file(path)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def lock_in_folder(
+    path: Path, make_folder: Callable[[], object], lock: Callable[[Path], int]
+) -> int:
+    """Create a folder, and return a descriptor with the lock of a file in it.
+
+    Args:
+        path: The lock file.
+        make_folder: Creates the folder if necessary.
+        lock: Returns a descriptor with the lock.
+
+    Raises:
+        PrepError: Other processes remove the folder again and again, or `lock` raises it.
+        OSError: The folder cannot be created, or the file system has no locks.
+    """
+    # A lock on a deleted or renamed file is useless: another process creates a new file and locks that one. The lock
+    # counts only if the path still leads to the locked file.
+    for tries_left in reversed(range(MAX_TRIES)):
+        try:
+            make_folder()
+            fd = lock(path)
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+            continue
+        if is_same_file(os.fstat(fd), path):
+            return fd
+        os.close(fd)
+    why = "other processes remove it again and again"
+    raise PrepError(f"{path.parent} cannot be locked", why, "end the other processes")
+
+
+def _write_holder(fd: int) -> None:
+    """Write this process's id, host and time into the lock file."""
+    # The text is only for error messages. `flock` decides, so a kill between these calls is
+    # harmless.
+    os.ftruncate(fd, 0)
+    start_time = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.pwrite(
+        fd, f"process {os.getpid()} on {socket.gethostname()} since {start_time}\n".encode(), 0
+    )
+
 
 LOCK_FILE = "lock"  # shared by all processes of the run
 JOIN_LOCK_FILE = "door"
@@ -115,12 +257,17 @@ class FolderStore:
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.leave)
             try:
-                with self._holding_door():
-                    self._lock_fd, is_first = join_lock(self.work / LOCK_FILE)
-                    self._enter(identity, source, restart=restart, is_first=is_first)
+                # Another process may publish or remove the folder while this one waits for the lock. It is then
+                # created again.
+                door = lock_in_folder(self.work / JOIN_LOCK_FILE, self._make_folders, lock_file)
+                on_error.callback(os.close, door)
+                self._folder_stat = self.folder.stat()
+                self._lock_fd, is_first = join_lock(self.work / LOCK_FILE)
+                self._enter(identity, source, restart=restart, is_first=is_first)
             except OSError as error:
                 raise io_error(self.folder, error) from error
             on_error.pop_all()
+            os.close(door)
 
     def _enter(
         self, identity: Mapping[str, object], source: JsonObject, *, restart: bool, is_first: bool
@@ -153,19 +300,6 @@ class FolderStore:
                 self.is_first_session = is_first_session
             case _:
                 raise _damaged_error(self.work / SESSION_FILE)
-
-    @contextlib.contextmanager
-    def _holding_door(self) -> Iterator[None]:
-        """Create the folder if necessary, and hold its lock `door` inside the context.
-
-        Another process may publish or remove the folder while this one waits for the lock. It is then created again.
-        """
-        fd = lock_in_folder(self.work / JOIN_LOCK_FILE, self._make_folders, wait_for_lock)
-        try:
-            self._folder_stat = self.folder.stat()
-            yield
-        finally:
-            os.close(fd)
 
     def _make_folders(self) -> None:
         for folder in (self.folder, self.work):
@@ -391,7 +525,7 @@ class FolderStore:
                 continue
             files += [Path(folder, name) for name in names]
             folders.append(Path(folder))
-        sync_paths(files)
+        sync_many(fsync_path, files)
         # A folder comes before the folder that contains it.
         for folder in folders:
             fsync_path(folder)

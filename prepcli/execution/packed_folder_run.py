@@ -24,9 +24,9 @@ from prepcli.algebra.grids import Chunks, FilePosition
 from prepcli.core.errors import PrepError
 from prepcli.engine.background_sync import SYNC_INTERVAL_S
 from prepcli.engine.checksum_recorder import compute_unknown
-from prepcli.engine.files import Files, RunReader
-from prepcli.engine.io_policy import allocate
+from prepcli.engine.files import Files, RunReader, allocate
 from prepcli.engine.pipeline import MOST_UNSYNCED_NBYTES, PipelineUnit
+from prepcli.execution.data_checks import changed_error, file_holes
 from prepcli.execution.finalize import raw_chunks
 from prepcli.execution.folder_run import FolderRun, allocated_size, check_free_space
 from prepcli.execution.folder_store import RAW_FOLDER
@@ -34,7 +34,6 @@ from prepcli.execution.object_compressor import CompressedChunks, locate_chunks
 from prepcli.execution.object_writer import block_numbers
 from prepcli.execution.run import ExecutionRequest
 from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, UnitNote
-from prepcli.execution.written_data import changed_error, file_holes
 from prepcli.formats.codecs import codec_of
 from prepcli.planning.chunk_placement import ChunkExtent, replace_chunks
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan

@@ -7,38 +7,41 @@ of other processes, and takes over the units of an ended process. After all unit
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
 from prepcli.core import version
+from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.json_values import JsonObject
 from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.engine.budget import Budget, anonymous_nbytes
 from prepcli.engine.digest import record_digest, record_digest_of_pieces
 from prepcli.engine.pipeline import ConversionResult, PipelineUnit
-from prepcli.execution.finalize import check_small_files
-from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, PUBLISH, Claim, Store, UnitNote
-from prepcli.execution.signals import note_durable_work
-from prepcli.execution.source_checks import (
+from prepcli.execution.data_checks import (
     IntegrityChecker,
     SourceState,
+    StreamReader,
+    find_outdated,
     read_source_state,
     source_changed_error,
     touched_files,
 )
+from prepcli.execution.finalize import check_small_files
+from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, PUBLISH, Claim, Store, UnitNote
+from prepcli.execution.signals import note_durable_work
 from prepcli.execution.workers import RunOptions, WorkerPool
-from prepcli.execution.written_data import StreamReader, find_outdated
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import chunk_extents, count_blocks
-from prepcli.planning.plan import Plan, Stream, encode_text, iter_text
-from prepcli.planning.slabs import split_streams
+from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.plan import Plan, encode_text, iter_text
 from prepcli.planning.work_units import WorkUnit, order_units
 from prepcli.restore.digest_checks import check_before_reading, find_transformed
 from prepcli.sources.source import Source
@@ -86,7 +89,7 @@ class Run(ABC):
         self.result = ConversionResult()
         self.source_at_join: SourceState = []
         self.source_digest = ""
-        self._num_blocks = count_blocks(chunk_extents(self.plan.leaves))
+        self.num_blocks = count_blocks(chunk_extents(self.plan.leaves))
         self.readback = StreamReader(self.plan.streams, budget, self.pool.progress)
         self.integrity = IntegrityChecker(
             self.plan, self.source, allow_overflow=request.options.allow_overflow
@@ -95,6 +98,8 @@ class Run(ABC):
         share = self.pool.share
         self.order = order_units(units, count=share.count, index=share.index)
         self._claims: dict[int, Claim] = {}
+        # Files that are open during the run
+        self.opened = ExitStack()
         self.checks_units = False
         self.has_begun = False
         self._shows_progress = False
@@ -110,40 +115,54 @@ class Run(ABC):
             PrepError: The source changed, the output exists and may not be replaced, or the system refused to read or
                 write.
         """
-        if self.is_done():
+        try:
+            if self.is_done():
+                self.remove_leftovers()
+                return ConversionResult(already_done=True)
+            start_nbytes = anonymous_nbytes()
+            self._check_before_writing()
+            with closing(self):
+                record = {**self.identity, "units": record_digest(repr(self.units).encode())}
+                source_record: JsonObject = {
+                    "files": [list(entry) for entry in self.source_at_join]
+                }
+                self.result.already_done = not self.join(record, source_record)
+                if not self.result.already_done:
+                    with note_durable_work(self._describe_durable):
+                        self.pool.start()
+                        while not self.store.is_published():
+                            self.write_all()
+                            self.publish_once()
+                peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
             self.remove_leftovers()
-            return ConversionResult(already_done=True)
-        start_nbytes = anonymous_nbytes()
-        self.source_at_join = read_source_state(self.plan.source_files, self.source)
-        self.source_digest = record_digest(repr(self.source_at_join).encode())
-        # These checks come before the first change: a refused plan leaves no files.
-        check_small_files(self.plan)
-        self.check_room()
-        coverage.check(self.plan, lambda: split_streams(self.plan.streams, self.budget.slab_nbytes))
-        if self.pool.share.count == 1:
-            self._check_transformed(self.plan.streams)
-        else:
-            # Each process checks the units that it writes.
-            self.checks_units = bool(find_transformed(self.source, self.plan.streams))
-        with closing(self):
-            self.result.already_done = not self.join()
-            if not self.result.already_done:
-                with note_durable_work(self._describe_durable):
-                    self.pool.start()
-                    self.write_and_publish()
-            peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
-        self.remove_leftovers()
+        except PrepError as error:
+            raise self.error_for_user(error) from error.__cause__
         if self.result.already_done:
             return self.result
         self.result.peak_nbytes = max(0, peak_nbytes - start_nbytes)
         self.pool.add_reports(self.result)
         return self.result
 
-    def write_and_publish(self) -> None:
-        """Write units, and return once the output is published, by this process or another one."""
-        while not self.store.is_published():
-            self._write_all()
-            self._publish()
+    def _check_before_writing(self) -> None:
+        """Check the source and the plan, before the first change: a refused plan leaves no files."""
+        self.source_at_join = read_source_state(self.plan.source_files, self.source)
+        self.source_digest = record_digest(repr(self.source_at_join).encode())
+        check_small_files(self.plan)
+        self.check_room()
+        coverage.check(self.plan, self.budget.slab_nbytes)
+        streams = self.plan.streams
+        if not any(tensor.digests or tensor.made_from for tensor in self.source.all_tensors):
+            # No digest is recorded.
+            return
+        if self.pool.share.count == 1:
+            check_before_reading(self.source, streams, self.pool.memory_nbytes, self.pool.progress)
+        else:
+            # Each process checks the units that it writes.
+            self.checks_units = bool(find_transformed(self.source, streams))
+
+    def error_for_user(self, error: PrepError) -> PrepError:
+        """Return the error of a run as users see it."""
+        return error
 
     # What depends on the kind of output
 
@@ -160,8 +179,13 @@ class Run(ABC):
         """Raise PrepError if the output cannot be stored."""
 
     @abstractmethod
-    def join(self) -> bool:
-        """Join the run. Return False if the output was published meanwhile."""
+    def join(self, identity: Mapping[str, object], source: JsonObject) -> bool:
+        """Join the run. Return False if the output was published meanwhile.
+
+        Args:
+            identity: Identity of the run. Processes of one run agree on the units.
+            source: State of the source when this process began.
+        """
 
     @abstractmethod
     def check_earlier_notes(self) -> None:
@@ -176,40 +200,37 @@ class Run(ABC):
         """Check the output, complete its files, and give it its name. This process has the claim `publish`."""
 
     @abstractmethod
+    def read_manifest(self) -> Manifest:
+        """Return the manifest of the published output."""
+
+    @abstractmethod
     def remove_leftovers(self) -> None:
         """Remove the state of a run from a published output."""
 
     def close(self) -> None:
-        """Release all claims, and leave the run."""
+        """Close the open files, release all claims, and leave the run."""
+        self.opened.close()
         while self._claims:
             _, claim = self._claims.popitem()
             claim.__exit__(None, None, None)
         self.store.leave()
 
-    def run_record(self) -> dict[str, object]:
-        """Return the identity of the run in its state. Processes of one run agree on the units."""
-        return {**self.identity, "units": record_digest(repr(self.units).encode())}
-
-    def source_record(self) -> JsonObject:
-        """Return the state of the source when this process began."""
-        return {"files": [list(entry) for entry in self.source_at_join]}
-
     # Units
 
-    def _write_all(self) -> None:
+    def write_all(self) -> None:
         """Write units until all are noted, or the output is published."""
         self.look()
         self.check_earlier_notes()
         self._begin_progress()
         try:
-            while not self._is_over():
+            while len(self.notes) < len(self.units) and not self.store.is_published():
                 units = self.claim_units()
                 first = next(units, None)
                 if first is None:
                     self._wait()
                     self.check_earlier_notes()
                 else:
-                    self.write_units(_prepend(first, units))
+                    self.write_units(itertools.chain([first], units))
                     self.look()
         finally:
             self._shows_progress = False
@@ -228,9 +249,6 @@ class Run(ABC):
         self.pool.progress.begin(self.plan.command, total_nbytes, done_nbytes)
         self._shows_progress = True
         self.has_begun = True
-
-    def _is_over(self) -> bool:
-        return len(self.notes) == len(self.units) or self.store.is_published()
 
     def look(self) -> None:
         """Read the notes of other processes."""
@@ -270,12 +288,14 @@ class Run(ABC):
 
     def decode_note(self, number: int, content: bytes | None) -> UnitNote | None:
         """Return the note of a unit from its content, or None if it is not a note of this unit."""
+        if content is None:
+            return None
         note = UnitNote.decode(content, self.request.run_id)
         if note is None or number >= len(self.units):
             return None
         streams = {*note.digests} | ({note.prefix.stream_number} if note.prefix else set())
         is_of_unit = streams <= {*self.units[number].streams}
-        return note if is_of_unit and all(note.blocks < self._num_blocks) else None
+        return note if is_of_unit and all(note.blocks < self.num_blocks) else None
 
     def claim(self, number: int) -> bool:
         """Claim a unit. Return False if another process has it."""
@@ -310,7 +330,12 @@ class Run(ABC):
         """Return a claimed unit. Raise DamagedError if one of its tensors is damaged."""
         streams = self.units[number].streams
         if self.checks_units:
-            self._check_transformed([self.plan.streams[stream] for stream in streams])
+            check_before_reading(
+                self.source,
+                [self.plan.streams[stream] for stream in streams],
+                self.pool.memory_nbytes,
+                self.pool.progress,
+            )
         return PipelineUnit(number, streams)
 
     def note_unit(self, number: int, note: UnitNote) -> None:
@@ -353,10 +378,6 @@ class Run(ABC):
 
     # Checks
 
-    def _check_transformed(self, streams: Sequence[Stream]) -> None:
-        """Check the tensors that streams read in another form than the one with a recorded digest."""
-        check_before_reading(self.source, streams, self.pool.memory_nbytes, self.pool.progress)
-
     def _check_own_units(self) -> None:
         """Raise PrepError if the source has changed while this process read it. Its notes are then deleted."""
         own = [number for number, note in self.notes.items() if note.writer == self.writer]
@@ -395,7 +416,7 @@ class Run(ABC):
             if find_outdated(self.readback, digests, source=self.source):
                 raise source_changed_error(touched, self.source)
 
-    def _publish(self) -> None:
+    def publish_once(self) -> None:
         """Publish the output, or wait until another process has done so. Return early if notes are missing."""
         while not self.store.is_published():
             claim = self.store.claim(PUBLISH)
@@ -425,11 +446,6 @@ class Run(ABC):
         total_nbytes = sum(unit.nbytes for unit in self.units)
         sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
         return f"{sizes} are kept in {self.store.name}"
-
-
-def _prepend(first: PipelineUnit, units: Iterator[PipelineUnit]) -> Iterator[PipelineUnit]:
-    yield first
-    yield from units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

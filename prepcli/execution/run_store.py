@@ -38,7 +38,6 @@ from prepcli.core.json_values import JsonObject, load_json
 from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.checksum_recorder import ChecksumArray
 from prepcli.engine.digest import CHECKSUM_DTYPE, EMPTY_TENSOR_DIGEST, record_digest
-from prepcli.planning.chunk_placement import chunk_extents, count_blocks
 from prepcli.planning.plan import Plan
 from prepcli.stores.byte_ranges import RemoteFile
 
@@ -255,9 +254,9 @@ def all_digests(plan: Plan, notes: Collection[UnitNote]) -> dict[int, str]:
     return digests
 
 
-def all_checksums(plan: Plan, notes: Iterable[UnitNote]) -> ChecksumArray:
+def all_checksums(num_blocks: int, notes: Iterable[UnitNote]) -> ChecksumArray:
     """Return the checksums of all blocks in notes, by block number. 0 is unknown."""
-    sums: ChecksumArray = np.zeros(count_blocks(chunk_extents(plan.leaves)), np.uint64)
+    sums: ChecksumArray = np.zeros(num_blocks, np.uint64)
     for note in notes:
         sums[note.blocks.astype(np.int64)] = note.sums
     return sums

@@ -245,7 +245,13 @@ def _react_at_once(
     with ExitStack() as stack:
         is_outermost = not _stops
         if is_outermost:
-            stack.enter_context(_share_stop(lambda: writer.send(bytes([NUDGE]))))
+            # All blocks inside this one share its stop, which raises exceptions that Python drops again.
+            stop = _Stop(lambda: writer.send(bytes([NUDGE])))
+            stack.callback(_stops.clear)
+            stack.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
+            _stops.append(stop)
+            sys.unraisablehook = stop.keep_dropped
+            stack.enter_context(_handlers({NUDGE: stop.raise_dropped}))
         thread = _ReactingThread(reader, _stops[-1], answer, quit_process, answers_all)
         previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         thread.start()
@@ -259,21 +265,6 @@ def _react_at_once(
             if thread.first and not is_outermost:
                 # For the thread of the block around this one, Ctrl-C is then a later signal.
                 os.write(previous_fd, bytes([signal.Signals[thread.first]]))
-
-
-@contextmanager
-def _share_stop(wake_thread: Callable[[], object]) -> Iterator[None]:
-    """Share a stop with all blocks inside this one, and raise exceptions that Python drops again."""
-    stop = _Stop(wake_thread)
-    previous_hook = sys.unraisablehook
-    _stops.append(stop)
-    sys.unraisablehook = stop.keep_dropped
-    try:
-        with _handlers({NUDGE: stop.raise_dropped}):
-            yield
-    finally:
-        sys.unraisablehook = previous_hook
-        _stops.clear()
 
 
 class _ReactingThread(threading.Thread):

@@ -22,6 +22,7 @@ from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import Files, RunReader
 from prepcli.engine.host_leaves import HostLeafReader, write_shards
 from prepcli.engine.pipeline import Pipeline
+from prepcli.execution.data_checks import StreamReader
 from prepcli.execution.finalize import finalize_folder
 from prepcli.execution.folder_run import check_free_space, missing_nbytes, open_sink
 from prepcli.execution.folder_store import FolderStore
@@ -29,7 +30,6 @@ from prepcli.execution.output_paths import remove_path
 from prepcli.execution.run import make_run_identity, plan_digest
 from prepcli.execution.run_store import UnitNote
 from prepcli.execution.training_storage import StepSave, joint_work
-from prepcli.execution.written_data import StreamReader
 from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import divide_streams, subplan

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.execution.folder_store import remove_work_folder
-from prepcli.execution.locks import acquire_lock, lock_in_folder
+from prepcli.execution.folder_store import acquire_lock, lock_in_folder, remove_work_folder
 from prepcli.execution.output_paths import remove_path
 from prepcli.execution.step_writer import FolderStep, write_step
 from prepcli.execution.training_storage import StepSave

@@ -27,8 +27,8 @@ from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import Progress
 from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES, anonymous_nbytes
 from prepcli.engine.pipeline import ConversionResult
+from prepcli.execution.data_checks import CHECK_TASK
 from prepcli.execution.signals import Stopped, block_signals
-from prepcli.execution.written_data import CHECK_TASK
 from prepcli.planning.work_units import Share
 
 # Above the memory of a Python process that has only imported prep.
@@ -194,6 +194,8 @@ class WorkerPool:
 
     def add_reports(self, result: ConversionResult) -> None:
         """Wait until all workers have ended, and add their bytes and memory to this process's result."""
+        if not self._running:
+            return
         for worker in self._running:
             worker.process.wait()
         self.check()

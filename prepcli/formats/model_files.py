@@ -206,9 +206,15 @@ def read_weight_map(path: AnyPath) -> dict[str, str]:
     try:
         if stat.st_size > MAX_INDEX_NBYTES:
             raise ValueError(f"it has {stat.st_size:,} bytes, the limit is {MAX_INDEX_NBYTES:,}")
-        weight_map = _parse_weight_map(
-            _parse_index(read_small_file(path, MAX_INDEX_NBYTES)), index_suffix(path.name)
-        )
+        content = read_small_file(path, MAX_INDEX_NBYTES)
+        try:
+            index = parse_json(content)
+        except ValueError as error:
+            if content.rstrip().endswith(b"}"):
+                raise
+            # The index ends before its last brace.
+            raise CutShortError(str(error)) from error
+        weight_map = _parse_weight_map(index, index_suffix(path.name))
     except ValueError as error:
         raise DamagedError(
             f"{path} is not a usable index", str(error), damage_hint(path, error)
@@ -295,16 +301,6 @@ def other_format_error(path: AnyPath, first_bytes: bytes, expected: str) -> Prep
             what = f"{path.name} is {format_name}, not a {expected} file"
             return PrepError(what, why, hint or download_again_hint(path))
     return None
-
-
-def _parse_index(content: bytes) -> object:
-    """Parse an index. Raise CutShortError if it ends before its last brace."""
-    try:
-        return parse_json(content)
-    except ValueError as error:
-        if content.rstrip().endswith(b"}"):
-            raise
-        raise CutShortError(str(error)) from error
 
 
 def _parse_weight_map(index: object, suffix: str) -> dict[str, str]:

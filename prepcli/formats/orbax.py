@@ -83,6 +83,8 @@ MODEL_ITEMS = {place.item for place in ITEM_PLACES}
 STATE_ITEMS = {place.item: place.state_item for place in ITEM_PLACES if place.state_item}
 # Names of the item with the parameters next to an item with other state. redco has `params`.
 PARAMS_ITEMS = ("params", *STATE_ITEMS)
+# Usual names of the only item of a step: of CheckpointManager in Orbax, of prep, and of MaxText.
+ITEM_NAMES = ("default", "state", "items")
 # Name of a step's folder. Levanter writes `step-1000`.
 _STEP_NAME = re.compile(r"(?:step-)?([0-9]+)")
 # Orbax writes an item to a folder with this suffix, and renames it when it is complete.
@@ -188,9 +190,10 @@ def _search_step(
     The names that Orbax uses come first, then the only item, then one of `PARAMS_ITEMS` next to an optimizer state. A
     folder with an item and checkpoints of other formats holds several models, and no item is chosen.
     """
-    # `default` is Orbax's name for the only item of a CheckpointManager, `state` the name of prep, `items`
-    # the name of MaxText.
-    for candidate in (step, step / "default", step / "state", step / "items"):
+    candidates = [step / name for name in ITEM_NAMES if names is None or name in names]
+    if names is None or not ITEM_MARKERS.keys().isdisjoint(names):
+        candidates.insert(0, step)
+    for candidate in candidates:
         if item_metadata_file(candidate) is not None:
             return candidate, []
     items: list[PathT] = []
@@ -459,13 +462,15 @@ def encode_item_metadata(
         time = datetime.fromtimestamp(now_ns // 10**9, UTC).replace(tzinfo=None).isoformat()
         # The first step of Levanter is step 0, so that the last one is the number of finished steps minus 1.
         metadata = {"step": max(0, step - 1), "timestamp": time, "is_temporary": False}
-        files[LEVANTER_METADATA_FILE] = _encode_json(metadata)
+        files[LEVANTER_METADATA_FILE] = json.dumps(metadata).encode()
         return files
-    files[METADATA_FILE] = _encode_json(_tree_metadata(arrays, non_arrays, storage))
-    files[CHECKPOINT_METADATA_FILE] = _encode_json(_checkpoint_metadata(_HANDLER, now_ns))
+    tree = _tree_metadata(arrays, non_arrays, storage)
+    files[METADATA_FILE] = json.dumps(tree).encode()
+    checkpoint = _checkpoint_metadata(_HANDLER, now_ns)
+    files[CHECKPOINT_METADATA_FILE] = json.dumps(checkpoint).encode()
     texts = {dotted_name(each.path): each.text for each in non_arrays if each.is_string}
     if texts:
-        files[STRINGS_FILE] = _encode_json(texts)
+        files[STRINGS_FILE] = json.dumps(texts).encode()
     # Orbax on Google Cloud Storage takes an item without this marker for unfinished.
     files[COMMIT_MARKER] = b"Checkpoint commit was successful.\n"
     return files
@@ -474,7 +479,7 @@ def encode_item_metadata(
 def encode_step_metadata(item_names: Iterable[str], now_ns: int) -> dict[str, bytes]:
     """Return the metadata file of a training step of Orbax with items in its subfolders."""
     metadata = _checkpoint_metadata(dict.fromkeys(item_names, _HANDLER), now_ns)
-    return {CHECKPOINT_METADATA_FILE: _encode_json(metadata)}
+    return {CHECKPOINT_METADATA_FILE: json.dumps(metadata).encode()}
 
 
 def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
@@ -543,7 +548,3 @@ def _checkpoint_metadata(handlers: str | dict[str, str], now_ns: int) -> dict[st
         "commit_timestamp_nsecs": now_ns,
         "custom_metadata": {},
     }
-
-
-def _encode_json(document: object) -> bytes:
-    return json.dumps(document).encode()

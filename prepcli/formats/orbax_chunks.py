@@ -459,34 +459,31 @@ def collect_chunks(
         columns = [array("q", [first]) * count for first in (-1, 0, 0)]
         tables.append(ChunkColumns(meta, meta.grid, meta.chunk_nbytes, *columns))
     for chunk in chunks:
-        _record_chunk(tables[chunk.array], chunk, is_compressed)
+        table = tables[chunk.array]
+        # The index is a number with the grid's extents as its base, e.g. [1, 2] in [2, 3] is 1 * 3 + 2.
+        chunk_number = 0
+        is_inside = len(chunk.index) == len(table.grid)
+        for index, extent in zip(chunk.index, table.grid):
+            chunk_number = chunk_number * extent + index
+            is_inside = is_inside and 0 <= index < extent
+        if not is_inside:
+            raise _chunk_error(table, chunk, "", f"its grid is {table.grid}")
+        if not is_compressed and chunk.nbytes != table.chunk_nbytes:
+            meta = table.meta
+            why = f"it has {chunk.nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {table.chunk_nbytes:,}"
+            what = f"chunk {chunk_label(chunk.index)} of {meta.name} has the wrong size"
+            raise PrepError(what, why, BUG_HINT)
+        if table.files[chunk_number] >= 0:
+            raise _chunk_error(table, chunk, " twice")
+        table.files[chunk_number] = chunk.file
+        table.offsets[chunk_number] = chunk.offset
+        table.nbytes[chunk_number] = chunk.nbytes
     for table in tables:
         if -1 in table.files:
             missing_index = unravel_chunk_index(table.grid, table.files.index(-1))
             what = f"the index of {table.meta.name} misses chunk {chunk_label(missing_index)}"
             raise PrepError(what, "the plan does not place it", BUG_HINT)
     return tables
-
-
-def _record_chunk(table: ChunkColumns, chunk: WrittenChunk, is_compressed: bool) -> None:
-    # The index is a number with the grid's extents as its base, e.g. [1, 2] in [2, 3] is 1 * 3 + 2.
-    chunk_number = 0
-    is_inside = len(chunk.index) == len(table.grid)
-    for index, extent in zip(chunk.index, table.grid):
-        chunk_number = chunk_number * extent + index
-        is_inside = is_inside and 0 <= index < extent
-    if not is_inside:
-        raise _chunk_error(table, chunk, "", f"its grid is {table.grid}")
-    if not is_compressed and chunk.nbytes != table.chunk_nbytes:
-        meta = table.meta
-        why = f"it has {chunk.nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {table.chunk_nbytes:,}"
-        what = f"chunk {chunk_label(chunk.index)} of {meta.name} has the wrong size"
-        raise PrepError(what, why, BUG_HINT)
-    if table.files[chunk_number] >= 0:
-        raise _chunk_error(table, chunk, " twice")
-    table.files[chunk_number] = chunk.file
-    table.offsets[chunk_number] = chunk.offset
-    table.nbytes[chunk_number] = chunk.nbytes
 
 
 def _chunk_error(table: ChunkColumns, chunk: WrittenChunk, suffix: str, why: str = "") -> PrepError:
@@ -510,15 +507,11 @@ def encode_documents(
                 why = f"it is at byte {table.offsets[chunk_number]:,} of {file_names[file]}"
                 raise PrepError(f"chunk {path} has the wrong location", why, BUG_HINT)
         path = f"{table.meta.name}/{storage.zarr.document}"
-        documents[path] = _encode_document(table, storage, compression)
+        meta = table.meta
+        documents[path] = encode_zarr_document(
+            storage.zarr, meta.shape, meta.dtype, meta.chunk_shape, compression
+        )
     return documents
-
-
-def _encode_document(
-    table: ChunkColumns, storage: ItemStorage, compression: Compression | None
-) -> bytes:
-    meta = table.meta
-    return encode_zarr_document(storage.zarr, meta.shape, meta.dtype, meta.chunk_shape, compression)
 
 
 def iter_index_entries(
@@ -553,7 +546,9 @@ def _iter_array_entries(
 ) -> Iterator[OcdbtEntry]:
     """Yield the entries of an array in the order of keys."""
     zarr = storage.zarr
-    document = (f"{prefix}{zarr.document}".encode(), _encode_document(table, storage, compression))
+    meta = table.meta
+    content = encode_zarr_document(zarr, meta.shape, meta.dtype, meta.chunk_shape, compression)
+    document = (f"{prefix}{zarr.document}".encode(), content)
     # `.zarray` sorts before digits, `zarr.json` after the `c` of chunks.
     if zarr == ZARR2:
         yield document

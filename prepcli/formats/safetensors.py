@@ -7,6 +7,7 @@ rejected, and also duplicate names and unknown fields. Format: https://github.co
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -106,7 +107,6 @@ def read_safetensors_header(path: AnyPath, file_number: int) -> FileHeader:
     file_stat, header_bytes = _read_header_bytes(path)
     try:
         metadata, tensors = _parse_header(header_bytes, file_number)
-        tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
         end = _check_contiguous(tensors, len(header_bytes))
     except ValueError as error:
         raise DamagedError(
@@ -211,7 +211,7 @@ def _wrong_format_error(path: AnyPath, first_bytes: bytes, nbytes: int) -> PrepE
 
 
 def _parse_header(raw: bytes, file_number: int) -> tuple[tuple[tuple[str, str], ...], list[Array]]:
-    """Return metadata and tensors in the order of the header. Raise ValueError if it is invalid."""
+    """Return metadata and tensors in the order of their bytes. Raise ValueError if it is invalid."""
     metadata: tuple[tuple[str, str], ...] = ()
     tensors: list[Array] = []
     names: set[str] = set()
@@ -219,10 +219,16 @@ def _parse_header(raw: bytes, file_number: int) -> tuple[tuple[tuple[str, str], 
         if name in names:
             raise ValueError(f"it has {quote_name(name)} twice")
         names.add(name)
-        if name == METADATA_KEY:
-            metadata = _parse_metadata(entry)
-        else:
+        if name != METADATA_KEY:
             tensors.append(_parse_tensor(name, entry, file_number, len(raw)))
+            continue
+        for key, value in entry.items():
+            if not isinstance(value, str):
+                raise ValueError(f"its {METADATA_KEY} must hold only text")
+            # Python's JSON accepts half of a surrogate pair, other parsers do not.
+            value.encode()
+            metadata += ((key, value),)
+    tensors.sort(key=operator.attrgetter("offset", "nbytes"))
     return metadata, tensors
 
 
@@ -274,17 +280,6 @@ def _parse_common_entry(match: re.Match[bytes]) -> tuple[str, JsonObject]:
         "shape": extents,
         "data_offsets": [int(start), int(stop)],
     }
-
-
-def _parse_metadata(entry: JsonObject) -> tuple[tuple[str, str], ...]:
-    metadata: list[tuple[str, str]] = []
-    for key, value in entry.items():
-        if not isinstance(value, str):
-            raise ValueError(f"its {METADATA_KEY} must hold only text")
-        metadata.append((key, value))
-    # Python's JSON accepts half of a surrogate pair, other parsers do not.
-    "".join(value for _, value in metadata).encode()
-    return tuple(metadata)
 
 
 def _parse_tensor(name: str, entry: JsonObject, file_number: int, data_start: int) -> Array:

@@ -13,6 +13,8 @@ from prepcli.core.formatting import did_you_mean
 MESH_AXES = ("dp", "fsdp", "mp", "sp")
 # Above the size of any machine. Rejects typing errors early.
 MAX_DEVICES = 1 << 20
+# Longer texts are shortened in errors.
+MAX_SHOWN_CHARS = 60
 MESH_OPTION = Option("mesh")
 MESH_KEY = Key("mesh", is_override=True)
 
@@ -84,9 +86,23 @@ def parse_mesh(mesh_text: str, origin: Option | Key = MESH_OPTION) -> Mesh:
             "it takes dp,fsdp,mp, or names",
             example,
         )
-    option = text("{}", replace(origin, value=truncate(mesh_text)))
+    # A long text is shortened for the errors.
+    option = replace(origin, value=mesh_text)
+    if len(mesh_text) > MAX_SHOWN_CHARS:
+        option = replace(origin, value=truncate(mesh_text))
     sizes = _parse_named(entries, option) if ":" in body else _parse_positional(entries, option)
-    _check_sizes(sizes, option)
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        why = f"{' and '.join(open_axes)} cannot all take the remaining devices"
+        what = text("{} has {} axes of -1", option, len(open_axes))
+        raise usage_error(what, why, "use -1 at most once")
+    # `abs`: one size may be -1, which turns the sign of the product.
+    if (n_devices := abs(math.prod(sizes.values()))) > MAX_DEVICES:
+        raise usage_error(
+            text("{} has {:,} devices", option, n_devices),
+            f"a mesh has at most {MAX_DEVICES:,}",
+            "use smaller sizes",
+        )
     return _normalize_mesh(sizes, body.startswith("!"))
 
 
@@ -136,7 +152,7 @@ def folder_suffix(mesh: Mesh) -> str:
     return "-".join(parts + ["plain"] * mesh.plain_order)
 
 
-def _parse_positional(entries: list[str], option: Text) -> dict[str, int]:
+def _parse_positional(entries: list[str], option: Option | Key | Text) -> dict[str, int]:
     """Parse three sizes without names, e.g. `1,64,4`."""
     if len(entries) == 3:
         return {
@@ -159,7 +175,7 @@ def _parse_positional(entries: list[str], option: Text) -> dict[str, int]:
     )
 
 
-def _parse_named(entries: list[str], option: Text) -> dict[str, int]:
+def _parse_named(entries: list[str], option: Option | Key | Text) -> dict[str, int]:
     """Parse sizes with names, e.g. `dp:1,fsdp:64`."""
     sizes: dict[str, int] = {}
     for entry in entries:
@@ -181,7 +197,7 @@ def _parse_named(entries: list[str], option: Text) -> dict[str, int]:
     return sizes
 
 
-def _parse_axis_size(axis: str, size_text: str, option: Text) -> int:
+def _parse_axis_size(axis: str, size_text: str, option: Option | Key | Text) -> int:
     """Parse the size of an axis: a number of devices, or -1."""
     if size_text == "-1":
         return -1
@@ -203,22 +219,6 @@ def _parse_axis_size(axis: str, size_text: str, option: Text) -> int:
     return int(number[1])
 
 
-def _check_sizes(sizes: Mapping[str, int], option: Text) -> None:
-    """Raise PrepError for more than one -1, or for too many devices."""
-    open_axes = [axis for axis, size in sizes.items() if size == -1]
-    if len(open_axes) > 1:
-        why = f"{' and '.join(open_axes)} cannot all take the remaining devices"
-        what = text("{} has {} axes of -1", option, len(open_axes))
-        raise usage_error(what, why, "use -1 at most once")
-    # `abs`: one size may be -1, which turns the sign of the product.
-    if (n_devices := abs(math.prod(sizes.values()))) > MAX_DEVICES:
-        raise usage_error(
-            text("{} has {:,} devices", option, n_devices),
-            f"a mesh has at most {MAX_DEVICES:,}",
-            "use smaller sizes",
-        )
-
-
 def _normalize_mesh(sizes: Mapping[str, int], plain_order: bool) -> Mesh:
     """Add the absent axes with size 1, so that a mesh has one form."""
     names = [axis for axis, size in sizes.items() if size != 1]
@@ -233,7 +233,7 @@ def _normalize_mesh(sizes: Mapping[str, int], plain_order: bool) -> Mesh:
     return Mesh(tuple(names), tuple(sizes.get(axis, 1) for axis in names), plain_order)
 
 
-def check_axis_name(axis: str, option: Text) -> None:
+def check_axis_name(axis: str, option: Option | Key | Text) -> None:
     """Raise UsageError for an unknown mesh axis, with the standard name if there is one."""
     standard_names = {
         "tp": "mp",
@@ -258,7 +258,7 @@ def check_axis_name(axis: str, option: Text) -> None:
 
 def truncate(text: str) -> str:
     """Shorten a text for an error message."""
-    if len(text) <= 60:
+    if len(text) <= MAX_SHOWN_CHARS:
         return text
     return f"{text[:57]}..."
 

@@ -470,7 +470,9 @@ def _select_forms(
 ) -> Iterator[tuple[str, Parameter, ParsedAxisMap]]:
     """Yield the path, the parameter and the row of each parameter, in the form of the stored tensors."""
     active = list(active_parameters(parameters, config))
-    is_transposed = _is_transposed(active, sizes, numbers, tensors)
+    is_transposed = False
+    if any(parameter.transposed for _, parameter in active):
+        is_transposed = _is_transposed(active, sizes, numbers, tensors)
     for path, parameter in active:
         yield path, parameter, _select_form(parameter, sizes, numbers, tensors, is_transposed)
 

@@ -138,7 +138,8 @@ def leaf_spec(
         choices = _split_largest_dims(dims, shape, mesh)
         hint = partial(_param_hint, mesh=mesh, checkpoint=checkpoint)
     else:
-        return partition_spec(dims, shape, mesh, rules.params, checkpoint)
+        hint = partial(_param_hint, mesh=mesh, checkpoint=checkpoint)
+        return _spec_by_dim(_dim_names(dims), shape, mesh, rules=rules.params, hint=hint)
     split_dims = [_SplitDim(*dim) for dim in zip(_dim_names(dims), shape, choices, strict=True)]
     return _assign_axes(split_dims, range(len(dims)), mesh, hint=hint)
 
@@ -304,11 +305,12 @@ def _spec_by_dim(
     names: Sequence[str], shape: Sequence[int], mesh: Mesh, *, rules: DimRules, hint: _Hint
 ) -> Spec:
     """Assign mesh axes to the dims of an array in the order of the rules."""
-    priority = {name: i for i, name in enumerate(rules)}
+    positions = {name: i for i, name in enumerate(rules)}
     # Rules are in order of priority. The order of the dims in the leaf does not matter, so that q
     # [heads, head_dim, embed] and o [embed, heads, head_dim] get the same axes. Dims without a rule
     # come last.
-    order = sorted(range(len(names)), key=lambda i: priority.get(names[i], len(priority)))
+    ranks = [positions.get(name, len(positions)) for name in names]
+    order = sorted(range(len(names)), key=ranks.__getitem__)
     dims = [
         _SplitDim(name, extent, rules.get(name, WHOLE))
         for name, extent in zip(names, shape, strict=True)
@@ -432,7 +434,10 @@ def device_box(spec: Spec, mesh: Mesh, device: int, shape: Sequence[int]) -> Box
     """Return the box of a leaf that a device of the mesh holds. Raise IndexError if there is no such device."""
     if not 0 <= device < mesh.n_devices:
         raise IndexError(f"device {device} of {mesh.n_devices}")
-    coordinates = dict(zip(mesh.names, _mesh_coordinates(device, mesh.sizes)))
+    # Devices are in row-major order of the mesh.
+    coordinates: dict[str, int] = {}
+    for axis, size in zip(reversed(mesh.names), reversed(mesh.sizes)):
+        device, coordinates[axis] = divmod(device, size)
     box = []
     for axes, extent in zip(spec.mesh_axes, shard_shape(spec, shape)):
         shard = 0
@@ -441,15 +446,6 @@ def device_box(spec: Spec, mesh: Mesh, device: int, shape: Sequence[int]) -> Box
             shard = shard * mesh.size(axis) + coordinates[axis]
         box.append((shard * extent, (shard + 1) * extent))
     return tuple(box)
-
-
-def _mesh_coordinates(number: int, sizes: Sequence[int]) -> list[int]:
-    """Return the row-major coordinates of a number in a grid."""
-    coordinates = []
-    for size in reversed(sizes):
-        number, coordinate = divmod(number, size)
-        coordinates.append(coordinate)
-    return coordinates[::-1]
 
 
 def device_boxes(spec: Spec, mesh: Mesh, shape: Sequence[int]) -> list[Box]:

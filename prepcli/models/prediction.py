@@ -53,7 +53,13 @@ def prediction_names(family: Family, config: HFConfig, names: Iterable[str]) -> 
     Raises:
         PrepError: The config has an invalid number of layers.
     """
-    layers = _prediction_layers(family, config)
+    count = family.default_prediction_layers
+    for field in LAYER_FIELDS:
+        if config.get(field) is not None:
+            count = read_count(config, field, count, MAX_LAYERS)
+            break
+    first = family.sizes(config)[LAYERS]
+    layers = range(first, first + count)
     selected: set[str] = set()
     for name in names:
         layer = _LAYER.match(name)
@@ -82,14 +88,3 @@ def without_prediction(config: HFConfig) -> JsonObject:
     return {
         key: 0 if key in PREDICTION_FIELDS and value else value for key, value in config.items()
     }
-
-
-def _prediction_layers(family: Family, config: HFConfig) -> range:
-    """Return the numbers of the layers for multi-token prediction."""
-    count = family.default_prediction_layers
-    for field in LAYER_FIELDS:
-        if config.get(field) is not None:
-            count = read_count(config, field, count, MAX_LAYERS)
-            break
-    first = family.sizes(config)[LAYERS]
-    return range(first, first + count)

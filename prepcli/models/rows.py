@@ -25,6 +25,8 @@ from prepcli.models.parameters import (
 
 # Path in the tree -> parameter.
 Parameters = dict[str, Parameter]
+# Fields of a parameter with a row
+ROW_FORMS = ("row", "alternate", "else_row", "transposed")
 
 
 def embedding(path: str, row: str) -> Parameters:
@@ -59,26 +61,14 @@ def linear(path: str, row: str, bias: Condition | None = ALWAYS) -> Parameters:
     # in the dim (heads head_dim), so the row of the bias is
     # `heads head_dim <- q.bias: (heads head_dim)`.
     leaf, name, dims = split_row(row)
-    out_dim = _first_shared_dim(leaf, dims)
-    bias_leaf = " ".join(
-        atom for atom in leaf.split() if atom in atoms_in(out_dim) or atom not in atoms_in(dims)
-    )
-    bias_row = f"{bias_leaf} <- {_sibling_tensor(name, 'bias')}: {out_dim}"
+    shared = set(leaf.split()) & set(atoms_in(dims))
+    first = next(atom for atom in leaf.split() if atom in shared)
+    out_dim = next(dim for dim in split_dims(dims) if first in atoms_in(dim))
+    kept = set(atoms_in(out_dim))
+    bias_leaf = " ".join(atom for atom in leaf.split() if atom in kept or atom not in shared)
+    bias_row = f"{bias_leaf} <- {name.removesuffix('weight')}bias: {out_dim}"
     parameters[f"{path}.bias"] = Parameter(bias_row, bias)
     return parameters
-
-
-def _first_shared_dim(leaf: str, dims: str) -> str:
-    """Return the tensor's dim that contains the first shared atom, in the order of the leaf.
-
-    >>> _first_shared_dim("heads head_dim embed", "(heads head_dim) embed")
-    '(heads head_dim)'
-    """
-    for atom in leaf.split():
-        for dim in split_dims(dims):
-            if atom in atoms_in(dim):
-                return dim
-    raise AssertionError(f"{leaf} shares no atom with {dims}")
 
 
 def layer_norm(path: str, row: str, condition: Condition = ALWAYS) -> Parameters:
@@ -90,7 +80,7 @@ def layer_norm(path: str, row: str, condition: Condition = ALWAYS) -> Parameters
         condition: Condition on the config: the parameters exist only if it is true.
     """
     leaf, name, dims = split_row(row)
-    bias_row = f"{leaf} <- {_sibling_tensor(name, 'bias')}: {dims}"
+    bias_row = f"{leaf} <- {name.removesuffix('weight')}bias: {dims}"
     return {
         f"{path}.scale": Parameter(row, condition),
         f"{path}.bias": Parameter(bias_row, condition),
@@ -160,15 +150,15 @@ def stack(path: str, name: str, layer: Mapping[str, Parameter]) -> Parameters:
     # Example with the name h.{layers}: `embed <- norm.weight: embed` becomes
     # `layers embed <- h.{layers}.norm.weight: embed`.
     (atom,) = re.findall(r"{(\w+)}", name)
-
-    def row_with_layers(row: str) -> str:
-        leaf, tensor, dims = split_row(row)
-        return f"{atom} {leaf} <- {name}.{tensor}: {dims}"
-
-    return {
-        f"{path}.{relative_path}": map_rows(parameter, row_with_layers)
-        for relative_path, parameter in layer.items()
-    }
+    parameters: Parameters = {}
+    for relative_path, parameter in layer.items():
+        changed: dict[str, str] = {}
+        for form in ROW_FORMS:
+            if row := getattr(parameter, form):
+                leaf, tensor, dims = split_row(row)
+                changed[form] = f"{atom} {leaf} <- {name}.{tensor}: {dims}"
+        parameters[f"{path}.{relative_path}"] = dataclasses.replace(parameter, **changed)
+    return parameters
 
 
 def build_family(
@@ -226,8 +216,7 @@ def split_row(row: str) -> tuple[str, str, str]:
 
 def map_rows(parameter: Parameter, change: Callable[[str], str]) -> Parameter:
     """Return a parameter with `change` applied to its axis maps: `row`, and those of the other forms."""
-    forms = ("row", "alternate", "else_row", "transposed")
-    changed = {name: change(text) for name in forms if (text := getattr(parameter, name))}
+    changed = {name: change(text) for name in ROW_FORMS if (text := getattr(parameter, name))}
     return dataclasses.replace(parameter, **changed)
 
 
@@ -250,7 +239,3 @@ def atoms_in(dims: str) -> list[str]:
     """Return the named axes (atoms) in dims of a row, including the ones in braces and in other parts."""
     # A name does not begin with a digit, so the index of `qkv=0` is not an atom.
     return re.findall(r"[^\W\d]\w*", dims)
-
-
-def _sibling_tensor(weight: str, name: str) -> str:
-    return weight.removesuffix("weight") + name

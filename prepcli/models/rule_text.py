@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from prepcli.core.errors import Key, Option, PrepError, Text, text, usage_error
 from prepcli.core.formatting import did_you_mean
 from prepcli.models.mesh import MeshAxes, check_axis_name, truncate
-from prepcli.models.rule_presets import AUTO, PRESETS
 from prepcli.models.rules import (
     ACTIVATION_DIMS,
     ACTIVATION_PREFIX,
+    AUTO,
     DEFAULT_RULES,
     LEAF_PREFIX,
     PARAM_RULES,
+    PRESETS,
     AxisChoices,
     LeafRule,
     Rules,
@@ -184,7 +185,12 @@ def merge_rules(texts: Iterable[str], *, origin: Option | Key = RULES_OPTION) ->
         UsageError: A rule is invalid, or two rules contradict each other.
     """
     rules = [parse_rule(rule_text, origin=origin) for rule_text in texts]
-    _check_unique(rules)
+    rules_by_subject: dict[str, Rule] = {}
+    for rule in rules:
+        subject = _rule_subject(rule)
+        if subject in rules_by_subject:
+            raise _duplicate_error(subject, rules_by_subject[subject], rule)
+        rules_by_subject[subject] = rule
     base = next((PRESETS[rule.name] for rule in rules if isinstance(rule, Preset)), DEFAULT_RULES)
     dim_rules = [rule for rule in rules if isinstance(rule, DimRule)]
     params = {rule.dim: rule.choices for rule in dim_rules if not rule.of_activations}
@@ -215,16 +221,6 @@ def with_default_preset(texts: Iterable[str]) -> tuple[str, ...]:
     if any(rule.strip() in PRESETS for rule in rules):
         return rules
     return (AUTO, *rules)
-
-
-def _check_unique(rules: Iterable[Rule]) -> None:
-    """Raise UsageError for two rules of the same dim or pattern, and for two presets."""
-    rules_by_subject: dict[str, Rule] = {}
-    for rule in rules:
-        subject = _rule_subject(rule)
-        if subject in rules_by_subject:
-            raise _duplicate_error(subject, rules_by_subject[subject], rule)
-        rules_by_subject[subject] = rule
 
 
 def _rule_subject(rule: Rule) -> str:

@@ -241,26 +241,6 @@ class MappedArray:
     is_contiguous: ClassVar[bool] = False
 
     @property
-    def chunk_shape(self) -> Shape:
-        """Shape of a chunk of the array."""
-        return self.array.chunk_shape
-
-    @property
-    def chunks(self) -> Chunks:
-        """Where the chunks are stored."""
-        return self.array.chunks
-
-    @property
-    def element_strides(self) -> Shape:
-        """Bytes between neighbouring elements of a chunk along each dim of the array."""
-        return self.array.element_strides
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return itemsize(self.array.dtype)
-
-    @property
     def position(self) -> FilePosition:
         """File number and offset of the array's first chunk in the files."""
         return self.array.position
@@ -283,7 +263,18 @@ class MappedArray:
 
     def copies(self, box: Box, window: Box | None = None) -> Iterator[StridedCopy]:
         """Yield the copies between a box of the tensor and byte ranges of files. See `Array.copies`."""
-        return leaf_copies(self, box, window)
+        array = self.array
+        return leaf_copies(
+            self.axis_map,
+            box,
+            window,
+            stacked_indices=self.stacked_indices,
+            starts=self.starts,
+            chunks=array.chunks,
+            chunk_shape=array.chunk_shape,
+            element_strides=array.element_strides,
+            itemsize=itemsize(array.dtype),
+        )
 
     def mapped(self) -> MappedArray:
         """Return the tensor itself. See `Array.mapped`."""
@@ -311,8 +302,8 @@ def whole_array(
     if 0 in shape:
         # A chunk has at least one element in each dim, also in an empty array.
         chunk_shape = tuple(max(1, extent) for extent in shape)
-    chunks = StridedChunks.single(*position, len(shape))
-    return Array(name, dtype, shape, chunk_shape, chunks, strides)
+    zeros = (0,) * len(shape)
+    return Array(name, dtype, shape, chunk_shape, StridedChunks(*position, zeros, zeros), strides)
 
 
 def parted_array(name: str, dtype: str, shape: Shape, parts: ArrayParts) -> Array:
@@ -396,22 +387,20 @@ class ChunkBlocks:
         """Number of blocks in the chunk."""
         if not self.group_nbytes:
             return 0
-        return self.chunk_nbytes // self.group_nbytes * self._blocks_per_group
-
-    @property
-    def _blocks_per_group(self) -> int:
-        return -(-self.group_nbytes // self.block_nbytes)
+        blocks_per_group = -(-self.group_nbytes // self.block_nbytes)
+        return self.chunk_nbytes // self.group_nbytes * blocks_per_group
 
     def overlapping(self, start: int, stop: int) -> Iterator[ChecksumBlock]:
         """Yield the blocks that overlap bytes `start` to `stop` of the chunk, in order."""
+        if start >= stop:
+            return
+        blocks_per_group = -(-self.group_nbytes // self.block_nbytes)
         while start < stop:
             group, offset_in_group = divmod(start, self.group_nbytes)
             block_in_group = offset_in_group // self.block_nbytes
             block_start = group * self.group_nbytes + block_in_group * self.block_nbytes
             block_stop = min(block_start + self.block_nbytes, (group + 1) * self.group_nbytes)
-            yield ChecksumBlock(
-                group * self._blocks_per_group + block_in_group, block_start, block_stop
-            )
+            yield ChecksumBlock(group * blocks_per_group + block_in_group, block_start, block_stop)
             start = block_stop
 
 

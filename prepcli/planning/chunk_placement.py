@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import mul, sub
+from operator import attrgetter, mul, sub
 
 from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.boxes import Box, Range, full_box, intersect, intersection, strides
@@ -93,7 +93,7 @@ class ChunkLayout:
 
     locations: list[MappedArray] = field(default_factory=list)
     placed_chunks: dict[str, list[PlacedChunks]] = field(default_factory=dict)
-    file_sizes: list[int] = field(default_factory=lambda: [0])
+    file_sizes: list[int] = field(default_factory=list)
 
 
 def place_chunks(pieces: Iterable[LeafPiece]) -> ChunkLayout:
@@ -110,7 +110,7 @@ def place_chunks(pieces: Iterable[LeafPiece]) -> ChunkLayout:
     """
     # Pieces of one chunk share its group, e.g. layers 0 and 1 of a leaf in chunks of two layers. The first
     # of them places the group.
-    layout = ChunkLayout()
+    layout = ChunkLayout(file_sizes=[0])
     groups: dict[tuple[str, ChunkIndex], StridedChunks] = {}
     for piece in pieces:
         first, stop = piece.chunk_group
@@ -132,7 +132,7 @@ def place_chunk_files(pieces: Iterable[LeafPiece]) -> ChunkLayout:
     Returns:
         The layout. It has one placed box for each chunk.
     """
-    layout = ChunkLayout(file_sizes=[])
+    layout = ChunkLayout()
     groups: dict[tuple[str, ChunkIndex], ChunkTable] = {}
     for piece in pieces:
         first, stop = piece.chunk_group
@@ -239,7 +239,7 @@ def chunk_extents(leaves: Sequence[OutputLeaf]) -> list[ChunkExtent]:
             extents.append(
                 ChunkExtent(chunks.file, chunks.offset, stride_nbytes, box, blocks[leaf.name])
             )
-    return sorted(extents, key=lambda extent: (extent.file, extent.offset))
+    return sorted(extents, key=attrgetter("file", "offset"))
 
 
 def count_blocks(extents: Sequence[ChunkExtent]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from prepcli.algebra.axis_map import TensorDim
@@ -12,8 +12,8 @@ from prepcli.algebra.boxes import Range, strides
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
 from prepcli.planning.arrays import Locations, location_copies
-from prepcli.planning.plan import OutputLeaf, Plan, Stream
-from prepcli.planning.slabs import Slab
+from prepcli.planning.plan import Plan, Stream
+from prepcli.planning.slabs import split_stream
 from prepcli.planning.tensors import is_decoded_tensor
 
 # File number, start byte, stop byte.
@@ -22,13 +22,12 @@ FileSpan = tuple[int, int, int]
 Repeats = tuple[tuple[int, int], ...]
 
 
-def check(plan: Plan, make_slabs: Callable[[], Iterable[Slab]]) -> None:
+def check(plan: Plan, slab_nbytes: int) -> None:
     """Check a plan: every byte must be read and written exactly once. It may be read again for a check.
 
     Args:
         plan: The plan to check.
-        make_slabs: Returns a new iterator over the plan's slabs. It is called for reads and again for writes, because a
-            plan may have too many slabs for memory.
+        slab_nbytes: Largest size of a slab.
 
     Raises:
         PrepError: A byte is read or written twice or not at all, or tensors that must be equal are read in different
@@ -44,21 +43,21 @@ def check(plan: Plan, make_slabs: Callable[[], Iterable[Slab]]) -> None:
                 f"{equality.name} and {equality.duplicate_of} would not be compared"
             )
     # Both directions are compared as byte ranges: the slabs' copies, and the plan's locations.
-    # Slabs come from the code that the engine runs, so an error of the index algebra is found here.
+    # Slabs come from the code that the engine runs, so an error of the index algebra is found here. They are made
+    # for reads and again for writes, because a plan may have too many slabs for memory.
     # Tensors that are read for a check alone may have bytes of others. Among themselves they share none.
-    for is_check in sorted({is_decoded_tensor(stream.name) for stream in plan.streams}):
-        slabs = (
-            slab
-            for slab in make_slabs()
-            if is_decoded_tensor(plan.streams[slab.stream_number].name) == is_check
-        )
-        actual = _merge_spans(_slab_spans(plan, slabs, "reads"), "read")
-        expected_reads: list[FileSpan] = []
-        for stream in plan.streams:
-            if is_decoded_tensor(stream.name) == is_check:
-                expected_reads += _stream_spans(stream, stream.reads)
-        _check_equal_spans("read", actual, _merge_spans(expected_reads, "read"))
-    actual = _merge_spans(_slab_spans(plan, make_slabs(), "writes"), "written")
+    is_check = {stream.name: is_decoded_tensor(stream.name) for stream in plan.streams}
+    for kind in sorted(set(is_check.values())):
+        numbers = [n for n, stream in enumerate(plan.streams) if is_check[stream.name] == kind]
+        copies = _slab_copies(plan, numbers, slab_nbytes, "reads")
+        actual = _merge_spans(_joined_spans(copies), "read")
+        expected: list[FileSpan] = []
+        for number in numbers:
+            stream = plan.streams[number]
+            expected += _stream_spans(stream, stream.reads)
+        _check_equal_spans("read", actual, _merge_spans(expected, "read"))
+    copies = _slab_copies(plan, range(len(plan.streams)), slab_nbytes, "writes")
+    actual = _merge_spans(_joined_spans(copies), "written")
     expected = _merge_spans(_expected_write_spans(plan), "written")
     _check_equal_spans("written", actual, expected)
 
@@ -123,35 +122,48 @@ def _row_indices(dim: TensorDim) -> set[int]:
     return set(indices)
 
 
-def _slab_spans(
-    plan: Plan, slabs: Iterable[Slab], direction: Literal["reads", "writes"]
-) -> list[FileSpan]:
-    """Return the byte ranges that all slabs read from the source, or write to the output."""
-    runs = _JoinedRuns()
-    for slab in slabs:
-        stream = plan.streams[slab.stream_number]
-        if direction == "reads":
-            copies = slab.reads
-            locations = stream.reads
-            expected_nbytes = slab.nbytes
-        else:
-            copies = slab.writes
-            locations = stream.writes
-            expected_nbytes = slab.written_nbytes
-        copied_nbytes = sum(copy.nbytes for copy in copies)
-        if locations and copied_nbytes != expected_nbytes:
-            why = f"has {expected_nbytes:,} bytes, its {direction} have {copied_nbytes:,}"
-            raise _coverage_error(f"{stream.name}: the slab at byte {slab.start:,} {why}")
-        for copy in copies:
-            runs.add(copy)
-    return runs.spans()
+def _slab_copies(
+    plan: Plan, numbers: Iterable[int], slab_nbytes: int, direction: Literal["reads", "writes"]
+) -> Iterator[StridedCopy]:
+    """Yield the copies of streams from the source, or to the output. Raise PrepError if a slab's lack some bytes."""
+    for number in numbers:
+        stream = plan.streams[number]
+        for slab in split_stream(number, stream, max_nbytes=slab_nbytes):
+            if direction == "reads":
+                copies = slab.reads
+                locations = stream.reads
+                expected_nbytes = slab.nbytes
+            else:
+                copies = slab.writes
+                locations = stream.writes
+                expected_nbytes = slab.written_nbytes
+            copied_nbytes = sum(copy.nbytes for copy in copies)
+            if locations and copied_nbytes != expected_nbytes:
+                why = f"has {expected_nbytes:,} bytes, its {direction} have {copied_nbytes:,}"
+                raise _coverage_error(f"{stream.name}: the slab at byte {slab.start:,} {why}")
+            yield from copies
 
 
 def _expected_write_spans(plan: Plan) -> list[FileSpan]:
-    """Return the byte ranges to write: every chunk of every leaf, or every tensor without leaves."""
+    """Return the byte ranges to write: every chunk of every leaf, or every tensor without leaves.
+
+    Raises:
+        PrepError: The plan places too few or too many chunks of a leaf.
+    """
     spans: list[FileSpan] = []
     for leaf in plan.leaves:
-        spans += _chunk_spans(leaf)
+        chunk_nbytes = leaf.chunk_nbytes
+        num_before = len(spans)
+        for box in leaf.placed_chunks:
+            for index in box.indices():
+                file, offset = box.chunks.find(index)
+                spans.append((file, offset, offset + chunk_nbytes))
+        chunk_count = math.prod(leaf.grid.chunk_counts)
+        placed_count = len(spans) - num_before
+        if placed_count != chunk_count:
+            raise _coverage_error(
+                f"{leaf.name} has {chunk_count:,} chunks, the plan places {placed_count:,}"
+            )
     if not plan.leaves:
         for stream in plan.streams:
             spans += stream_write_spans(stream)
@@ -162,66 +174,39 @@ def _stream_spans(stream: Stream, locations: Locations) -> list[FileSpan]:
     """Return the byte ranges of a stream's rows in the files of `locations` (its reads or its writes)."""
     if not stream.nbytes:
         return []
-    runs = _JoinedRuns()
-    for copy in location_copies(locations, stream.box):
-        runs.add(copy)
-    return runs.spans()
+    return _joined_spans(location_copies(locations, stream.box))
 
 
-def _chunk_spans(leaf: OutputLeaf) -> list[FileSpan]:
-    """Return the byte range of each chunk of a leaf. Raise PrepError if the plan places too few or too many."""
-    chunk_nbytes = leaf.chunk_nbytes
-    spans: list[FileSpan] = []
-    for box in leaf.placed_chunks:
-        for index in box.indices():
-            file, offset = box.chunks.find(index)
-            spans.append((file, offset, offset + chunk_nbytes))
-    chunk_count = math.prod(leaf.grid.chunk_counts)
-    if len(spans) != chunk_count:
-        raise _coverage_error(
-            f"{leaf.name} has {chunk_count:,} chunks, the plan places {len(spans):,}"
-        )
-    return spans
-
-
-class _JoinedRuns:
-    """Byte ranges of copies in the files.
+def _joined_spans(copies: Iterable[StridedCopy]) -> list[FileSpan]:
+    """Return the byte ranges of copies in the files.
 
     One slab of a transpose writes a short run in each of many rows, and the next slab continues these runs. Such copies
     are joined to longer runs before they are expanded, because there would be millions of ranges.
     """
-
-    def __init__(self) -> None:
-        # (file, end of the first run, repeats) -> (start of the first run, bytes per run), e.g. two slabs
-        # that write 8 bytes at 0, 100, 200 and 8 bytes at 8, 108, 208 become 16 bytes at 0, 100, 200
-        self._runs_by_end: dict[tuple[int, int, Repeats], tuple[int, int]] = {}
-        self._spans: list[FileSpan] = []
-
-    def add(self, copy: StridedCopy) -> None:
-        """Add the runs of a copy."""
+    spans: list[FileSpan] = []
+    # (file, end of the first run, repeats) -> (start of the first run, bytes per run), e.g. two slabs
+    # that write 8 bytes at 0, 100, 200 and 8 bytes at 8, 108, 208 become 16 bytes at 0, 100, 200
+    runs_by_end: dict[tuple[int, int, Repeats], tuple[int, int]] = {}
+    for copy in copies:
         run_nbytes = copy.run_nbytes
         repeats = copy.repeats
         preceding_end = (copy.file, copy.file_offset, repeats)
-        start, preceding_nbytes = self._runs_by_end.pop(preceding_end, (copy.file_offset, 0))
+        start, preceding_nbytes = runs_by_end.pop(preceding_end, (copy.file_offset, 0))
         end = (copy.file, copy.file_offset + run_nbytes, repeats)
         # The same bytes are copied twice. Both runs are kept.
-        if end in self._runs_by_end:
-            self._spans += _run_spans(copy.file, *self._runs_by_end[end], repeats)
-        self._runs_by_end[end] = (start, preceding_nbytes + run_nbytes)
-
-    def spans(self) -> list[FileSpan]:
-        """Return the byte ranges of all added runs."""
-        spans = list(self._spans)
-        # A slab that ends within the rows of a permutation leaves runs with different repeats. E.g. even values at
-        # 0, 4, 8 and odd ones at 2, 6, in each of 4,096 rows: they are joined in the first row alone.
-        first_runs: dict[tuple[int, Repeats], list[FileSpan]] = {}
-        for (file, _, repeats), (start, run_nbytes) in self._runs_by_end.items():
-            runs = first_runs.setdefault((file, repeats[:1]), [])
-            runs += _run_spans(file, start, run_nbytes, repeats[1:])
-        for (file, outer_repeats), runs in first_runs.items():
-            for _, start, stop in _merge_spans(runs):
-                spans += _run_spans(file, start, stop - start, outer_repeats)
-        return spans
+        if end in runs_by_end:
+            spans += _run_spans(copy.file, *runs_by_end[end], repeats)
+        runs_by_end[end] = (start, preceding_nbytes + run_nbytes)
+    # A slab that ends within the rows of a permutation leaves runs with different repeats. E.g. even values at
+    # 0, 4, 8 and odd ones at 2, 6, in each of 4,096 rows: they are joined in the first row alone.
+    first_runs: dict[tuple[int, Repeats], list[FileSpan]] = {}
+    for (file, _, repeats), (start, run_nbytes) in runs_by_end.items():
+        runs = first_runs.setdefault((file, repeats[:1]), [])
+        runs += _run_spans(file, start, run_nbytes, repeats[1:])
+    for (file, outer_repeats), runs in first_runs.items():
+        for _, start, stop in _merge_spans(runs):
+            spans += _run_spans(file, start, stop - start, outer_repeats)
+    return spans
 
 
 def _run_spans(

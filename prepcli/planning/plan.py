@@ -19,9 +19,8 @@ from typing import Any
 from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
 from prepcli.algebra.boxes import Box, Range, full_box
 from prepcli.algebra.grids import ArrayParts, ChunkGrid, ChunkTable, StridedChunks
-from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.formatting import count_text
-from prepcli.planning.arrays import Array, Locations, MappedArray, location_copies
+from prepcli.planning.arrays import Array, Locations, MappedArray
 from prepcli.planning.item_storage import Compression, ItemStorage, recorded_storage
 from prepcli.planning.libraries import LayoutScale
 from prepcli.planning.manifest_fields import Manifest
@@ -412,16 +411,6 @@ def _describe_stream(stream: Stream, display_name: str) -> str:
     return f"move  {display_name}  {stream.dtype}{cast} {shape}  {rows}  {written}{fill}{change}"
 
 
-def read_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
-    """Yield the copies between a box of a stream's tensor and the source files."""
-    return location_copies(stream.reads, box)
-
-
-def write_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
-    """Yield the copies between a box of a stream's tensor and the output files."""
-    return location_copies(stream.writes, box)
-
-
 # Class -> its name in the text, and the fields whose names in the text differ from those in code
 NAMES: dict[type, tuple[str, dict[str, str]]] = {
     Plan: (
@@ -543,7 +532,7 @@ def _mapped_array_text(tensor: MappedArray, axis_map_texts: dict[int, str]) -> s
         f"at={encode_text(tensor.stacked_indices)}",
         f"grid={encode_text(grid)}",
         f"places={places}",
-        f"itemsize={tensor.itemsize}",
+        f"itemsize={itemsize(array.dtype)}",
     ]
     if tensor.starts is not None:
         fields.append(f"starts={tensor.starts}")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from prepcli.algebra.boxes import Box, full_box, strides
 from prepcli.algebra.grids import find_split_atom
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.planning.arrays import MappedArray
-from prepcli.planning.plan import Stream, read_copies, write_copies
+from prepcli.planning.arrays import MappedArray, location_copies
+from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import itemsize
 
 PAGE = 4096  # bytes. Direct I/O transfers whole pages.
@@ -58,20 +58,17 @@ class Slab:
         return self.nbytes // self.itemsizes[0] * self.itemsizes[1]
 
 
-def _is_single_run(copies: tuple[StridedCopy, ...], nbytes: int) -> bool:
-    """Return whether copies are one run of `nbytes` bytes, or empty."""
-    return not copies or (len(copies) == 1 and copies[0].width == nbytes)
-
-
 def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iterator[Slab]:
     """Split a stream into slabs."""
     if not stream.nbytes:
         return iter(())
     if not stream.is_changed:
         # Two copies of each suffice to see whether a stream is contiguous.
-        reads = tuple(itertools.islice(read_copies(stream, stream.box), 2))
-        writes = tuple(itertools.islice(write_copies(stream, stream.box), 2))
-        if _is_single_run(reads, stream.nbytes) and _is_single_run(writes, stream.nbytes):
+        reads = tuple(itertools.islice(location_copies(stream.reads, stream.box), 2))
+        writes = tuple(itertools.islice(location_copies(stream.writes, stream.box), 2))
+        one_run = [stream.nbytes]
+        widths = ([copy.width for copy in reads], [copy.width for copy in writes])
+        if widths[0] in ([], one_run) and widths[1] in ([], one_run):
             return _contiguous_slabs(stream_number, stream, reads, writes, max_nbytes)
     # E.g. float32 to float64: a slab of 32 MiB as written has 16 MiB as read.
     read_itemsize, written_itemsize = _itemsizes(stream)
@@ -108,23 +105,14 @@ def _contiguous_slabs(
     while start < stop:
         page_start = (start + shift + max_nbytes) // PAGE * PAGE - shift
         slab_stop = min(stop, page_start if page_start > start else start + max_nbytes)
-        yield Slab(
-            stream_number,
-            start,
-            slab_stop - start,
-            _clip_copies(reads, start, slab_stop),
-            _clip_copies(writes, start, slab_stop),
-        )
+        nbytes = slab_stop - start
+        clipped: list[tuple[StridedCopy, ...]] = []
+        for copies in (reads, writes):
+            offsets = [copy.file_offset + start - copy.tensor_offset for copy in copies]
+            parts = zip(copies, offsets)
+            clipped.append(tuple(StridedCopy(start, c.file, offset, nbytes) for c, offset in parts))
+        yield Slab(stream_number, start, nbytes, clipped[0], clipped[1])
         start = slab_stop
-
-
-def _clip_copies(copies: tuple[StridedCopy, ...], start: int, stop: int) -> tuple[StridedCopy, ...]:
-    """Clip copies without dims to a byte range of the tensor."""
-    clipped: list[StridedCopy] = []
-    for copy in copies:
-        file_offset = copy.file_offset + start - copy.tensor_offset
-        clipped.append(StridedCopy(start, copy.file, file_offset, stop - start))
-    return tuple(clipped)
 
 
 def split_stream_evenly(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iterator[Slab]:
@@ -153,6 +141,7 @@ def _slabs_along_axis(
         first_row = 0
         stop_row = stream.shape[axis]
     max_rows = max(1, max_nbytes // row_nbytes)
+    itemsizes = _itemsizes(stream)
     inner_box = full_box(stream.shape[axis + 1 :])
     outer_ranges = [range(start, stop) for start, stop in stream.box[:axis]]
     for outer_index in itertools.product(*outer_ranges):
@@ -167,9 +156,9 @@ def _slabs_along_axis(
                 stream_number,
                 sum(start * stride for (start, _), stride in zip(box, byte_strides)),
                 (slab_stop - row) * row_nbytes,
-                tuple(read_copies(stream, box)),
-                tuple(write_copies(stream, box)),
-                _itemsizes(stream),
+                tuple(location_copies(stream.reads, box)),
+                tuple(location_copies(stream.writes, box)),
+                itemsizes,
             )
             row = slab_stop
 
@@ -263,7 +252,7 @@ def _atom_lengths_in_chunk(location: MappedArray) -> dict[str, int]:
     Axes with uneven chunk boundaries are omitted: they count as split into single indices.
     """
     atom_lengths: dict[str, int] = {}
-    for dim, length in zip(location.axis_map.leaf_dims, location.chunk_shape):
+    for dim, length in zip(location.axis_map.leaf_dims, location.array.chunk_shape):
         extents = [factor.extent for factor in dim]
         split_atom = find_split_atom(extents, length)
         if split_atom is None:
@@ -283,21 +272,13 @@ def _rows_filling_whole_pages(stream: Stream, axis: int) -> int:
         if location.axis_map is None:
             continue
         atom_lengths = _atom_lengths_in_chunk(location)
-        row_nbytes = location.itemsize
+        row_nbytes = itemsize(location.array.dtype)
         for dim in location.axis_map.source_dims[axis + 1 :]:
             for factor in dim.factors:
                 if factor.fixed is None:
                     row_nbytes *= atom_lengths.get(factor.atom, 1)
         rows = math.lcm(rows, PAGE // math.gcd(PAGE, row_nbytes))
     return rows
-
-
-def split_streams(streams: Sequence[Stream], max_nbytes: int, *, first: int = 0) -> Iterator[Slab]:
-    """Return the slabs of all streams from number `first` on, in order."""
-    return itertools.chain.from_iterable(
-        split_stream(number, streams[number], max_nbytes=max_nbytes)
-        for number in range(first, len(streams))
-    )
 
 
 def min_buffer_nbytes(streams: Sequence[Stream]) -> int:
@@ -312,9 +293,8 @@ def min_buffer_nbytes(streams: Sequence[Stream]) -> int:
         itemsizes = _itemsizes(stream)
         # Counted in elements, or in bytes for unchanged values.
         span = 0
-        copies = (read_copies(stream, stream.box), write_copies(stream, stream.box))
-        for direction_copies, item_nbytes in zip(copies, itemsizes):
-            for copy in itertools.islice(direction_copies, 4):
+        for locations, item_nbytes in zip((stream.reads, stream.writes), itemsizes):
+            for copy in itertools.islice(location_copies(locations, stream.box), 4):
                 span = max(span, _long_run_span_nbytes(copy) // item_nbytes)
         needed_nbytes = max(needed_nbytes, span * max(itemsizes))
     return needed_nbytes

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import HFConfig, JsonObject, quote_name
 from prepcli.planning.arrays import Array
 from prepcli.planning.tensors import FLOAT_DTYPES
-from prepcli.quantized.bitsandbytes import find_bitsandbytes
-from prepcli.quantized.compressed_tensors import find_compressed
 from prepcli.quantized.decoder import USE_ORIGINAL_HINT, Decoder, StoredWeights
-from prepcli.quantized.float4 import find_modelopt, find_mxfp4, modelopt_file_settings
-from prepcli.quantized.gptq import awq_file_settings, find_awq, find_gptq
-from prepcli.quantized.scaled import find_fp8
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 # Scales of activations and of the KV cache, which quantised kernels multiply with.
@@ -39,41 +35,59 @@ class QuantizedFormat:
     """A format, or a library with several formats.
 
     Attributes:
-        find: Yields the decoders of the weights, from a quantisation config and the stored tensors.
+        find: Name of the function that yields the decoders of the weights, from a quantisation config and the stored
+            tensors. Its module is imported for weights of the format only.
         codes: Ending of the names of codes. Codes may also have the name of the weight.
         scales: Endings of the names of scales. Whether float weights beside them are already multiplied with them is
             unknown.
         file: File with the settings of earlier versions of the tool, which config.json does not have.
-        file_settings: Returns the settings in the file with the keys of config.json.
+        file_settings: Name of the function that returns the settings in the file with the keys of config.json. Empty if
+            they have these keys.
     """
 
-    find: Callable[[Mapping[str, Any], StoredWeights], Iterator[Decoder]]
+    find: str
     codes: str = ".weight"
     scales: tuple[str, ...] = ()
     file: str = ""
-    file_settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    file_settings: str = ""
+
+    def find_decoders(
+        self, settings: Mapping[str, Any], stored: StoredWeights
+    ) -> Iterator[Decoder]:
+        """Yield the decoders of the weights."""
+        return _import_function(self.find)(settings, stored)
+
+    def settings_of_file(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the settings in the file of the tool with the keys of config.json."""
+        return _import_function(self.file_settings)(document) if self.file_settings else document
+
+
+def _import_function(name: str) -> Callable[..., Any]:
+    """Return a function of this package, e.g. `gptq.find_awq`."""
+    module, _, function = name.partition(".")
+    return getattr(import_module(f"prepcli.quantized.{module}"), function)
 
 
 FORMATS: Mapping[str, QuantizedFormat] = {
-    "fp8": QuantizedFormat(find_fp8, scales=("_scale_inv",)),
-    "mxfp4": QuantizedFormat(find_mxfp4, "_blocks", ("_scales",)),
+    "fp8": QuantizedFormat("scaled.find_fp8", scales=("_scale_inv",)),
+    "mxfp4": QuantizedFormat("float4.find_mxfp4", "_blocks", ("_scales",)),
     "compressed-tensors": QuantizedFormat(
-        find_compressed,
+        "compressed_tensors.find_compressed",
         ".weight_packed",
         ("weight_scale", "weight_global_scale", "weight_zero_point", "_proj_scale"),
     ),
-    "gptq": QuantizedFormat(find_gptq, ".qweight", (".scales",), "quantize_config.json"),
+    "gptq": QuantizedFormat("gptq.find_gptq", ".qweight", (".scales",), "quantize_config.json"),
     "awq": QuantizedFormat(
-        find_awq, ".qweight", (".scales",), "quant_config.json", awq_file_settings
+        "gptq.find_awq", ".qweight", (".scales",), "quant_config.json", "gptq.awq_file_settings"
     ),
     "modelopt": QuantizedFormat(
-        find_modelopt,
+        "float4.find_modelopt",
         scales=("weight_scale_2",),
         file="hf_quant_config.json",
-        file_settings=modelopt_file_settings,
+        file_settings="float4.modelopt_file_settings",
     ),
     "bitsandbytes": QuantizedFormat(
-        find_bitsandbytes, scales=(".SCB", ".absmax", ".nested_absmax", ".quant_map")
+        "bitsandbytes.find_bitsandbytes", scales=(".SCB", ".absmax", ".nested_absmax", ".quant_map")
     ),
 }
 FORMATS_BY_FILE = {row.file: (method, row) for method, row in FORMATS.items() if row.file}
@@ -111,7 +125,7 @@ def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def quantization_config_of_file(name: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the quantisation config of one of QUANTIZATION_FILES, with the keys of config.json."""
     method, row = FORMATS_BY_FILE[name]
-    return {"quant_method": method, **row.file_settings(document)}
+    return {"quant_method": method, **row.settings_of_file(document)}
 
 
 def without_quantization(config: HFConfig) -> JsonObject:
@@ -150,7 +164,7 @@ def find_weights(
             USE_ORIGINAL_HINT,
         )
     stored = StoredWeights(tensors, read_payload, settings_file)
-    decoders = tuple(FORMATS[method].find(settings, stored))
+    decoders = tuple(FORMATS[method].find_decoders(settings, stored))
     _check_all_decoded(stored, method)
     others = stored.tensors.keys() - stored.used_names
     activation_scales = frozenset(name for name in others if name.endswith(ACTIVATION_SUFFIXES))

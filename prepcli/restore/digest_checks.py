@@ -17,9 +17,10 @@ from prepcli.engine.digest import record_digest_of_pieces
 from prepcli.engine.pipeline import Pipeline
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT, again_hint
+from prepcli.planning.arrays import location_copies
 from prepcli.planning.libraries import LayoutScale, recorded_scale
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Stream, read_copies
+from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import qualify, split_name
 from prepcli.sources.source import (
     Source,
@@ -65,7 +66,7 @@ def checkpoint_of(source: Source, item: AnyPath | Blob) -> str:
 def _file_numbers(tensor: SourceTensor) -> set[int]:
     """Return the numbers of a tensor's files and blobs."""
     stream = row_stream(tensor, (0, num_rows(tensor)))
-    return {copy.file for copy in read_copies(stream, stream.box)}
+    return {copy.file for copy in location_copies(stream.reads, stream.box)}
 
 
 def num_rows(tensor: SourceTensor) -> int:

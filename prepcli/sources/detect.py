@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import product
 from typing import Any, Protocol
 
@@ -155,11 +156,13 @@ class Detected:
     config: HFConfig | None = None
 
 
-def _names_matching(*patterns: str) -> Select:
-    def matches_any(name: str) -> bool:
-        return any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
-
-    return lambda names: [name for name in names if matches_any(name)]
+def _names_matching(patterns: Sequence[str], names: Sequence[str]) -> Sequence[str]:
+    """Return the names that match a pattern in lower case."""
+    matching: list[str] = []
+    for name in names:
+        if any(fnmatchcase(name.lower(), pattern) for pattern in patterns):
+            matching.append(name)
+    return matching
 
 
 def _adapter_config(names: Sequence[str]) -> Sequence[str]:
@@ -170,7 +173,7 @@ def _adapter_config(names: Sequence[str]) -> Sequence[str]:
 
 def _training_files(names: Sequence[str]) -> Sequence[str]:
     """Return the PyTorch files of a training run without those of the model."""
-    matching = _names_matching(*TRAINING_FILE_PATTERNS)(names)
+    matching = _names_matching(TRAINING_FILE_PATTERNS, names)
     return [name for name in matching if name.lower().endswith(torch_files.SUFFIXES)]
 
 
@@ -184,12 +187,12 @@ def _training_files(names: Sequence[str]) -> Sequence[str]:
 #      `optimizer.bin` next to a model must not hide it.
 RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
     (_adapter_config, ADAPTER),
-    (_names_matching("quantize_config.json"), GPTQ),
-    (_names_matching("quant_config.json"), AWQ),
-    (_names_matching("hf_quant_config.json"), MODELOPT),
+    (partial(_names_matching, ("quantize_config.json",)), GPTQ),
+    (partial(_names_matching, ("quant_config.json",)), AWQ),
+    (partial(_names_matching, ("hf_quant_config.json",)), MODELOPT),
     *((row.select, kind) for kind, row in FORMATS.items()),
-    (_names_matching("*.gguf"), GGUF),
-    (_names_matching("*.distcp"), DISTRIBUTED),
+    (partial(_names_matching, ("*.gguf",)), GGUF),
+    (partial(_names_matching, ("*.distcp",)), DISTRIBUTED),
     *((row.select_other, kind) for kind, row in FORMATS.items()),
     (_training_files, TRAINING_FILES),
 )
@@ -241,17 +244,18 @@ def detect(
         if quantisation and not allow_quantized and not _has_only_dense_tensors(folder):
             why = f"{CONFIG} has a {quantisation}"
             raise _quantised_refusal(why).error((), folder.display_name)
-    if verdict == "safetensors" and _is_native_mistral(folder, top_names, config):
+    has_params = META_PARAMS_FILE in top_names
+    if verdict == "safetensors" and has_params and _is_native_mistral(folder, top_names, config):
         verdict = "meta"
     return Detected(verdict, may_be_quantized=may_be_quantized, config=config)
 
 
 def _is_native_mistral(folder: Folder, top_names: Sequence[str], config: HFConfig | None) -> bool:
-    """Return whether the only weights are those of a dense Mistral with the names of its own code.
+    """Return whether the only weights beside `params.json` are those of a dense Mistral with the names of its own code.
 
     Its other models, e.g. with experts or images, keep the names of their files.
     """
-    if select_safetensors_files(top_names) != [MISTRAL_FILE] or META_PARAMS_FILE not in top_names:
+    if select_safetensors_files(top_names) != [MISTRAL_FILE]:
         return False
     if CONFIG in top_names and (config or {}).get("model_type") != "mistral":
         return False

@@ -15,7 +15,6 @@ from prepcli.sources.detect import Detected, detect, detect_file, detect_gguf
 from prepcli.sources.folders import (
     DEFAULT_ACCESS,
     Access,
-    HubFolder,
     OpenFolder,
     open_bucket_folder,
     open_hub_folder,
@@ -26,7 +25,6 @@ from prepcli.sources.references import (
     BucketUrl,
     HubRepo,
     LocalPath,
-    Reference,
     RunStep,
     parse_reference,
 )
@@ -101,7 +99,15 @@ def locate(
         PrepError: The checkpoint does not exist, is not readable or has an unsupported format.
     """
     reference = parse_reference(name, revision, step=step, cwd=cwd)
-    folder = open_folder(reference, access)
+    match reference:
+        case LocalPath() | RunStep():
+            folder = OpenFolder(reference.display_name, reference.path)
+        case HubRepo():
+            folder = open_hub_folder(reference, access)
+        case BucketUrl():
+            folder = open_bucket_folder(reference, access)
+        case _:
+            assert_never(reference)
     if isinstance(folder, OpenFolder) and folder.path.is_file():
         kind = detect_file(folder.path, reference.display_name, allow_gguf=access.allow_gguf)
         detected = Detected(kind)
@@ -126,9 +132,15 @@ def locate(
         remark = unused_quantization_note(files.path)
         if remark:
             access.note(remark)
+    model_name = reference.model_name
+    # A model of the hub has the name of its repository, and a single file its own.
+    if manifest is not None and not isinstance(reference, HubRepo) and not files.path.is_file():
+        name = manifest.name
+        # Outputs are called after it.
+        model_name = name if isinstance(name, str) and name and not name_fault(name) else model_name
     return LocatedCheckpoint(
         display_name=reference.display_name,
-        model_name=_recorded_name(reference, files, manifest) or reference.model_name,
+        model_name=model_name,
         kind=kind,
         files=files,
         manifest=manifest,
@@ -140,33 +152,9 @@ def locate(
     )
 
 
-def open_folder(reference: Reference, access: Access) -> OpenFolder | HubFolder:
-    """List the files of a checkpoint."""
-    match reference:
-        case LocalPath() | RunStep():
-            return OpenFolder(reference.display_name, reference.path)
-        case HubRepo():
-            return open_hub_folder(reference, access)
-        case BucketUrl():
-            return open_bucket_folder(reference, access)
-        case _:
-            assert_never(reference)
-
-
-def _recorded_name(reference: Reference, files: OpenFolder, manifest: Manifest | None) -> str:
-    """Return the model name in the manifest. Empty if it is no file name, as outputs are called after it."""
-    # A model of the hub has the name of its repository, and a single file its own.
-    if manifest is None or isinstance(reference, HubRepo) or files.path.is_file():
-        return ""
-    name = manifest.name
-    if isinstance(name, str) and not name_fault(name):
-        return name
-    return ""
-
-
-def check_stream(stream: bool, *located: LocatedCheckpoint) -> None:
+def check_stream(*located: LocatedCheckpoint) -> None:
     """Raise UsageError for `--stream` if every checkpoint is a local folder."""
-    if stream and all(not checkpoint.files.is_remote for checkpoint in located):
+    if all(not checkpoint.files.is_remote for checkpoint in located):
         names = " and ".join(checkpoint.model_name for checkpoint in located)
         option = Option("stream", True)
         raise usage_error(

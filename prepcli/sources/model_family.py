@@ -287,11 +287,13 @@ def read_folder_model(
         config = located.read_config(config_path)
     # Of a multimodal model, the family of the text part is selected by the names without the prefix.
     prefix = ""
-    if not hints.verbatim:
+    if not hints.verbatim and text_section(config) is not None:
         prefix = multimodal_wrapper_prefix(config, tensors.keys(), hints.drop)
     bare_tensors = {name.removeprefix(prefix): types for name, types in tensors.items()}
     family = select_family(config, hints, bare_tensors, manifest, wrapper=prefix)
-    side_files = find_side_files(located.files.path, hints.copied_files)
+    folder = located.files.path
+    listed = located.files.listed_names if folder.is_dir() else None
+    side_files = find_side_files(folder, hints.copied_files, listed)
     names = detect_names(family, config, full_names=bare_tensors.keys())
     if prefix:
         names = replace(names, wrapper_prefix=prefix)

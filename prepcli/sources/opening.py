@@ -71,10 +71,13 @@ def open_source(
     """
     row = FORMATS[located.kind]
     with again_hints(located.manifest):
-        check_recorded_files(located)
+        export_map: TensorMap | None = None
+        if located.manifest is not None:
+            check_recorded_files(located)
+            if tensor_map is None:
+                export_map = recorded_map(located.manifest)
         if layout is not None:
             _check_layout_option(located, layout)
-        export_map = None if tensor_map else recorded_map(located.manifest)
         hints = SourceHints(
             config_path,
             located.part,
@@ -87,24 +90,22 @@ def open_source(
             drop=drop,
         )
         source = read_source(located, hints)
-        check_patterns(copied_files, source.small_files, located.display_name)
-        _report_unindexed(source, located, drop)
-        for note in source.notes:
-            located.access.note(note)
-        if prefix := source.names.wrapper_prefix:
-            located.access.note(
-                f"the prefix {quote_name(prefix)} of all tensors of {located.display_name} is taken off"
-            )
+        if copied_files:
+            check_patterns(copied_files, source.small_files, located.display_name)
+        _note_reading(source, located, drop)
         if layout is not None:
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)
-        source = _with_training_state(source, located, is_requested=training_state)
+        if training_state or source.manifest is not None:
+            source = _with_training_state(source, located, is_requested=training_state)
         if source.manifest is not None:
             folder = source.root if source.root.is_dir() else source.root.parent
             check_headers(folder, source.manifest, source.file_stamps)
-        source = _with_store_stamps(_with_omitted(source, located.files))
+        source = _with_omitted(source, located.files)
+        if is_remote(source.files):
+            source = _with_store_stamps(source)
         if export_map is None and hints.verbatim:
             source = _with_model_digests(source, located, config_path)
-        if row.is_hf_folder:
+        if row.is_hf_folder and (located.may_be_quantized or config_path is not None):
             source = without_unused_quantization(source)
         # The opener of GGUF files has already decoded the weights.
         if dequantize and not source.quantization:
@@ -201,6 +202,18 @@ def _with_omitted(source: Source, files: OpenFolder) -> Source:
     return replace(source, omitted=tuple(omitted))
 
 
+def _note_reading(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:
+    """Note how the files of a source were read."""
+    if source.extra_entries:
+        _report_unindexed(source, located, drop)
+    for note in source.notes:
+        located.access.note(note)
+    if prefix := source.names.wrapper_prefix:
+        located.access.note(
+            f"the prefix {quote_name(prefix)} of all tensors of {located.display_name} is taken off"
+        )
+
+
 def _report_unindexed(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:
     """Note the tensors in the files that the index does not name."""
     entries = [entry for entry in source.extra_entries if entry.rule == UNINDEXED_RULE]
@@ -221,11 +234,6 @@ def _report_unindexed(source: Source, located: LocatedCheckpoint, drop: Sequence
         hint = text("without {} they are ignored, as in transformers", option)
         raise PrepError(what, listed, hint)
     located.access.note(f"{count} {verb} ignored: not in its index: {listed}")
-
-
-def has_unread_state(source: Source) -> bool:
-    """Return whether the training state of an output of prep was left on the hub."""
-    return UNREAD_STATE in source.extra_entries
 
 
 def _with_training_state(
@@ -305,4 +313,4 @@ def _with_store_stamps(source: Source) -> Source:
         else stamp
         for stamp, path in zip(source.file_stamps, source.files)
     )
-    return replace(source, file_stamps=stamps) if is_remote(source.files) else source
+    return replace(source, file_stamps=stamps)

@@ -14,6 +14,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, text, usage_error
@@ -152,18 +153,21 @@ class SideFiles:
 NO_SIDE_FILES = SideFiles()
 
 
-def find_side_files(folder: AnyPath, patterns: Sequence[str] = ()) -> SideFiles:
+def find_side_files(
+    folder: AnyPath, patterns: Sequence[str] = (), names: Sequence[str] | None = None
+) -> SideFiles:
     """List the files of a model except config, weights and the record of a training.
 
     Args:
         folder: Folder of the model.
         patterns: Name patterns (`--copy`) of files to copy in any case.
+        names: The names in the folder, if they were listed before.
     """
     if not folder.is_dir():
         return NO_SIDE_FILES
     files: list[ListedFile] = []
     omitted: list[str] = []
-    for name in list_folder(folder):
+    for name in list_folder(folder) if names is None else names:
         path = folder / name
         if is_hidden(name):
             continue
@@ -220,7 +224,7 @@ def select_side_files(files: Iterable[ListedFile], patterns: Sequence[str] = ())
     copied: list[str] = []
     left: list[str] = []
     by_folder: dict[str, list[ListedFile]] = {}
-    for file in sorted(files, key=lambda file: file.name):
+    for file in sorted(files, key=attrgetter("name")):
         folder, slash, _ = file.name.partition("/")
         if is_hidden(file.name):
             continue

@@ -313,21 +313,18 @@ class Source:
             self.config, self.family.sizes(self.config)["vocab"], true_size=true_size
         )
 
-    def tensor_specs(self) -> dict[str, TensorInfo]:
-        """Return dtype, shape and bytes of every parameter, by name."""
-        return {t.name: TensorInfo(t.dtype, t.shape, t.nbytes) for t in self.tensors}
-
 
 def match_source_tensors(
     source: Source, axis_maps: Mapping[str, ParsedAxisMap], options: MatchOptions
 ) -> TensorMatch:
     """Match the tensors of a source with the axis maps of its family."""
+    tensors = {t.name: TensorInfo(t.dtype, t.shape, t.nbytes) for t in source.tensors}
     match = match_tensors(
         source.names,
         source.config,
         sizes=source.family.sizes(source.config),
         rows=axis_maps,
-        tensors=source.tensor_specs(),
+        tensors=tensors,
         options=options,
         source_name=source.display_name,
     )

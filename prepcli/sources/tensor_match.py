@@ -372,7 +372,9 @@ def match_tensors(
         for name, tensor in tensors.items():
             if 0 in tensor.shape:
                 uses[name] = []
-    dropped = tuple(_find_dropped(family, uses, tensors, duplicates))
+    dropped: tuple[DroppedTensor, ...] = ()
+    if not uses.keys() >= tensors.keys():
+        dropped = tuple(_find_dropped(family, uses, tensors, duplicates))
     dropped_names = {tensor.name for tensor in dropped}
     mismatches = _find_mismatches(names, uses, tensors, dropped_names)
     if mismatches.missing or mismatches.unexpected or mismatches.wrong_shape:

@@ -242,7 +242,8 @@ def read_regular_file(path: AnyPath, max_nbytes: int = MAX_SMALL_FILE_NBYTES) ->
         if nbytes <= max_nbytes:
             content = file.read()
     # The file may have grown meanwhile.
-    _check_size(path, max(nbytes, len(content)), max_nbytes)
+    if max(nbytes, len(content)) > max_nbytes:
+        raise _too_large_error(path, max(nbytes, len(content)), max_nbytes)
     return content
 
 
@@ -250,16 +251,16 @@ def _read_small_copy(path: StorePath, max_nbytes: int) -> bytes:
     """Read the local copy of a small file in a store. It is fetched once."""
     if path.is_dir():
         raise not_regular_error(path)
-    _check_size(path, path.file.size, max_nbytes)
+    if path.file.size > max_nbytes:
+        raise _too_large_error(path, path.file.size, max_nbytes)
     content = path.local().read_bytes()
     check_not_lfs_pointer(content, path)
     return content
 
 
-def _check_size(path: AnyPath, nbytes: int, max_nbytes: int) -> None:
-    if nbytes > max_nbytes:
-        why = f"it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
-        raise PrepError(f"{path} is too large", why, "check that it is the right file")
+def _too_large_error(path: AnyPath, nbytes: int, max_nbytes: int) -> PrepError:
+    why = f"it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
+    return PrepError(f"{path} is too large", why, "check that it is the right file")
 
 
 def read_complete_lines(path: Path, *, max_nbytes: int = MAX_LINE_NBYTES) -> Iterator[bytes]:

@@ -463,7 +463,9 @@ def is_remote(paths: Iterable[object]) -> bool:
 
 def map_files(read: Callable[..., T], paths: Sequence[AnyPath], *more: Iterable[object]) -> list[T]:
     """Return `read(path, ...)` of all files in order, as `map` does. Files in a store are read several at a time."""
-    return read_each(lambda arguments: read(*arguments), list(zip(paths, *more)), is_remote(paths))
+    if not is_remote(paths):
+        return [*map(read, paths, *more)]
+    return read_each(lambda arguments: read(*arguments), list(zip(paths, *more)), in_store=True)
 
 
 def read_each(read: Callable[[U], T], items: Sequence[U], in_store: bool) -> list[T]:
@@ -476,6 +478,8 @@ def read_each(read: Callable[[U], T], items: Sequence[U], in_store: bool) -> lis
 def fetch_copies(paths: Iterable[AnyPath]) -> None:
     """Fetch the local copies of small files in a store, several at a time. Their later reads need no request."""
     stored = dict.fromkeys(path for path in paths if isinstance(path, StorePath) and path.is_file())
+    if not stored:
+        return
     map_in_daemon_threads(StorePath.local, list(stored), num_threads=2 * MAX_IN_FLIGHT)
 
 

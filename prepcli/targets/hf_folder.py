@@ -95,21 +95,12 @@ def config_files(source: Source, config: HFConfig, path_prefix: str = "") -> tup
     path = source.config_path
     if source.wrapper is not None:
         wrapper = source.wrapper
-        whole_config = with_text_config(wrapper.config, wrapper.text_config, config)
-        return _config_file(
-            source, whole_config, path_prefix, is_equal=whole_config == wrapper.config
-        )
-    if source.family.is_verbatim and path is None and not config:
+        config = with_text_config(wrapper.config, wrapper.text_config, config)
+        is_equal = config == wrapper.config
+    elif source.family.is_verbatim and path is None and not config:
         return ()
-    is_equal = source.family.is_verbatim and config == source.config
-    return _config_file(source, config, path_prefix, is_equal=is_equal)
-
-
-def _config_file(
-    source: Source, config: HFConfig, path_prefix: str, *, is_equal: bool
-) -> tuple[SmallFile, ...]:
-    """Return a config.json: a copy of the source's file if the content is equal and the file exists."""
-    path = source.config_path
+    else:
+        is_equal = source.family.is_verbatim and config == source.config
     if path is None or not is_equal:
         return (SmallFile(path_prefix + CONFIG, json_bytes(config)),)
     (copy,) = copied_files([SideFile.at_top(path)], source.root, manifest=source.manifest)

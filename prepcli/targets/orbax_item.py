@@ -13,8 +13,14 @@ from prepcli.algebra.grids import ChunkGrid
 from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
 from prepcli.formats.manifest import STATE_ITEM
 from prepcli.formats.ocdbt import MAX_ENTRIES
-from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape, join_experts
-from prepcli.models.host_reads import HostReads, read_amplification, reads_per_host
+from prepcli.models.chunk_shapes import (
+    MIN_SPLIT_NBYTES,
+    HostReads,
+    chunk_shape,
+    join_experts,
+    read_amplification,
+    reads_per_host,
+)
 from prepcli.models.leaf_matrices import reduced_axes
 from prepcli.models.mesh import Mesh
 from prepcli.models.partition import Spec, leaf_spec, partition_spec
@@ -118,14 +124,22 @@ class OrbaxLayout:
         family = source.family
         sizes = family.sizes(source.config) | {"vocab": draft.vocabulary.stored_size}
         bound = {path: bind_row(row, sizes) for path, row in draft.axis_maps.items()}
-        uses = [*_tower_uses(source, draft.row_counts), *_leaf_uses(source, draft.match, bound)]
+        uses: list[LeafUse] = []
+        if source.tower_tensors:
+            uses += _tower_uses(source, draft.row_counts)
+        uses += _leaf_uses(source, draft.match, bound)
         # Compressed chunks are written from raw chunks in data files.
         storage = OCDBT if self.compression else self.storage
         placed = place_leaves(source, uses, self.partitioning, storage=storage)
-        unplaced = dict.fromkeys(_unplaced_tensors(source, draft.match), ())
+        # Tensors without elements have no leaf.
+        unplaced = [name for name, uses in draft.match.uses.items() if not uses]
+        for tensor in source.state_tensors:
+            if is_quantization_tensor(tensor.name) and not tensor.nbytes:
+                unplaced.append(tensor.name)
+        unplaced += [tensor.name for tensor in source.tower_tensors if not tensor.nbytes]
         return replace(
             placed,
-            locations={**unplaced, **placed.locations},
+            locations={**dict.fromkeys(unplaced, ()), **placed.locations},
             folder=STATE_ITEM if self.is_training_step else "",
             compression=self.compression,
             settings=self._settings(source),
@@ -237,40 +251,20 @@ def place_leaves(
     # `place_chunks` returns one location per piece in the same order. A tensor has one per leaf that uses it.
     for (name, _), location in zip(pieces, layout.locations):
         locations[name] = (*locations.get(name, ()), location)
-    specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
-    return Placed(
-        files=tuple(_data_files(layout, storage)),
-        locations=locations,
-        leaves=tuple(_output_leaves(source, leaves, layout)),
-        specs=specs,
-    )
-
-
-def _output_leaves(
-    source: Source, leaves: Mapping[str, _LeafLayout], layout: ChunkLayout
-) -> Iterator[OutputLeaf]:
-    """Yield the leaves with their paths in the tree and their placed chunks."""
     tower_leaves = {tower_leaf(tensor) for tensor in source.tower_tensors}
+    output_leaves: list[OutputLeaf] = []
     for name, leaf in leaves.items():
         # In the flat trees of a verbatim family, of scales and of towers, the path below the first key is one key.
         is_flat = source.family.is_verbatim or is_quantization_leaf(name) or name in tower_leaves
-        max_splits = 1 if is_flat else -1
+        path = tuple(name.split(".", 1 if is_flat else -1))
         placed_chunks = tuple(layout.placed_chunks[name])
-        path = tuple(name.split(".", max_splits))
-        yield OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks)
-
-
-def _unplaced_tensors(source: Source, match: TensorMatch) -> Iterator[str]:
-    """Yield the names of the tensors without elements. They have no leaf."""
-    for name, uses in match.uses.items():
-        if not uses:
-            yield name
-    for tensor in source.state_tensors:
-        if is_quantization_tensor(tensor.name) and not tensor.nbytes:
-            yield tensor.name
-    for tensor in source.tower_tensors:
-        if not tensor.nbytes:
-            yield tensor.name
+        output_leaves.append(OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks))
+    return Placed(
+        files=tuple(_data_files(layout, storage)),
+        locations=locations,
+        leaves=tuple(output_leaves),
+        specs={name: leaf.spec for name, leaf in leaves.items() if leaf.spec},
+    )
 
 
 def tower_leaf(tensor: SourceTensor) -> str:
@@ -408,7 +402,7 @@ def _leaf_layout(source: Source, use: LeafUse, partitioning: Partitioning) -> _L
         parameter = use.parameter_map or axis_map
         # `prep pad-vocab` pads the parameters of a Hugging Face folder, and would lose a training state.
         is_paddable = bool(source.tensor_file_names) and not source.state_tensors
-        parameter_spec = item_leaf_spec(
+        spec = item_leaf_spec(
             use.name,
             use.path,
             _dim_names(parameter),
@@ -417,10 +411,11 @@ def _leaf_layout(source: Source, use: LeafUse, partitioning: Partitioning) -> _L
             rules=partitioning.rules,
             checkpoint=source.display_name if is_paddable else "",
         )
-        # E.g. a row mean [12, 1, 64] of a parameter [12, 32, 64]: axis 1 has extent 1 and stays whole,
-        # the other axes are split as in the parameter.
-        reduced = reduced_axes(axis_map.leaf_shape, parameter.leaf_shape)
-        spec = parameter_spec.without_axes(reduced or ())
+        if parameter is not axis_map:
+            # E.g. a row mean [12, 1, 64] of a parameter [12, 32, 64]: axis 1 has extent 1 and stays whole,
+            # the other axes are split as in the parameter.
+            reduced = reduced_axes(axis_map.leaf_shape, parameter.leaf_shape)
+            spec = spec.without_axes(reduced or ())
     chunk = chunk_shape(
         _dim_names(axis_map),
         axis_map.leaf_shape,

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.execution import folder_store, locks, run
+from prepcli.execution import folder_store, run
 
 Event = tuple[str, int]
 READS = ("listdir", "scandir", "stat", "lstat")
@@ -378,7 +378,7 @@ def simulated() -> Iterator[None]:
         patch.setattr(os, "close", _close)
         for name in ("fsync", "fdatasync"):
             patch.setattr(os, name, lambda fd: None)
-        for module in (locks, run):
+        for module in (folder_store, run):
             patch.setattr(module, "time", clock)
         patch.setattr(folder_store, "secrets", types.SimpleNamespace(token_hex=_token))
         yield

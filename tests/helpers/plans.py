@@ -20,6 +20,7 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.chunk_placement import ChunkLayout, LeafPiece, place_chunks
 from prepcli.planning.plan import OutputLeaf, Plan, Stream
+from prepcli.planning.slabs import Slab, split_stream
 from tests.helpers.strategies import random_tensors
 
 ITEM_NBYTES = 4
@@ -114,6 +115,14 @@ def make_save_plan(
     return SavePlan(
         Plan("test", "test", "test", (), streams, (), leaves=leaves), tensors, layout, shift
     )
+
+
+def split_streams(streams: Sequence[Stream], max_nbytes: int) -> list[Slab]:
+    """Return the slabs of all streams, in order."""
+    slabs: list[Slab] = []
+    for number, stream in enumerate(streams):
+        slabs += split_stream(number, stream, max_nbytes=max_nbytes)
+    return slabs
 
 
 def reverse_streams(streams: Sequence[Stream]) -> tuple[Stream, ...]:

@@ -327,7 +327,8 @@ def open_model_start(
         revision = pinned_revision(recipe.model.path, None, lock)
     with advise_conversion(recipe.model.path):
         located = locate(recipe.model.path, revision, access=access)
-    check_stream(access.stream, located)
+    if access.stream:
+        check_stream(located)
     # A checkpoint of prep on this machine is read as it is: each device reads the chunks of its own
     # shards. Every other source is converted while it is read, without a copy on the disk.
     path = located.files.path

@@ -67,30 +67,25 @@ def main(args: Sequence[str] | None = None) -> int:
     escape_unencodable()
     args = sys.argv[1:] if args is None else list(args)
     ui = _failure_ui(args)
+    is_reporting = threading.Event()
     try:
-        return _run_command(args, ui) or _flush_stdout(ui)
+        with answer_signals(
+            lambda _: ui.note("stopping; again to quit"), lambda: _quit(ui, is_reporting)
+        ):
+            try:
+                with raise_on_signal((*STOP_SIGNALS, signal.SIGINT)):
+                    # A signal that was blocked until now arrives here.
+                    die_with_parent()
+                    code = command_group()(
+                        args, prog_name="prep", standalone_mode=False, obj=tuple(args)
+                    )
+            except (Exception, KeyboardInterrupt, Interrupted, Stopped) as error:
+                is_reporting.set()
+                code = _report_error(error, args, ui)
+        return code or _flush_stdout(ui)
     except SystemExit as error:
         # Raised by Typer to exit, also after a broken pipe.
         return OK if error.code in (None, OK) else _broken_pipe_code(error.__context__, ui)
-
-
-def _run_command(args: Sequence[str], ui: Ui) -> int:
-    """Run a command, report an error or a stop signal, and return the exit code."""
-    is_reporting = threading.Event()
-    with answer_signals(
-        lambda _: ui.note("stopping; again to quit"), lambda: _quit(ui, is_reporting)
-    ):
-        try:
-            with raise_on_signal((*STOP_SIGNALS, signal.SIGINT)):
-                # A signal that was blocked until now arrives here.
-                die_with_parent()
-                code = command_group()(
-                    args, prog_name="prep", standalone_mode=False, obj=tuple(args)
-                )
-        except (Exception, KeyboardInterrupt, Interrupted, Stopped) as error:
-            is_reporting.set()
-            return _report_error(error, args, ui)
-        return code or OK
 
 
 def _report_error(error: BaseException, args: Sequence[str], ui: Ui) -> int:
@@ -126,19 +121,14 @@ def _failure_ui(args: Sequence[str]) -> Ui:
     """Return the Ui for errors, from unparsed words: an error may occur before options are parsed."""
     # Words after `--` belong to another command, e.g. `prep launch slurm r.toml -- --json`.
     options = args[: args.index("--")] if "--" in args else args
-    commands = [name for name in _command_names() if name in options]
+    names: list[str] = []
+    for command in app.registered_commands:
+        if command.callback is not None:
+            names.append(command.name or command.callback.__name__.replace("_", "-"))
+    names += [group.name for group in app.registered_groups if group.name]
+    commands = [name for name in names if name in options]
     first = min(commands, key=options.index, default="")
     return open_ui(first, "--json" in options, "-q" in options or "--quiet" in options, 0)
-
-
-def _command_names() -> list[str]:
-    named = [(command.name, command.callback) for command in app.registered_commands]
-    names = [
-        name or callback.__name__.replace("_", "-")
-        for name, callback in named
-        if callback is not None
-    ]
-    return [*names, *(group.name for group in app.registered_groups if group.name)]
 
 
 def _stopped_error(

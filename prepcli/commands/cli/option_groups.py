@@ -59,13 +59,17 @@ class StrictCommand(TyperCommand):
         # Its values are not converted yet: as a Path, an empty text would be `.`.
         values, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         for parameter in self.params:
-            if parameter.name not in FREE_TEXT_OPTIONS and _has_empty_text(
-                values.get(parameter.name)
-            ):
+            value = values.get(parameter.name)
+            texts = value if isinstance(value, list | tuple) else [value]
+            if parameter.name not in FREE_TEXT_OPTIONS and "" in texts:
                 raise _empty_value_error(parameter)
         rest = super().parse_args(ctx, args)
         for parameter in self.params:
-            _check_integer(parameter, ctx.params.get(parameter.name))
+            value = ctx.params.get(parameter.name)
+            if isinstance(value, int) and abs(value) > MAX_INTEGER:
+                digits = shorten(str(value), MAX_SHOWN_DIGITS)
+                what = f"`{option_name(parameter)} {digits}` is too large"
+                raise usage_error(what, f"the limit is {MAX_INTEGER:,}", "use a smaller number")
         return rest
 
     def invoke(self, ctx: Any) -> Any:
@@ -117,18 +121,6 @@ def _replace_option_by_variable(text: str, parameter: Any) -> str:
     # not `--mem` in `--memory`.
     with_overrides = re.sub(rf"{option} (?=[^ `])", f"{parameter.envvar}=", text)
     return re.sub(rf"{option}(?![\w-])", parameter.envvar, with_overrides)
-
-
-def _check_integer(parameter: Any, value: object) -> None:
-    if isinstance(value, int) and abs(value) > MAX_INTEGER:
-        name = option_name(parameter)
-        digits = shorten(str(value), MAX_SHOWN_DIGITS)
-        what = f"`{name} {digits}` is too large"
-        raise usage_error(what, f"the limit is {MAX_INTEGER:,}", "use a smaller number")
-
-
-def _has_empty_text(value: object) -> bool:
-    return "" in value if isinstance(value, list | tuple) else value == ""
 
 
 def _empty_value_error(parameter: Any) -> Exception:
@@ -347,6 +339,7 @@ def _typer_function(function: Callable[..., Report], command_name: str) -> Calla
     rows_of: dict[str, Mapping[str, tuple[Any, OptionSpec]]] = {}
     arguments: list[Parameter] = []
     options: list[tuple[int, Parameter]] = []
+    negated: set[str] = set()
     signature = inspect.signature(function, eval_str=True)
     for parameter in signature.parameters.values():
         rows = _rows_of_parameter(parameter)
@@ -356,6 +349,8 @@ def _typer_function(function: Callable[..., Report], command_name: str) -> Calla
         rows_of[parameter.name] = rows
         for name, (annotation, spec) in rows.items():
             options.append((spec.position, _typer_option(name, annotation, spec)))
+            if spec.is_negated(name):
+                negated.add(name)
     # The sort is stable: options with equal positions keep their order.
     options.sort(key=lambda option: option[0])
     parameters = [*arguments, *(parameter for _, parameter in options)]
@@ -365,7 +360,14 @@ def _typer_function(function: Callable[..., Report], command_name: str) -> Calla
         for parameter_name, rows in rows_of.items():
             group: dict[str, Any] = {}
             for name, (_, spec) in rows.items():
-                group[name] = _argument(name, spec, values.pop(name))
+                value = values.pop(name)
+                if name in negated:
+                    value = not value
+                elif spec.default == ():
+                    value = list(value or ())
+                    if spec.parse is not None:
+                        value = [*map(spec.parse, value)]
+                group[name] = value
             is_single = parameter_name in rows
             values[parameter_name] = group[parameter_name] if is_single else group
         ui = open_ui(command_name, **values.pop("ui"))
@@ -391,15 +393,6 @@ def _rows_of_parameter(parameter: Parameter) -> Mapping[str, tuple[Any, OptionSp
         if is_typeddict(item):
             return option_rows(item)
     return None
-
-
-def _argument(name: str, spec: OptionSpec, value: Any) -> Any:
-    """Return the value of an option on the command line as the argument of an operation."""
-    if spec.is_negated(name):
-        return not value
-    if spec.default == ():
-        return [text if spec.parse is None else spec.parse(text) for text in value or ()]
-    return value
 
 
 def _typer_option(name: str, annotation: Any, spec: OptionSpec) -> Parameter:

@@ -54,13 +54,10 @@ class ProgressMeter:
     total_bytes: int
     done_bytes: int
     clock: Clock
+    label: str = field(init=False)  # the task for a terminal
     resumed_bytes: int = field(init=False)
     started_s: float = field(init=False)
     samples: deque[tuple[float, int]] = field(init=False, default_factory=deque)  # (clock, done)
-
-    def __post_init__(self) -> None:
-        self.resumed_bytes, self.started_s = self.done_bytes, self.clock()
-        self.samples.append((self.started_s, self.done_bytes))
 
     def advance(self, written_bytes: int) -> float:
         """Count the bytes, and return the time, to save the caller a second clock call."""
@@ -73,10 +70,11 @@ class ProgressMeter:
             self.samples.popleft()
         return now
 
-    @property
-    def label(self) -> str:
-        """The task for a terminal. It may name a checkpoint, e.g. `read A`."""
-        return printable_line(self.task)
+    def __post_init__(self) -> None:
+        # The task may name a checkpoint, e.g. `read A`.
+        self.label = printable_line(self.task)
+        self.resumed_bytes, self.started_s = self.done_bytes, self.clock()
+        self.samples.append((self.started_s, self.done_bytes))
 
     @property
     def percent(self) -> int:

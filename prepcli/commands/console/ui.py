@@ -303,12 +303,10 @@ class Ui:
 
         In a job of several processes, only process 0 prints the result and the error of a stop, which ends all of them.
         """
+        if report.process != self.process:
+            return self.for_process(report.process, all_print=self.all_print).finish(report)
         if report.error is not None:
             report = replace(report, error=bounded_error(report.error))
-        return self.for_process(report.process, all_print=self.all_print)._finish(report)
-
-    def _finish(self, report: Report) -> int:
-        """Print the text or JSON object of a report and its error, and return the exit code."""
         if report.next_command:
             self.note(f"next: {report.next_command}")
         if self.as_json:
@@ -379,7 +377,9 @@ class Ui:
 
 def open_ui(command: str, as_json: bool, quiet: bool, verbose: int, progress: Mode = "auto") -> Ui:
     """Return the Ui for the shared options. `-q` takes precedence over `-v`."""
-    return Ui(command, as_json, QUIET if quiet else min(verbose, LIBRARIES), progress)
+    level = QUIET if quiet else min(verbose, LIBRARIES)
+    err = cast(TextIO, LossyStream(sys.stderr))
+    return Ui(command, as_json, level, progress, out=sys.stdout, err=err)
 
 
 def stdout_error(error: OSError) -> PrepError:

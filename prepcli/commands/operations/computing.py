@@ -70,7 +70,8 @@ def open_parameters(
         PrepError: The checkpoint, its options or the devices cannot be used.
     """
     located, source = open_checkpoint(common, observer)
-    check_config_option(common, source)
+    if common.config is not None:
+        check_config_option(source)
     observer.note(source_line(source))
     with open_params(located, source, mesh, verify=verify, observer=observer) as opened:
         yield located, source, opened

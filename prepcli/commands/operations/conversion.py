@@ -25,13 +25,11 @@ from prepcli.core.formatting import count_text, format_bytes, join_names
 from prepcli.core.observer import LEAVES, Observer, Progress, RecordingObserver, observer_of
 from prepcli.engine.casts import format_cast, report_casts
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.folder_run import FolderRun
 from prepcli.execution.output_paths import check_output_paths, parse_out_url
-from prepcli.execution.packed_folder_run import PackedFolderRun
 from prepcli.execution.run import ExecutionRequest, plan_digest
 from prepcli.execution.workers import WorkerPool
-from prepcli.formats.manifest import NO_MANIFEST, origin_record, read_manifest
+from prepcli.formats.manifest import NO_MANIFEST, origin_record
 from prepcli.formats.ocdbt import MAX_ENTRIES
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.manifest_fields import Manifest
@@ -174,14 +172,19 @@ class PlannedConversion:
                     options=options,
                     note=observer.note,
                 )
-                if isinstance(out, Path):
-                    run_class = PackedFolderRun if self.plan.compression else FolderRun
-                    result = run_class(request, out).run()
-                    manifest = read_manifest(out) or NO_MANIFEST
-                else:
+                # Most outputs are folders of raw chunks, and need neither obstore nor an encoder.
+                if not isinstance(out, Path):
+                    from prepcli.execution.bucket_run import BucketRun
+
                     run = BucketRun(request, out)
-                    result = run.run()
-                    manifest = run.read_manifest()
+                elif self.plan.compression:
+                    from prepcli.execution.packed_folder_run import PackedFolderRun
+
+                    run = PackedFolderRun(request, out)
+                else:
+                    run = FolderRun(request, out)
+                result = run.run()
+                manifest = run.read_manifest()
             details = {**details, **self._report(result, manifest)}
             share = pool.share
             if share.count > 1:
@@ -273,8 +276,10 @@ def open_conversion(
     requested_share(common.process_options.processes, os.environ)
     parse_out_url(common.out)
     located, source = open_checkpoint(common, recorder, is_candidate, allow_adapters=allow_adapters)
-    check_config_option(common, source)
-    check_stream(common.stream, located)
+    if common.config is not None:
+        check_config_option(source)
+    if common.stream:
+        check_stream(located)
     return OpenedConversion(command, common, located, source, recorder, started_s)
 
 
@@ -367,7 +372,8 @@ def _note_plan(
             f"{source.display_name} can be converted, but not trained or sampled from:"
             f" {unsupported_reason}"
         )
-    _warn_of_prediction_rows(plan, source, observer)
+    if source.tower_tensors:
+        _warn_of_prediction_rows(plan, source, observer)
     if source.left_files:
         names = join_names([file.name for file in source.left_files], max_names=MAX_LEFT_FILES)
         observer.note(text("not copied: {} ({} copies them)", names, Option("copy", "GLOB")))
@@ -388,7 +394,7 @@ def _note_plan(
 def _warn_of_prediction_rows(plan: Plan, source: Source, observer: Observer) -> None:
     """Warn of embeddings and heads of multi-token prediction that fit neither the source nor the output."""
     vocabulary = plan.settings.get("vocab")
-    if not source.tower_tensors or vocabulary is None:
+    if vocabulary is None:
         return
     num_rows = vocabulary["padded"]
     written_rows: dict[str, int] = {}

@@ -321,7 +321,8 @@ def select_tensors(
     """
     inspected = inspect_checkpoint(checkpoint, observer, options, dequantize=dequantize)
     contents = inspected.contents
-    check_stream(options.get("stream", False), inspected.located)
+    if options.get("stream"):
+        check_stream(inspected.located)
     names = _match_names([entry.name for entry in contents.entries], pattern, contents.display_name)
     entries = [entry for entry in contents.entries if entry.name in names]
     if sort == "name":
@@ -349,7 +350,8 @@ def shard_leaf(
     """Split a leaf of a checkpoint by a mesh. No data is read."""
     inspected = inspect_checkpoint(checkpoint, observer, options, dequantize=dequantize)
     contents = inspected.contents
-    check_stream(options.get("stream", False), inspected.located)
+    if options.get("stream"):
+        check_stream(inspected.located)
     if mesh_text is None:
         mesh_text = contents.manifest.mesh
     if mesh_text is None:
@@ -413,7 +415,8 @@ def compare_shapes(
         "stream": options.get("stream", False),
     }
     b = inspect_checkpoint(against, observer, against_options)
-    check_stream(options.get("stream", False), a.located, b.located)
+    if options.get("stream"):
+        check_stream(a.located, b.located)
     # Names of different formats differ, so they are converted to Hugging Face names.
     as_hf_tensors = a.contents.kind != b.contents.kind
     a_shapes = _shapes_by_name(a.contents, as_hf_tensors=as_hf_tensors)

@@ -26,7 +26,7 @@ from prepcli.commands.pages.inspection_page import write_lock_page
 from prepcli.core.errors import RERUN_HINT
 from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.execution.source_checks import (
+from prepcli.execution.data_checks import (
     read_file_states,
     read_source_state,
     source_changed_error,
@@ -82,7 +82,8 @@ def lock(
     common = common_options(checkpoint, None, stored)
     # Values that a scale of another trainer's layout has rounded are locked as they are stored, too.
     located, source = open_checkpoint(common, observer, allow_adapters=True, kept_scales="rounded")
-    check_stream(common.stream, located)
+    if common.stream:
+        check_stream(located)
     observer.note(source_line(source))
     # The name of the folder, e.g. `m-init`, and not the one of the model in its manifest.
     name = Path(source.display_name).name or located.model_name

@@ -24,7 +24,7 @@ from prepcli.sources.dropped_tensors import drop_tensors
 from prepcli.sources.folders import Access, make_access
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.model_family import text_part_fault
-from prepcli.sources.opening import has_unread_state, open_source
+from prepcli.sources.opening import UNREAD_STATE, open_source
 from prepcli.sources.quantization import is_quantized
 from prepcli.sources.references import KeptScales, default_checkpoint
 from prepcli.sources.source import Source, use_averaged_params
@@ -178,7 +178,7 @@ def open_checkpoint(
     is_decoded = common.quantized in ("dequantize", "decode")
     is_kept = _keeps_codes(common)
     access = replace(
-        checkpoint_access(common, observer),
+        make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True),
         allow_adapters=allow_adapters,
         allow_quantized=is_decoded or is_kept,
         allow_gguf=is_decoded or common.quantized == "stored",
@@ -190,6 +190,9 @@ def open_checkpoint(
     if isinstance(source_folder := located.manifest_folder, Path):
         # A source may be an output of prep. A kill after its rename leaves its work folder, removed at the next use.
         remove_leftover(source_folder)
+    tensor_map: TensorMap | None = None
+    if common.tensor_map is not None:
+        tensor_map = read_map_option(common.tensor_map, verbatim=common.verbatim)
     verbatim = common.verbatim
     may_have_codes = located.may_be_quantized and (is_kept or common.quantized == "decode")
     has_codes = may_have_codes and is_quantized(located.files.path)
@@ -207,24 +210,39 @@ def open_checkpoint(
         dequantize=common.quantized == "dequantize" or (is_decoded and has_codes),
         kept_scales=kept_scales,
         training_state=common.training_state,
-        tensor_map=read_map_option(common.tensor_map, verbatim=common.verbatim),
+        tensor_map=tensor_map,
         layout=common.source_layout,
         drop=common.drop,
     )
-    check_verbatim(common.verbatim, source)
-    if notes_names:
+    if common.verbatim:
+        check_verbatim(source)
+    if notes_names and source.family.is_verbatim:
         note_file_names(common, source, observer)
-    note_missing_file_digests(source.display_name, source.manifest, observer)
-    if has_unread_state(source):
-        observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")
+    _note_unread(source, observer)
     if lock is not None:
-        from prepcli.sources.recorded_sources import apply_lock
-
-        commit = located.files.commit
-        is_mapped = common.tensor_map is not None
-        source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
-    source = drop_tensors(source, common.drop)
+        source = _apply_lock(source, lock, common, located)
+    if common.drop:
+        source = drop_tensors(source, common.drop)
     return located, use_averaged_params(source) if common.ema else source
+
+
+def _apply_lock(
+    source: Source, lock: Lock, common: CommonOptions, located: LocatedCheckpoint
+) -> Source:
+    """Return a source whose files and tensors are checked against a lock."""
+    from prepcli.sources.recorded_sources import apply_lock
+
+    commit = located.files.commit
+    is_mapped = common.tensor_map is not None
+    return apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
+
+
+def _note_unread(source: Source, observer: Observer) -> None:
+    """Note what a command does not read or check of an output of prep."""
+    if source.manifest is not None:
+        note_missing_file_digests(source.display_name, source.manifest, observer)
+    if UNREAD_STATE in source.extra_entries:
+        observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")
 
 
 def note_file_names(common: CommonOptions, source: Source, observer: Observer) -> None:
@@ -244,9 +262,9 @@ def _keeps_codes(common: CommonOptions) -> bool:
     return common.quantized in ("keep", "stored") and common.verbatim is not False
 
 
-def check_config_option(common: CommonOptions, *sources: Source) -> None:
-    """Raise UsageError for a config if all sources already have a config in their manifest."""
-    if common.config is not None and all(source.tree_manifest for source in sources):
+def check_config_option(*sources: Source) -> None:
+    """Raise UsageError for `--config` if all sources already have a config in their manifest."""
+    if all(source.tree_manifest for source in sources):
         names = " and ".join(source.display_name for source in sources)
         why = f"{MANIFEST_FILE} already has the config of the model"
         config = Option("config")
@@ -261,19 +279,17 @@ def check_allow_overflow(allow_overflow: bool, dtype: str | None) -> None:
         reject_without(Option("allow_overflow"), allow_overflow, Option("dtype"), why)
 
 
-def check_verbatim(verbatim: bool | None, source: Source) -> None:
-    """Raise UsageError for `verbatim` if the source was converted with the names of its family."""
-    if verbatim and not source.family.is_verbatim:
+def check_verbatim(source: Source) -> None:
+    """Raise UsageError for `--verbatim` if the source was converted with the names of its family."""
+    if not source.family.is_verbatim:
         option = Option("verbatim", True)
         why = f"{source.display_name} was already converted with the tensor names of family {source.family.name}"
         hint = text("remove {}, or convert the original model", option)
         raise usage_error(text("{} has no effect", option), why, hint)
 
 
-def read_map_option(path: Path | None, *, verbatim: bool | None) -> TensorMap | None:
-    """Return the map in a file, or None without one. Raise UsageError if `verbatim` is set, too."""
-    if path is None:
-        return None
+def read_map_option(path: Path, *, verbatim: bool | None) -> TensorMap:
+    """Return the map in a file. Raise UsageError if `verbatim` is set, too."""
     if verbatim:
         what = text("{} and {} exclude each other", Option("map"), Option("verbatim", True))
         raise usage_error(what, "a map replaces the names of the file", "remove one of them")

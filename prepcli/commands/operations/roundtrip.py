@@ -132,7 +132,8 @@ def roundtrip(
     observer = observer_of(progress)
     common = replace(common_options(checkpoint, None, options), verbatim=None)
     located, source = open_checkpoint(common, observer)
-    check_stream(common.stream, located)
+    if common.stream:
+        check_stream(located)
     path = Path(out or f"{Path(located.model_name).name}{CERTIFICATE_SUFFIX}")
     check_result_path(path)
     check_output_location(path, source)

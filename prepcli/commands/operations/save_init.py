@@ -212,25 +212,22 @@ def _plan_orbax_item(
         next_command = f"prep verify {OUT_PLACEHOLDER}"
     values = {**recorded_values(options), "params_only": params_only}
     name = opened.located.model_name
+    suffix = "init"
+    if command == "reshard" and layout.partitioning.mesh is not None:
+        suffix = folder_suffix(layout.partitioning.mesh)
+    elif command == "save-init" and layout.is_training_step:
+        suffix = "step"
     meshes = {"from": source.tree_manifest.mesh, "to": placed.settings.mesh}
     return opened.plan(
         draft,
         placed,
         format_command_line(command, source.display_name, schema, values),
         name=name,
-        out_name=f"{name}-{_output_suffix(command, layout)}",
+        out_name=f"{name}-{suffix}",
         notes=notes,
         fields={"leaves": len(placed.leaves), "layout": NATIVE_TREE, "mesh": meshes},
         next_command=next_command,
     )
-
-
-def _output_suffix(command: str, layout: OrbaxLayout) -> str:
-    """Return the end of the output's default name."""
-    mesh = layout.partitioning.mesh
-    if mesh is not None and command == "reshard":
-        return folder_suffix(mesh)
-    return "step" if layout.is_training_step and command == "save-init" else "init"
 
 
 def _converted_part(

@@ -157,8 +157,10 @@ def _verify_checkpoint(
     check_checksum_file(source)
     if against is None:
         observer.note(source_line(source))
-        check_config_option(common, source)
-        check_stream(common.stream, located)
+        if common.config is not None:
+            check_config_option(source)
+        if common.stream:
+            check_stream(located)
         return _verify_digests(collect_model(source), common, options, observer)
     # The step, the revision and the lock belong to the first checkpoint.
     against_options = CommonOptions(
@@ -177,8 +179,10 @@ def _verify_checkpoint(
     against_located, against_source = open_checkpoint(
         mapped, observer, allow_adapters=True, kept_scales=kept_scales, notes_names=False
     )
-    check_config_option(common, source, against_source)
-    check_stream(common.stream, located, against_located)
+    if common.config is not None:
+        check_config_option(source, against_source)
+    if common.stream:
+        check_stream(located, against_located)
     check_contents(source, against_source)
     check_checksum_file(against_source)
     manifests = [one.manifest or NO_MANIFEST for one in (source, against_source)]

@@ -68,7 +68,7 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
         source,
         tensor_file_names=tuple(names[tensor.file] for tensor in stored.tensors),
         blobs=blobs if has_shared_bytes else (),
-        extra_entries=unindexed_entries(stored.unindexed),
+        extra_entries=unindexed_entries(stored.unindexed) if stored.unindexed else (),
         notes=tuple(header.remark for header in stored.headers if header.remark),
     )
 

@@ -18,9 +18,7 @@ from prepcli.algebra.grids import (
     DimPiece,
     StridedChunks,
     find_split_atom,
-    free_atom_ranges,
     split_dim,
-    split_dim_part,
 )
 
 EXTENTS = st.lists(st.integers(1, 7), max_size=4)
@@ -48,7 +46,7 @@ def elements(piece: DimPiece) -> Iterator[tuple[dict[str, int], int, int]]:
 
 
 @given(EXTENTS, st.integers(0, 9), st.data())
-def test_split_dim_part_puts_elements_after_its_start(extents: list[int], start: int, data):
+def test_split_dim_puts_elements_after_its_start(extents: list[int], start: int, data):
     factors = factors_of(extents)
     chunk_length = data.draw(st.integers(1, start + math.prod(extents) + 2))
     ranges = {factor.atom: (0, factor.extent) for factor in factors}
@@ -58,7 +56,7 @@ def test_split_dim_part_puts_elements_after_its_start(extents: list[int], start:
     }
     found = [
         (tuple(index.values()), (chunk, offset))
-        for piece in split_dim_part(factors, chunk_length, atom_ranges=ranges, start=start)
+        for piece in split_dim(factors, chunk_length, atom_ranges=ranges, start=start)
         for index, chunk, offset in elements(piece)
     ]
     assert dict(found) == expected
@@ -114,28 +112,6 @@ def test_find_split_atom_returns_index_or_none(extents: list[int], chunk: int, a
 
 def test_split_dim_without_atoms_is_one_empty_piece():
     assert list(split_dim([], 1, atom_ranges={})) == [DimPiece((), 0, 0, ())]
-
-
-@given(EXTENTS, st.data())
-def test_free_atom_ranges_cover_a_merged_range(extents: list[int], data):
-    fixed_indices = [data.draw(st.none() | st.integers(0, n - 1)) for n in extents]
-    factors = [
-        SizedAxis(f.atom, f.extent, index) for f, index in zip(factors_of(extents), fixed_indices)
-    ]
-    total = math.prod(extents)
-    start, stop = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
-    expected = []
-    for position, index in enumerate(itertools.product(*(range(n) for n in extents))):
-        if start <= position < stop and all(
-            h is None or h == i for h, i in zip(fixed_indices, index)
-        ):
-            expected.append(tuple(i for h, i in zip(fixed_indices, index) if h is None))
-    free = [f.atom for f in factors if f.fixed is None]
-    elements_found = []
-    for box in free_atom_ranges(factors, (start, stop)):
-        assert list(box) == free
-        elements_found += itertools.product(*(range(*span) for span in box.values()))
-    assert elements_found == expected
 
 
 def test_chunk_grid_counts_partial_chunks():

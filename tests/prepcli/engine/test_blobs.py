@@ -24,8 +24,8 @@ from prepcli.engine.blobs import (
 )
 from prepcli.engine.files import Files
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
-from prepcli.planning.arrays import whole_array
-from prepcli.planning.plan import Stream, read_copies
+from prepcli.planning.arrays import location_copies, whole_array
+from prepcli.planning.plan import Stream
 from prepcli.stores.buffers import allocate_buffer
 from tests.helpers.plans import flat
 
@@ -125,7 +125,9 @@ def test_contiguous_strided_view_is_one_run():
     contiguous, view = (
         Stream("w", "float32", shape, (1, 3), (location,), ()) for location in locations
     )
-    assert [*read_copies(contiguous, contiguous.box)] == [*read_copies(view, view.box)]
+    assert [*location_copies(contiguous.reads, contiguous.box)] == [
+        *location_copies(view.reads, view.box)
+    ]
 
 
 class AddOne(RowOperation):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,15 +18,20 @@ from prepcli.core.errors import PrepError
 from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import parse_stream_digest
-from prepcli.engine.files import Files
+from prepcli.engine.files import Files, WritePolicy
 from prepcli.engine.fills import numpy_dtype
-from prepcli.engine.io_policy import WritePolicy
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.planning import coverage
 from prepcli.planning.plan import Fill, Stream
-from prepcli.planning.slabs import PAGE, split_streams
+from prepcli.planning.slabs import PAGE, Slab
 from tests.helpers.durable_units import DurableUnit
-from tests.helpers.plans import dividing_chunks, flat, make_save_plan, reverse_streams
+from tests.helpers.plans import (
+    dividing_chunks,
+    flat,
+    make_save_plan,
+    reverse_streams,
+    split_streams,
+)
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.strategies import complete_tables, leaf_by_numpy
 
@@ -52,7 +58,7 @@ def test_pipeline_saves_and_exports_the_same_bytes(tmp_path_factory, count: int)
             rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows], shift
         )
         plan, tensors = save_plan.plan, save_plan.tensors
-        coverage.check(plan, lambda: split_streams(plan.streams, limit))
+        coverage.check(plan, limit)
         source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
         with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
             sink.policy = WritePolicy(0, has_direct=data.draw(st.booleans()))
@@ -91,7 +97,7 @@ def test_pipeline_casts_while_saving_and_exporting(tmp_path_factory, count: int)
             rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows], shift, cast
         )
         plan = save_plan.plan
-        coverage.check(plan, lambda: split_streams(plan.streams, limit))
+        coverage.check(plan, limit)
         source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
         with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
             result = Pipeline(
@@ -131,7 +137,7 @@ def test_pipeline_casts_while_saving_and_exporting(tmp_path_factory, count: int)
 @given(complete_tables(), st.data())
 def test_coverage_detects_a_missing_or_repeated_copy(rows: tuple[AxisMap, ...], data):
     plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows]).plan
-    slabs = list(split_streams(plan.streams, data.draw(st.sampled_from([4, 20, 64]))))
+    slabs = split_streams(plan.streams, data.draw(st.sampled_from([4, 20, 64])))
     damaged_slab = data.draw(st.integers(0, len(slabs) - 1))
     direction = data.draw(st.sampled_from(["reads", "writes"]))
     copies = getattr(slabs[damaged_slab], direction)
@@ -143,8 +149,15 @@ def test_coverage_detects_a_missing_or_repeated_copy(rows: tuple[AxisMap, ...], 
         else copies[:damaged_copy] + copies[damaged_copy + 1 :]
     )
     slabs[damaged_slab] = replace(slabs[damaged_slab], **{direction: changed})
-    with pytest.raises(PrepError, match="the plan is inconsistent"):
-        coverage.check(plan, lambda: slabs)
+
+    def split_damaged(number: int, *_: object, **__: object) -> list[Slab]:
+        return [slab for slab in slabs if slab.stream_number == number]
+
+    with (
+        mock.patch.object(coverage, "split_stream", split_damaged),
+        pytest.raises(PrepError, match="the plan is inconsistent"),
+    ):
+        coverage.check(plan, 64)
 
 
 @pytest.mark.parametrize(("has_direct", "copied_nbytes"), [(True, 5 * PAGE), (False, 0)])
@@ -185,7 +198,7 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, count: int):
         )
         plan, tensors = save_plan.plan, save_plan.tensors
         source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
-        count = sum(1 for _ in split_streams(plan.streams, 8))
+        count = len(split_streams(plan.streams, 8))
         stop = data.draw(st.integers(0, count))
 
         class Stopping(NullProgress):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from prepcli.core.errors import FAILED, PrepError
+from prepcli.core.json_values import JsonObject
 from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.pipeline import PipelineUnit
@@ -19,6 +20,8 @@ from prepcli.execution.folder_store import FolderStore, remove_work_folder
 from prepcli.execution.run import Run
 from prepcli.execution.run_store import DONE_FOLDER, UnitNote
 from prepcli.execution.workers import RunOptions
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.work_units import Share, WorkUnit
 from tests.helpers.interleaving import ANY, COARSE, FINE, Process, World, explore, simulated, step
@@ -63,11 +66,9 @@ class FileRun(Run):
     def check_room(self) -> None:
         """Accept any disk."""
 
-    def join(self) -> bool:
+    def join(self, identity: Mapping[str, object], source: JsonObject) -> bool:
         """Join the run. Return False if the output was published meanwhile."""
-        self.folder_store.join(
-            self.run_record(), {"files": []}, restart=self.request.options.restart
-        )
+        self.folder_store.join(identity, source, restart=self.request.options.restart)
         self.session = self.folder_store.session
         if self.is_done():
             self.folder_store.discard()
@@ -110,6 +111,10 @@ class FileRun(Run):
         store.publish()
         self.has_published = True
 
+    def read_manifest(self) -> Manifest:
+        """Return no manifest."""
+        return NO_MANIFEST
+
     def remove_leftovers(self) -> None:
         """Remove the work folder."""
         remove_work_folder(self.out)
@@ -133,8 +138,10 @@ class Life:
         run = FileRun(out, self.share, restart=self.restart, fails=self.fails)
         if not run.is_done():
             try:
-                if run.join():
-                    run.write_and_publish()
+                if run.join({**run.identity, "units": "equal"}, {"files": []}):
+                    while not run.store.is_published():
+                        run.write_all()
+                        run.publish_once()
             finally:
                 run.close()
         run.remove_leftovers()

@@ -6,7 +6,7 @@ import pytest
 
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import activation_spec, num_batch_shards, partition_spec
-from prepcli.models.rule_presets import PRESETS
+from prepcli.models.rules import PRESETS
 
 MESH = parse_mesh("2,4,8")
 WEIGHTS = {

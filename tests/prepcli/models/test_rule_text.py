@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, Key
 from prepcli.models.mesh import MESH_AXES
-from prepcli.models.rule_presets import PRESETS
 from prepcli.models.rule_text import DimRule, Preset, Rule, merge_rules, parse_rule, rule_texts
 from prepcli.models.rules import (
     ACTIVATION_DIMS,
     DEFAULT_RULES,
     KEEP_LEAF_WHOLE,
     PARAM_RULES,
+    PRESETS,
     WHOLE,
     LeafRule,
     activation_rules,

@@ -25,7 +25,6 @@ from prepcli.planning.plan import (
     Plan,
     Stream,
 )
-from prepcli.planning.slabs import split_streams
 from tests.helpers.plans import dividing_chunks, flat, make_save_plan, reverse_streams
 from tests.helpers.strategies import complete_tables
 
@@ -34,7 +33,7 @@ SIZES = {"vocab": 12, "embed": 4, "q": 6, "kv": 4}
 
 
 def check(plan: Plan, limit: int = LIMIT) -> None:
-    coverage.check(plan, lambda: split_streams(plan.streams, limit))
+    coverage.check(plan, limit)
 
 
 def check_fails(plan: Plan, reason: str) -> None:

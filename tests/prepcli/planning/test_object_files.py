@@ -19,7 +19,6 @@ from prepcli.planning.arrays import Array, MappedArray, identity_axis_map, whole
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.object_files import plan_object_files, plan_process_files, streams_of_spans
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
-from prepcli.planning.slabs import split_streams
 from prepcli.planning.work_units import (
     WorkUnit,
     find_bucket_units,
@@ -53,7 +52,7 @@ def test_object_files_are_small_and_cover_every_chunk(
 ):
     monkeypatch.setattr(object_files, "OBJECT_NBYTES", LIMIT_NBYTES)
     plan = plan_object_files(plan_of(folder, "save_init", mesh=mesh, pad_vocab="8"))
-    coverage.check(plan, lambda: split_streams(plan.streams, 1 << 20))
+    coverage.check(plan, 1 << 20)
     largest_chunk_nbytes = max(leaf.chunk_nbytes for leaf in plan.leaves)
     assert len(plan.files) > 1
     for file in plan.files:
@@ -94,7 +93,7 @@ def stacked_plan() -> Plan:
 def test_chunks_of_several_tensors_are_in_objects_of_their_own():
     """Their objects are complete only after the last layer."""
     plan = plan_object_files(stacked_plan())
-    coverage.check(plan, lambda: split_streams(plan.streams, 1 << 20))
+    coverage.check(plan, 1 << 20)
     files: dict[str, set[int]] = {}
     for leaf in plan.leaves:
         files[leaf.name] = {chunks.chunks.file for chunks in leaf.placed_chunks}
@@ -231,7 +230,7 @@ def test_each_chunk_is_in_the_file_of_its_process():
         {"a": [RIGHT], "b": [full_box((2,))]},
     ]
     files = plan_process_files(make_plan(), ["a", "b"], boxes)
-    coverage.check(files.plan, lambda: split_streams(files.plan.streams, 1 << 20))
+    coverage.check(files.plan, 1 << 20)
     locations = {
         (leaf.name, index): chunks.chunks.find(index)
         for leaf in files.plan.leaves

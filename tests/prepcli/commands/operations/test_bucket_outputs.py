@@ -190,8 +190,8 @@ def test_notes_written_after_the_publication_are_deleted(
     site.store.failing_requests = "\0"
     join = BucketRun.join
 
-    def join_and_publish(run: BucketRun) -> bool:
-        is_needed = join(run)
+    def join_and_publish(run: BucketRun, *arguments: Any) -> bool:
+        is_needed = join(run, *arguments)
         for key in [key for key in site.store.objects if "/.prep/" in key]:
             del site.store.objects[key]
         for path, data in expected.items():
