@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.engine.casts import parse_stream_digest, report_casts
+from prepcli.engine.casts import Scale, parse_stream_digest, report_casts
 from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
 from prepcli.engine.digest import UNNAMED_ALGORITHM, TensorDigest, record_digest
 from prepcli.engine.files import Files
@@ -377,14 +377,15 @@ def _scale_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, ScaleRec
     """Return the records of the scales of a layout, by the name of the tensor."""
     records: dict[str, ScaleRecord] = {}
     for stream in plan.streams:
-        if stream.scale:
-            name = plan.display_names.get(stream.name, stream.name)
-            records[name] = {
-                **stream.scale.fields(),
-                "significant": stream.scale.significant,
-                "digests": [],
-                "lost": 0,
-            }
+        for operation in stream.operations:
+            if isinstance(operation, Scale):
+                name = plan.display_names.get(stream.name, stream.name)
+                records[name] = {
+                    **operation.scale.fields(),
+                    "significant": operation.scale.significant,
+                    "digests": [],
+                    "lost": 0,
+                }
     for number, stream in enumerate(plan.streams):
         record = records.get(plan.display_names.get(stream.name, stream.name))
         if record is None:

@@ -17,10 +17,8 @@ from prepcli.core.formatting import format_bytes
 from prepcli.engine.background_sync import SyncPoint
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
-from prepcli.engine.casts import matrix_nbytes
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader
-from prepcli.engine.fills import piece_nbytes
 from prepcli.engine.pipeline import ConversionResult, Pipeline, PipelineUnit
 from prepcli.execution.finalize import finalize_folder
 from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_work_folder
@@ -87,11 +85,11 @@ class FolderRun(Run):
         plan = request.plan
         # The matrices of a low-rank update and the pieces of new tokens stay in memory during the
         # run, in addition to the buffers.
+        kept_nbytes = max((stream.kept_nbytes for stream in plan.streams), default=0)
         budget = make_budget(
             request.pool.memory_nbytes,
             min_buffer_nbytes(plan.streams),
-            kept_nbytes=max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams))
-            + encoder_nbytes,
+            kept_nbytes=kept_nbytes + encoder_nbytes,
         )
         self.folder_store = FolderStore(out)
         super().__init__(request, self.folder_store, units or find_folder_units(plan), budget)

@@ -10,7 +10,7 @@ from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import JsonValue
 from prepcli.engine.blobs import DerivedArrays
-from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
+from prepcli.engine.casts import CastCounts, LowRankUpdate, max_finite, parse_stream_digest
 from prepcli.formats.manifest import again_hint
 from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream, read_copies
 from prepcli.planning.tensors import is_decoded_tensor, split_name
@@ -175,7 +175,7 @@ class IntegrityChecker:
         name = self._display_name(stream.name)
         dtype = stream.written_dtype
         largest = f"{max_finite(dtype):g}"
-        if stream.update:
+        if any(isinstance(operation, LowRankUpdate) for operation in stream.operations):
             verb = "becomes" if counts.overflowed == 1 else "become"
             what = f"{count_text(counts.overflowed, 'value')} of {name} {verb} infinite or nan"
             why = f"the adapter has nan, infinite or too large values: the largest of {dtype} is {largest}"

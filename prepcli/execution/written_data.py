@@ -100,10 +100,7 @@ def readback_stream(stream: Stream) -> Stream:
         dtype=stream.written_dtype,
         reads=stream.writes,
         writes=(),
-        fill=None,
-        cast_to="",
-        update=None,
-        scale=None,
+        operations=(),
     )
 
 

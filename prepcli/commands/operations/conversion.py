@@ -24,6 +24,7 @@ from prepcli.core.errors import Command, Option, PrepError, join_texts, text, us
 from prepcli.core.formatting import count_text, format_bytes, join_names
 from prepcli.core.observer import LEAVES, Observer, Progress, RecordingObserver, observer_of
 from prepcli.engine.casts import format_cast, report_casts
+from prepcli.engine.fills import fill_of
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.folder_run import FolderRun
@@ -335,9 +336,9 @@ def _accounting(plan: Plan) -> dict[str, Any]:
         "used": len(used),
         "dropped": dropped,
         "filled": [
-            {"name": names.get(s.name, s.name), "rows": list(s.rows), "with": s.fill.kind}
+            {"name": names.get(s.name, s.name), "rows": list(s.rows), "with": fill.kind}
             for s in plan.streams
-            if s.fill
+            if (fill := fill_of(s))
         ],
         # Only the conversion itself can count the values that a cast changes.
         "changed_values": None if any(stream.is_changed for stream in plan.streams) else 0,

@@ -24,11 +24,11 @@ from prepcli.core.errors import Command, Option, PrepError, invalid_config_error
 from prepcli.core.formatting import count_text, did_you_mean, format_bytes
 from prepcli.core.observer import Observer, Progress
 from prepcli.core.option_spec import PathLike, format_command_line
+from prepcli.engine.fills import Fill
 from prepcli.execution.workers import ProcessOptions
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.rules import PARAM_RULES, format_rule
-from prepcli.planning.plan import Fill
 from prepcli.sources.source import Source, source_axis_maps
 from prepcli.sources.tensor_match import Vocabulary, check_padded_size
 from prepcli.targets.orbax_item import Partitioning

@@ -33,6 +33,7 @@ from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text, join_names
 from prepcli.core.observer import Observer, Progress
 from prepcli.core.option_spec import REQUIRED, PathLike, format_command_line, with_defaults
+from prepcli.engine.fills import Fill
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.added_tokens import (
     RECORD_FILE,
@@ -46,7 +47,7 @@ from prepcli.formats.added_tokens import (
 )
 from prepcli.planning.item_storage import StorageName
 from prepcli.planning.manifest_fields import REPLACED_PADDING_RULE, AddedTokensRecord, Manifest
-from prepcli.planning.plan import Fill, SmallFile
+from prepcli.planning.plan import SmallFile
 from prepcli.planning.tensors import is_leaf_path, split_name
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import AVERAGE_SLOT, Source

@@ -16,7 +16,7 @@ from prepcli.algebra.boxes import strides
 from prepcli.algebra.grids import ChunkGrid, StridedChunks
 from prepcli.core.errors import PrepError
 from prepcli.engine.blobs import BlockCache, DerivedArrays, DerivedReader
-from prepcli.engine.casts import unscale_values
+from prepcli.engine.casts import Scale
 from prepcli.formats.codecs import READ_BLOCK_NBYTES
 from prepcli.formats.ocdbt import ValueLocation, read_ocdbt_index
 from prepcli.formats.orbax import read_item
@@ -314,7 +314,7 @@ def test_scale_of_decoded_chunks_is_undone_in_any_range(tmp_path: Path):
         stored = read_bytes(plain, 0, math.prod(META.grid) * META.chunk_nbytes)
     scale = LayoutScale(16)
     with np.errstate(all="ignore"):
-        expected = unscale_values(np.frombuffer(stored, np.float32), scale).tobytes()
+        expected = Scale(scale).undo(np.frombuffer(stored, np.float32)).tobytes()
     blob = unscaled_array(item, number, scale)
     assert blob.offsets[-1] == len(expected)
     with contextlib.closing(blob.open()) as reader:
