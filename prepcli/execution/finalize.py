@@ -25,7 +25,8 @@ from prepcli.formats.orbax import (
     encode_step_metadata,
     write_files,
 )
-from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
+from prepcli.formats.orbax_chunks import WrittenChunk, unplaced_array
+from prepcli.planning.arrays import Array
 from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.manifest_fields import (
     FileRecord,
@@ -211,10 +212,10 @@ def _item_metadata(
         leaves: Leaves of the item.
         compressed: The compressed chunks, if there are any.
     """
-    array_metas: list[ArrayMeta] = []
+    arrays: list[Array] = []
     for leaf in leaves:
-        meta = ArrayMeta(leaf.path, leaf.grid.shape, leaf.dtype, leaf.grid.chunk_shape)
-        array_metas.append(meta)
+        grid = leaf.grid
+        arrays.append(unplaced_array(leaf.path, grid.shape, leaf.dtype, grid.chunk_shape))
     chunks = raw_chunks(leaves)
     names: Sequence[str] = [file.path for file in plan.files]
     if item is not None:
@@ -227,7 +228,7 @@ def _item_metadata(
         names = compressed.files
     state_record = plan.settings.training_state
     return encode_item_metadata(
-        array_metas,
+        arrays,
         chunks,
         names,
         newest_source_ns(plan),
