@@ -21,7 +21,7 @@ from prepcli.algebra.grids import ChunkGrid, StridedChunks
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.execution.training_storage import decode_boxes, encode_boxes
 from prepcli.formats.orbax import encode_item_metadata
-from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
+from prepcli.formats.orbax_chunks import WrittenChunk, unplaced_array
 from prepcli.planning.arrays import Array, MappedArray, identity_axis_map, whole_array
 from prepcli.planning.object_files import plan_process_files
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
@@ -83,10 +83,10 @@ def measure(num_processes: int) -> dict[str, float]:
     exchanged_s = time.perf_counter()
     files = plan_process_files(plan, [*shapes], decoded)
     planned_s = time.perf_counter()
-    metas: list[ArrayMeta] = []
+    metas: list[Array] = []
     chunks: list[WrittenChunk] = []
     for number, leaf in enumerate(files.plan.leaves):
-        metas.append(ArrayMeta(leaf.path, leaf.grid.shape, leaf.dtype, leaf.grid.chunk_shape))
+        metas.append(unplaced_array(leaf.path, leaf.grid.shape, leaf.dtype, leaf.grid.chunk_shape))
         for placed in leaf.placed_chunks:
             for index in placed.indices():
                 location = placed.chunks.find(index)

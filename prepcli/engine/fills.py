@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.planning.plan import Fill, Stream
+from prepcli.planning.plan import Stream, ValueOperation
 from prepcli.planning.slabs import Slab
 from prepcli.stores.buffers import ByteArray
 
@@ -37,6 +39,53 @@ def round_to_dtype(values: npt.NDArray[np.floating], dtype: np.dtype) -> np.ndar
     return (towards_zero | (nearest != values)).view(np.float32).astype(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Fill(ValueOperation):
+    """How to generate rows.
+
+    Attributes:
+        kind: `zeros`, `mean` (of the tensor's true rows), `pieces` or `normal`.
+        seed: Seed of normal values.
+        std: Standard deviation of normal values.
+        pieces: For each row of `pieces`, the true rows to average.
+    """
+
+    kind: str
+    seed: int = 0
+    std: float = 0.0
+    pieces: tuple[tuple[int, ...], ...] | None = None
+    makes_rows: ClassVar[bool] = True
+
+    @property
+    def averages_rows(self) -> bool:
+        """Whether the values depend on the true rows of the tensor."""
+        return self.kind in ("mean", "pieces")
+
+    def __str__(self) -> str:
+        return f"filled with {self.kind}"
+
+    @property
+    def averaged_rows(self) -> list[int]:
+        """Row numbers of all pieces, ascending."""
+        return sorted({row for pieces in self.pieces or () for row in pieces})
+
+    def kept_nbytes(self, stream: Stream) -> int:
+        """Return the memory of the averaged rows."""
+        return len(self.averaged_rows) * stream.row_nbytes
+
+    def encode(self, stream: Stream) -> dict[str, str]:
+        """Return the field of the fill. The first release had no pieces."""
+        return {"fill": repr(self).replace(", pieces=None", "")}
+
+
+def fill_of(stream: Stream) -> Fill | None:
+    """Return the fill of a stream, or None if its rows are read."""
+    for operation in stream.operations:
+        if isinstance(operation, Fill):
+            return operation
+    return None
+
+
 class FillGenerator:
     """Generates the new rows of a vocabulary: the rows of streams without a source.
 
@@ -50,9 +99,10 @@ class FillGenerator:
         # The true rows of the latest stream with a fill of a kind
         self._true_rows: dict[str, _RowMean | _PieceRows] = {}
         for number, stream in enumerate(streams):
-            if stream.fill and stream.fill.needs_true_rows:
+            fill = fill_of(stream)
+            if fill and fill.averages_rows:
                 fills = self._fills.setdefault(mean_source_number(streams, number), {})
-                fills[stream.fill.kind] = stream.fill
+                fills[fill.kind] = fill
 
     def add_slab(self, slab: Slab, data: ByteArray) -> None:
         """Keep the parts of a slab needed for new rows."""
@@ -73,16 +123,17 @@ class FillGenerator:
             ValueError: The stream has no fill, or its mean is needed before its true rows were added.
         """
         stream = self._streams[slab.stream_number]
-        if stream.fill is None:
+        fill = fill_of(stream)
+        if fill is None:
             raise ValueError(f"{stream.name} is neither read nor filled")
-        if stream.fill.kind == "zeros":
+        if fill.kind == "zeros":
             out[...] = 0
             return out
         # A slab may begin and end inside a row.
         slab_stop = slab.start + slab.nbytes
         row_nbytes = stream.row_nbytes
         for row in range(slab.start // row_nbytes, -(-slab_stop // row_nbytes)):
-            values = self._make_row(stream, stream.fill, row).view(np.uint8)
+            values = self._make_row(stream, fill, row).view(np.uint8)
             row_start = row * row_nbytes
             start = max(slab.start, row_start)
             stop = min(slab_stop, row_start + row_nbytes)
@@ -92,7 +143,7 @@ class FillGenerator:
 
     def _make_row(self, stream: Stream, fill: Fill, row: int) -> np.ndarray:
         if fill.kind == "normal":
-            return normal_row(stream, row)
+            return normal_row(stream, fill, row)
         if fill.kind not in self._true_rows:
             raise ValueError(f"{stream.name}: its mean is needed before its rows were added")
         new_row = row - stream.rows[0]
@@ -106,32 +157,16 @@ def mean_source_number(streams: Sequence[Stream], stream_number: int) -> int:
     return stream_number
 
 
-def normal_row(stream: Stream, row_number: int) -> np.ndarray:
+def normal_row(stream: Stream, fill: Fill, row_number: int) -> np.ndarray:
     """Generate a row of normal values from the seed of the fill and the row's number in the tensor.
 
     It is rounded once from float64.
     """
-    fill = stream.fill
-    assert fill is not None
     count = stream.row_nbytes // numpy_dtype(stream.dtype).itemsize
     generator = np.random.Generator(
         np.random.Philox(key=np.array([fill.seed, row_number], np.uint64))
     )
     return round_to_dtype(generator.standard_normal(count) * fill.std, numpy_dtype(stream.dtype))
-
-
-def piece_nbytes(streams: Sequence[Stream]) -> int:
-    """Return the memory for the rows that one tensor's new rows are averaged from, or 0 without such a tensor."""
-    nbytes = [0]
-    for stream in streams:
-        if stream.fill and stream.fill.pieces:
-            nbytes.append(len(_distinct_rows(stream.fill)) * stream.row_nbytes)
-    return max(nbytes)
-
-
-def _distinct_rows(fill: Fill) -> list[int]:
-    """Return the row numbers of all pieces, ascending."""
-    return sorted({row for pieces in fill.pieces or () for row in pieces})
 
 
 class _PieceRows:
@@ -141,7 +176,7 @@ class _PieceRows:
         self._dtype = numpy_dtype(stream.dtype)
         self._row_nbytes = stream.row_nbytes
         self._pieces = fill.pieces or ()
-        self._row_numbers = _distinct_rows(fill)
+        self._row_numbers = fill.averaged_rows
         self._index_of_row = {row: index for index, row in enumerate(self._row_numbers)}
         self._rows = np.empty((len(self._row_numbers), self._row_nbytes), np.uint8)
 

@@ -21,7 +21,7 @@ from prepcli.core.observer import Progress
 from prepcli.core.worker_thread import WorkerThread, wait_for_threads
 from prepcli.engine.background_sync import BackgroundSync, StreamPrefix, SyncPoint, UnitPart
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
-from prepcli.engine.casts import StreamDigest, ValueTransform, value_change
+from prepcli.engine.casts import StreamDigest, ValueTransform
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.digest import EMPTY_TENSOR_DIGEST, TensorDigest
 from prepcli.engine.files import PAGE, Files, RunReader, RunWriter
@@ -261,8 +261,7 @@ class Pipeline:
             if number in unit.digests:
                 continue
             needed.add(number)
-            fill = self.streams[number].fill
-            if fill and fill.needs_true_rows:
+            if self.streams[number].averages_rows:
                 needed.add(mean_source_number(self.streams, number))
         stream_numbers = [number for number in unit.streams if number in needed]
         # Digests of an earlier run take part in the checks: a tied tensor of this run is compared with them.
@@ -427,7 +426,7 @@ class Pipeline:
         self.digest.update(task.data.data)
         # One transform per stream: it keeps the digest and the counts of the cast over all slabs.
         if slab.start == stream.byte_range[0]:
-            self.change = value_change(stream, self.source)
+            self.change = ValueTransform(stream, self.source) if stream.is_changed else None
         if self.change:
             task.data = self.change.apply(task.data, task.swap_buffers(slab.written_nbytes))
             self.result.copied_nbytes += slab.written_nbytes

@@ -15,9 +15,7 @@ from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import NullProgress
 from prepcli.engine.background_sync import SyncPoint
 from prepcli.engine.blobs import open_blobs
-from prepcli.engine.casts import matrix_nbytes
 from prepcli.engine.files import RunReader
-from prepcli.engine.fills import piece_nbytes
 from prepcli.engine.object_assembler import make_object_budget
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.bucket_store import (
@@ -82,7 +80,7 @@ class BucketRun(Run):
         self.bucket = Bucket(url, RETRIES, retry_policy_from_env(os.environ, request.note))
         memory_nbytes = request.pool.memory_nbytes
         largest_nbytes = max((file.size for file in plan.files), default=0)
-        kept_nbytes = max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams))
+        kept_nbytes = max((stream.kept_nbytes for stream in plan.streams), default=0)
         self._num_compressing = 0
         if compression := plan.compression:
             chunk_nbytes = max((leaf.chunk_nbytes for leaf in plan.leaves), default=0)

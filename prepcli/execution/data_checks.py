@@ -31,7 +31,7 @@ from prepcli.core.observer import Progress
 from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.blobs import DerivedArrays, open_blobs
 from prepcli.engine.budget import Budget
-from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
+from prepcli.engine.casts import CastCounts, LowRankUpdate, max_finite, parse_stream_digest
 from prepcli.engine.digest import TensorDigest
 from prepcli.engine.files import Files, RunReader
 from prepcli.engine.pipeline import Pipeline
@@ -200,7 +200,7 @@ class IntegrityChecker:
         name = self._display_name(stream.name)
         dtype = stream.written_dtype
         largest = f"{max_finite(dtype):g}"
-        if stream.update:
+        if any(isinstance(operation, LowRankUpdate) for operation in stream.operations):
             verb = "becomes" if counts.overflowed == 1 else "become"
             what = f"{count_text(counts.overflowed, 'value')} of {name} {verb} infinite or nan"
             why = f"the adapter has nan, infinite or too large values: the largest of {dtype} is {largest}"
@@ -320,10 +320,7 @@ def readback_stream(stream: Stream) -> Stream:
         dtype=stream.written_dtype,
         reads=stream.writes,
         writes=(),
-        fill=None,
-        cast_to="",
-        update=None,
-        scale=None,
+        operations=(),
     )
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.engine.casts import parse_stream_digest, report_casts
+from prepcli.engine.casts import Scale, parse_stream_digest, report_casts
 from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
 from prepcli.engine.digest import UNNAMED_ALGORITHM, TensorDigest, record_digest
 from prepcli.engine.files import Files
@@ -25,7 +25,8 @@ from prepcli.formats.orbax import (
     encode_step_metadata,
     write_files,
 )
-from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
+from prepcli.formats.orbax_chunks import WrittenChunk, unplaced_array
+from prepcli.planning.arrays import Array
 from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.manifest_fields import (
     FileRecord,
@@ -194,10 +195,10 @@ def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> d
     for item, leaves in items.items():
         folder = PurePosixPath(output_path(plan, item or ""))
         folders.append(folder)
-        array_metas: list[ArrayMeta] = []
+        arrays: list[Array] = []
         for leaf in leaves:
-            meta = ArrayMeta(leaf.path, leaf.grid.shape, leaf.dtype, leaf.grid.chunk_shape)
-            array_metas.append(meta)
+            grid = leaf.grid
+            arrays.append(unplaced_array(leaf.path, grid.shape, leaf.dtype, grid.chunk_shape))
         chunks = raw_chunks(leaves)
         names: Sequence[str] = [file.path for file in plan.files]
         if item is not None:
@@ -210,7 +211,7 @@ def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> d
             names = compressed.files
         state_record = plan.settings.training_state
         item_files = encode_item_metadata(
-            array_metas,
+            arrays,
             chunks,
             names,
             now_ns,
@@ -359,14 +360,15 @@ def _scale_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, ScaleRec
     """Return the records of the scales of a layout, by the name of the tensor."""
     records: dict[str, ScaleRecord] = {}
     for stream in plan.streams:
-        if stream.scale:
-            name = plan.display_names.get(stream.name, stream.name)
-            records[name] = {
-                **stream.scale.fields(),
-                "significant": stream.scale.significant,
-                "digests": [],
-                "lost": 0,
-            }
+        for operation in stream.operations:
+            if isinstance(operation, Scale):
+                name = plan.display_names.get(stream.name, stream.name)
+                records[name] = {
+                    **operation.scale.fields(),
+                    "significant": operation.scale.significant,
+                    "digests": [],
+                    "lost": 0,
+                }
     for number, stream in enumerate(plan.streams):
         record = records.get(plan.display_names.get(stream.name, stream.name))
         if record is None:

@@ -18,10 +18,8 @@ from prepcli.core.json_values import JsonObject
 from prepcli.engine.background_sync import SyncPoint
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
-from prepcli.engine.casts import matrix_nbytes
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader
-from prepcli.engine.fills import piece_nbytes
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.data_checks import (
     check_data_files,
@@ -88,11 +86,11 @@ class FolderRun(Run):
         plan = request.plan
         # The matrices of a low-rank update and the pieces of new tokens stay in memory during the
         # run, in addition to the buffers.
+        kept_nbytes = max((stream.kept_nbytes for stream in plan.streams), default=0)
         budget = make_budget(
             request.pool.memory_nbytes,
             min_buffer_nbytes(plan.streams),
-            kept_nbytes=max(matrix_nbytes(plan.streams), piece_nbytes(plan.streams))
-            + encoder_nbytes,
+            kept_nbytes=kept_nbytes + encoder_nbytes,
         )
         self.folder_store = FolderStore(out)
         super().__init__(request, self.folder_store, units or find_folder_units(plan), budget)

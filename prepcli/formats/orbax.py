@@ -33,7 +33,6 @@ from prepcli.formats.ocdbt import (
 )
 from prepcli.formats.orbax_chunks import (
     BUG_HINT,
-    ArrayMeta,
     ItemValues,
     StoredChunks,
     TreePath,
@@ -44,6 +43,7 @@ from prepcli.formats.orbax_chunks import (
     dotted_name,
     encode_documents,
     iter_index_entries,
+    unplaced_array,
 )
 from prepcli.formats.registry import SUFFIXES
 from prepcli.formats.zarr import ZARR_TYPESTRS, parse_zarr_document
@@ -271,7 +271,7 @@ def read_item(folder: AnyPath) -> OrbaxItem:
     storage = values.storage
     names = [storage.name_separator.join(map(str, leaf.path)) for leaf in leaves]
     documents = [values.pop_document(name) for name in names]
-    metas: list[ArrayMeta] = []
+    unplaced: list[Array] = []
     tables: list[StoredChunks] = []
     codec_names: list[tuple[str, ...]] = []
     # All documents are parsed before the chunks of any array, which take more memory.
@@ -282,14 +282,13 @@ def read_item(folder: AnyPath) -> OrbaxItem:
     for leaf, name, zarr in zip(leaves, names, zarrs):
         chunks_by_key = values.by_name.pop(name)
         tables.append(build_chunk_table(quote_name(name), zarr, chunks_by_key, values, is_complete))
-        metas.append(ArrayMeta(leaf.path, zarr.shape, zarr.dtype, zarr.chunk_shape))
+        unplaced.append(unplaced_array(leaf.path, zarr.shape, zarr.dtype, zarr.chunk_shape))
         codec_names.append(zarr.codec_names)
-    check_chunk_tables(folder, metas, codec_names, tables, values.files)
+    check_chunk_tables(folder, unplaced, codec_names, tables, values.files)
     arrays: list[Array] = []
-    for meta, chunks, codecs in zip(metas, tables, codec_names):
-        table = ChunkTable.from_stored(meta.grid, chunks)
-        array = Array(meta.name, meta.dtype, meta.shape, meta.chunk_shape, table)
-        arrays.append(replace(array, path=meta.path, codecs=codecs))
+    for array, chunks, codecs in zip(unplaced, tables, codec_names):
+        table = ChunkTable.from_stored(array.grid.chunk_counts, chunks)
+        arrays.append(replace(array, chunks=table, codecs=codecs))
     metadata = [read_small_file(folder / metadata_file)]
     if (folder / OCDBT_MANIFEST).exists():
         metadata.append(read_small_file(folder / OCDBT_MANIFEST))
@@ -417,7 +416,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def encode_item_metadata(
-    arrays: Sequence[ArrayMeta],
+    arrays: Sequence[Array],
     chunks: Iterable[WrittenChunk],
     file_names: Sequence[str],
     now_ns: int,
@@ -482,7 +481,7 @@ def encode_step_metadata(item_names: Iterable[str], now_ns: int) -> dict[str, by
     return {CHECKPOINT_METADATA_FILE: json.dumps(metadata).encode()}
 
 
-def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
+def _check_leaves(arrays: Sequence[Array], non_arrays: Sequence[OrbaxNonArray]) -> None:
     """Raise PrepError if an Orbax checkpoint cannot have these leaves."""
     if not arrays:
         what = "cannot write an Orbax checkpoint without arrays"
@@ -507,14 +506,14 @@ def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArra
 
 
 def _tree_metadata(
-    arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray], storage: ItemStorage
+    arrays: Sequence[Array], non_arrays: Sequence[OrbaxNonArray], storage: ItemStorage
 ) -> dict[str, object]:
     """Return the content of the metadata file with the tree's keys and value types."""
     tree: dict[str, object] = {}
     for leaf in (*arrays, *non_arrays):
-        if isinstance(leaf, ArrayMeta):
+        if isinstance(leaf, Array):
             value_metadata = {
-                "value_type": "scalar" if leaf.is_scalar else "np.ndarray",
+                "value_type": "np.ndarray",
                 "skip_deserialize": False,
                 "write_shape": leaf.chunk_shape,
             }

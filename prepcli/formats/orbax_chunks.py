@@ -16,7 +16,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prepcli.algebra.grids import ChunkGrid, ChunkIndex, StoredRange, StoredValue
+from prepcli.algebra.grids import (
+    ABSENT,
+    ChunkGrid,
+    ChunkIndex,
+    ChunkTable,
+    StoredRange,
+    StoredValue,
+    StridedChunks,
+)
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.formats.codecs import CODECS, CRC32C_NBYTES
@@ -32,8 +40,8 @@ from prepcli.formats.zarr import (
     broken_document_error,
     encode_zarr_document,
 )
+from prepcli.planning.arrays import Array
 from prepcli.planning.item_storage import ZARR2, ZARR3, Compression, ItemStorage
-from prepcli.planning.tensors import itemsize
 from prepcli.stores.files import (
     list_folder,
     read_bytes,
@@ -59,34 +67,8 @@ _ZARR3_CHUNK_KEY = re.compile(r"(.*)/(c(?:[/.][0-9]+)*)", re.DOTALL)
 TreePath = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayMeta:
-    """Metadata of an array to write. `is_scalar` marks a Python number, stored as a 0-d array."""
-
-    path: TreePath
-    shape: tuple[int, ...]
-    dtype: str  # a key of ZARR_TYPESTRS
-    # One extent >= 1 per axis. It need not divide the shape: the last chunk is then partly unused.
-    chunk_shape: tuple[int, ...]
-    is_scalar: bool = False
-
-    @property
-    def name(self) -> str:
-        """Return the name of the array in an Orbax item."""
-        return dotted_name(self.path)
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Return the number of chunks along each axis, () for a 0-d array (one chunk)."""
-        return ChunkGrid(self.shape, self.chunk_shape).chunk_counts
-
-    @property
-    def chunk_nbytes(self) -> int:
-        """Return the size of any chunk in bytes, padding included."""
-        return math.prod(self.chunk_shape) * itemsize(self.dtype)
-
-
 StoredChunks = dict[ChunkIndex, StoredValue]  # by index in the array's grid
+WrittenArray = tuple[Array, ChunkTable]  # an array to write, and the places of its chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +80,21 @@ class WrittenChunk:
     file: int
     offset: int
     nbytes: int
+
+
+def unplaced_array(
+    path: TreePath, shape: tuple[int, ...], dtype: str, chunk_shape: tuple[int, ...]
+) -> Array:
+    """Return an array of an item before its chunks have places.
+
+    Args:
+        path: Path of the leaf.
+        shape: Shape of the array.
+        dtype: Dtype of the elements, a key of ZARR_TYPESTRS.
+        chunk_shape: One extent >= 1 per axis. It need not divide the shape: the last chunk is then partly unused.
+    """
+    chunks = StridedChunks.single(0, 0, len(shape))
+    return Array(dotted_name(path), dtype, shape, chunk_shape, chunks, path=path)
 
 
 def dotted_name(path: TreePath) -> str:
@@ -376,15 +373,16 @@ def _read_shard_index(
 
 def check_chunk_tables(
     folder: AnyPath,
-    arrays: Sequence[ArrayMeta],
+    arrays: Sequence[Array],
     codec_names: Sequence[Sequence[str]],
     tables: Sequence[StoredChunks],
     files: Sequence[AnyPath],
 ) -> None:
     """Raise PrepError if chunks have wrong sizes, overlap, leave their files, or if too many are missing."""
-    for meta, names, chunks in zip(arrays, codec_names, tables):
-        _check_chunk_sizes(meta, names, chunks)
-    absent = sum(math.prod(meta.grid) - len(chunks) for meta, chunks in zip(arrays, tables))
+    absent = 0
+    for item, names, chunks in zip(arrays, codec_names, tables):
+        _check_chunk_sizes(item, names, chunks)
+        absent += math.prod(item.grid.chunk_counts) - len(chunks)
     # Absent chunks take no space in the source: a document of 1 kB could make prep write petabytes.
     if absent > _MAX_ABSENT_CHUNKS:
         why = f"{absent:,} chunks are not stored and read as zeros, the limit is {_MAX_ABSENT_CHUNKS:,}"
@@ -392,9 +390,9 @@ def check_chunk_tables(
     _check_chunk_ranges(arrays, tables, files)
 
 
-def _check_chunk_sizes(meta: ArrayMeta, codec_names: Sequence[str], chunks: StoredChunks) -> None:
+def _check_chunk_sizes(item: Array, codec_names: Sequence[str], chunks: StoredChunks) -> None:
     """Raise PrepError if a chunk without compression does not have the size of its elements."""
-    expected_nbytes = meta.chunk_nbytes
+    expected_nbytes = item.chunk_nbytes
     for name in codec_names:
         if not CODECS[name].is_checksum:
             return
@@ -402,13 +400,13 @@ def _check_chunk_sizes(meta: ArrayMeta, codec_names: Sequence[str], chunks: Stor
     for index, value in chunks.items():
         nbytes = stored_nbytes(value)
         if nbytes != expected_nbytes:
-            why = f"it has {nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {expected_nbytes:,}"
-            what = f"chunk {chunk_label(index)} of {quote_name(meta.name)} has the wrong size"
+            why = f"it has {nbytes:,} bytes, {item.chunk_shape} of {item.dtype} has {expected_nbytes:,}"
+            what = f"chunk {chunk_label(index)} of {quote_name(item.name)} has the wrong size"
             raise DamagedError(what, why, GET_AGAIN_HINT)
 
 
 def _check_chunk_ranges(
-    arrays: Sequence[ArrayMeta], chunks: Sequence[StoredChunks], files: Sequence[AnyPath]
+    arrays: Sequence[Array], chunks: Sequence[StoredChunks], files: Sequence[AnyPath]
 ) -> None:
     """Raise PrepError if a chunk exceeds its file or overlaps another chunk."""
     sizes = [stat_indexed_file(file).st_size for file in files]
@@ -437,101 +435,95 @@ def _check_chunk_ranges(
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkColumns:
-    """File, offset and size of each chunk of an array, in C order of its grid. File -1 if not placed yet."""
-
-    meta: ArrayMeta
-    grid: tuple[int, ...]
-    chunk_nbytes: int
-    files: array[int]
-    offsets: array[int]
-    nbytes: array[int]
-
-
 def collect_chunks(
-    arrays: Sequence[ArrayMeta], chunks: Iterable[WrittenChunk], *, is_compressed: bool
-) -> list[ChunkColumns]:
-    """Return the locations of all chunks. Raise PrepError if one is missing, duplicate or of the wrong size."""
-    tables: list[ChunkColumns] = []
-    for meta in arrays:
-        count = math.prod(meta.grid)
-        columns = [array("q", [first]) * count for first in (-1, 0, 0)]
-        tables.append(ChunkColumns(meta, meta.grid, meta.chunk_nbytes, *columns))
+    arrays: Sequence[Array], chunks: Iterable[WrittenChunk], *, is_compressed: bool
+) -> list[WrittenArray]:
+    """Return the arrays with their chunks. Raise PrepError if one is missing, duplicate or of the wrong size."""
+    grids = [item.grid.chunk_counts for item in arrays]
+    columns: list[tuple[array[int], array[int], array[int]]] = []
+    for grid in grids:
+        count = math.prod(grid)
+        zeros = array("q", [0]) * count
+        columns.append((array("q", [ABSENT]) * count, zeros, zeros[:]))
     for chunk in chunks:
-        table = tables[chunk.array]
-        # The index is a number with the grid's extents as its base, e.g. [1, 2] in [2, 3] is 1 * 3 + 2.
-        chunk_number = 0
-        is_inside = len(chunk.index) == len(table.grid)
-        for index, extent in zip(chunk.index, table.grid):
-            chunk_number = chunk_number * extent + index
-            is_inside = is_inside and 0 <= index < extent
-        if not is_inside:
-            raise _chunk_error(table, chunk, "", f"its grid is {table.grid}")
-        if not is_compressed and chunk.nbytes != table.chunk_nbytes:
-            meta = table.meta
-            why = f"it has {chunk.nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {table.chunk_nbytes:,}"
-            what = f"chunk {chunk_label(chunk.index)} of {meta.name} has the wrong size"
+        item = arrays[chunk.array]
+        files, offsets, sizes = columns[chunk.array]
+        number = _chunk_number(item.name, grids[chunk.array], chunk.index)
+        if not is_compressed and chunk.nbytes != item.chunk_nbytes:
+            why = f"it has {chunk.nbytes:,} bytes, {item.chunk_shape} of {item.dtype} has {item.chunk_nbytes:,}"
+            what = f"chunk {chunk_label(chunk.index)} of {item.name} has the wrong size"
             raise PrepError(what, why, BUG_HINT)
-        if table.files[chunk_number] >= 0:
-            raise _chunk_error(table, chunk, " twice")
-        table.files[chunk_number] = chunk.file
-        table.offsets[chunk_number] = chunk.offset
-        table.nbytes[chunk_number] = chunk.nbytes
-    for table in tables:
-        if -1 in table.files:
-            missing_index = unravel_chunk_index(table.grid, table.files.index(-1))
-            what = f"the index of {table.meta.name} misses chunk {chunk_label(missing_index)}"
+        if files[number] != ABSENT:
+            what = f"the index of {item.name} has chunk {chunk_label(chunk.index)} twice"
+            raise PrepError(what, "", BUG_HINT)
+        files[number] = chunk.file
+        offsets[number] = chunk.offset
+        sizes[number] = chunk.nbytes
+    written: list[WrittenArray] = []
+    for item, grid, (files, offsets, sizes) in zip(arrays, grids, columns):
+        if ABSENT in files:
+            missing_index = unravel_chunk_index(grid, files.index(ABSENT))
+            what = f"the index of {item.name} misses chunk {chunk_label(missing_index)}"
             raise PrepError(what, "the plan does not place it", BUG_HINT)
-    return tables
+        written.append((item, ChunkTable((0,) * len(grid), grid, files, offsets, sizes)))
+    return written
 
 
-def _chunk_error(table: ChunkColumns, chunk: WrittenChunk, suffix: str, why: str = "") -> PrepError:
-    what = f"the index of {table.meta.name} has chunk {chunk_label(chunk.index)}{suffix}"
-    return PrepError(what, why, BUG_HINT)
+def _chunk_number(name: str, grid: tuple[int, ...], index: ChunkIndex) -> int:
+    """Return the number of a chunk in C order. Raise PrepError if it is outside of the grid."""
+    # The index is a number with the grid's extents as its base, e.g. [1, 2] in [2, 3] is 1 * 3 + 2.
+    number = 0
+    is_inside = len(index) == len(grid)
+    for position, extent in zip(index, grid):
+        number = number * extent + position
+        is_inside = is_inside and 0 <= position < extent
+    if not is_inside:
+        what = f"the index of {name} has chunk {chunk_label(index)}"
+        raise PrepError(what, f"its grid is {grid}", BUG_HINT)
+    return number
 
 
 def encode_documents(
-    tables: Sequence[ChunkColumns],
+    arrays: Sequence[WrittenArray],
     file_names: Sequence[str],
     storage: ItemStorage,
     compression: Compression | None,
 ) -> dict[str, bytes]:
     """Return the metadata documents of arrays in folders by path. Each chunk must be the whole file with its name."""
     documents: dict[str, bytes] = {}
-    for table in tables:
-        for chunk_number, file in enumerate(table.files):
-            index = unravel_chunk_index(table.grid, chunk_number)
-            path = storage.chunk_path(table.meta.name, index)
-            if table.offsets[chunk_number] != 0 or file_names[file] != path:
-                why = f"it is at byte {table.offsets[chunk_number]:,} of {file_names[file]}"
+    for item, table in arrays:
+        for index, (file, offset) in zip(table.indices(), table.positions()):
+            path = storage.chunk_path(item.name, index)
+            if offset != 0 or file_names[file] != path:
+                why = f"it is at byte {offset:,} of {file_names[file]}"
                 raise PrepError(f"chunk {path} has the wrong location", why, BUG_HINT)
-        path = f"{table.meta.name}/{storage.zarr.document}"
-        meta = table.meta
-        documents[path] = encode_zarr_document(
-            storage.zarr, meta.shape, meta.dtype, meta.chunk_shape, compression
-        )
+        path = f"{item.name}/{storage.zarr.document}"
+        documents[path] = _encode_document(item, storage, compression)
     return documents
 
 
+def _encode_document(item: Array, storage: ItemStorage, compression: Compression | None) -> bytes:
+    return encode_zarr_document(storage.zarr, item.shape, item.dtype, item.chunk_shape, compression)
+
+
 def iter_index_entries(
-    tables: Sequence[ChunkColumns],
+    arrays: Sequence[WrittenArray],
     file_names: Sequence[str],
     storage: ItemStorage,
     compression: Compression | None,
 ) -> Iterator[OcdbtEntry]:
     """Yield the entries of the index of a database in the order of keys."""
-    by_prefix: list[tuple[str, ChunkColumns]] = []
-    for table in tables:
-        name = storage.name_separator.join(map(str, table.meta.path))
-        by_prefix.append((f"{name}/", table))
+    by_prefix: list[tuple[str, WrittenArray]] = []
+    for item, table in arrays:
+        name = storage.name_separator.join(map(str, item.path))
+        by_prefix.append((f"{name}/", (item, table)))
     # Keys are UTF-8, and Python sorts texts in the same order.
     by_prefix.sort(key=operator.itemgetter(0))
     entries = itertools.chain.from_iterable(
-        _iter_array_entries(prefix, table, file_names, storage, compression)
-        for prefix, table in by_prefix
+        _iter_array_entries(prefix, written, file_names, storage, compression)
+        for prefix, written in by_prefix
     )
-    if any("/" in str(part) for table in tables for part in table.meta.path):
+    if any("/" in str(part) for item, _ in arrays for part in item.path):
         # The keys of `a/0` come between the chunks 0 and 1 of `a`: a/.zarray, a/0, a/0/.zarray, a/0/0, a/1.
         return iter(sorted(entries, key=operator.itemgetter(0)))
     return entries
@@ -539,26 +531,25 @@ def iter_index_entries(
 
 def _iter_array_entries(
     prefix: str,
-    table: ChunkColumns,
+    written: WrittenArray,
     file_names: Sequence[str],
     storage: ItemStorage,
     compression: Compression | None,
 ) -> Iterator[OcdbtEntry]:
     """Yield the entries of an array in the order of keys."""
     zarr = storage.zarr
-    meta = table.meta
-    content = encode_zarr_document(zarr, meta.shape, meta.dtype, meta.chunk_shape, compression)
-    document = (f"{prefix}{zarr.document}".encode(), content)
+    item, table = written
+    document = (f"{prefix}{zarr.document}".encode(), _encode_document(item, storage, compression))
     # `.zarray` sorts before digits, `zarr.json` after the `c` of chunks.
     if zarr == ZARR2:
         yield document
     # Keys are sorted as text: chunk 10 comes before chunk 2, in each axis. Separators sort before digits.
     labels: list[list[str]] = []
     starts: list[list[int]] = []
-    for axis, extent in enumerate(table.grid):
+    for axis, extent in enumerate(table.counts):
         indices = sorted(range(extent), key=str)
         # Number of chunks from one index of this axis to the next, in C order.
-        stride = math.prod(table.grid[axis + 1 :])
+        stride = math.prod(table.counts[axis + 1 :])
         labels.append([str(i) for i in indices])
         starts.append([i * stride for i in indices])
     for label, start in zip(itertools.product(*labels), itertools.product(*starts)):

@@ -207,7 +207,7 @@ def read_contents(
         contents = replace(contents, config=config)
     if dequantize:
         return _with_text_part(_decoded(contents))
-    return _with_text_part(_with_decoders(contents))
+    return _with_text_part(_with_decoders(contents, located))
 
 
 def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
@@ -235,15 +235,14 @@ def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
     )
 
 
-def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
+def _with_decoders(contents: CheckpointContents, located: LocatedCheckpoint) -> CheckpointContents:
     """Return the contents with the decoders of quantised weights. A fault becomes one of `non_arrays`."""
-    settings = model_quantization(contents.config, contents.folder)
-    if not settings and FORMATS[contents.kind].is_hf_folder:
-        remark = unused_quantization_note(contents.folder)
-        if remark:
-            return replace(contents, non_arrays=(*contents.non_arrays, remark))
-    if not settings or not FORMATS[contents.kind].is_hf_folder:
+    if not FORMATS[contents.kind].is_hf_folder:
         return contents
+    if not model_quantization(contents.config, contents.folder):
+        # The settings in the folder count, also if the user has named another config.
+        remark = unused_quantization_note(located.config_in_folder, contents.folder)
+        return replace(contents, non_arrays=(*contents.non_arrays, *filter(None, [remark])))
     try:
         weights, _ = _find_weights(contents)
     except PrepError as error:

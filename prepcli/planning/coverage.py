@@ -98,7 +98,7 @@ def stream_write_spans(stream: Stream) -> list[FileSpan]:
 
 def _check_stream(stream: Stream) -> None:
     """Raise PrepError if a stream has no bytes to read or generate, or if two of its regions share an element."""
-    if not stream.reads and stream.fill is None:
+    if not stream.reads and not stream.is_generated:
         raise _coverage_error(f"{stream.name} is neither read nor filled")
     for locations in (stream.reads, stream.writes):
         regions = [location for location in locations if location.axis_map is not None]

@@ -185,10 +185,10 @@ def streams_of_spans(
         part: Stream | None = None
         if rows is not None:
             part = stream
-            # The adapter and the values of new rows count from the first row.
-            if stream.shape and stream.update is None and stream.fill is None:
+            # Values of new rows count from the first row.
+            if stream.shape and not stream.is_generated:
                 part = replace(stream, rows=rows)
-            if stream.fill is not None and stream.fill.needs_true_rows:
+            if stream.averages_rows:
                 averaged.add(stream.name)
         parts.append(part)
     needed: list[Stream] = []

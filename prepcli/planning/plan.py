@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
 from prepcli.algebra.boxes import Box, Range, full_box
@@ -22,7 +23,6 @@ from prepcli.algebra.grids import ArrayParts, ChunkGrid, ChunkTable, StridedChun
 from prepcli.core.formatting import count_text
 from prepcli.planning.arrays import Array, Locations, MappedArray
 from prepcli.planning.item_storage import Compression, ItemStorage, recorded_storage
-from prepcli.planning.libraries import LayoutScale
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.tensors import itemsize
 
@@ -31,69 +31,42 @@ from prepcli.planning.tensors import itemsize
 OWN_TEXTS = (Array, MappedArray, ChunkTable, ArrayParts)
 # Fields added after the first release. Without a value they are left out of the text, so that digests of older plans on
 # disk stay equal.
-ADDED_FIELDS = {"update", "pieces", "columns", "scale", "starts", "item"}
+ADDED_FIELDS = {"columns", "item"}
 # Name of each encoded field in code, and its name in the text with an equals sign, by class. They are computed once:
 # a plan of a large model has 10^5 regions to encode.
 _LABELS: dict[type, list[tuple[str, str]]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """How to generate rows.
+class ValueOperation(ABC):
+    """A step from the read values of a stream to the written values. The engine has the classes.
 
     Attributes:
-        kind: `zeros`, `mean` (of the tensor's true rows), `pieces` or `normal`.
-        seed: Seed of normal values.
-        std: Standard deviation of normal values.
-        pieces: For each row of `pieces`, the true rows to average.
+        makes_rows: Whether it generates the values instead of reading them.
     """
 
-    kind: str
-    seed: int = 0
-    std: float = 0.0
-    pieces: tuple[tuple[int, ...], ...] | None = None
+    __slots__ = ()
+    makes_rows: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        """Return the operation in the line of a plan, or an empty string."""
+        return ""
 
     @property
-    def needs_true_rows(self) -> bool:
-        """Whether the values depend on the true rows of the tensor."""
-        return self.kind in ("mean", "pieces")
+    def averages_rows(self) -> bool:
+        """Whether it needs the true rows of its tensor, which another stream reads."""
+        return False
 
+    def written_dtype(self, dtype: str) -> str:
+        """Return the dtype of the values after the operation, given the one before."""
+        return dtype
 
-@dataclass(frozen=True, slots=True)
-class LowRankUpdate:
-    """A matrix of low rank to add to the values of a stream: scale * B A, or its transpose.
+    def kept_nbytes(self, stream: Stream) -> int:
+        """Return its memory beside the slabs of a stream."""
+        return 0
 
-    Attributes:
-        a: Matrix A [rank, in] in the source files.
-        b: Matrix B [out, rank] in the source files.
-        scale: Factor of the product.
-        is_transposed: Whether the stream's tensor is [in, out].
-        digests: Recorded digests of A and B, each empty without one. They do not affect the plan's digest.
-    """
-
-    a: Stream
-    b: Stream
-    scale: float
-    is_transposed: bool = False
-    digests: tuple[str, str] = field(default=("", ""), repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertUpdate(LowRankUpdate):
-    """An update of the projections of experts.
-
-    A is [experts * rank, in] with the ranks of an expert next to each other. B is [out, rank * experts] with the
-    experts of a rank next to each other (PEFT).
-
-    Attributes:
-        num_experts: Number of experts.
-        expert: The expert of the stream's tensor. None if the tensor is [experts, out, in] or its transpose.
-        outputs: Rows of B for the tensor.
-    """
-
-    num_experts: int = 1
-    expert: int | None = None
-    outputs: Range = (0, 0)
+    @abstractmethod
+    def encode(self, stream: Stream) -> dict[str, str]:
+        """Return the fields of the operation in the text of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +80,7 @@ class Stream:
         rows: Range of rows to move.
         reads: Where the rows are read, or empty if they are filled.
         writes: Where the rows are written, or empty if they are only digested.
-        fill: How to generate the rows instead of reading them.
-        cast_to: Dtype of the written values, or empty if they are not cast.
-        update: Matrix to add to the values, or None to keep them.
-        scale: Scale of the written values, or None.
+        operations: Steps from the values read to the values written, in order. Empty to keep the values.
     """
 
     name: str
@@ -119,27 +89,43 @@ class Stream:
     rows: Range
     reads: Locations
     writes: Locations
-    fill: Fill | None = None
-    cast_to: str = ""
-    update: LowRankUpdate | None = None
-    scale: LayoutScale | None = None
+    operations: tuple[ValueOperation, ...] = field(default=(), repr=False)
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether an operation generates the rows."""
+        return any(operation.makes_rows for operation in self.operations)
 
     @property
     def is_changed(self) -> bool:
         """Whether the written values may differ from the read ones."""
-        return bool(self.cast_to or self.update or self.scale)
+        return bool(self.operations) and not self.is_generated
+
+    @property
+    def averages_rows(self) -> bool:
+        """Whether the rows need the true rows of the tensor, which another stream reads."""
+        return any(operation.averages_rows for operation in self.operations)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Memory of the operations beside the slabs."""
+        return sum(operation.kept_nbytes(self) for operation in self.operations)
 
     @property
     def written_dtype(self) -> str:
         """Dtype of the written values."""
-        return self.cast_to or self.dtype
+        dtype = self.dtype
+        for operation in self.operations:
+            dtype = operation.written_dtype(dtype)
+        return dtype
 
     @property
     def written_nbytes(self) -> int:
         """Number of bytes to write."""
-        if not self.cast_to:
+        dtype = self.written_dtype
+        if dtype == self.dtype:
             return self.nbytes
-        return self.nbytes // itemsize(self.dtype) * itemsize(self.cast_to)
+        return self.nbytes // itemsize(self.dtype) * itemsize(dtype)
 
     @property
     def row_nbytes(self) -> int:
@@ -399,16 +385,17 @@ class Plan:
 
 
 def _describe_stream(stream: Stream, display_name: str) -> str:
-    """Return one line with a stream's name, dtype, cast, shape, range of rows, bytes written and fill."""
-    cast = f" as {stream.cast_to}" if stream.cast_to else ""
-    change = "  plus an adapter" if stream.update else ""
-    if stream.scale:
-        change = f"  {stream.scale.formula}"
-    fill = f"  filled with {stream.fill.kind}" if stream.fill else ""
-    rows = f"rows {stream.rows[0]}:{stream.rows[1]}"
-    written = count_text(stream.written_nbytes, "byte")
-    shape = list(stream.shape)
-    return f"move  {display_name}  {stream.dtype}{cast} {shape}  {rows}  {written}{fill}{change}"
+    """Return one line with a stream's name, dtypes, shape, range of rows, bytes written and operations."""
+    dtypes = stream.dtype
+    if stream.written_dtype != stream.dtype:
+        dtypes += f" as {stream.written_dtype}"
+    parts = [
+        f"{display_name}  {dtypes} {list(stream.shape)}",
+        f"rows {stream.rows[0]}:{stream.rows[1]}",
+        count_text(stream.written_nbytes, "byte"),
+    ]
+    parts += filter(None, map(str, stream.operations))
+    return f"move  {'  '.join(parts)}"
 
 
 # Class -> its name in the text, and the fields whose names in the text differ from those in code
@@ -418,16 +405,13 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
         {"source_files": "sources", "display_names": "names", "compression": "zstd_level"},
     ),
     SourceFile: ("SourceFile", {}),
-    LowRankUpdate: ("Update", {}),
-    LayoutScale: ("RootScale", {}),
-    Stream: ("Stream", {"reads": "left", "writes": "right", "cast_to": "cast"}),
+    Stream: ("Stream", {"reads": "left", "writes": "right"}),
     ChunkGrid: ("Grid", {"chunk_shape": "chunk"}),
     StridedChunks: ("Lattice", {}),
     AxisMap: ("AxisMap", {"leaf_dims": "leaf", "name_parts": "name", "source_dims": "source"}),
     SizedAxis: ("Factor", {"fixed": "held"}),
     TensorDim: ("TensorDim", {}),
     TensorIndex: ("Choice", {"listed_indices": "numbers"}),
-    Fill: ("Fill", {}),
     OutputFile: ("OutFile", {"constant_ranges": "fixed"}),
     SmallFile: ("SmallFile", {}),
     OutputLeaf: ("Leaf", {"placed_chunks": "placed"}),
@@ -490,10 +474,22 @@ def encode_text(value: Any, axis_map_texts: dict[int, str] | None = None) -> str
             field_texts.append(label + encode_text(field, axis_map_texts))
         else:
             field_texts.append(label + repr(field))
+    if type(value) is Stream:
+        field_texts += _operation_texts(value)
     text = f"{NAMES[type(value)][0]}({', '.join(field_texts)})"
     if type(value) is AxisMap:
         axis_map_texts[id(value)] = text
     return text
+
+
+def _operation_texts(stream: Stream) -> Iterator[str]:
+    """Yield the fields of the operations in the text of a stream."""
+    # The first release wrote these two fields of every stream.
+    texts = {"fill": "None", "cast": "''"}
+    for operation in stream.operations:
+        texts |= operation.encode(stream)
+    for name, text in texts.items():
+        yield f"{name}={text}"
 
 
 def _array_text(array: Array) -> str:

@@ -24,17 +24,17 @@ FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")  # dtypes that can 
 
 
 # A cast in a plan or a manifest: the pair of dtypes, the numbers of tensors and values, and the counts of changes if
-# the values were counted. Not a class, because the key `from` is a keyword of Python.
+# the values were counted, in the order of the keys. Not a class, because the key `from` is a keyword of Python.
 CastEntry = TypedDict(
     "CastEntry",
     {
         "from": str,
         "to": str,
         "update": NotRequired[str],
-        "sqrt": NotRequired[int],
-        "scale": NotRequired[str],
         "tensors": int,
         "values": int,
+        "scale": NotRequired[str],
+        "sqrt": NotRequired[int],
         "changed": NotRequired[int],
         "overflowed": NotRequired[int],
         "underflowed": NotRequired[int],

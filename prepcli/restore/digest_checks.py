@@ -12,7 +12,7 @@ from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import NullProgress, Observer, Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
-from prepcli.engine.casts import parse_stream_digest
+from prepcli.engine.casts import parse_stream_digest, value_operations
 from prepcli.engine.digest import record_digest_of_pieces
 from prepcli.engine.pipeline import Pipeline
 from prepcli.formats.checksums import CHECKSUMS_FILE
@@ -298,10 +298,8 @@ def written_stream(
     tensor: SourceTensor, rows: Range, dtype: str, scale: LayoutScale | None
 ) -> Stream:
     """Return a stream of the rows of an output: scaled, and cast to its dtype."""
-    stream = row_stream(tensor, rows)
-    if dtype != stream.dtype:
-        stream = replace(stream, cast_to=dtype)
-    return replace(stream, scale=scale)
+    operations = value_operations(tensor.dtype, dtype, scale=scale)
+    return replace(row_stream(tensor, rows), operations=operations)
 
 
 def note_missing_file_digests(

@@ -29,7 +29,7 @@ from prepcli.engine.blobs import (
     Operation,
     RowOperation,
 )
-from prepcli.engine.casts import unscale_values
+from prepcli.engine.casts import Scale
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.permute import needs_permute, scatter
 from prepcli.formats.codecs import (
@@ -279,7 +279,7 @@ class UndoScale(Operation):
         data = np.empty(byte_range[1] - byte_range[0], np.uint8)
         reader.files.read_at(0, byte_range[0], data)
         with np.errstate(all="ignore"):
-            values = unscale_values(data.view(self._dtype), self._scale)
+            values = Scale(self._scale).undo(data.view(self._dtype))
         return MemoryBlock(values.view(np.uint8))
 
 

@@ -70,6 +70,12 @@ class LocatedCheckpoint:
         # `OUTPUT/flax_model.msgpack` given by its own path: its manifest is in the same folder.
         return path.parent if path.is_file() else path
 
+    @property
+    def config_in_folder(self) -> HFConfig:
+        """Content of the config.json in the folder of the files, empty if there is none."""
+        path = self.files.path / CONFIG
+        return self.read_config(path) if path.is_file() else {}
+
     def read_config(self, path: AnyPath) -> HFConfig:
         """Return the content of a config.json. The one that detection has read is not read again."""
         if self.config is not None and path == self.files.path / CONFIG:
@@ -129,7 +135,7 @@ def locate(
     else:
         manifest = read_manifest(files.path if item is None else item_manifest_folder(item))
     if FORMATS[kind].is_hf_folder and detected.may_be_quantized:
-        remark = unused_quantization_note(files.path)
+        remark = unused_quantization_note(detected.config or {}, files.path)
         if remark:
             access.note(remark)
     model_name = reference.model_name

@@ -57,9 +57,12 @@ def model_quantization(config: HFConfig, folder: AnyPath) -> Mapping[str, Any]:
     return quantization_config_of_file(name, read_json_object(folder / name))
 
 
-def unused_quantization_note(folder: AnyPath) -> str:
-    """Return a note about quantisation settings of tensors without quantised weights, or an empty string."""
-    names = _settings_files(_read_config(folder), folder)
+def unused_quantization_note(config: HFConfig, folder: AnyPath) -> str:
+    """Return a note about quantisation settings of tensors without quantised weights, or an empty string.
+
+    The arguments are as for `quantization_file`.
+    """
+    names = _settings_files(config, folder)
     if not names or has_quantized_tensors(folder):
         return ""
     return f"the quantisation in {' and '.join(names)} is ignored: no tensor is quantised"
@@ -69,7 +72,7 @@ def not_quantized_error(display_name: str, folder: AnyPath) -> PrepError:
     """Return the error for a request to decode a model without quantised weights."""
     option = Option("quantized", "dequantize")
     why = f"{display_name} is not quantised"
-    remark = unused_quantization_note(folder)
+    remark = unused_quantization_note(_read_config(folder), folder)
     if remark:
         why = f"{why} ({remark})"
     return usage_error(text("{} has no effect", option), why, text("remove {}", option))

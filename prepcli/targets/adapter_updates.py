@@ -14,6 +14,7 @@ from pathlib import Path
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text, usage_error
 from prepcli.core.json_values import JsonObject
+from prepcli.engine.casts import ExpertUpdate, LowRankUpdate
 from prepcli.formats.safetensors import ADAPTER_CONFIG
 from prepcli.models.lora import (
     EXPERTS,
@@ -32,7 +33,7 @@ from prepcli.models.lora_config import LoraConfig, lora_from_manifest
 from prepcli.models.peft_names import module_suffixes, peft_patterns, split_wrappers
 from prepcli.models.registry import family_of
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import ExpertUpdate, LowRankUpdate, SmallFile, Stream
+from prepcli.planning.plan import SmallFile, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.sources.openers.peft_folder import is_adapter, open_adapter, read_checked_header
 from prepcli.sources.openers.peft_settings import (

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from prepcli.algebra.axis_map import ParsedAxisMap
 from prepcli.algebra.boxes import Range
 from prepcli.core.json_values import HFConfig
+from prepcli.engine.casts import LowRankUpdate, value_operations
+from prepcli.engine.fills import Fill
 from prepcli.formats.manifest import adapter_fields, step_fields
 from prepcli.models.partition import Spec
 from prepcli.planning.arrays import Locations
@@ -27,13 +29,12 @@ from prepcli.planning.libraries import LayoutScale
 from prepcli.planning.manifest_fields import PADDING_RULE, Manifest
 from prepcli.planning.plan import (
     DroppedTensor,
-    Fill,
-    LowRankUpdate,
     OutputFile,
     OutputLeaf,
     Plan,
     SmallFile,
     Stream,
+    ValueOperation,
 )
 from prepcli.planning.tensors import (
     DECODED,
@@ -79,18 +80,18 @@ class TensorTarget:
         rows: Rows of the tensor in the output, or 1 for a 0-d tensor.
         dtype: Dtype in the output, or empty for the tensor's own.
         scale: Scale of the values in the output, or None.
+        update: Matrix to add to the values, or None.
     """
 
     writes: Locations
     rows: int
     dtype: str = ""
     scale: LayoutScale | None = None
+    update: LowRankUpdate | None = None
 
-    def cast_dtype(self, tensor: SourceTensor) -> str:
-        """Return the target dtype of a cast, or empty if it keeps its dtype."""
-        if self.dtype == tensor.dtype:
-            return ""
-        return self.dtype
+    def operations(self, dtype: str) -> tuple[ValueOperation, ...]:
+        """Return the operations on values of a dtype."""
+        return value_operations(dtype, self.dtype or dtype, update=self.update, scale=self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +177,7 @@ def build_streams(
                     (0, _num_rows(tensor)),
                     tensor.placement,
                     target.writes,
-                    cast_to=target.cast_dtype(tensor),
-                    scale=target.scale,
+                    target.operations(tensor.dtype),
                 )
             )
     return tuple(streams)
@@ -208,7 +208,6 @@ def _vocab_streams(
     # runs has several recorded digests, and becomes one stream for each.
     shape = (max(tensor.shape[0], target.rows), *tensor.shape[1:])
     true_size = resize.vocabulary.true_size
-    cast = target.cast_dtype(tensor)
     true_stream = Stream(
         tensor.name,
         tensor.dtype,
@@ -216,8 +215,7 @@ def _vocab_streams(
         (0, true_size),
         tensor.placement,
         target.writes,
-        cast_to=cast,
-        scale=target.scale,
+        target.operations(tensor.dtype),
     )
     yield true_stream
     kept_rows = resize.copied_rows(tensor, target.rows)
@@ -246,14 +244,12 @@ def _filled_stream(true_stream: Stream, rows: Range, fill: Fill) -> Stream:
         fill = Fill("zeros")
     return replace(
         true_stream,
-        # A fill writes values of the output's dtype, so nothing is left to cast.
+        # A fill writes values of the output's dtype, so nothing is left to cast. An export fills with zeros, which a
+        # root keeps.
         dtype=true_stream.written_dtype,
         rows=rows,
         reads=(),
-        fill=fill,
-        cast_to="",
-        # An export fills with zeros. A root keeps them.
-        scale=None,
+        operations=(fill,),
     )
 
 
@@ -509,16 +505,22 @@ def make_plan(draft: Draft, placed: Placed, *, command: str, request: str, name:
                 row_counts[tensor.name],
                 tensor.dtype,
                 draft.scales.get(tensor.name),
+                draft.updates.get(tensor.name),
             )
     compared = {tensor.name for tensor in source.state_tensors if is_decoded_tensor(tensor.name)}
     compared.update(check.name for check in draft.match.checks)
-    streams = build_streams(source, targets, resize=draft.resize, compared=compared)
+    streams = list(draft.digested)
+    for stream in build_streams(source, targets, resize=draft.resize, compared=compared):
+        replacement = draft.replaced.get(stream.name)
+        if replacement is not None and stream.name in targets:
+            stream = _replaced_stream(stream, replacement, targets[stream.name])
+        streams.append(stream)
     return Plan(
         command=command,
         request=request,
         source_name=source.display_name,
         source_files=source.file_stamps,
-        streams=(*draft.digested, *(_edit_stream(stream, draft) for stream in streams)),
+        streams=tuple(streams),
         files=placed.files,
         small_files=_small_files(draft, placed),
         leaves=placed.leaves,
@@ -536,16 +538,12 @@ def make_plan(draft: Draft, placed: Placed, *, command: str, request: str, name:
     )
 
 
-def _edit_stream(stream: Stream, draft: Draft) -> Stream:
+def _replaced_stream(stream: Stream, tensor: SourceTensor, target: TensorTarget) -> Stream:
     """Return the stream of a tensor with the values of an adapter. Its rows of padding stay those of the base."""
-    if not (stream.writes and stream.reads):
+    if not stream.reads or stream.rows[0] >= tensor.shape[0]:
         return stream
-    tensor = draft.replaced.get(stream.name)
-    if tensor is not None and stream.rows[0] < tensor.shape[0]:
-        cast_to = "" if tensor.dtype == stream.written_dtype else stream.written_dtype
-        stream = replace(stream, dtype=tensor.dtype, reads=tensor.placement, cast_to=cast_to)
-    update = draft.updates.get(stream.name)
-    return stream if update is None else replace(stream, update=update)
+    operations = target.operations(tensor.dtype)
+    return replace(stream, dtype=tensor.dtype, reads=tensor.placement, operations=operations)
 
 
 def _small_files(draft: Draft, placed: Placed) -> tuple[SmallFile, ...]:

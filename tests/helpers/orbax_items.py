@@ -11,7 +11,7 @@ import numpy as np
 
 from prepcli.formats.ocdbt import NODE_NBYTES, OcdbtEntry, encode_ocdbt_index
 from prepcli.formats.orbax import OrbaxNonArray, encode_item_metadata, write_files
-from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk, unravel_chunk_index
+from prepcli.formats.orbax_chunks import WrittenChunk, unplaced_array, unravel_chunk_index
 from prepcli.planning.arrays import Array
 
 NOW_NS = 1_700_000_000_123_456_789
@@ -45,17 +45,17 @@ def chunk_bytes(array: np.ndarray, chunk: tuple[int, ...], index: tuple[int, ...
 
 
 def write_data_files(
-    folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], gap: int = 0
+    folder: Path, arrays: Mapping[Array, np.ndarray], gap: int = 0
 ) -> tuple[list[WrittenChunk], list[str]]:
     """Write chunks in reversed order into two data files, with `gap` unused bytes before each."""
     names = ["d/" + "b" * 32, "d/" + "a" * 32]
     (folder / "d").mkdir(parents=True)
     data, chunks = [bytearray(), bytearray()], []
     for array_number, (meta, array) in enumerate(arrays.items()):
-        for chunk_number in reversed(range(math.prod(meta.grid))):
+        for chunk_number in reversed(range(math.prod(meta.grid.chunk_counts))):
             file = data[(array_number + chunk_number) % 2]
             file += b"\xaa" * gap
-            index = unravel_chunk_index(meta.grid, chunk_number)
+            index = unravel_chunk_index(meta.grid.chunk_counts, chunk_number)
             file_number = (array_number + chunk_number) % 2
             chunks.append(
                 WrittenChunk(array_number, index, file_number, len(file), meta.chunk_nbytes)
@@ -68,7 +68,7 @@ def write_data_files(
 
 def write_item(
     folder: Path,
-    arrays: Mapping[ArrayMeta, np.ndarray],
+    arrays: Mapping[Array, np.ndarray],
     gap: int = 0,
     non_arrays: Sequence[OrbaxNonArray] = (),
     node_nbytes: int = NODE_NBYTES,
@@ -80,7 +80,7 @@ def write_item(
 
 def write_metadata(
     folder: Path,
-    arrays: Sequence[ArrayMeta],
+    arrays: Sequence[Array],
     chunks: Sequence[WrittenChunk],
     names: Sequence[str],
     non_arrays: Sequence[OrbaxNonArray] = (),
@@ -109,6 +109,6 @@ def write_ocdbt_index(
     write_files(folder, encode_ocdbt_index(entries, now_ns, node_nbytes))
 
 
-def metadata_of(array: Array) -> ArrayMeta:
+def metadata_of(array: Array) -> Array:
     """Return the metadata of an array of an item, as it was given to the writer."""
-    return ArrayMeta(array.path, array.shape, array.dtype, array.chunk_shape)
+    return unplaced_array(array.path, array.shape, array.dtype, array.chunk_shape)

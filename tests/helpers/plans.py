@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.grids import ChunkGrid
+from prepcli.engine.casts import value_operations
 from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.chunk_placement import ChunkLayout, LeafPiece, place_chunks
@@ -104,8 +105,9 @@ def make_save_plan(
         tuple(layout.locations[i : i + count]) for i in range(0, len(pieces), count)
     ]
     row_range = (0, shape[0] if shape else 1)
+    operations = value_operations(dtype, cast or dtype)
     streams = tuple(
-        Stream(name, dtype, shape, row_range, (flat(dtype, shape, start),), regions, cast_to=cast)
+        Stream(name, dtype, shape, row_range, (flat(dtype, shape, start),), regions, operations)
         for name, start, regions in zip(tensors, starts, regions_per_tensor)
     )
     leaves = tuple(

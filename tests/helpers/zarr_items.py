@@ -18,8 +18,9 @@ import numpy as np
 import zstandard
 
 from prepcli.formats.ocdbt import ValueLocation
-from prepcli.formats.orbax_chunks import ArrayMeta
+from prepcli.formats.orbax_chunks import unplaced_array
 from prepcli.formats.zarr import ZARR_TYPESTRS
+from prepcli.planning.arrays import Array
 from tests.helpers.orbax_items import NOW_NS, chunk_bytes, write_ocdbt_index
 
 ENCODERS = {
@@ -51,7 +52,7 @@ def encode(data: bytes, steps: tuple[str, ...]) -> bytes:
     return data
 
 
-def document(meta: ArrayMeta, form: StorageForm) -> dict[str, Any]:
+def document(meta: Array, form: StorageForm) -> dict[str, Any]:
     """Return the metadata of an array as JSON."""
     if not form.zarr3:
         compressor = {"id": form.codec_names[0], "level": 1} if form.codec_names else None
@@ -87,7 +88,7 @@ def document(meta: ArrayMeta, form: StorageForm) -> dict[str, Any]:
     }
 
 
-def _stored_chunk(meta: ArrayMeta, form: StorageForm) -> tuple[int, ...]:
+def _stored_chunk(meta: Array, form: StorageForm) -> tuple[int, ...]:
     return tuple(n * max(1, form.chunks_per_shard) for n in meta.chunk_shape)
 
 
@@ -100,11 +101,11 @@ def _key(index: tuple[int, ...], form: StorageForm) -> str:
     )
 
 
-def _values(meta: ArrayMeta, array: np.ndarray, form: StorageForm) -> Iterator[tuple[str, bytes]]:
+def _values(meta: Array, array: np.ndarray, form: StorageForm) -> Iterator[tuple[str, bytes]]:
     """Yield the key and value of each stored chunk or shard."""
     stored = _stored_chunk(meta, form)
     outer = replace(meta, chunk_shape=stored)
-    for index in np.ndindex(outer.grid):
+    for index in np.ndindex(outer.grid.chunk_counts):
         if form.chunks_per_shard:
             value = _shard(meta, array, index, form)
         else:
@@ -114,7 +115,7 @@ def _values(meta: ArrayMeta, array: np.ndarray, form: StorageForm) -> Iterator[t
             yield _key(index, form), value
 
 
-def _shard(meta: ArrayMeta, array: np.ndarray, outer: tuple[int, ...], form: StorageForm) -> bytes:
+def _shard(meta: Array, array: np.ndarray, outer: tuple[int, ...], form: StorageForm) -> bytes:
     """Return a shard: the encoded chunks of a part of the array with an index of them."""
     parts = (form.chunks_per_shard,) * len(meta.shape)
     count = math.prod(parts)
@@ -122,7 +123,7 @@ def _shard(meta: ArrayMeta, array: np.ndarray, outer: tuple[int, ...], form: Sto
     start = 0 if form.index_at_end else 16 * count + 4
     for inner in np.ndindex(parts):
         index = tuple(o * form.chunks_per_shard + i for o, i in zip(outer, inner))
-        if all(i < n for i, n in zip(index, meta.grid)):
+        if all(i < n for i, n in zip(index, meta.grid.chunk_counts)):
             value = encode(chunk_bytes(array, meta.chunk_shape, index), form.codec_names)
             table += [start + len(data), len(value)]
             data += value
@@ -132,9 +133,7 @@ def _shard(meta: ArrayMeta, array: np.ndarray, outer: tuple[int, ...], form: Sto
     return data + index_bytes if form.index_at_end else index_bytes + data
 
 
-def write_zarr_item(
-    folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], form: StorageForm
-) -> None:
+def write_zarr_item(folder: Path, arrays: Mapping[Array, np.ndarray], form: StorageForm) -> None:
     """Write an item of these arrays."""
     folder.mkdir(parents=True)
     name = "zarr.json" if form.zarr3 else ".zarray"
@@ -204,8 +203,8 @@ STORAGE_FORMS = [
 
 def write_item(folder: Path, leaves: Mapping[str, np.ndarray]) -> None:
     """Write a tree with dotted names as an Orbax item with one chunk per leaf, without prep's writer and manifest."""
-    arrays: dict[ArrayMeta, np.ndarray] = {}
+    arrays: dict[Array, np.ndarray] = {}
     for name, leaf in leaves.items():
-        meta = ArrayMeta(tuple(name.split(".")), leaf.shape, str(leaf.dtype), leaf.shape)
+        meta = unplaced_array(tuple(name.split(".")), leaf.shape, str(leaf.dtype), leaf.shape)
         arrays[meta] = np.ascontiguousarray(leaf)
     write_zarr_item(folder, arrays, StorageForm(codec_names=("zstd",)))

@@ -17,13 +17,16 @@ from prepcli.commands.operations.opening import (
     check_config_option,
     check_output_location,
     open_checkpoint,
+    recorded_values,
     source_line,
 )
 from prepcli.commands.operations.results import Conversion
 from prepcli.core.errors import Command, Option, PrepError, join_texts, text, usage_error
 from prepcli.core.formatting import count_text, format_bytes, join_names
 from prepcli.core.observer import LEAVES, Observer, Progress, RecordingObserver, observer_of
+from prepcli.core.option_spec import format_command_line
 from prepcli.engine.casts import format_cast, report_casts
+from prepcli.engine.fills import fill_of
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.folder_run import FolderRun
 from prepcli.execution.output_paths import check_output_paths, parse_out_url
@@ -59,41 +62,47 @@ class OpenedConversion:
     observer: RecordingObserver
     started_s: float
 
-    def plan(
+    def convert(
         self,
         draft: Draft,
         placed: Placed,
-        request: str,
+        options: type,
+        values: Mapping[str, Any],
         *,
         name: str,
-        out_name: str,
         notes: Iterable[str],
         fields: Mapping[str, object],
+        out_name: str = "",
         next_command: str = f"prep verify {OUT_PLACEHOLDER}",
+        arguments: str = "",
         source_view: Source | None = None,
-    ) -> PlannedConversion:
-        """Plan a draft in its layout, and note the source and the plan.
+    ) -> Conversion:
+        """Plan a draft in its layout, note the source and the plan, and execute it unless this is a dry run.
 
         Args:
             draft: The model of the output.
             placed: Its layout.
-            request: The command line for the manifest.
+            options: TypedDict of the options of the command.
+            values: Their values for the manifest.
             name: Name of the model in the manifest.
-            out_name: Name of the output if the user gives none.
             notes: Lines for the user about the edits and the layout.
             fields: Their fields for JSON.
+            out_name: Name of the output if the user gives none. Default: `name`.
             next_command: The usual next command, for a shell.
+            arguments: Arguments of the command before the source.
             source_view: Source with all read tensors, if the source of the draft lacks some.
 
         Raises:
-            PrepError: The output is invalid.
+            PrepError: The output is invalid, or reading or writing failed.
         """
         source = self.source
-        plan = make_plan(draft, placed, command=self.command, request=request, name=name)
+        command = f"{self.command} {arguments}".rstrip()
+        line = format_command_line(command, source.display_name, options, recorded_values(values))
+        plan = make_plan(draft, placed, command=self.command, request=line, name=name)
         check_index_size(plan)
         plan = _with_origin(plan, source, self.located)
         check_output_paths(plan)
-        out = parse_out_url(self.common.out) or self.common.out or Path(out_name)
+        out = parse_out_url(self.common.out) or self.common.out or Path(out_name or name)
         check_output_location(out, source)
         if not isinstance(out, Path):
             # The objects of a bucket are written from memory.
@@ -114,105 +123,81 @@ class OpenedConversion:
             "casts": report_casts(plan.streams),
             "not_computed": unsupported_reason,
         }
-        next_command = next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out)))
-        return PlannedConversion(
-            self, plan, source_view or draft.source, out, details, next_command
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedConversion:
-    """A plan with the place of its output.
-
-    Attributes:
-        opened: The opened conversion.
-        plan: The plan.
-        source: Source with all read tensors.
-        out: Folder or URL of the output.
-        details: Fields for JSON.
-        next_command: The usual next command.
-    """
-
-    opened: OpenedConversion
-    plan: Plan
-    source: Source
-    out: Path | ObjectStoreUrl
-    details: dict[str, Any]
-    next_command: str
-
-    def run(self) -> Conversion:
-        """Execute the plan, unless this is a dry run.
-
-        Raises:
-            PrepError: Reading or writing failed.
-        """
-        options = self.opened.common
-        observer = self.opened.observer
-        out = self.out
-        digest = self.details["plan_digest"]
         result = ConversionResult()
-        details = self.details
-        if options.dry_run:
+        if self.common.dry_run:
             details = {"output": str(out), "dry_run": True, **details}
         else:
-            share, launcher = requested_share(options.process_options.processes, os.environ)
-            if launcher:
-                observer.note(f"process {share.index} of {share.count}, according to {launcher}")
-            with WorkerPool(
-                options.process_options,
-                share,
-                memory_nbytes=options.memory_nbytes,
-                progress=observer.progress(),
-            ) as pool:
-                request = ExecutionRequest(
-                    plan=self.plan,
-                    run_id=digest,
-                    source=self.source,
-                    pool=pool,
-                    options=options,
-                    note=observer.note,
-                )
-                # Most outputs are folders of raw chunks, and need neither obstore nor an encoder.
-                if not isinstance(out, Path):
-                    from prepcli.execution.bucket_run import BucketRun
-
-                    run = BucketRun(request, out)
-                elif self.plan.compression:
-                    from prepcli.execution.packed_folder_run import PackedFolderRun
-
-                    run = PackedFolderRun(request, out)
-                else:
-                    run = FolderRun(request, out)
-                result = run.run()
-                manifest = run.read_manifest()
-            details = {**details, **self._report(result, manifest)}
-            share = pool.share
-            if share.count > 1:
-                processes = {"count": share.count, "index": share.index}
-                workers = options.process_options.num_workers
-                details["processes"] = {**processes, "workers": workers}
+            result = self._execute(plan, source_view or draft.source, out, details)
         return Conversion(
             path=Path(str(out)),
             bytes_read=result.read_nbytes,
             bytes_written=result.written_nbytes,
-            seconds=time.monotonic() - self.opened.started_s,
+            seconds=time.monotonic() - self.started_s,
             peak_bytes=result.peak_nbytes,
             already_done=result.already_done,
-            plan_digest=digest,
-            plan=self.plan,
+            plan_digest=details["plan_digest"],
+            plan=plan,
             details=details,
-            next_command=self.next_command,
-            warnings=tuple(observer.warnings),
+            next_command=next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out))),
+            warnings=tuple(self.observer.warnings),
         )
 
-    def _report(self, result: ConversionResult, manifest: Manifest) -> dict[str, object]:
-        """Note the casts, the time and the compression of a written output, and return their JSON fields."""
-        plan = self.plan
-        out = self.out
-        memory_nbytes = self.opened.common.memory_nbytes
-        observer = self.opened.observer
+    def _execute(
+        self, plan: Plan, source: Source, out: Path | ObjectStoreUrl, details: dict[str, Any]
+    ) -> ConversionResult:
+        """Write the output, and add the JSON fields of the result to `details`."""
+        options = self.common
+        process_options = options.process_options
+        share, launcher = requested_share(process_options.processes, os.environ)
+        if launcher:
+            self.observer.note(f"process {share.index} of {share.count}, according to {launcher}")
+        with WorkerPool(
+            process_options,
+            share,
+            memory_nbytes=options.memory_nbytes,
+            progress=self.observer.progress(),
+        ) as pool:
+            request = ExecutionRequest(
+                plan=plan,
+                run_id=details["plan_digest"],
+                source=source,
+                pool=pool,
+                options=options,
+                note=self.observer.note,
+            )
+            # Most outputs are folders of raw chunks, and need neither obstore nor an encoder.
+            if not isinstance(out, Path):
+                from prepcli.execution.bucket_run import BucketRun
+
+                run = BucketRun(request, out)
+            elif plan.compression:
+                from prepcli.execution.packed_folder_run import PackedFolderRun
+
+                run = PackedFolderRun(request, out)
+            else:
+                run = FolderRun(request, out)
+            result = run.run()
+            manifest = run.read_manifest()
         num_changed = sum(cast.get("changed", 0) for cast in manifest.casts)
-        self.details["accounting"]["changed_values"] = num_changed
+        details["accounting"]["changed_values"] = num_changed
+        details |= self._report(plan, out, result, manifest)
+        share = pool.share
+        if share.count > 1:
+            processes = {"count": share.count, "index": share.index}
+            details["processes"] = {**processes, "workers": process_options.num_workers}
+        return result
+
+    def _report(
+        self,
+        plan: Plan,
+        out: Path | ObjectStoreUrl,
+        result: ConversionResult,
+        manifest: Manifest,
+    ) -> dict[str, object]:
+        """Note the casts, the time and the compression of a written output, and return their JSON fields."""
+        memory_nbytes = self.common.memory_nbytes
+        observer = self.observer
+        num_changed = sum(cast.get("changed", 0) for cast in manifest.casts)
         for entry in manifest.casts:
             observer.note(format_cast(entry))
         if result.already_done:
@@ -225,7 +210,7 @@ class PlannedConversion:
                 dropped_text(plan),
                 f"{count_text(num_changed, 'value')} changed",
             ]
-            seconds = time.monotonic() - self.opened.started_s
+            seconds = time.monotonic() - self.started_s
             memory = f"peak {result.peak_nbytes >> 20} MiB of {memory_nbytes >> 20}"
             observer.note(f"done in {seconds:.1f} s, {memory}; {', '.join(filter(None, parts))}")
         details: dict[str, object] = {}
@@ -340,9 +325,9 @@ def _accounting(plan: Plan) -> dict[str, Any]:
         "used": len(used),
         "dropped": dropped,
         "filled": [
-            {"name": names.get(s.name, s.name), "rows": list(s.rows), "with": s.fill.kind}
+            {"name": names.get(s.name, s.name), "rows": list(s.rows), "with": fill.kind}
             for s in plan.streams
-            if s.fill
+            if (fill := fill_of(s))
         ],
         # Only the conversion itself can count the values that a cast changes.
         "changed_values": None if any(stream.is_changed for stream in plan.streams) else 0,

@@ -17,7 +17,6 @@ from typing import Unpack
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     OpenedConversion,
-    PlannedConversion,
     open_conversion,
 )
 from prepcli.commands.operations.export_request import (
@@ -38,7 +37,6 @@ from prepcli.commands.operations.opening import (
     check_allow_overflow,
     checkpoint_access,
     common_options,
-    recorded_values,
 )
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions, MergeOptions
@@ -54,7 +52,7 @@ from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import Observer, Progress, observer_of
-from prepcli.core.option_spec import PathLike, format_command_line, with_defaults
+from prepcli.core.option_spec import PathLike, with_defaults
 from prepcli.execution.hub_push import PushTarget, check_push, parse_push_target, push_folder
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import NO_MANIFEST, SAMPLE_DIGEST_KEY, read_manifest
@@ -131,7 +129,7 @@ def export(
     check_allow_overflow(options["allow_overflow"], options["dtype"])
     target = _push_target(options, common, observer)
     opened = open_conversion("export", common, observer)
-    conversion = _plan_export(opened, options).run()
+    conversion = _write_export(opened, options)
     if target is None:
         return conversion
     if dry_run:
@@ -176,12 +174,12 @@ def _push_target(
     return target
 
 
-def _plan_export(opened: OpenedConversion, options: ExportOptions) -> PlannedConversion:
-    """Plan the copy of every tensor to the files of the requested layout."""
+def _write_export(opened: OpenedConversion, options: ExportOptions) -> Conversion:
+    """Copy every tensor to the files of the requested layout."""
     source = opened.source
     located = opened.located
     if source.tree_manifest.is_adapter:
-        return _plan_adapter(opened, options)
+        return _write_adapter(opened, options)
     access = checkpoint_access(opened.common, opened.observer)
     # A plan reads only headers.
     is_checked = not opened.common.dry_run
@@ -212,10 +210,11 @@ def _plan_export(opened: OpenedConversion, options: ExportOptions) -> PlannedCon
         )
     if draft.state is not None:
         notes += exported_state_notes(options, draft)
-    return opened.plan(
+    return opened.convert(
         draft,
         placed,
-        _command_line(options, source),
+        ExportOptions,
+        _recorded_options(options),
         name=model_name,
         out_name=out_name,
         notes=notes,
@@ -336,19 +335,19 @@ def _stored_tied_head(
     return frozenset()
 
 
-def _command_line(options: ExportOptions, source: Source) -> str:
-    """Return the command line for the manifest, with the size of files in bytes."""
-    values = recorded_values(options)
+def _recorded_options(options: ExportOptions) -> dict[str, object]:
+    """Return the values of options for the manifest, with the size of files in bytes."""
+    values: dict[str, object] = {**options}
     nbytes = shard_nbytes(options)
     if file_format(options) != DCP_FORMAT:
         # The other formats follow from the layout.
         values["format"] = None
     values["shard_size"] = DEFAULT_SHARD_SIZE if nbytes == DEFAULT_SHARD_NBYTES else nbytes
-    return format_command_line("export", source.display_name, ExportOptions, values)
+    return values
 
 
-def _plan_adapter(opened: OpenedConversion, options: ExportOptions) -> PlannedConversion:
-    """Plan the copy of trained adapters to the files of PEFT."""
+def _write_adapter(opened: OpenedConversion, options: ExportOptions) -> Conversion:
+    """Copy trained adapters to the files of PEFT."""
     source = opened.source
     if options["layout"] != HF_LAYOUT or options["format"] is not None or options["keep_padding"]:
         what = text(
@@ -369,10 +368,11 @@ def _plan_adapter(opened: OpenedConversion, options: ExportOptions) -> PlannedCo
     draft = draft_adapter(source, dtype)
     name = opened.located.model_name
     base = shlex.quote(base_of_adapter(source.tree_manifest))
-    return opened.plan(
+    return opened.convert(
         draft,
         place_adapter(draft),
-        format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
+        ExportOptions,
+        {"dtype": dtype},
         name=name,
         out_name=f"{name}-adapter",
         notes=[f"{name} -> adapter of PEFT, rank {source.tree_manifest['lora']['rank']}"],
@@ -423,13 +423,13 @@ def merge(
     common = common_options(base, out, options, dry_run=dry_run, process_options=process_options)
     # A merge computes nothing with the model: the names in the files are enough.
     common = replace(common, verbatim=None)
-    return _plan_merge(open_conversion("merge", common, progress), adapter, options).run()
+    return _write_merged(open_conversion("merge", common, progress), adapter, options)
 
 
-def _plan_merge(
+def _write_merged(
     opened: OpenedConversion, adapter_path: Path, options: MergeOptions
-) -> PlannedConversion:
-    """Plan the copy of the base's tensors, with the values of an adapter added to some of them."""
+) -> Conversion:
+    """Copy the base's tensors, with the values of an adapter added to some of them."""
     source = opened.source
     located = opened.located
     access = checkpoint_access(opened.common, opened.observer)
@@ -472,11 +472,11 @@ def _plan_merge(
     base = adapter.settings.base_model_name_or_path
     origin = f" (trained with {base:.60})" if base else ""
     placed = place_export(copy_options, draft)
-    return opened.plan(
+    return opened.convert(
         *with_adapter_tokenizer(draft, placed, adapter_path),
-        format_command_line(
-            f"merge {adapter_path}", source.display_name, MergeOptions, recorded_values(options)
-        ),
+        MergeOptions,
+        options,
+        arguments=str(adapter_path),
         name=exported_name(located, draft),
         out_name=f"{located.model_name}-merged",
         notes=[f"{adapter_path}{origin} -> {source.display_name}: {change}"],

@@ -13,22 +13,21 @@ from prepcli.algebra.axis_map import ParsedAxisMap
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     OpenedConversion,
-    PlannedConversion,
     open_conversion,
 )
-from prepcli.commands.operations.opening import common_options, make_match_options, recorded_values
+from prepcli.commands.operations.opening import common_options, make_match_options
 from prepcli.commands.operations.operation import check_mutually_exclusive, public, reject_without
 from prepcli.commands.operations.options import PadVocabOptions, SaveInitOptions
 from prepcli.commands.operations.results import Conversion
 from prepcli.core.errors import Command, Option, PrepError, invalid_config_error, text, usage_error
 from prepcli.core.formatting import count_text, did_you_mean, format_bytes
 from prepcli.core.observer import Observer, Progress
-from prepcli.core.option_spec import PathLike, format_command_line
+from prepcli.core.option_spec import PathLike
+from prepcli.engine.fills import Fill
 from prepcli.execution.workers import ProcessOptions
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.rules import PARAM_RULES, format_rule
-from prepcli.planning.plan import Fill
 from prepcli.sources.source import Source, source_axis_maps
 from prepcli.sources.tensor_match import Vocabulary, check_padded_size
 from prepcli.targets.orbax_item import Partitioning
@@ -80,7 +79,7 @@ def pad_vocab(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         progress,
     )
-    return _plan_padding(opened, options).run()
+    return _write_padded(opened, options)
 
 
 def padded_size(options: PadVocabOptions, vocabulary: Vocabulary) -> int:
@@ -134,8 +133,8 @@ def make_fill(init: str, seed: int | None, source: Source) -> Fill:
     return Fill(init, seed, float(std))
 
 
-def _plan_padding(opened: OpenedConversion, options: PadVocabOptions) -> PlannedConversion:
-    """Plan the copy of each tensor to the file of the same name, with more rows in the vocabulary's tensors."""
+def _write_padded(opened: OpenedConversion, options: PadVocabOptions) -> Conversion:
+    """Copy each tensor to the file of the same name, with more rows in the vocabulary's tensors."""
     source = opened.source
     if not source.tensor_file_names:
         hint = text(
@@ -157,15 +156,14 @@ def _plan_padding(opened: OpenedConversion, options: PadVocabOptions) -> Planned
     multiple = options["multiple"] or DEFAULT_MULTIPLE
     if options["size"] is not None or options["mesh"] is not None:
         multiple = None
-    # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
-    values = {**recorded_values(options), "multiple": multiple}
     name = f"{opened.located.model_name.removesuffix('-padded')}-padded"
-    return opened.plan(
+    return opened.convert(
         draft,
         place_in_source_files(draft),
-        format_command_line("pad-vocab", source.display_name, PadVocabOptions, values),
+        PadVocabOptions,
+        # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
+        {**options, "multiple": multiple},
         name=name,
-        out_name=name,
         notes=(_vocabulary_line(draft, options["init"]),),
         fields={
             "vocab": {

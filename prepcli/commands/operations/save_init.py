@@ -13,14 +13,12 @@ from typing import Unpack
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     OpenedConversion,
-    PlannedConversion,
     open_conversion,
 )
 from prepcli.commands.operations.opening import (
     check_allow_overflow,
     common_options,
     make_match_options,
-    recorded_values,
 )
 from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.options import ReshardOptions, SaveInitOptions
@@ -30,7 +28,7 @@ from prepcli.commands.operations.training_state import check_imported_state, imp
 from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.observer import Observer, Progress
-from prepcli.core.option_spec import PathLike, as_tuple, format_command_line, with_defaults
+from prepcli.core.option_spec import PathLike, as_tuple, with_defaults
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.codecs import parse_compression
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
@@ -104,7 +102,7 @@ def save_init(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         progress,
     )
-    return _plan_orbax_item(opened, options).run()
+    return _write_orbax_item(opened, options)
 
 
 @public
@@ -145,7 +143,7 @@ def reshard(
     )
     # `reshard` has none of the options of new rows and casts.
     values = with_defaults(SaveInitOptions, options)
-    return _plan_orbax_item(opened, values, params_only=options["params_only"]).run()
+    return _write_orbax_item(opened, values, params_only=options["params_only"])
 
 
 def _check_padding_options(options: SaveInitOptions) -> None:
@@ -169,10 +167,10 @@ def _is_unresharded(folder: Path) -> bool:
     return find_item(folder) is not None and manifest is not None and manifest.command != "reshard"
 
 
-def _plan_orbax_item(
+def _write_orbax_item(
     opened: OpenedConversion, options: SaveInitOptions, *, params_only: bool = False
-) -> PlannedConversion:
-    """Plan the copy of every tensor to its leaf, in chunks for the mesh. The command is `save-init` or `reshard`."""
+) -> Conversion:
+    """Copy every tensor to its leaf, in chunks for the mesh. The command is `save-init` or `reshard`."""
     source = opened.source
     command = opened.command
     _check_source_kind(command, source)
@@ -210,7 +208,6 @@ def _plan_orbax_item(
     if command == "reshard":
         schema = ReshardOptions
         next_command = f"prep verify {OUT_PLACEHOLDER}"
-    values = {**recorded_values(options), "params_only": params_only}
     name = opened.located.model_name
     suffix = "init"
     if command == "reshard" and layout.partitioning.mesh is not None:
@@ -218,10 +215,11 @@ def _plan_orbax_item(
     elif command == "save-init" and layout.is_training_step:
         suffix = "step"
     meshes = {"from": source.tree_manifest.mesh, "to": placed.settings.mesh}
-    return opened.plan(
+    return opened.convert(
         draft,
         placed,
-        format_command_line(command, source.display_name, schema, values),
+        schema,
+        {**options, "params_only": params_only},
         name=name,
         out_name=f"{name}-{suffix}",
         notes=notes,

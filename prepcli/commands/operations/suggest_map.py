@@ -28,7 +28,7 @@ from prepcli.commands.operations.results import MapSuggestion
 from prepcli.core.errors import PrepError, UsageError, usage_error
 from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.engine.casts import parse_stream_digest
+from prepcli.engine.casts import parse_stream_digest, value_operations
 from prepcli.execution.output_paths import check_local_path
 from prepcli.models.parameters import MAX_AXIS_SIZE
 from prepcli.models.registry import FAMILIES
@@ -134,7 +134,8 @@ class TensorTree:
         for tensor in tensors:
             stream = row_stream(tensor, (0, num_rows(tensor)))
             dtype = cast_dtype(tensor.dtype, self.cast_to)
-            streams.append(stream if dtype == tensor.dtype else replace(stream, cast_to=dtype))
+            operations = value_operations(tensor.dtype, dtype)
+            streams.append(replace(stream, operations=operations))
         texts = stream_digests(
             self.source,
             streams,

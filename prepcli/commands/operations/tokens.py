@@ -16,10 +16,9 @@ from typing import Unpack, cast, get_args
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     OpenedConversion,
-    PlannedConversion,
     open_conversion,
 )
-from prepcli.commands.operations.opening import common_options, make_match_options, recorded_values
+from prepcli.commands.operations.opening import common_options, make_match_options
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import (
     AddTokensOptions,
@@ -32,7 +31,8 @@ from prepcli.commands.operations.save_init import resolve_layout
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text, join_names
 from prepcli.core.observer import Observer, Progress
-from prepcli.core.option_spec import REQUIRED, PathLike, format_command_line, with_defaults
+from prepcli.core.option_spec import REQUIRED, PathLike, with_defaults
+from prepcli.engine.fills import Fill
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.added_tokens import (
     RECORD_FILE,
@@ -46,7 +46,7 @@ from prepcli.formats.added_tokens import (
 )
 from prepcli.planning.item_storage import StorageName
 from prepcli.planning.manifest_fields import REPLACED_PADDING_RULE, AddedTokensRecord, Manifest
-from prepcli.planning.plan import Fill, SmallFile
+from prepcli.planning.plan import SmallFile
 from prepcli.planning.tensors import is_leaf_path, split_name
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import AVERAGE_SLOT, Source
@@ -131,13 +131,13 @@ def add_tokens(
         checkpoint, out, stored, dry_run=dry_run, process_options=process_options
     )
     conversion = open_conversion(ADD, common, progress, allow_adapters=True)
-    return _plan_addition(conversion, options, tokens).run()
+    return _write_addition(conversion, options, tokens)
 
 
-def _plan_addition(
+def _write_addition(
     conversion: OpenedConversion, options: AddTokensOptions, tokens: Sequence[AddedToken]
-) -> PlannedConversion:
-    """Plan a copy of a checkpoint with more tokens. The first one gets the id after the last one of the vocabulary."""
+) -> Conversion:
+    """Write a copy of a checkpoint with more tokens. The first one gets the id after the last one of the vocabulary."""
     source = conversion.source
     _check_source(source, ADD)
     opened = open_tokenizer(source)
@@ -181,11 +181,11 @@ def _plan_addition(
     next_command = f"prep pad-vocab {OUT_PLACEHOLDER}"
     if source.tree_manifest:
         next_command = f"prep verify {OUT_PLACEHOLDER}"
-    return conversion.plan(
+    return conversion.convert(
         *_place_change(draft, contents),
-        format_command_line(ADD, source.display_name, AddTokensOptions, recorded_values(options)),
+        AddTokensOptions,
+        options,
         name=name,
-        out_name=name,
         notes=notes,
         fields={"added_tokens": added},
         next_command=next_command,
@@ -342,11 +342,11 @@ def remove_tokens(
         checkpoint, out, stored, dry_run=dry_run, process_options=process_options
     )
     conversion = open_conversion(REMOVE, common, progress, allow_adapters=True)
-    return _plan_removal(conversion, options).run()
+    return _write_removal(conversion, options)
 
 
-def _plan_removal(conversion: OpenedConversion, options: RemoveTokensOptions) -> PlannedConversion:
-    """Plan a copy of a checkpoint without the tokens of the last addition."""
+def _write_removal(conversion: OpenedConversion, options: RemoveTokensOptions) -> Conversion:
+    """Write a copy of a checkpoint without the tokens of the last addition."""
     source = conversion.source
     _check_source(source, REMOVE)
     additions = recorded_additions(source)
@@ -386,13 +386,11 @@ def _plan_removal(conversion: OpenedConversion, options: RemoveTokensOptions) ->
         notes.append(f"padding of {rows} is zeros, as padding of prep is by default")
     removed = [{"id": token.id, "content": token.content} for token in addition.tokens]
     draft = _resized_draft(source, present, old_vocabulary, resize)
-    return conversion.plan(
+    return conversion.convert(
         *_place_change(draft, contents),
-        format_command_line(
-            REMOVE, source.display_name, RemoveTokensOptions, recorded_values(options)
-        ),
+        RemoveTokensOptions,
+        options,
         name=name,
-        out_name=name,
         notes=notes,
         fields={"removed_tokens": {"count": len(removed), "tokens": removed}},
     )

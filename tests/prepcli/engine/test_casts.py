@@ -20,24 +20,25 @@ from prepcli.core.errors import DamagedError, UsageError
 from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import (
     BLOCK_VALUES,
-    PRODUCT_BLOCK_VALUES,
+    Cast,
     CastCounts,
+    ExpertUpdate,
+    LowRankUpdate,
+    Scale,
     StreamDigest,
     ValueTransform,
     count_changes,
     format_cast,
-    matrix_nbytes,
     max_finite,
     parse_stream_digest,
     report_casts,
-    scale_values,
-    unscale_values,
+    value_operations,
 )
 from prepcli.engine.digest import TensorDigest
 from prepcli.engine.files import Files
-from prepcli.engine.fills import numpy_dtype
+from prepcli.engine.fills import Fill, numpy_dtype
 from prepcli.planning.libraries import LayoutScale
-from prepcli.planning.plan import Fill, LowRankUpdate, Stream, encode_text
+from prepcli.planning.plan import Stream, ValueOperation, encode_text
 from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, cast_dtype
 from tests.helpers.plans import flat
 
@@ -45,6 +46,7 @@ from tests.helpers.plans import flat
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 HALVES = ("float16", "bfloat16")
 CAST_DTYPES = ("float32", "bfloat16", "float16")
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 PAIRS = [(source, target) for source in FLOAT_DTYPES for target in CAST_DTYPES if source != target]
 
 
@@ -52,8 +54,8 @@ def transform(
     source: str, target: str, count: int, scale: LayoutScale | None = None
 ) -> ValueTransform:
     """Return the change of a stream of values that reads no matrices."""
-    cast_to = "" if source == target else target
-    stream = Stream("w", source, (count,), (0, count), (), (), cast_to=cast_to, scale=scale)
+    operations = value_operations(source, target, scale=scale)
+    stream = Stream("w", source, (count,), (0, count), (), (), operations)
     return ValueTransform(stream, Files([]))
 
 
@@ -301,13 +303,15 @@ def test_report_casts_sums_streams_by_dtype_pair():
             rows,
             (flat(dtype, (9, 5)),),
             (flat(cast or dtype, (9, 5)),),
-            cast_to=cast,
+            value_operations(dtype, cast or dtype),
         )
 
     streams = [
         stream("a", "float32", "bfloat16"),
         stream("a", "float32", "bfloat16", (6, 9)),
-        Stream("a", "bfloat16", (12, 5), (9, 12), (), (flat("bfloat16", (12, 5)),), Fill("zeros")),
+        Stream(
+            "a", "bfloat16", (12, 5), (9, 12), (), (flat("bfloat16", (12, 5)),), (Fill("zeros"),)
+        ),
         stream("b", "float32", "bfloat16"),
         stream("c", "float64", "bfloat16"),
         stream("mask", "bool", ""),
@@ -342,6 +346,31 @@ def test_report_casts_sums_streams_by_dtype_pair():
     )
 
 
+def test_stream_scale_digests_the_values_before_and_after():
+    values = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
+    change = transform("float32", "bfloat16", values.size, LayoutScale(128))
+    out = np.empty(values.size * 2, np.uint8)
+    for start, stop in ((0, 20_000), (20_000, 50_000)):
+        part = values[start:stop]
+        change.apply(part.view(np.uint8), out[2 * start : 2 * start + 2 * part.size])
+    cast = values.astype(BFLOAT16)
+    expected = (cast.astype(np.float32) * np.float32(1 / np.sqrt(128))).astype(BFLOAT16)
+    back = (expected.astype(np.float32) * np.float32(np.sqrt(128))).astype(BFLOAT16)
+    assert out.tobytes() == expected.tobytes()
+    stream_digest = change.stream_digest("read")
+    assert stream_digest.written == TensorDigest(expected.tobytes()).hexdigest()
+    assert (
+        stream_digest.unscaled == stream_digest.recorded == TensorDigest(cast.tobytes()).hexdigest()
+    )
+    assert stream_digest.lost == np.count_nonzero(back != cast)
+    assert change.counts.changed == np.count_nonzero(back.astype(np.float32) != values)
+    assert parse_stream_digest(str(stream_digest)) == stream_digest
+
+
+def test_digest_without_scale_records_the_written_values():
+    assert StreamDigest("read", "written").recorded == "written"
+
+
 MIB = 1 << 20
 
 
@@ -367,7 +396,20 @@ def make_stream(
         for name, matrix, offset in (("a", a, 0), ("b", b, a.nbytes))
     ]
     update = LowRankUpdate(streams[0], streams[1], 0.5, is_transposed)
-    return Stream("w", "float32", (num_rows, num_columns), (0, num_rows), (), (), update=update)
+    return with_update(update, (num_rows, num_columns))
+
+
+def with_update(update: LowRankUpdate, shape: tuple[int, int]) -> Stream:
+    """Return a stream of float32 values with an update."""
+    operations = value_operations("float32", "float32", update=update)
+    return Stream("w", "float32", shape, (0, shape[0]), (), (), operations)
+
+
+def update_of(stream: Stream) -> LowRankUpdate:
+    """Return the update of a stream."""
+    update = stream.operations[0]
+    assert isinstance(update, LowRankUpdate)
+    return update
 
 
 def apply_update(
@@ -384,9 +426,7 @@ def apply_update(
     return np.concatenate(results).view(np.float32).reshape(values.shape), update
 
 
-@pytest.mark.parametrize(
-    "shape", [(37, 53), (3, PRODUCT_BLOCK_VALUES + 5), (PRODUCT_BLOCK_VALUES + 5, 2)]
-)
+@pytest.mark.parametrize("shape", [(37, 53), (3, BLOCK_VALUES + 5), (BLOCK_VALUES + 5, 2)])
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_update_does_not_depend_on_pieces(
     tmp_path: Path, shape: tuple[int, int], is_transposed: bool
@@ -413,11 +453,10 @@ def test_update_equals_the_product_in_double_precision(tmp_path: Path):
 
 def test_update_with_a_damaged_matrix_is_an_error(tmp_path: Path):
     stream = make_stream(tmp_path, 37, 53)
-    assert stream.update is not None
     content = (tmp_path / "matrices").read_bytes()
-    split = stream.update.a.nbytes
+    split = update_of(stream).a.nbytes
     digests = xxhash.xxh3_128_hexdigest(content[:split]), xxhash.xxh3_128_hexdigest(content[split:])
-    stream = replace(stream, update=replace(stream.update, digests=digests))
+    stream = with_update(replace(update_of(stream), digests=digests), (37, 53))
     values = np.zeros((37, 53), np.float32)
     apply_update(tmp_path, stream, values, 1)
     for position in (0, len(content) - 1):
@@ -430,22 +469,18 @@ def test_update_with_a_damaged_matrix_is_an_error(tmp_path: Path):
 
 def test_recorded_digests_do_not_change_the_plan(tmp_path: Path):
     stream = make_stream(tmp_path, 3, 5)
-    assert stream.update is not None
-    with_digests = replace(stream, update=replace(stream.update, digests=("1", "2")))
+    with_digests = with_update(replace(update_of(stream), digests=("1", "2")), (3, 5))
     assert encode_text(with_digests) == encode_text(stream)
 
 
 def test_budget_makes_room_for_matrices(tmp_path: Path):
-    assert matrix_nbytes([make_stream(tmp_path, 100, 50)]) > 4 * 2 * 150
+    assert make_stream(tmp_path, 100, 50).kept_nbytes > 4 * 2 * 150
     small, large = make_budget(32 * MIB), make_budget(32 * MIB, kept_nbytes=8 * MIB)
     assert (
         large.slab_nbytes * large.buffer_count <= small.slab_nbytes * small.buffer_count - 5 * MIB
     )
     with pytest.raises(UsageError, match="too small for the adapter"):
         make_budget(32 * MIB, kept_nbytes=30 * MIB)
-
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def all_bfloat16() -> np.ndarray:
@@ -458,9 +493,9 @@ def all_bfloat16() -> np.ndarray:
 @pytest.mark.parametrize("number", [1, 4, 64, 256])
 def test_power_of_four_is_exact_for_all_bfloat16_values(number: int):
     values = all_bfloat16()
-    scaled = scale_values(values, LayoutScale(number))
+    scaled = Scale(LayoutScale(number)).apply(values)
     assert np.array_equal(scaled.astype(np.float64) * number**0.5, values.astype(np.float64))
-    assert np.array_equal(unscale_values(scaled, LayoutScale(number)), values)
+    assert np.array_equal(Scale(LayoutScale(number)).undo(scaled), values)
 
 
 @pytest.mark.parametrize(
@@ -468,9 +503,9 @@ def test_power_of_four_is_exact_for_all_bfloat16_values(number: int):
 )
 def test_scale_keeps_the_sign_of_zero(scale: LayoutScale):
     zeros = np.array([0.0, -0.0], np.float32)
-    scaled = scale_values(zeros, scale)
+    scaled = Scale(scale).apply(zeros)
     assert list(np.signbit(scaled)) == [False, True]
-    assert list(np.signbit(unscale_values(scaled, scale))) == [False, True]
+    assert list(np.signbit(Scale(scale).undo(scaled))) == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -488,9 +523,9 @@ def test_scales_are_exact_if_the_root_is_a_power_of_two_or_float32_is_wider(
 def test_way_back_from_float32_returns_all_bfloat16_values(number: int):
     values = all_bfloat16().astype(np.float32)
     values = values[np.abs(values) < 2.0**120]
-    scaled = scale_values(values, LayoutScale(number))
-    assert np.array_equal(unscale_values(scaled, LayoutScale(number, "bfloat16")), values)
-    assert not np.array_equal(unscale_values(scaled, LayoutScale(number)), values)
+    scaled = Scale(LayoutScale(number)).apply(values)
+    assert np.array_equal(Scale(LayoutScale(number, "bfloat16")).undo(scaled), values)
+    assert not np.array_equal(Scale(LayoutScale(number)).undo(scaled), values)
 
 
 def maxtext_embedding(values: np.ndarray, root: np.generic) -> tuple[np.ndarray, np.ndarray]:
@@ -507,17 +542,17 @@ def test_rounded_root_is_that_of_maxtext(dtype: np.dtype, root_dtype: str, root_
     values = np.random.default_rng(0).normal(size=5000).astype(dtype)
     stored, restored = maxtext_embedding(values, root_type(2560**0.5))
     scale = LayoutScale(2560, power=-1, root_dtype=root_dtype)
-    assert np.array_equal(scale_values(values, scale), stored)
-    assert np.array_equal(unscale_values(stored, scale), restored)
+    assert np.array_equal(Scale(scale).apply(values), stored)
+    assert np.array_equal(Scale(scale).undo(stored), restored)
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16])
 def test_offset_is_added_and_subtracted(dtype: np.dtype):
     values = np.random.default_rng(0).normal(size=5000).astype(dtype)
     scale = LayoutScale(1, offset=1)
-    stored = scale_values(values, scale)
+    stored = Scale(scale).apply(values)
     assert np.array_equal(stored, (values + 1.0).astype(dtype))
-    assert np.array_equal(unscale_values(stored, scale), (stored - 1.0).astype(dtype))
+    assert np.array_equal(Scale(scale).undo(stored), (stored - 1.0).astype(dtype))
     assert not scale.is_exact
 
 
@@ -526,7 +561,7 @@ def test_way_back_of_an_offset_from_float32_loses_only_tiny_values(dtype: np.dty
     values = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
     values = values[np.isfinite(values)]
     scale = LayoutScale(1, dtype.name, offset=1)
-    restored = unscale_values(scale_values(values, scale), scale)
+    restored = Scale(scale).undo(Scale(scale).apply(values))
     # A sum with 1 has no place for the digits below 2^-23.
     assert 0 < np.abs(values[restored != values]).max() < limit
 
@@ -538,40 +573,81 @@ def test_moments_of_scaled_parameters_have_the_inverse_scale():
     assert first is not None
     assert second is not None
     ones = np.ones(1, np.float32)
-    assert scale_values(ones, scale) == 8
-    assert scale_values(ones, first) == 1 / 8
-    assert scale_values(ones, second) == 1 / 64
+    assert Scale(scale).apply(ones) == 8
+    assert Scale(first).apply(ones) == 1 / 8
+    assert Scale(second).apply(ones) == 1 / 64
     assert LayoutScale(1, offset=1).of_moment(1) is None
-
-
-def test_stream_scale_digests_the_values_before_and_after():
-    values = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
-    change = transform("float32", "bfloat16", values.size, LayoutScale(128))
-    out = np.empty(values.size * 2, np.uint8)
-    for start, stop in ((0, 20_000), (20_000, 50_000)):
-        part = values[start:stop]
-        change.apply(part.view(np.uint8), out[2 * start : 2 * start + 2 * part.size])
-    cast = values.astype(BFLOAT16)
-    expected = (cast.astype(np.float32) * np.float32(1 / np.sqrt(128))).astype(BFLOAT16)
-    back = (expected.astype(np.float32) * np.float32(np.sqrt(128))).astype(BFLOAT16)
-    assert out.tobytes() == expected.tobytes()
-    stream_digest = change.stream_digest("read")
-    assert stream_digest.written == TensorDigest(expected.tobytes()).hexdigest()
-    assert (
-        stream_digest.unscaled == stream_digest.recorded == TensorDigest(cast.tobytes()).hexdigest()
-    )
-    assert stream_digest.lost == np.count_nonzero(back != cast)
-    assert change.counts.changed == np.count_nonzero(back.astype(np.float32) != values)
-    assert parse_stream_digest(str(stream_digest)) == stream_digest
-
-
-def test_digest_without_scale_records_the_written_values():
-    assert StreamDigest("read", "written").recorded == "written"
 
 
 def test_scale_follows_the_update(tmp_path: Path):
     stream = make_stream(tmp_path, 37, 53)
     values = np.random.default_rng(0).standard_normal((37, 53), np.float32)
     updated, _ = apply_update(tmp_path, stream, values, 1)
-    scaled, _ = apply_update(tmp_path, replace(stream, scale=LayoutScale(16)), values, 7)
+    scale = Scale(LayoutScale(16))
+    stream = replace(stream, operations=(*stream.operations, scale))
+    scaled, _ = apply_update(tmp_path, stream, values, 7)
     assert np.array_equal(scaled, updated / 4)
+
+
+A = Stream("a", "float32", (2, 3), (0, 2), (flat("float32", (2, 3)),), ())
+B = Stream("b", "float32", (4, 2), (0, 4), (flat("float32", (4, 2), 24),), ())
+A_TEXT = (
+    "Stream(name='a', dtype='float32', shape=(2, 3), rows=(0, 2), left=(Flat(file=0, offset=0),), right=(), "
+    "fill=None, cast='')"
+)
+B_TEXT = (
+    "Stream(name='b', dtype='float32', shape=(4, 2), rows=(0, 4), left=(Flat(file=0, offset=24),), right=(), "
+    "fill=None, cast='')"
+)
+UPDATE = LowRankUpdate(A, B, 0.5, is_transposed=True, digests=("x", "y"))
+UPDATE_TEXT = f"update=Update(a={A_TEXT}, b={B_TEXT}, scale=0.5, is_transposed=True)"
+# What updates of experts have recorded since their first release.
+EXPERT_TEXT = (
+    "update=ExpertUpdate("
+    "a=Stream(name='a', dtype='float32', shape=(2, 3), rows=(0, 2), reads=(Array(name='flat', dtype='float32', "
+    "shape=(2, 3), chunk_shape=(2, 3), chunks=StridedChunks(file=0, offset=0, first=(0, 0), strides=(0, 0)), "
+    "strides=None, path=(), codecs=()),), writes=(), fill=None, cast_to='', update=None, scale=None), "
+    "b=Stream(name='b', dtype='float32', shape=(4, 2), rows=(0, 4), reads=(Array(name='flat', dtype='float32', "
+    "shape=(4, 2), chunk_shape=(4, 2), chunks=StridedChunks(file=0, offset=24, first=(0, 0), strides=(0, 0)), "
+    "strides=None, path=(), codecs=()),), writes=(), fill=None, cast_to='', update=None, scale=None), "
+    "scale=0.5, is_transposed=False, num_experts=2, expert=1, outputs=(0, 4))"
+)
+ROOT = LayoutScale(64, "bfloat16", power=-1, root_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("operations", "text"),
+    [
+        ((), "fill=None, cast=''"),
+        ((Cast("bfloat16"),), "fill=None, cast='bfloat16'"),
+        ((UPDATE, Cast("float32")), f"fill=None, cast='', {UPDATE_TEXT}"),
+        ((UPDATE, Cast("bfloat16")), f"fill=None, cast='bfloat16', {UPDATE_TEXT}"),
+        (
+            (ExpertUpdate(A, B, 0.5, num_experts=2, expert=1, outputs=(0, 4)), Cast("float32")),
+            f"fill=None, cast='', {EXPERT_TEXT}",
+        ),
+        (
+            (Cast("bfloat16"), Scale(ROOT)),
+            "fill=None, cast='bfloat16', scale=RootScale(number=64, significant='bfloat16')",
+        ),
+        (
+            (UPDATE, Cast("float32"), Scale(LayoutScale(4))),
+            f"fill=None, cast='', {UPDATE_TEXT}, scale=RootScale(number=4, significant='')",
+        ),
+        ((Fill("normal", 3, 0.02),), "fill=Fill(kind='normal', seed=3, std=0.02), cast=''"),
+        (
+            (Fill("pieces", pieces=((1, 2), (0,))),),
+            "fill=Fill(kind='pieces', seed=0, std=0.0, pieces=((1, 2), (0,))), cast=''",
+        ),
+    ],
+)
+def test_texts_of_operations_never_change(operations: tuple[ValueOperation, ...], text: str):
+    """Outputs record digests of such texts."""
+    stream = Stream("w", "float32", (4, 3), (0, 4), (), (), operations)
+    head = "Stream(name='w', dtype='float32', shape=(4, 3), rows=(0, 4), left=(), right=(), "
+    assert encode_text(stream) == f"{head}{text})"
+
+
+def test_unchanged_values_have_no_operations():
+    assert value_operations("float32", "float32") == ()
+    assert value_operations("float32", "float16") == (Cast("float16"),)

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from prepcli.engine.fills import (
     GROUP_ROWS,
+    Fill,
     FillGenerator,
     mean_source_number,
     normal_row,
     numpy_dtype,
-    piece_nbytes,
     round_to_dtype,
 )
-from prepcli.planning.plan import Fill, Stream
+from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import Slab
 from tests.helpers.plans import flat
 
@@ -81,7 +81,7 @@ def padded_streams(
     location = (flat(dtype, shape),)
     return (
         Stream("w", dtype, shape, (0, true_rows), location, location),
-        Stream("w", dtype, shape, (true_rows, rows), (), location, fill),
+        Stream("w", dtype, shape, (true_rows, rows), (), location, (fill,)),
     )
 
 
@@ -183,7 +183,7 @@ def test_mean_source_skips_stored_padding():
     true_rows, padding = padded_streams("float32", 4, 9, 2, Fill("mean"))
     location = (flat("float32", (9, 2)),)
     stored_padding = Stream("w", "float32", (9, 2), (4, 6), location, location)
-    new_padding = Stream("w", "float32", (9, 2), (6, 9), (), location, Fill("mean"))
+    new_padding = Stream("w", "float32", (9, 2), (6, 9), (), location, (Fill("mean"),))
     assert mean_source_number([true_rows, stored_padding, new_padding], 2) == 0
     assert mean_source_number([true_rows, padding, true_rows, padding], 3) == 2
 
@@ -216,19 +216,21 @@ def test_normal_rows_depend_on_seed_and_row_only(dtype: str):
 
 
 def test_normal_rows_use_philox():
-    (_, padding) = padded_streams("float32", 2, 4, 3, Fill("normal", 5, 0.02))
+    fill = Fill("normal", 5, 0.02)
+    (_, padding) = padded_streams("float32", 2, 4, 3, fill)
     generator = np.random.Generator(np.random.Philox(key=[5, 3]))
     assert (
-        normal_row(padding, 3).tolist()
+        normal_row(padding, fill, 3).tolist()
         == (generator.standard_normal(3) * 0.02).astype(np.float32).tolist()
     )
 
 
 @pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])
 def test_normal_rows_differ_for_64_bit_seeds(seed: int):
-    (_, padding) = padded_streams("float32", 2, 4, 3, Fill("normal", seed, 1.0))
-    other = padded_streams("float32", 2, 4, 3, Fill("normal", seed ^ 1, 1.0))[1]
-    assert normal_row(padding, 3).tolist() != normal_row(other, 3).tolist()
+    fill = Fill("normal", seed, 1.0)
+    other = Fill("normal", seed ^ 1, 1.0)
+    (_, padding) = padded_streams("float32", 2, 4, 3, fill)
+    assert normal_row(padding, fill, 3).tolist() != normal_row(padding, other, 3).tolist()
 
 
 def test_make_rows_rejects_missing_fill_or_mean():
@@ -263,10 +265,10 @@ def test_pieces_need_their_true_rows():
         FillGenerator(streams).make_rows(slab, np.empty(8, np.uint8))
 
 
-def test_piece_nbytes_counts_each_row_once():
+def test_kept_nbytes_counts_each_piece_once():
     streams = padded_streams("float32", 9, 12, 4, Fill("pieces", pieces=((1, 2), (2,), (8, 1, 1))))
-    assert piece_nbytes(streams) == 3 * 4 * 4
-    assert piece_nbytes(streams[:1]) == 0
+    assert streams[1].kept_nbytes == 3 * 4 * 4
+    assert streams[0].kept_nbytes == 0
 
 
 def test_mean_of_repeated_pieces_takes_little_memory():

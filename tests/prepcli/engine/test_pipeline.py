@@ -17,12 +17,12 @@ from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError
 from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import Budget
-from prepcli.engine.casts import parse_stream_digest
+from prepcli.engine.casts import Cast, parse_stream_digest
 from prepcli.engine.files import Files, WritePolicy
-from prepcli.engine.fills import numpy_dtype
+from prepcli.engine.fills import Fill, numpy_dtype
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.planning import coverage
-from prepcli.planning.plan import Fill, Stream
+from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import PAGE, Slab
 from tests.helpers.durable_units import DurableUnit
 from tests.helpers.plans import (
@@ -120,7 +120,8 @@ def test_pipeline_casts_while_saving_and_exporting(tmp_path_factory, count: int)
             assert (digest.counts.values, digest.counts.changed) == (changed.size, changed.sum())
 
         wider = tuple(
-            replace(s, dtype=cast, cast_to="float32") for s in reverse_streams(plan.streams)
+            replace(s, dtype=cast, operations=(Cast("float32"),))
+            for s in reverse_streams(plan.streams)
         )
         copy = tmp / "back"
         with Files(paths) as reader, Files([copy], [source.stat().st_size]) as sink:
@@ -262,7 +263,7 @@ def test_pipeline_fills_padding_rows_by_fill_kind(tmp_path, kind: str, limit: in
         (131, 136),
         (),
         (flat("float32", (136, 7)),),
-        Fill(kind, seed=3, std=0.5),
+        (Fill(kind, seed=3, std=0.5),),
     )
     with Files([tmp_path / "source"]) as reader, Files([tmp_path / "out"], [136 * 28]) as sink:
         Pipeline(

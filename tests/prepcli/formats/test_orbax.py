@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.grids import StoredRange
 from prepcli.formats.orbax import OrbaxItem, find_item, find_name_clash, read_item
-from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk, unravel_chunk_index
+from prepcli.formats.orbax_chunks import WrittenChunk, unplaced_array, unravel_chunk_index
 from prepcli.formats.zarr import ZARR_TYPESTRS
+from prepcli.planning.arrays import Array
 from prepcli.stores.paths import local_copy
-from tests.helpers.orbax_items import random_array, write_item, write_metadata
+from tests.helpers.orbax_items import metadata_of, random_array, write_item, write_metadata
 
 ORACLE = Path(__file__).parents[2] / "helpers" / "orbax_oracle.py"
 
@@ -44,7 +45,7 @@ def run_orbax(command: str, *paths: Path) -> str:
     return json.loads(answer)
 
 
-def expect(path: Path, arrays: dict[ArrayMeta, np.ndarray]) -> Path:
+def expect(path: Path, arrays: dict[Array, np.ndarray]) -> Path:
     leaves = {
         meta.name: [meta.dtype, list(meta.shape), array.tobytes().hex()]
         for meta, array in arrays.items()
@@ -63,13 +64,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_orbax_restores_every_dtype_and_array_shape(tmp_path):
     forms = {
-        ArrayMeta(("params", "zero_d"), (), "bfloat16", ()): (),
-        ArrayMeta(("params", "none"), (0, 4), "float32", (1, 4)): (0, 4),
-        ArrayMeta(("params", "layers", 0, "ragged"), (3, 7, 5), "float32", (1, 3, 2)): (3, 7, 5),
-        ArrayMeta(("params", "layers", 1, "larger_chunk"), (3, 5), "int16", (4, 8)): (3, 5),
-        ArrayMeta(("params", "many"), (12, 11), "int32", (1, 1)): (12, 11),
+        unplaced_array(("params", "zero_d"), (), "bfloat16", ()): (),
+        unplaced_array(("params", "none"), (0, 4), "float32", (1, 4)): (0, 4),
+        unplaced_array(("params", "layers", 0, "ragged"), (3, 7, 5), "float32", (1, 3, 2)): (
+            3,
+            7,
+            5,
+        ),
+        unplaced_array(("params", "layers", 1, "larger_chunk"), (3, 5), "int16", (4, 8)): (3, 5),
+        unplaced_array(("params", "many"), (12, 11), "int32", (1, 1)): (12, 11),
     } | {
-        ArrayMeta(("params", "dtypes", dtype), (8, 4), dtype, (2, 4)): (8, 4)
+        unplaced_array(("params", "dtypes", dtype), (8, 4), dtype, (2, 4)): (8, 4)
         for dtype in ZARR_TYPESTRS
     }
     arrays = {
@@ -83,10 +88,10 @@ def test_orbax_restores_every_dtype_and_array_shape(tmp_path):
 
 
 def test_orbax_restores_item_with_multi_node_index(tmp_path):
-    layers = ArrayMeta(("params", "layers", "w"), (16, 8, 4), "bfloat16", (1, 2, 2))
+    layers = unplaced_array(("params", "layers", "w"), (16, 8, 4), "bfloat16", (1, 2, 2))
     arrays = {
         meta: random_array(meta.dtype, meta.shape)
-        for meta in (layers, ArrayMeta(("b",), (3,), "float32", (1,)))
+        for meta in (layers, unplaced_array(("b",), (3,), "float32", (1,)))
     }
     write_item(tmp_path / "item", arrays, node_nbytes=2000)
     index = max((tmp_path / "item/d").iterdir(), key=lambda path: path.name[:2] not in ("aa", "bb"))
@@ -99,17 +104,22 @@ def test_item_saved_by_orbax_round_trips(saved, tmp_path):
     item = read_item(saved / "raw")
     (tmp_path / "d").mkdir()
     data, chunks = b"", []
-    metas: list[ArrayMeta] = []
+    metas: list[Array] = []
     for array_number, array in enumerate(item.arrays):
-        is_scalar = item.value_types[array_number] == "scalar" and not array.shape
-        meta = ArrayMeta(array.path, array.shape, array.dtype, array.chunk_shape, is_scalar)
-        metas.append(meta)
+        metas.append(metadata_of(array))
         for index, stored in array.stored_chunks():
             chunk = stored if isinstance(stored, bytes) else _range(item, stored)
             chunks.append(WrittenChunk(array_number, index, 0, len(data), len(chunk)))
             data += chunk
     (tmp_path / "d/data").write_bytes(data)
     write_metadata(tmp_path, metas, chunks, ["d/data"], item.non_arrays)
+    # prep writes a Python number as an array without dims.
+    tree = json.loads((tmp_path / "_METADATA").read_text())
+    for array, value_type in zip(item.arrays, item.value_types, strict=True):
+        if value_type == "scalar":
+            leaf = tree["tree_metadata"][str(tuple(map(str, array.path)))]
+            leaf["value_metadata"]["value_type"] = value_type
+    (tmp_path / "_METADATA").write_text(json.dumps(tree))
     assert not run_orbax("same", saved / "raw", tmp_path)
 
 

@@ -11,10 +11,10 @@ import pytest
 from prepcli.core.errors import PrepError
 from prepcli.formats import orbax_chunks
 from prepcli.formats.orbax import read_item
-from prepcli.formats.orbax_chunks import ArrayMeta
+from prepcli.formats.orbax_chunks import unplaced_array
 from tests.helpers.zarr_items import StorageForm, write_zarr_item
 
-META = ArrayMeta(("w",), (8, 8), "float32", (2, 2))
+META = unplaced_array(("w",), (8, 8), "float32", (2, 2))
 VALUES = np.arange(64, dtype=np.float32).reshape(8, 8)
 
 

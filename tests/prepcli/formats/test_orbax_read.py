@@ -18,7 +18,7 @@ from prepcli.algebra.grids import StoredRange
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation, read_ocdbt_index
 from prepcli.formats.orbax import OrbaxItem, read_item
-from prepcli.formats.orbax_chunks import ArrayMeta
+from prepcli.formats.orbax_chunks import unplaced_array
 from prepcli.formats.zarr import ZARR_TYPESTRS
 from prepcli.planning.arrays import Array
 from prepcli.stores.paths import local_copy
@@ -31,10 +31,10 @@ from tests.helpers.orbax_items import (
     write_ocdbt_index,
 )
 
-W = ArrayMeta(("params", "w"), (4, 6), "float32", (2, 6))
+W = unplaced_array(("params", "w"), (4, 6), "float32", (2, 6))
 ARRAYS = {
     W: random_array("float32", (4, 6)),
-    ArrayMeta(("params", "b"), (3,), "int8", (1,)): random_array("int8", (3,)),
+    unplaced_array(("params", "b"), (3,), "int8", (1,)): random_array("int8", (3,)),
 }
 ZARRAY = b"params.w/.zarray"
 
@@ -73,20 +73,19 @@ def refused(item: Path) -> PrepError:
 
 
 @st.composite
-def array_metas(draw: st.DrawFn, path: tuple[str | int, ...]) -> ArrayMeta:
+def array_metas(draw: st.DrawFn, path: tuple[str | int, ...]) -> Array:
     shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
     chunk = tuple(draw(st.integers(1, 6)) for _ in shape)
-    return ArrayMeta(
+    return unplaced_array(
         path,
         shape,
         draw(st.sampled_from(sorted(ZARR_TYPESTRS))),
         chunk,
-        is_scalar=not shape and draw(st.booleans()),
     )
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> list[ArrayMeta]:
+def trees(draw: st.DrawFn) -> list[Array]:
     paths = draw(
         st.lists(
             st.sampled_from([("a",), ("b", 0), ("b", 10), ("b", 2), ("é", "w"), ("b-1", "x")]),
@@ -107,9 +106,9 @@ def test_written_item_is_read_back(tmp_path_factory, metas, gap, node_bytes):
     for meta, array, value_type in zip(metas, item.arrays, item.value_types, strict=True):
         assert (array.path, array.shape, array.dtype) == (meta.path, meta.shape, meta.dtype)
         assert (array.name, array.chunk_shape) == (meta.name, meta.chunk_shape)
-        assert (value_type == "scalar") == meta.is_scalar
+        assert value_type == "np.ndarray"
         table = dict(array.stored_chunks())
-        assert len(table) == math.prod(meta.grid)
+        assert len(table) == math.prod(meta.grid.chunk_counts)
         for index, stored in table.items():
             assert isinstance(stored, StoredRange)
             data = local_copy(item.files[stored.file]).read_bytes()[

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prepcli.core.errors import PrepError
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.orbax import OrbaxNonArray
-from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
+from prepcli.formats.orbax_chunks import WrittenChunk, unplaced_array
 from tests.helpers.orbax_items import (
     random_array,
     read_files,
@@ -22,10 +22,10 @@ from tests.helpers.orbax_items import (
     write_metadata,
 )
 
-W = ArrayMeta(("params", "w"), (4, 6), "float32", (2, 6))
+W = unplaced_array(("params", "w"), (4, 6), "float32", (2, 6))
 ARRAYS = {
     W: random_array("float32", (4, 6)),
-    ArrayMeta(("b",), (3,), "int8", (1,)): random_array("int8", (3,)),
+    unplaced_array(("b",), (3,), "int8", (1,)): random_array("int8", (3,)),
 }
 WHOLE = (WrittenChunk(0, (0, 0), 0, 0, 48), WrittenChunk(0, (1, 0), 0, 48, 48))
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.formats.orbax_chunks import ArrayMeta
+from prepcli.formats.orbax_chunks import unplaced_array
 from prepcli.formats.zarr import ZARR_TYPESTRS, ZarrArray, encode_zarr_document, parse_zarr_document
 from prepcli.planning.item_storage import ZARR2, ZARR3, Compression
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.zarr_items import StorageForm, document
 
-META = ArrayMeta(("w",), (4, 6), "float32", (2, 3))
+META = unplaced_array(("w",), (4, 6), "float32", (2, 3))
 SHARDED = StorageForm(zarr3=True, chunks_per_shard=2, codec_names=("zstd", "crc32c"))
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.blobs import open_blobs
-from prepcli.formats.orbax_chunks import ArrayMeta
+from prepcli.formats.orbax_chunks import unplaced_array
 from prepcli.formats.safetensors import DTYPE_CODES
 from prepcli.formats.zarr import ZARR_TYPESTRS
 from prepcli.inspection import tensor_stats as module
@@ -94,7 +94,7 @@ def test_stats_of_chunked_arrays_match_numpy(
     shape, chunk = grid
     array = random_array(dtype, shape, seed)
     folder = tmp_path_factory.mktemp("item")
-    write_item(folder, {ArrayMeta(("x",), shape, dtype, chunk): array})
+    write_item(folder, {unplaced_array(("x",), shape, dtype, chunk): array})
     contents = contents_of(folder)
     actual, read_nbytes = measure(contents, contents.entries[0])
     assert_same(actual, array)

@@ -14,11 +14,11 @@ from prepcli.algebra.axis_map import AxisMap, bind_row
 from prepcli.algebra.grids import ChunkGrid, StridedChunks
 from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError
+from prepcli.engine.fills import Fill
 from prepcli.planning import coverage
 from prepcli.planning.arrays import Array, MappedArray
 from prepcli.planning.plan import (
     EqualityCheck,
-    Fill,
     OutputFile,
     OutputLeaf,
     PlacedChunks,
@@ -66,7 +66,7 @@ def padded_vocab_plan(rows: int = 12) -> Plan:
     chunks = StridedChunks(0, 0, (0, 0), (64, 32))
     region = MappedArray(row, (), Array("wte", "float32", grid.shape, grid.chunk_shape, chunks))
     true_rows = Stream("wte", "float32", (12, 4), (0, 9), (flat("float32", (12, 4)),), (region,))
-    padding = replace(true_rows, rows=(9, rows), reads=(), fill=Fill("zeros"))
+    padding = replace(true_rows, rows=(9, rows), reads=(), operations=(Fill("zeros"),))
     leaves = (OutputLeaf(("wte",), "float32", grid, (PlacedChunks((0, 0), (3, 2), chunks),)),)
     return Plan("test", "test", "test", (), (true_rows, padding), (), leaves=leaves)
 
@@ -99,7 +99,7 @@ def test_check_accepts_padding_of_contiguous_tensor():
     true_rows = Stream(
         "wte", "float32", (12, 4), (0, 9), (flat("float32", (12, 4)),), (flat("float32", (12, 4)),)
     )
-    padding = replace(true_rows, rows=(9, 12), reads=(), fill=Fill("zeros"))
+    padding = replace(true_rows, rows=(9, 12), reads=(), operations=(Fill("zeros"),))
     check(Plan("test", "test", "test", (), (true_rows, padding), ()))
     check_fails(
         Plan("test", "test", "test", (), (true_rows, replace(padding, rows=(8, 12))), ()),
@@ -109,7 +109,7 @@ def test_check_accepts_padding_of_contiguous_tensor():
 
 def test_check_rejects_stream_without_source():
     plan = padded_vocab_plan()
-    unfilled = replace(plan.streams[1], fill=None)
+    unfilled = replace(plan.streams[1], operations=())
     check_fails(
         replace(plan, streams=(plan.streams[0], unfilled)), "wte is neither read nor filled"
     )

@@ -11,6 +11,8 @@ import pytest
 from prepcli.algebra.axis_map import bind_row
 from prepcli.algebra.grids import ChunkGrid, ChunkTable, run_parts
 from prepcli.algebra.rows import parse_row
+from prepcli.engine.casts import Cast
+from prepcli.engine.fills import Fill
 from prepcli.planning.arrays import whole_array
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.item_storage import Compression
@@ -20,7 +22,6 @@ from prepcli.planning.plan import (
     OWN_TEXTS,
     DroppedTensor,
     EqualityCheck,
-    Fill,
     OutputFile,
     OutputLeaf,
     Plan,
@@ -81,7 +82,7 @@ def make_plan() -> Plan:
             (0, 6),
             (flat("float32", (6,), 8),),
             (layout.locations[0],),
-            cast_to="bfloat16",
+            (Cast("bfloat16"),),
         ),
         Stream(
             "h.5.w",
@@ -90,7 +91,7 @@ def make_plan() -> Plan:
             (0, 6),
             (view, explicit),
             (parted,),
-            Fill("normal", 7, 0.5),
+            (Fill("normal", 7, 0.5),),
         ),
     )
     return Plan(

@@ -17,9 +17,11 @@ from prepcli.algebra.boxes import strides
 from prepcli.algebra.grids import ChunkGrid, StridedChunks
 from prepcli.algebra.rows import parse_row
 from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.engine.casts import Cast, value_operations
+from prepcli.engine.fills import Fill
 from prepcli.planning.arrays import Array, MappedArray
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
-from prepcli.planning.plan import Fill, Stream
+from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import (
     LONG_RUN_NBYTES,
     PAGE,
@@ -250,7 +252,7 @@ def test_slabs_smaller_than_a_page_end_at_page_boundaries():
 
 def test_slabs_of_filled_rows_have_no_reads():
     stream = Stream(
-        "w", "float32", (12, 5), (9, 12), (), (flat("float32", (12, 5), 40),), Fill("zeros")
+        "w", "float32", (12, 5), (9, 12), (), (flat("float32", (12, 5), 40),), (Fill("zeros"),)
     )
     slabs = list(split_stream(0, stream, max_nbytes=24))
     check_tiling(slabs, stream, 24)
@@ -379,11 +381,11 @@ def test_min_buffer_nbytes_gives_slabs_with_long_write_runs(case: str):
 
 def test_min_buffer_fits_either_dtype():
     region_part = region("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 60), itemsize=2)
-    stream = replace(stream_into(region_part), dtype="float32", cast_to="bfloat16")
+    stream = replace(stream_into(region_part), dtype="float32", operations=(Cast("bfloat16"),))
     assert min_buffer_nbytes([stream]) == 60 * 8 * 4
     assert (
         min_buffer_nbytes(
-            [replace(reverse_streams([stream])[0], dtype="bfloat16", cast_to="float32")]
+            [replace(reverse_streams([stream])[0], dtype="bfloat16", operations=(Cast("float32"),))]
         )
         == 60 * 8 * 4
     )
@@ -407,7 +409,7 @@ def test_slabs_of_casts_fit_in_either_dtype(pair: tuple[str, str], data):
         (0, shape[0]),
         (flat(dtype, shape, 3),),
         (flat(cast or dtype, shape, 5),),
-        cast_to=cast,
+        value_operations(dtype, cast or dtype),
     )
     limit = data.draw(st.integers(max(items), 2000))
     slabs = list(split_stream(0, stream, max_nbytes=limit))

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, PrepError, UsageError
-from prepcli.planning.plan import EqualityCheck, Fill, Plan, Stream
+from prepcli.engine.fills import Fill
+from prepcli.planning.plan import EqualityCheck, Plan, Stream
 from prepcli.planning.work_units import (
     SINGLE_PROCESS,
     Share,
@@ -27,7 +28,7 @@ def stream(name: str, rows: tuple[int, int] = (0, 4), fill: Fill | None = None) 
         rows,
         () if fill else (flat("float32", (rows[1], 8)),),
         (flat("float32", (rows[1], 8)),),
-        fill,
+        (fill,) if fill else (),
     )
 
 

@@ -19,7 +19,7 @@ from prepcli.engine.digest import block_checksum
 from prepcli.formats.checksums import CHECKSUMS_FILE, BlockChecksums
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import OrbaxItem, read_item
-from prepcli.formats.orbax_chunks import ArrayMeta
+from prepcli.formats.orbax_chunks import unplaced_array
 from prepcli.planning import arrays as stored_arrays
 from prepcli.planning.arrays import assign_block_numbers, chunk_blocks
 from prepcli.restore import item_reader
@@ -129,7 +129,7 @@ def test_read_checks_any_boxes_of_any_leaf(
     array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     write_item(
         folder := tmp_path_factory.mktemp("item") / "item",
-        {ArrayMeta(("x",), shape, "int32", chunk): array},
+        {unplaced_array(("x",), shape, "int32", chunk): array},
         gap,
     )
     with pytest.MonkeyPatch.context() as patch:

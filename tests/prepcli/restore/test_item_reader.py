@@ -27,7 +27,7 @@ from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import read_item
-from prepcli.formats.orbax_chunks import ArrayMeta
+from prepcli.formats.orbax_chunks import unplaced_array
 from prepcli.restore import item_reader
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.stores.buffers import ByteArray
@@ -61,7 +61,8 @@ def write_and_open(
     folder: Path, leaves: dict[str, tuple[np.ndarray, tuple[int, ...]]], gap: int = 0
 ) -> ItemReader:
     arrays = {
-        ArrayMeta((name,), a.shape, a.dtype.name, chunk): a for name, (a, chunk) in leaves.items()
+        unplaced_array((name,), a.shape, a.dtype.name, chunk): a
+        for name, (a, chunk) in leaves.items()
     }
     write_item(folder, arrays, gap)
     return ItemReader(read_item(folder), NO_MANIFEST)
@@ -247,7 +248,8 @@ def test_open_reader_rejects_other_folders(tmp_path: Path):
     with pytest.raises(PrepError, match="holds no Orbax checkpoint"):
         open_reader(tmp_path)
     write_item(
-        tmp_path / "item", {ArrayMeta(("x",), (2,), "int32", (2,)): np.arange(2, dtype=np.int32)}
+        tmp_path / "item",
+        {unplaced_array(("x",), (2,), "int32", (2,)): np.arange(2, dtype=np.int32)},
     )
     with pytest.raises(PrepError, match="was not written by prep"):
         open_reader(tmp_path / "item")

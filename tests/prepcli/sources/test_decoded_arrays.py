@@ -16,11 +16,11 @@ from prepcli.algebra.boxes import strides
 from prepcli.algebra.grids import ChunkGrid, StridedChunks
 from prepcli.core.errors import PrepError
 from prepcli.engine.blobs import BlockCache, DerivedArrays, DerivedReader
-from prepcli.engine.casts import unscale_values
+from prepcli.engine.casts import Scale
 from prepcli.formats.codecs import READ_BLOCK_NBYTES
 from prepcli.formats.ocdbt import ValueLocation, read_ocdbt_index
 from prepcli.formats.orbax import read_item
-from prepcli.formats.orbax_chunks import ArrayMeta, unravel_chunk_index
+from prepcli.formats.orbax_chunks import unplaced_array, unravel_chunk_index
 from prepcli.formats.zarr import ZARR_TYPESTRS
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.libraries import LayoutScale
@@ -38,25 +38,25 @@ from tests.helpers.orbax_items import (
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.zarr_items import STORAGE_FORMS, StorageForm, write_zarr_item
 
-META = ArrayMeta(("params", "w"), (7, 10), "float32", (2, 4))
-ZEROS = ArrayMeta(("params", "z"), (6, 4), "int16", (2, 4))
+META = unplaced_array(("params", "w"), (7, 10), "float32", (2, 4))
+ZEROS = unplaced_array(("params", "z"), (6, 4), "int16", (2, 4))
 ARRAYS = {META: random_array("float32", (7, 10)), ZEROS: np.zeros((6, 4), np.int16)}
-NUMBER = ArrayMeta(("step",), (), "int32", ())
+NUMBER = unplaced_array(("step",), (), "int32", ())
 
 
-def all_bytes(meta: ArrayMeta, array: np.ndarray) -> bytes:
+def all_bytes(meta: Array, array: np.ndarray) -> bytes:
     return b"".join(
-        chunk_bytes(array, meta.chunk_shape, unravel_chunk_index(meta.grid, n))
-        for n in range(math.prod(meta.grid))
+        chunk_bytes(array, meta.chunk_shape, unravel_chunk_index(meta.grid.chunk_counts, n))
+        for n in range(math.prod(meta.grid.chunk_counts))
     )
 
 
-def inside_mask(meta: ArrayMeta) -> np.ndarray:
+def inside_mask(meta: Array) -> np.ndarray:
     """Return a mask of the chunks' bytes within the array. Bytes beyond its edge are undefined."""
     ones = np.ones(meta.shape, np.uint8)
     chunks = (
-        chunk_bytes(ones, meta.chunk_shape, unravel_chunk_index(meta.grid, n))
-        for n in range(math.prod(meta.grid))
+        chunk_bytes(ones, meta.chunk_shape, unravel_chunk_index(meta.grid.chunk_counts, n))
+        for n in range(math.prod(meta.grid.chunk_counts))
     )
     return np.frombuffer(b"".join(chunks), np.uint8).repeat(itemsize(meta.dtype)) == 1
 
@@ -92,7 +92,7 @@ def test_read_is_equal_for_every_storage_form(tmp_path: Path, form: StorageForm)
 @pytest.mark.parametrize("dtype", sorted(ZARR_TYPESTRS))
 @pytest.mark.parametrize("zarr3", [False, True])
 def test_read_decodes_every_dtype(tmp_path: Path, dtype: str, zarr3: bool):
-    meta = ArrayMeta(("w",), (5, 3), dtype, (5, 3))
+    meta = unplaced_array(("w",), (5, 3), dtype, (5, 3))
     array = random_array(dtype, (5, 3))
     write_zarr_item(
         tmp_path / "item", {meta: array}, StorageForm(zarr3=zarr3, codec_names=("zstd",))
@@ -139,7 +139,7 @@ def test_read_decodes_any_ranges_in_any_order(
 
 def write_one_chunk(folder: Path, array: np.ndarray, frame: bytes) -> Path:
     """Write an item of one array in one chunk, stored as `frame`."""
-    meta = ArrayMeta(("w",), array.shape, array.dtype.name, array.shape)
+    meta = unplaced_array(("w",), array.shape, array.dtype.name, array.shape)
     write_zarr_item(folder, {meta: array}, StorageForm(codec_names=("zstd",)))
     (folder / "frame").write_bytes(frame)
     entries = {
@@ -184,7 +184,7 @@ def test_chunk_is_kept_whole_after_a_second_read(tmp_path: Path, monkeypatch: py
 
 
 def test_cache_evicts_chunks_to_stay_within_memory(tmp_path: Path):
-    meta = ArrayMeta(("w",), (64, 50_000), "uint8", (1, 50_000))
+    meta = unplaced_array(("w",), (64, 50_000), "uint8", (1, 50_000))
     array = random_array("uint8", (64, 50_000))
     write_zarr_item(
         tmp_path / "item", {meta: array}, StorageForm(codec_names=("zstd",), ocdbt=False)
@@ -286,7 +286,7 @@ def test_joined_chunks_are_read_in_c_order(tmp_path_factory, data: st.DataObject
     shape = data.draw(extents, label="shape")
     chunk_shape = tuple(data.draw(st.integers(1, extent), label="chunk") for extent in shape)
     values = random_array("float32", shape)
-    meta = ArrayMeta(("w",), shape, "float32", chunk_shape)
+    meta = unplaced_array(("w",), shape, "float32", chunk_shape)
     path = tmp_path_factory.mktemp("joined") / "chunks"
     path.write_bytes(all_bytes(meta, values))
     grid = ChunkGrid(shape, chunk_shape)
@@ -311,10 +311,10 @@ def test_scale_of_decoded_chunks_is_undone_in_any_range(tmp_path: Path):
     item = read_item(tmp_path / "item")
     number = next(n for n, meta in enumerate(item.arrays) if meta.name == META.name)
     with contextlib.closing(decoded_array(item, number).open()) as plain:
-        stored = read_bytes(plain, 0, math.prod(META.grid) * META.chunk_nbytes)
+        stored = read_bytes(plain, 0, math.prod(META.grid.chunk_counts) * META.chunk_nbytes)
     scale = LayoutScale(16)
     with np.errstate(all="ignore"):
-        expected = unscale_values(np.frombuffer(stored, np.float32), scale).tobytes()
+        expected = Scale(scale).undo(np.frombuffer(stored, np.float32)).tobytes()
     blob = unscaled_array(item, number, scale)
     assert blob.offsets[-1] == len(expected)
     with contextlib.closing(blob.open()) as reader:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from prepcli.engine.casts import Cast, LowRankUpdate
+from prepcli.engine.fills import fill_of
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.registry import family_of
 from prepcli.models.rules import DEFAULT_RULES
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import LowRankUpdate, Plan, Stream
+from prepcli.planning.plan import Plan, Stream
 from prepcli.sources.source import Source, SourceTensor, stored_axis_maps
 from prepcli.sources.tensor_match import detect_names
 from prepcli.targets.orbax_item import OrbaxLayout, Partitioning
@@ -58,7 +60,9 @@ def streams_of(plan: Plan, name: str) -> list[Stream]:
 @pytest.mark.parametrize("rows", [ROWS, ROWS + 5])
 def test_new_rows_follow_the_stored_ones(rows: int):
     plan = folder_plan(with_rows(draft_of(LLAMA), rows))
-    kinds = [(s.rows, s.fill.kind if s.fill else "read") for s in streams_of(plan, EMBEDDING)]
+    kinds = [
+        (s.rows, fill.kind if (fill := fill_of(s)) else "read") for s in streams_of(plan, EMBEDDING)
+    ]
     expected = [((0, ROWS), "read"), ((ROWS, ROWS + 5), "zeros")]
     assert kinds == expected[: 1 + (rows > ROWS)]
     assert plan.settings.config["vocab_size"] == rows
@@ -67,7 +71,7 @@ def test_new_rows_follow_the_stored_ones(rows: int):
 
 def test_cast_draft_writes_the_requested_dtype():
     plan = folder_plan(draft_of(LLAMA, "bfloat16"))
-    assert {stream.cast_to for stream in plan.streams} == {"bfloat16"}
+    assert {stream.operations for stream in plan.streams} == {(Cast("bfloat16"),)}
     assert plan.write_nbytes == plan.read_nbytes // 2
 
 
@@ -94,9 +98,9 @@ def test_adapter_changes_the_true_rows_only():
         replace(draft, updates={QUERY: update}, replaced={EMBEDDING: whole}, digested=(a, b))
     )
     true_rows, new_rows = streams_of(plan, EMBEDDING)
-    assert (true_rows.dtype, true_rows.cast_to) == ("bfloat16", "float32")
+    assert (true_rows.dtype, true_rows.operations) == ("bfloat16", (Cast("float32"),))
     assert (true_rows.reads, new_rows.reads) == (whole.placement, ())
-    assert [stream.update for stream in streams_of(plan, QUERY)] == [update]
+    assert [stream.operations for stream in streams_of(plan, QUERY)] == [(update, Cast("float32"))]
     assert plan.streams[:2] == (a, b)
 
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.engine.fills import Fill, fill_of
 from prepcli.models.registry import FAMILIES
-from prepcli.planning.plan import Fill, Stream
+from prepcli.planning.plan import Stream
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.tensor_match import TensorNames, Vocabulary
 from prepcli.targets.planner import TensorTarget, VocabResize, build_streams, dropped_padding
@@ -36,7 +37,7 @@ def cut(true: int, stored: int, *names: str) -> VocabResize:
 
 def rows_of(streams: tuple[Stream, ...]) -> list[tuple[str, tuple[int, int], str]]:
     kinds = [
-        "read" if stream.reads else stream.fill.kind if stream.fill else "nothing"
+        "read" if stream.reads else fill.kind if (fill := fill_of(stream)) else "nothing"
         for stream in streams
     ]
     return [(stream.name, stream.rows, kind) for stream, kind in zip(streams, kinds)]

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, USAGE
+from prepcli.engine.fills import fill_of
 from tests.helpers.adapters import make_adapter
 from tests.helpers.later_configs import LATER_FAMILIES
 from tests.helpers.run_cli import run_failing, run_failing_unchanged, run_json, run_ok
@@ -337,7 +338,7 @@ def test_normal_rows_do_not_depend_on_the_budget():
 def test_functions_take_the_same_arguments():
     write_model(Path("m"))
     plan = prep.add_tokens("./m", "added", tokens="tokens.json", dry_run=True).plan
-    assert [stream.fill.kind for stream in plan.streams if stream.fill] == ["pieces", "pieces"]
+    assert [fill.kind for fill in map(fill_of, plan.streams) if fill] == ["pieces", "pieces"]
     assert not Path("added").exists()
     assert prep.add_tokens("./m", "added", tokens="tokens.json").plan == plan
     assert prep.add_tokens("./m", "added", tokens=Path("tokens.json")).already_done

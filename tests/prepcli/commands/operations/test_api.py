@@ -134,7 +134,7 @@ def test_api_plans_equal_the_conversions(model: Path, tmp_path: Path):
 
 def test_api_dry_run_of_pad_vocab_writes_no_file(model: Path, tmp_path: Path):
     padded = prep.pad_vocab(model, multiple=8, dry_run=True).plan
-    assert [stream.rows for stream in padded.streams if stream.fill] == [(257, 264)]
+    assert [stream.rows for stream in padded.streams if stream.is_generated] == [(257, 264)]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

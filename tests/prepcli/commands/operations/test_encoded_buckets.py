@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 import prepcli as prep
 from prepcli.formats.checksums import CHECKSUMS_FILE
-from prepcli.formats.orbax_chunks import ArrayMeta
+from prepcli.formats.orbax_chunks import unplaced_array
 from tests.helpers.orbax_items import random_array
 from tests.helpers.run_cli import run_ok
 from tests.helpers.store_sites import StoreSite, read_files
@@ -112,9 +112,9 @@ def test_damaged_checksum_file_in_a_bucket_is_named(
 
 def test_every_storage_form_is_read_from_a_bucket(site: StoreSite):
     arrays = {
-        ArrayMeta(("a",), (9, 7), "float32", (4, 4)): random_array("float32", (9, 7), 1),
-        ArrayMeta(("b", "c"), (5,), "int16", (2,)): random_array("int16", (5,), 2),
-        ArrayMeta(("zeros",), (6, 4), "float32", (2, 4)): np.zeros((6, 4), np.float32),
+        unplaced_array(("a",), (9, 7), "float32", (4, 4)): random_array("float32", (9, 7), 1),
+        unplaced_array(("b", "c"), (5,), "int16", (2,)): random_array("int16", (5,), 2),
+        unplaced_array(("zeros",), (6, 4), "float32", (2, 4)): np.zeros((6, 4), np.float32),
     }
     expected = {".".join(map(str, meta.path)): array for meta, array in arrays.items()}
     Path("expected").mkdir()

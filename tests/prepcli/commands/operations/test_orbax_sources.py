@@ -15,7 +15,8 @@ from prepcli.algebra.boxes import full_box
 from prepcli.commands.cli.main import main
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import read_item
-from prepcli.formats.orbax_chunks import ArrayMeta, WrittenChunk
+from prepcli.formats.orbax_chunks import WrittenChunk, unplaced_array
+from prepcli.planning.arrays import Array
 from prepcli.restore import item_reader
 from prepcli.sources.openers import orbax_item
 from tests.helpers.orbax_items import write_metadata
@@ -72,14 +73,14 @@ def flax_leaves(family: str, tensors: dict[str, np.ndarray]) -> dict[str, np.nda
 
 def array_metas(
     leaves: dict[str, np.ndarray], root: str = "", pieces: int = 1
-) -> dict[ArrayMeta, np.ndarray]:
+) -> dict[Array, np.ndarray]:
     """Return each leaf with array metadata for `pieces` chunks along its first and last axes."""
     metas = {}
     for name, leaf in leaves.items():
         ends = {0, leaf.ndim - 1}
         chunk = tuple(-(-n // pieces) if axis in ends else n for axis, n in enumerate(leaf.shape))
         path = tuple(f"{root}{name}".split("."))
-        metas[ArrayMeta(path, leaf.shape, leaf.dtype.name, chunk)] = leaf
+        metas[unplaced_array(path, leaf.shape, leaf.dtype.name, chunk)] = leaf
     return metas
 
 
@@ -289,7 +290,7 @@ def test_inspect_reads_foreign_orbax_tree(tmp_path: Path, capsys: pytest.Capture
 def test_chunks_in_descending_order_are_loaded(tmp_path: Path):
     """TensorStore writes the chunks of an array in any order."""
     array = np.arange(24, dtype=np.float32).reshape(6, 4)
-    meta = ArrayMeta(("w",), (6, 4), "float32", (2, 4))
+    meta = unplaced_array(("w",), (6, 4), "float32", (2, 4))
     name = "d/" + "a" * 32
     (tmp_path / "item/d").mkdir(parents=True)
     (tmp_path / "item" / name).write_bytes(

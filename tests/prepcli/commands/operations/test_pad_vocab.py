@@ -16,8 +16,8 @@ from prepcli.commands.operations.options import PadVocabOptions
 from prepcli.commands.operations.pad_vocab import make_fill, padded_size
 from prepcli.core.errors import FAILED, USAGE, PrepError
 from prepcli.core.option_spec import with_defaults
+from prepcli.engine.fills import Fill
 from prepcli.models.registry import FAMILIES
-from prepcli.planning.plan import Fill
 from prepcli.sources.source import Source
 from prepcli.sources.tensor_match import TensorNames, Vocabulary
 from tests.helpers.run_cli import run_failing, run_json, run_ok

@@ -17,7 +17,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.commands.rendering.inspection import MAX_NON_ARRAYS
 from prepcli.formats.orbax import OrbaxNonArray
-from prepcli.formats.orbax_chunks import ArrayMeta
+from prepcli.formats.orbax_chunks import unplaced_array
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.orbax_items import write_item
 from tests.helpers.run_inspect import (
@@ -324,7 +324,7 @@ def test_inspect_limits_listed_non_arrays(capsys: Capture) -> None:
     asides = [OrbaxNonArray((f"empty{number:02d}",), "None") for number in range(40)]
     write_item(
         Path("item"),
-        {ArrayMeta(("w",), (2,), "float32", (2,)): np.ones(2, np.float32)},
+        {unplaced_array(("w",), (2,), "float32", (2,)): np.ones(2, np.float32)},
         non_arrays=asides,
     )
     lines = inspect_lines(capsys, "item")

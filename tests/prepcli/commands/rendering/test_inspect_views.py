@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.formats.orbax_chunks import ArrayMeta
+from prepcli.formats.orbax_chunks import unplaced_array
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.orbax_items import random_array
 from tests.helpers.run_cli import run_json
@@ -289,8 +289,8 @@ def test_verify_lists_twenty_differences(capsys: Capture) -> None:
     assert capsys.readouterr().err.count("differs  ") > 20
 
 
-FIRST = ArrayMeta(("params", "a"), (16, 8), "float32", (4, 8))
-SECOND = ArrayMeta(("params", "b"), (600,), "int32", (600,))
+FIRST = unplaced_array(("params", "a"), (16, 8), "float32", (4, 8))
+SECOND = unplaced_array(("params", "b"), (600,), "int32", (600,))
 TREE = {FIRST: random_array("float32", (16, 8)), SECOND: random_array("int32", (600,))}
 
 
