@@ -53,9 +53,9 @@ from trainer.planning.training_plan import (
 )
 from trainer.recipe import Recipe, complete_recipe, load_recipe
 from trainer.recipe.description import recipe_lines
+from trainer.recipe.formatting import TomlTable
+from trainer.recipe.loading import RawRecipe
 from trainer.recipe.model_table import Model
-from trainer.recipe.raw_recipe import RawRecipe
-from trainer.recipe.toml_values import TomlTable
 from trainer.run.random_start import random_config
 from trainer.run.recipe_data import check_planned_recipe
 

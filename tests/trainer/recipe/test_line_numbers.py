@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
-from types import SimpleNamespace
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.recipe.formatting import to_toml
-from trainer.recipe.raw_recipe import key_line_numbers
+from trainer.recipe.formatting import key_line_numbers, to_toml
 
 DOCUMENT = '''\
 # a comment with [model] in it
@@ -35,46 +30,40 @@ x = 1
 
 def test_key_line_numbers_finds_keys_and_tables():
     assert key_line_numbers(DOCUMENT) == {
-        ("name",): 2,
-        ("model",): 4,
-        ("model", "path"): 5,
-        ("model", "data"): 9,
-        ("model", "data", "deep"): 9,
-        ("model", "data", "deep", "er"): 9,
-        ("data",): 10,
-        ("data", "path"): 11,
-        ("data", "inline"): 15,
-        ("data", "inline", "a"): 15,
-        ("data", "inline", "b c"): 15,
-        ("data", "inline", "b c", "d"): 15,
-        ("tables",): 16,
-        ("tables", "x"): 17,
+        "name": 2,
+        "model": 4,
+        "model.path": 5,
+        "model.data": 9,
+        "model.data.deep": 9,
+        "model.data.deep.er": 9,
+        "data": 10,
+        "data.path": 11,
+        "data.inline": 15,
+        "tables": 16,
+        "tables.x": 17,
     }
 
 
-def test_statements_of_several_lines_are_parsed_once(monkeypatch: pytest.MonkeyPatch):
-    """Parsing the lines again after each of them took time with the square of their number."""
-    parsed = list[str]()
-
-    def count(text: str) -> dict[str, object]:
-        parsed.append(text)
-        return tomllib.loads(text)
-
-    monkeypatch.setattr("trainer.recipe.raw_recipe.tomllib", SimpleNamespace(loads=count))
-    lines = "".join(f'  "{number}",\n' for number in range(1000))
-    assert key_line_numbers(f"first = [\n{lines}]\nlast = 1\n") == {("first",): 1, ("last",): 1003}
-    assert len(parsed) == 3
+@given(st.lists(st.text() | st.lists(st.text()) | st.dictionaries(st.text(), st.integers())))
+def test_keys_after_any_value_have_line_numbers(values: list[object]):
+    lines = key_line_numbers("\n".join(f"k{i} = {to_toml(v)}" for i, v in enumerate(values)))
+    assert lines == {f"k{number}": number + 1 for number in range(len(values))}
 
 
-@given(
-    st.dictionaries(
-        st.text(), st.text() | st.lists(st.text()) | st.dictionaries(st.text(), st.integers())
-    )
-)
-def test_values_of_any_text_have_line_numbers(values: dict[str, object]):
-    text = "\n".join(f"{to_toml(key)} = {to_toml(value)}" for key, value in values.items())
-    lines = key_line_numbers(text)
-    assert [lines[(key,)] for key in values] == [*range(1, len(values) + 1)]
+LISTS = """\
+a = [
+  [1],
+  [ "b" ]
+]
+"c" = 1
+[ d . "e" ]
+f = { g = [
+  1 ] }
+"""
+
+
+def test_lines_of_nested_lists_are_no_tables():
+    assert key_line_numbers(LISTS) == {"a": 1, "c": 5, "d": 6, "d.e": 6, "d.e.f": 7}
 
 
 QUOTES = '''\
@@ -90,12 +79,4 @@ g = 1
 
 
 def test_strings_that_end_in_quotes_have_line_numbers():
-    assert key_line_numbers(QUOTES) == {
-        ("a",): 1,
-        ("b",): 2,
-        ("c",): 4,
-        ("d",): 5,
-        ("e",): 6,
-        ("f",): 7,
-        ("g",): 8,
-    }
+    assert key_line_numbers(QUOTES) == {"a": 1, "b": 2, "c": 4, "d": 5, "e": 6, "f": 7, "g": 8}

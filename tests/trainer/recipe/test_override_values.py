@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from trainer.recipe.corrections import is_accepted
-from trainer.recipe.formatting import to_toml
-from trainer.recipe.key_schema import KeySchema
-from trainer.recipe.override_values import override_argument, parse_override_value
-from trainer.recipe.raw_recipe import RawRecipe, apply_overrides
+from trainer.recipe.formatting import override_argument, parse_override_value, to_toml
+from trainer.recipe.hints import accepts, override_hint
+from trainer.recipe.key_types import KeySchema
+from trainer.recipe.loading import RawRecipe, apply_overrides
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
-from trainer.recipe.unknown_keys import override_hint
 
 TEXTS = (
     *(
@@ -61,7 +59,7 @@ TEXT_OR_BOOLEAN: KeySchema = {
 def test_set_option_reads_back_equal():
     for key in KEY_SCHEMAS:
         for value in VALUES:
-            if is_accepted(value, KEY_SCHEMAS[key]):
+            if accepts(key, value):
                 argument = shlex.split(override_hint(key, to_toml(value))[1:-1])
                 assert (argument[0], len(argument)) == ("--set", 2), argument
                 raw = RawRecipe(Path("x.toml"), {name: {} for name in TABLE_NAMES})
