@@ -16,7 +16,7 @@ from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.recipes import find_recipe, recipes_folder, similar_recipe
 from prepcli.commands.operations.results import StepPlan
 from prepcli.commands.pages.html_page import check_page_path
-from prepcli.commands.pages.plan_page import CompiledStep, change_text, write_plan_page
+from prepcli.commands.pages.plan_page import MEMORY_ADVICE, CompiledStep, write_plan_page
 from prepcli.core.errors import Key, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_duration
 from prepcli.core.observer import Observer, Progress, observer_of
@@ -42,7 +42,6 @@ from prepcli.sources.mapped import read_map
 from prepcli.sources.maps import TensorMap
 from prepcli.sources.source import read_config
 from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices
-from trainer.planning.memory_changes import MemoryChange, find_memory_change
 from trainer.planning.mesh_search import MeshSearch, search_meshes
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.planning.step_inputs import context_warnings
@@ -361,16 +360,9 @@ def plan(
         )
     shown_kinds = [devices.kind] if devices.kind else ACCELERATORS.values()
     kinds = tuple(training_plan.estimate_on(kind) for kind in shown_kinds)
-    change: MemoryChange | None = None
-    if devices.kind is not None and training_plan.memory.peak > devices.kind.memory_nbytes:
-        limit_nbytes = devices.kind.memory_nbytes
-        change = find_memory_change(
-            training_plan, planned.model, planned.rules, limit_nbytes=limit_nbytes
-        )
     step = StepPlan(
         training_plan,
         kinds,
-        change=change,
         is_too_large=devices.kind is not None and not kinds[0].fits,
         compiled=compiled,
         settings=tuple(recipe_lines(recipe)) if planned.is_recipe else (),
@@ -382,7 +374,7 @@ def plan(
             training_plan,
             kinds=kinds,
             replan=replan,
-            advice=change_text(step.change) if step.is_too_large else "",
+            advice=MEMORY_ADVICE if step.is_too_large else "",
             compiled=compiled,
             settings=step.settings,
         )
