@@ -100,14 +100,14 @@ class Conflict(NamedTuple):
     what: str = ""
 
 
-class Check(NamedTuple):
+class ValueCheck(NamedTuple):
     """A check of the values of keys, which raises PrepError, as a row of a table."""
 
     keys: str
     check: Callable[[], object]
 
 
-Rows = Iterator[Conflict | Check]
+Rows = Iterator[Conflict | ValueCheck]
 
 
 def find_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -126,7 +126,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
 def _problems(rows: Rows, recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of the rows that apply to a recipe."""
     for row in rows:
-        if isinstance(row, Check):
+        if isinstance(row, ValueCheck):
             try:
                 row.check()
             except PrepError as error:
@@ -162,11 +162,11 @@ def _run_rows(recipe: Recipe) -> Rows:
     batch = recipe.batch
     train = recipe.train
     checkpoint = recipe.checkpoint
-    yield Check("mesh", lambda: parse_mesh(recipe.mesh, Key("mesh")))
-    yield Check(DCN_KEY, lambda: _check_dcn_mesh(recipe))
-    yield Check("rules", lambda: merge_rules(recipe.rules or (), origin=Key("rules")))
-    yield Check(WANDB_KEY, lambda: check_wandb_table(recipe.log.wandb))
-    yield Check("train.profile", lambda: _check_profile(train.profile))
+    yield ValueCheck("mesh", lambda: parse_mesh(recipe.mesh, Key("mesh")))
+    yield ValueCheck(DCN_KEY, lambda: _check_dcn_mesh(recipe))
+    yield ValueCheck("rules", lambda: merge_rules(recipe.rules or (), origin=Key("rules")))
+    yield ValueCheck(WANDB_KEY, lambda: check_wandb_table(recipe.log.wandb))
+    yield ValueCheck("train.profile", lambda: _check_profile(train.profile))
     why = "both set the size of a micro-batch"
     yield Conflict("batch.per_device & batch.per_replica", True, why, BOTH)
     micro_keys = [name for name in ("per_device", "per_replica") if getattr(batch, name)]
@@ -251,19 +251,19 @@ def _model_rows(recipe: Recipe) -> Rows:
     lacks_config = model.is_random and model.preset is None and model.config is None
     yield Conflict("model.init", lacks_config, why, '`preset = "gpt2"`', what)
     keys = "model.remat_policy model.offload"
-    yield Check(
+    yield ValueCheck(
         keys, lambda: check_remat(policy, model.offload, ffn_chunk_size=model.ffn_chunk_size)
     )
-    yield Check(keys, lambda: check_saved_scores(policy, model.attention_kernel))
+    yield ValueCheck(keys, lambda: check_saved_scores(policy, model.attention_kernel))
     if scaling is not None:
-        yield Check(SCALING_KEY, lambda: check_rope_scaling(scaling))
+        yield ValueCheck(SCALING_KEY, lambda: check_rope_scaling(scaling))
         what = f"{_value_text(recipe, THETA_KEY)}, and `{SCALING_KEY}` has a `rope_theta`"
         why = "both set the base of the rotary frequencies"
         yield Conflict(THETA_KEY, "rope_theta" in scaling, why, BOTH, what)
     dropout = model.dropout
     if isinstance(dropout, dict):
-        yield Check(DROPOUT_KEY, lambda: check_dropout_table(dropout))
-    yield Check(FCM_KEY, lambda: check_fcm_ratio(model.fcm_ratio))
+        yield ValueCheck(DROPOUT_KEY, lambda: check_dropout_table(dropout))
+    yield ValueCheck(FCM_KEY, lambda: check_fcm_ratio(model.fcm_ratio))
 
 
 def _lora_rows(recipe: Recipe) -> Rows:
@@ -295,7 +295,7 @@ def _optimizer_rows(recipe: Recipe) -> Rows:
     warmup_keys = "optimizer.warmup_steps optimizer.warmup_ratio"
     why = "both set the length of warm-up"
     yield Conflict(warmup_keys.replace(" ", " & "), True, why, BOTH)
-    yield Check(warmup_keys, lambda: _check_schedule(recipe))
+    yield ValueCheck(warmup_keys, lambda: _check_schedule(recipe))
     for kind, decay in DECAYS.items():
         keys = " ".join(f"optimizer.{name}" for name in decay.keys)
         why = f"`optimizer.schedule` is {table.schedule}"
@@ -314,7 +314,7 @@ def _optimizer_rows(recipe: Recipe) -> Rows:
     yield Conflict("optimizer.loss_scale", dtype != "float16", why, hint)
     for name in PATTERN_KEYS:
         key = f"optimizer.{name}"
-        yield Check(key, partial(check_regular_expressions, getattr(table, name), key))
+        yield ValueCheck(key, partial(check_regular_expressions, getattr(table, name), key))
 
 
 def _dataset_rows(data: Data) -> Rows:
@@ -333,7 +333,7 @@ def _dataset_rows(data: Data) -> Rows:
     is_chat = data.format in CHAT_FORMATS
     has_list = has_columns and from_example is None and not is_chat and not data.has_auto_shape
     if has_list:
-        yield Check("data.fields", lambda: parse_fields(data.fields or ""))
+        yield ValueCheck("data.fields", lambda: parse_fields(data.fields or ""))
     corrupts_spans = data.objective == SPAN_CORRUPTION
     may_lack_source = from_example is None and not data.has_auto_shape
     lacks_source = may_lack_source and not (has_list and _may_have_source(data.fields or ""))
@@ -348,7 +348,7 @@ def _dataset_rows(data: Data) -> Rows:
     if not corrupts_spans:
         return
     keys = f"data.source_length data.seq_length {' '.join(NOISE_KEYS)}"
-    yield Check(keys, lambda: recipe_span_sizes(data))
+    yield ValueCheck(keys, lambda: recipe_span_sizes(data))
     why = "span corruption takes blocks of concatenated text"
     keys = "data.fields_from_example data.packing data.always_start_with_bos"
     yield Conflict(keys, True, why, "remove it")

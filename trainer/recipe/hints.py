@@ -6,9 +6,10 @@ import shlex
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from prepcli.core.errors import Key, Text, text
 from trainer.recipe.formatting import (
@@ -237,25 +238,27 @@ def _known_keys_text(table: str) -> str:
 
 
 @cache
-def _key_type(key: str) -> TypeAdapter[Any]:
-    """Return the validator of one key's values."""
-    if key == "optimizer.type":
-        return TypeAdapter(Literal[tuple(OPTIMIZER_TABLES)])
+def _key_model(key: str) -> type[BaseModel]:
+    """Return a model with the key's type as its only field, `value`."""
     table, _, name = key.rpartition(".")
-    fields: Mapping[str, Any] = Recipe.model_fields
+    fields: Mapping[str, FieldInfo] = Recipe.model_fields
     if table == "optimizer":
         tables = (each.model_fields for each in OPTIMIZER_TABLES.values())
         fields = next(each for each in tables if name in each)
     elif table:
         model: Any = Recipe.model_fields[table].annotation
         fields = model.model_fields
-    return TypeAdapter(Annotated[fields[name].annotation, fields[name]], config=STRICT)
+    return create_model(
+        "KeyValue", __config__=STRICT, value=(fields[name].annotation, fields[name])
+    )
 
 
 def accepts(key: str, value: object) -> bool:
     """Return whether a key accepts a value."""
+    if key == "optimizer.type":
+        return isinstance(value, str) and value in OPTIMIZER_TABLES
     try:
-        _key_type(key).validate_python(value)
+        _key_model(key).model_validate({"value": value})
     except ValidationError:
         return False
     return True

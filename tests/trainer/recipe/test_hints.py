@@ -215,7 +215,7 @@ def test_value_synonyms_stand_for_existing_values(value: str):
 
 def test_examples_are_accepted_by_their_keys():
     for key, key_schema in KEY_SCHEMAS.items():
-        examples = key_schema.get("examples") or [key_schema.get("default")]
+        examples: list[Any] = [*key_schema.get("examples", [key_schema.get("default")])]
         assert all(accepts(key, example) for example in examples), key
         assert correct_value(key, examples[0]) == example_value(key_schema), key
 
