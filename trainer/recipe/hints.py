@@ -248,9 +248,8 @@ def _key_model(key: str) -> type[BaseModel]:
     elif table:
         model: Any = Recipe.model_fields[table].annotation
         fields = model.model_fields
-    return create_model(
-        "KeyValue", __config__=STRICT, value=(fields[name].annotation, fields[name])
-    )
+    annotation: Any = fields[name].annotation
+    return create_model("KeyValue", __config__=STRICT, value=(annotation, fields[name]))
 
 
 def accepts(key: str, value: object) -> bool:
