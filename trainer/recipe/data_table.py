@@ -507,9 +507,15 @@ def span_sizes(source_length: int, *, noise_density: float, mean_span_length: fl
     # The source of a block is shorter than the block, e.g. with density 0.15 and spans of 3:
     # 568 tokens have 85 of noise in 28 spans. The source has 568 - 85 + 28 + 1 = 512 tokens, the target
     # 85 + 28 + 1 = 114. A block of 569 tokens would have a source of 513.
+    # Sources do not shrink when blocks grow: step far ahead, then back in halves.
     length = source_length
-    while sizes(length + 1).source_length <= source_length:
-        length += 1
+    step = 1
+    while sizes(length + step).source_length <= source_length:
+        step *= 2
+    while step > 1:
+        step //= 2
+        if sizes(length + step).source_length <= source_length:
+            length += step
     if noise_density == 0.5 and sizes(length).target_length > sizes(length).source_length:
         # As in the source: sources and targets then have equal lengths.
         length -= 1
