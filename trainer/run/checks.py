@@ -18,8 +18,7 @@ from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.planning.tensors import itemsize
 from trainer.planning.model_shapes import PlannedModel, model_of_config
-from trainer.planning.optimizer_state import state_leaves
-from trainer.planning.step_inputs import context_warnings
+from trainer.planning.step_inputs import context_warnings, state_leaves
 from trainer.planning.training_plan import (
     TrainingPlan,
     memory_fields,
