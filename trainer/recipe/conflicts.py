@@ -69,7 +69,7 @@ CHAT_KEYS = (
     *("data.chat_template", "data.template_args", "data.template_date"),
     *("data.loss", "data.loss_reasoning"),
 )
-BOTH = "remove one of them"
+REMOVE_ONE = "remove one of them"
 
 
 class Problem(NamedTuple):
@@ -130,7 +130,7 @@ def _problems(rows: Rows, recipe: Recipe) -> Iterator[Problem]:
             try:
                 row.check()
             except PrepError as error:
-                yield Problem((*row.keys.split(),), error.what, error.why, error.hint)
+                yield Problem(tuple(row.keys.split()), error.what, error.why, error.hint)
             continue
         groups = [[key] for key in row.keys.split()]
         if "&" in row.keys:
@@ -138,7 +138,7 @@ def _problems(rows: Rows, recipe: Recipe) -> Iterator[Problem]:
         for group in groups:
             if row.when and all(_is_set(recipe, key) for key in group):
                 what = row.what or " and ".join(_value_text(recipe, key) for key in group)
-                yield Problem((*reversed(group),), what, row.why, row.fix)
+                yield Problem(tuple(reversed(group)), what, row.why, row.fix)
 
 
 def _is_set(recipe: Recipe, key: str) -> bool:
@@ -168,7 +168,7 @@ def _run_rows(recipe: Recipe) -> Rows:
     yield ValueCheck(WANDB_KEY, lambda: check_wandb_table(recipe.log.wandb))
     yield ValueCheck("train.profile", lambda: _check_profile(train.profile))
     why = "both set the size of a micro-batch"
-    yield Conflict("batch.per_device & batch.per_replica", True, why, BOTH)
+    yield Conflict("batch.per_device & batch.per_replica", True, why, REMOVE_ONE)
     micro_keys = [name for name in ("per_device", "per_replica") if getattr(batch, name)]
     why = f"`size` and `{''.join(micro_keys)}` already determine it"
     is_determined = batch.size and len(micro_keys) == 1
@@ -177,14 +177,14 @@ def _run_rows(recipe: Recipe) -> Rows:
     why = "none of `size`, `per_device` and `per_replica` is set"
     has_size = batch.size or micro_keys
     yield Conflict("batch", not has_size, why, "`size = 32` in [batch]", what)
-    yield Conflict("train.steps & train.epochs", True, "both set the length of the run", BOTH)
+    yield Conflict("train.steps & train.epochs", True, "both set the length of the run", REMOVE_ONE)
     what = "`train` does not set the length of the run"
     why = "neither `steps` nor `epochs` is set"
     has_length = train.steps or train.epochs
     yield Conflict("train", not has_length, why, "`steps = 1000` in [train]", what)
     why = "both set the same interval"
-    yield Conflict("train.eval_every_epochs & train.eval_every", True, why, BOTH)
-    yield Conflict("checkpoint.every_epochs & checkpoint.every", True, why, BOTH)
+    yield Conflict("train.eval_every_epochs & train.eval_every", True, why, REMOVE_ONE)
+    yield Conflict("checkpoint.every_epochs & checkpoint.every", True, why, REMOVE_ONE)
     dtype = recipe.model.param_dtype
     is_resumed = checkpoint.optimizer_state and checkpoint.dtype != dtype
     why = f"to resume with its optimizer state, a run needs saved {dtype} parameters"
@@ -206,8 +206,8 @@ def _evaluation_rows(recipe: Recipe) -> Rows:
     best = recipe.checkpoint.best
     best_is = recipe.checkpoint.best_is
     why = "both set the evaluation data"
-    yield Conflict("data.holdout & data.eval_path", True, why, BOTH)
-    yield Conflict("data.holdout & data.eval_split", True, why, BOTH)
+    yield Conflict("data.holdout & data.eval_path", True, why, REMOVE_ONE)
+    yield Conflict("data.holdout & data.eval_split", True, why, REMOVE_ONE)
     why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
     hint = "`holdout = 0.05` in [data]"
     keys = "train.eval_every train.eval_every_epochs eval.limit checkpoint.best eval.patience"
@@ -243,9 +243,9 @@ def _model_rows(recipe: Recipe) -> Rows:
     yield Conflict("model.preset model.config", not model.is_random, why, hint)
     why = "no checkpoint is read: `model.init` is random"
     keys = "model.path model.lock model.training_state"
-    yield Conflict(keys, model.is_random, why, BOTH)
+    yield Conflict(keys, model.is_random, why, REMOVE_ONE)
     why = "both set the config of the model"
-    yield Conflict("model.preset & model.config", model.is_random, why, BOTH)
+    yield Conflict("model.preset & model.config", model.is_random, why, REMOVE_ONE)
     what = "`model` does not set the config of the model"
     why = "neither `preset` nor `config` is set, and `init` is random"
     lacks_config = model.is_random and model.preset is None and model.config is None
@@ -259,7 +259,7 @@ def _model_rows(recipe: Recipe) -> Rows:
         yield ValueCheck(SCALING_KEY, lambda: check_rope_scaling(scaling))
         what = f"{_value_text(recipe, THETA_KEY)}, and `{SCALING_KEY}` has a `rope_theta`"
         why = "both set the base of the rotary frequencies"
-        yield Conflict(THETA_KEY, "rope_theta" in scaling, why, BOTH, what)
+        yield Conflict(THETA_KEY, "rope_theta" in scaling, why, REMOVE_ONE, what)
     dropout = model.dropout
     if isinstance(dropout, dict):
         yield ValueCheck(DROPOUT_KEY, lambda: check_dropout_table(dropout))
@@ -276,7 +276,7 @@ def _lora_rows(recipe: Recipe) -> Rows:
     is_empty = not lora.targets and not lora.target_parameters
     yield Conflict("lora.targets", is_empty, "no projection has an adapter", "remove it")
     why = "`lora.target_parameters` is set, and PEFT has no dropout for experts in one tensor"
-    yield Conflict("lora.dropout", lora.target_parameters, why, BOTH)
+    yield Conflict("lora.dropout", lora.target_parameters, why, REMOVE_ONE)
     what = "`lora` needs a checkpoint"
     why = "adapters are trained for a checkpoint, and `model.init` is random"
     hint = "remove [lora], or set `model.path`"
@@ -294,7 +294,7 @@ def _optimizer_rows(recipe: Recipe) -> Rows:
     table = recipe.optimizer
     warmup_keys = "optimizer.warmup_steps optimizer.warmup_ratio"
     why = "both set the length of warm-up"
-    yield Conflict(warmup_keys.replace(" ", " & "), True, why, BOTH)
+    yield Conflict(warmup_keys.replace(" ", " & "), True, why, REMOVE_ONE)
     yield ValueCheck(warmup_keys, lambda: _check_schedule(recipe))
     for kind, decay in DECAYS.items():
         keys = " ".join(f"optimizer.{name}" for name in decay.keys)
@@ -326,10 +326,12 @@ def _dataset_rows(data: Data) -> Rows:
         is_other = not has_columns and getattr(data, key.removeprefix("data.")) != PLAIN
         why = f"it {use} of json objects, but `data.type` is {data.type}"
         yield Conflict(key, is_other, why, text("{}", Key("data.type", "json")))
-    has_twice = has_columns and from_example is not None
+    has_fields_twice = has_columns and from_example is not None
     why = f"`data.fields_from_example` is {format_value(from_example)}"
-    yield Conflict("data.fields", has_twice, why, BOTH)
-    yield Conflict("data.format", has_twice and data.format in FORMAT_FIELDS, why, BOTH)
+    yield Conflict("data.fields", has_fields_twice, why, REMOVE_ONE)
+    yield Conflict(
+        "data.format", has_fields_twice and data.format in FORMAT_FIELDS, why, REMOVE_ONE
+    )
     is_chat = data.format in CHAT_FORMATS
     has_list = has_columns and from_example is None and not is_chat and not data.has_auto_shape
     if has_list:
@@ -364,7 +366,7 @@ def _mixture_rows(data: Data) -> Rows:
         yield Conflict(f"data.{name}", True, why, hint)
     has_own = any({*EVAL_KEYS} & {*table} for table in data.sources or ())
     what = f"`data.holdout` is {data.holdout:g}, and tables of `{SOURCES_KEY}` have evaluation data of their own"
-    yield Conflict("data.holdout", has_own, "both set the evaluation data", BOTH, what)
+    yield Conflict("data.holdout", has_own, "both set the evaluation data", REMOVE_ONE, what)
 
 
 def _mixture_problems(recipe: Recipe) -> Iterator[Problem]:
