@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.finetune import run_prep
-from trainer.recipe.span_corruption import span_sizes
+from trainer.recipe.data_table import span_sizes
 
 VOCAB, N_SENTINELS, SOURCE_LENGTH = 1024, 32, 128
 CONFIG = {

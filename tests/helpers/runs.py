@@ -27,8 +27,7 @@ from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.recipe.lr_schedule import LRSchedule
 from trainer.recipe.optimizer_tables import AdamWTable
-from trainer.recipe.run_tables import Checkpoint, Eval, Log
-from trainer.recipe.tables import Recipe, Train
+from trainer.recipe.tables import Checkpoint, Eval, Log, Recipe, Train
 from trainer.training.evaluation import EvaluationResult
 from trainer.training.loading import round_params
 from trainer.training.log_lines import StepLine, evaluation_line

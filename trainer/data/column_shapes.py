@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from prepcli.core.errors import Key, Text, join_texts, text
 from prepcli.core.json_values import is_json_list, load_json
-from trainer.recipe.field_grammar import parse_fields
-from trainer.recipe.text_fields import FORMAT_FIELDS, PLAIN, DataFormat
+from trainer.recipe.text_fields import FORMAT_FIELDS, PLAIN, DataFormat, parse_fields
 
 # Columns of conversations.
 CONVERSATIONS = ("messages", "conversations", "conversation")

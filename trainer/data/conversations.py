@@ -24,8 +24,7 @@ from trainer.data.column_values import (
 )
 from trainer.data.ignored_parts import TOOLS_COLUMN
 from trainer.data.readers.reader import Record
-from trainer.recipe.field_grammar import FieldList, TextField, parse_fields
-from trainer.recipe.text_fields import DataFormat
+from trainer.recipe.text_fields import DataFormat, FieldList, TextField, parse_fields
 
 SYSTEM = "system"
 HISTORY = "history"

@@ -12,8 +12,7 @@ from trainer.data.chat_loss import DEFAULT_LOSS, LossRule
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.examples import Segment
 from trainer.data.token_changes import IdentityChange
-from trainer.recipe.field_grammar import Field, TextField, TokenField, parse_fields
-from trainer.recipe.text_fields import DataFormat
+from trainer.recipe.text_fields import DataFormat, Field, TextField, TokenField, parse_fields
 
 # Part of the identity of stores of conversations. Raise it when they give other tokens or weights.
 CHAT_VERSION = 2

@@ -20,7 +20,7 @@ from trainer.data.example_settings import (
 )
 from trainer.data.examples import Example, Segment
 from trainer.data.readers.reader import DataPiece, Record, TextChunk
-from trainer.recipe.field_grammar import (
+from trainer.recipe.text_fields import (
     Field,
     FieldList,
     FieldsError,

@@ -20,7 +20,7 @@ from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows
 from trainer.data.seq2seq import seq2seq_columns
 from trainer.data.store import MappedTokens
 from trainer.data.tokenizer import TextTokenizer
-from trainer.recipe.span_corruption import SpanSizes
+from trainer.recipe.data_table import SpanSizes
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prepcli.core.errors import PrepError
-from prepcli.models.rules import Rules
+from prepcli.models.mesh import MESH_AXES, parse_mesh
+from prepcli.models.rules import Rules, activation_rules
 from trainer.planning.accelerators import Accelerator
-from trainer.planning.meshes import meshes_of
 from trainer.planning.model_shapes import PlannedModel
 from trainer.planning.training_plan import KindEstimate, TrainingPlan, plan_training, with_overrides
 from trainer.recipe import Recipe
@@ -52,7 +54,7 @@ def search_meshes(
     options: list[MeshOption] = []
     refusals: Counter[str] = Counter()
     num_too_large = 0
-    for mesh in meshes_of(num_devices, rules):
+    for mesh in _meshes_of(num_devices, rules):
         try:
             plan = plan_training(
                 with_overrides(recipe, {"mesh": mesh}), model, rules, device=kind.device
@@ -68,3 +70,23 @@ def search_meshes(
             num_too_large += 1
     options.sort(key=lambda option: (-option.estimate.tokens_per_s, option.plan.memory.peak))
     return MeshSearch(tuple(options), num_too_large, refusals)
+
+
+def _meshes_of(num_devices: int, rules: Rules) -> Iterator[str]:
+    """Yield the meshes of a number of devices. Meshes with sp are left out if no rule splits tokens over sp."""
+    splits_seq = any("sp" in choice for choice in activation_rules(rules)["seq"])
+    # If no rule splits tokens over sp, its devices would repeat the same work.
+    axes = MESH_AXES if splits_seq else MESH_AXES[:3]
+    for sizes in _factorizations(num_devices, len(axes)):
+        yield str(parse_mesh(",".join(f"{axis}:{size}" for axis, size in zip(axes, sizes))))
+
+
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all tuples of `count` positive integers with the product `number`, e.g. (1, 4), (2, 2), (4, 1)."""
+    if count == 1:
+        yield (number,)
+        return
+    for divisor in (d for d in range(1, math.isqrt(number) + 1) if number % d == 0):
+        # The set drops the second root of a square: 2 and 2 for 4.
+        for first in sorted({divisor, number // divisor}):
+            yield from ((first, *rest) for rest in _factorizations(number // first, count - 1))

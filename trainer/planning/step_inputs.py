@@ -11,6 +11,7 @@ from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import (
     ANY_ACCELERATOR,
     AUTO,
+    CPU,
     DeviceKind,
     check_features,
     find_kernel,
@@ -24,20 +25,31 @@ from prepcli.models.attention_needs import (
 )
 from prepcli.models.chunk_sizes import check_ring_blocks
 from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
-from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
+from prepcli.models.leaf_patterns import FREEZE_KEY, PATTERN_KEYS, check_used, matches_any
+from prepcli.models.memory_inputs import FLOAT32, MemoryInputs, StateLeaf
 from prepcli.models.mesh import Mesh
 from prepcli.models.param_tree import ParamLeaf, widest_head
 from prepcli.models.parameters import HFConfig
 from prepcli.models.partition import num_batch_shards, num_sequence_shards
 from prepcli.models.registry import family_of
 from prepcli.models.rules import Rules
-from trainer.planning.default_sizes import ChunkSizes, default_chunk_sizes
 from trainer.planning.exact_reduction import reduction_shards, rows_per_device
-from trainer.planning.optimizer_state import state_leaves, trained_leaves
 from trainer.recipe import Recipe, batch_shape
+from trainer.recipe.optimizer_tables import WHOLE, OptimizerTable
 from trainer.recipe.text_fields import SEGMENTED
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Sizes of attention tiles and head chunks that a recipe does not set. On an accelerator large ones keep the matrix
+# units busy. On a CPU the scores and the logits must stay in the caches. `python -m bench.cpu_step` measures a step.
+#
+# Tokens of a tile and of a head chunk.
+ACCELERATOR_SIZE = 512
+CPU_TILE_SIZE = 64
+# For sequences of more than CPU_LONG_LENGTH tokens.
+CPU_LONG_TILE_SIZE = 128
+CPU_LONG_LENGTH = 1024
+# Tokens of a head chunk, over all rows of a micro-batch on a device.
+CPU_HEAD_TOKENS = 256
 
 
 class Shapes(Protocol):
@@ -262,3 +274,65 @@ def rotary_context(config: ArchConfig) -> int | None:
     # Longrope has no `factor` here. Its stretched length is `max_position_embeddings`.
     scaled = (int(rope.original_max_positions * rope.factor) for rope in config.ropes)
     return max([config.max_positions, *scaled])
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSizes:
+    """The sizes of the chunks in which a step computes attention and head.
+
+    Attributes:
+        queries: Queries of a tile of blockwise attention. -1 for all.
+        keys: Keys of a tile of blockwise attention. -1 for all.
+        head: Tokens of a device per row with logits in memory at the same time. -1 for all.
+    """
+
+    queries: int
+    keys: int
+    head: int
+
+
+def default_chunk_sizes(device: DeviceKind, *, length: int, num_rows: int) -> ChunkSizes:
+    """Return the sizes for a kind of devices.
+
+    Args:
+        device: Kind of the run's devices.
+        length: Tokens of the longest sequence.
+        num_rows: Sequences of a micro-batch on one device, at least one.
+    """
+    if device.platform != CPU.platform:
+        return ChunkSizes(ACCELERATOR_SIZE, ACCELERATOR_SIZE, head=ACCELERATOR_SIZE)
+    tile_size = CPU_TILE_SIZE if length <= CPU_LONG_LENGTH else CPU_LONG_TILE_SIZE
+    return ChunkSizes(tile_size, tile_size, head=max(1, CPU_HEAD_TOKENS // num_rows))
+
+
+def check_patterns(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> None:
+    """Check that each pattern of a recipe matches a parameter, and that a parameter is trained.
+
+    Raises:
+        UsageError: A pattern matches no parameter, or all are frozen.
+    """
+    for name in PATTERN_KEYS:
+        check_used(getattr(table, name), leaves, f"optimizer.{name}")
+    if not trained_leaves(table, leaves):
+        raise usage_error(
+            f"`{FREEZE_KEY}` matches all parameters",
+            "the run would train nothing",
+            "use fewer patterns",
+        )
+
+
+def trained_leaves(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> dict[str, ParamLeaf]:
+    """Return the parameters trained by a recipe."""
+    return {path: leaf for path, leaf in leaves.items() if not matches_any(table.freeze, path)}
+
+
+def state_leaves(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> tuple[StateLeaf, ...]:
+    """Return the leaves of the optimizer state that belong to parameters."""
+    itemsize = ITEMSIZES[table.moment_dtype]
+    trained = trained_leaves(table, leaves).values()
+    moments: list[StateLeaf] = []
+    for leaf in trained:
+        moments += [StateLeaf(leaf, axes, itemsize) for axes in table.moments(leaf)]
+    # Averages are float32 for every dtype: with a decay rate near 1 the updates are tiny.
+    averages = [StateLeaf(leaf, WHOLE, FLOAT32) for leaf in trained if table.ema]
+    return (*moments, *averages)

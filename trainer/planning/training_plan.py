@@ -22,9 +22,14 @@ from prepcli.models.slices import SliceCounts, check_slices, parse_slice_counts
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.collectives import AxisTraffic, axis_traffic
 from trainer.planning.model_shapes import PlannedModel
-from trainer.planning.optimizer_state import check_patterns
 from trainer.planning.step_flops import StepFlops, count_step_flops
-from trainer.planning.step_inputs import ITEMSIZES, run_dropout, step_inputs, with_adapters
+from trainer.planning.step_inputs import (
+    ITEMSIZES,
+    check_patterns,
+    run_dropout,
+    step_inputs,
+    with_adapters,
+)
 from trainer.planning.step_time import StepTime, estimate_step_time, tokens_per_step
 from trainer.recipe import Recipe
 

@@ -1,18 +1,24 @@
-"""The table of a recipe for its data."""
+"""The table `[data]` of a recipe, its tables `[[data.sources]]`, and the numbers of tokens of span corruption."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
+from prepcli.core.errors import Key, PrepError, text, usage_error
+from trainer.recipe.formatting import describe_type, example_value, format_value, suggest
 from trainer.recipe.key_types import (
     STRICT,
     DataSources,
+    KeySchema,
     LossTurns,
     NonNegativeInt,
     Paths,
     PathText,
+    PositiveFloat,
     TemplateArguments,
     UnitInterval,
     if_absent,
@@ -22,6 +28,7 @@ from trainer.recipe.text_fields import (
     DEFAULT_FIELDS,
     DEFAULT_IDS_DTYPE,
     DEFAULT_MAX_DOCUMENT_NBYTES,
+    FORMAT_FIELDS,
     DataFormat,
     DataType,
     IdsDtype,
@@ -31,6 +38,17 @@ from trainer.recipe.text_fields import (
 )
 
 MAX_DOCUMENT_LIMIT = 1 << 40
+SOURCES_KEY = "data.sources"
+EVAL_KEYS = ("eval_path", "eval_split")
+# Keys of `[data]` that name one dataset. With sources each source has its own.
+DATASET_KEYS = ("path", "eval_path", "eval_split", "config", "split", "revision")
+# Paths in which `~` and `${NAME}` are expanded.
+SOURCE_PATHS = ("path", "eval_path")
+NonEmptyText = Annotated[str, Field(min_length=1)]
+# Value of `data.objective`.
+SPAN_CORRUPTION = "span_corruption"
+# Setting that hints show.
+SOURCE_LENGTH_EXAMPLE = Key("data.source_length", 512)
 
 
 class Data(BaseModel):
@@ -286,3 +304,250 @@ class Data(BaseModel):
         if self.eval_path is None and self.eval_split is not None:
             return self.path
         return self.eval_path
+
+
+def _as_in_data(key: str, example: str = "") -> Any:
+    """Return the pydantic field for a key of a source, with the examples of the same key in `[data]`.
+
+    Args:
+        key: Name of the key in `[data]`.
+        example: Example to show instead of the one of `[data]`.
+    """
+    field = Data.model_fields[key]
+    # A source without a key has the value of `[data]`, except for the keys that name a
+    # dataset: with sources, `[data]` cannot have them.
+    absent = None
+    if key in DATASET_KEYS:
+        absent = field.json_schema_extra
+    examples = field.examples
+    if example:
+        examples = [example]
+    return Field(
+        default=None,
+        description=f"as `data.{key}`",
+        examples=examples,
+        json_schema_extra=absent,
+    )
+
+
+class DataSource(BaseModel):
+    """A dataset of a mixture. Missing keys have the values of `[data]`."""
+
+    model_config = STRICT
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$",
+        description="name in messages and metrics",
+        examples=["wiki"],
+    )
+    path: Paths = Field(description="as `data.path`", examples=["wiki/*.jsonl"])
+    weight: PositiveFloat | None = Field(
+        default=None,
+        description="share of the sequences, relative to the other sources. All sources have one, or none",
+        examples=[3],
+        json_schema_extra=if_absent("all sequences of all sources are shuffled together"),
+    )
+    eval_path: Paths | None = _as_in_data("eval_path", example="wiki-validation.jsonl")
+    eval_split: NonEmptyText | None = _as_in_data("eval_split")
+    type: DataType | None = _as_in_data("type", example="json")
+    format: DataFormat | None = _as_in_data("format", example="chat")
+    fields: NonEmptyText | None = _as_in_data("fields")
+    config: NonEmptyText | None = _as_in_data("config", example="en")
+    split: NonEmptyText | None = _as_in_data("split")
+    revision: NonEmptyText | None = _as_in_data("revision")
+    ids_dtype: IdsDtype | None = _as_in_data("ids_dtype")
+    bad_lines: NonNegativeInt | None = _as_in_data("bad_lines")
+
+
+SOURCE_SCHEMAS: Mapping[str, KeySchema] = DataSource.model_json_schema()["properties"]
+
+
+def parse_sources(data: Data) -> tuple[DataSource, ...]:
+    """Return the sources of a recipe's data, or () if it has a `path`.
+
+    Raises:
+        UsageError: A table is invalid, two have the same name, or only some have a weight.
+    """
+    tables = data.sources or ()
+    sources = tuple(_parse_source(number, table) for number, table in enumerate(tables, start=1))
+    names = [source.name for source in sources]
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise usage_error(
+            f"two tables of `{SOURCES_KEY}` have the name {twice!r}", "", "give each its own name"
+        )
+    unweighted = [source.name for source in sources if source.weight is None]
+    if 0 < len(unweighted) < len(names):
+        why = f"without one: {', '.join(unweighted)}"
+        raise usage_error(
+            f"only some tables of `{SOURCES_KEY}` have a weight",
+            why,
+            "give all of them one, or none",
+        )
+    return sources
+
+
+def source_data(data: Data, source: DataSource) -> Data:
+    """Return the data of a recipe with one source of its mixture, as if it were the only dataset."""
+    keys = source.model_dump(exclude={"name", "weight"}, exclude_none=True)
+    data_type = source.type or data.type
+    # A source of texts or token ids has no columns, whatever `[data]` says about them.
+    from_example = None
+    fields = None
+    if data_type in DEFAULT_FIELDS:
+        from_example = data.fields_from_example
+        fields = data.fields
+        if from_example is None:
+            fields = _source_fields(source.format, fields, DEFAULT_FIELDS[data_type])
+    columns = {"fields": fields, "fields_from_example": from_example}
+    # Keys of the source have priority over the columns of `[data]`. `model_copy` validates nothing,
+    # and both models are valid.
+    return data.model_copy(update={**columns, **keys, "sources": None})
+
+
+def _source_fields(data_format: DataFormat | None, fields: str | None, default: str) -> str | None:
+    """Return the columns of a source that names none. None if those of its first record decide.
+
+    Args:
+        data_format: Format of the source. None for the one of `[data]`.
+        fields: Columns of `[data]`.
+        default: Columns of the type of the source.
+    """
+    if data_format is None:
+        return fields
+    if data_format == AUTO:
+        return None
+    return FORMAT_FIELDS.get(data_format, fields or default)
+
+
+def has_eval_data(data: Data) -> bool:
+    """Return whether a run has data to evaluate on: held out, or a separate dataset."""
+    has_own = bool(data.eval_paths) or any({*EVAL_KEYS} & {*table} for table in data.sources or ())
+    return bool(data.holdout) or has_own
+
+
+def split_sources(data: Data) -> Iterator[tuple[DataSource | None, Data]]:
+    """Yield each source of a recipe with its data, or None with the data if it has no sources."""
+    if data.sources is None:
+        yield None, data
+    for source in parse_sources(data):
+        yield source, source_data(data, source)
+
+
+def _parse_source(number: int, table: Mapping[str, object]) -> DataSource:
+    try:
+        return DataSource.model_validate(table)
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+    # Outside of the `except` block, so that the error has no pydantic error as its context.
+    raise _key_error(number, str(details["loc"][0]), details["type"], table)
+
+
+def _key_error(number: int, key: str, error_type: str, table: Mapping[str, object]) -> PrepError:
+    """Return the error for a key of a table that is unknown, missing or invalid."""
+    place = f"table {number} of `{SOURCES_KEY}`"
+    if key not in SOURCE_SCHEMAS:
+        similar = suggest(key, SOURCE_SCHEMAS)
+        hint = f"known: {', '.join(SOURCE_SCHEMAS)}"
+        if similar:
+            hint = f"did you mean `{similar}`?"
+        return usage_error(f"{place}: unknown key `{key}`", "", hint)
+    schema = SOURCE_SCHEMAS[key]
+    if error_type == "missing" and key not in table:
+        state = "missing"
+    else:
+        state = format_value(table.get(key))
+    why = f"it takes {describe_type(schema)}: {schema['description']}"
+    return usage_error(f"{place}: `{key}` is {state}", why, f"`{key} = {example_value(schema)}`")
+
+
+@dataclass(frozen=True, slots=True)
+class SpanSizes:
+    """The numbers of tokens of each block of text, equal for all blocks.
+
+    Attributes:
+        block_length: Tokens of a block of text.
+        n_noise: Tokens that move to the target.
+        n_spans: Spans that these tokens form. In the source a sentinel takes the place of each
+            span.
+    """
+
+    block_length: int
+    n_noise: int
+    n_spans: int
+
+    @property
+    def source_length(self) -> int:
+        """Tokens of the source: the other tokens, a sentinel per span, and the end-of-sequence token."""
+        return self.block_length - self.n_noise + self.n_spans + 1
+
+    @property
+    def target_length(self) -> int:
+        """Tokens of the target: the spans, a sentinel before each, and the end-of-sequence token."""
+        return self.n_noise + self.n_spans + 1
+
+
+def span_sizes(source_length: int, *, noise_density: float, mean_span_length: float) -> SpanSizes:
+    """Return the numbers of tokens of the longest blocks whose sources have at most `source_length` tokens.
+
+    The formula comes from `random_spans_helper` and `random_spans_noise_mask` in
+    t5/data/preprocessors.py of google-research/text-to-text-transfer-transformer: 568 tokens for
+    sources of 512 and targets of 114.
+
+    Args:
+        source_length: Maximum tokens of a source.
+        noise_density: Fraction of the tokens of a block that move to the target.
+        mean_span_length: Mean tokens of a span.
+    """
+
+    def sizes(block_length: int) -> SpanSizes:
+        n_noise = min(max(round(block_length * noise_density), 1), block_length - 1)
+        return SpanSizes(block_length, n_noise, max(round(n_noise / mean_span_length), 1))
+
+    # The source of a block is shorter than the block, e.g. with density 0.15 and spans of 3:
+    # 568 tokens have 85 of noise in 28 spans. The source has 568 - 85 + 28 + 1 = 512 tokens, the target
+    # 85 + 28 + 1 = 114. A block of 569 tokens would have a source of 513.
+    # Sources do not shrink when blocks grow: step far ahead, then back in halves.
+    length = source_length
+    step = 1
+    while sizes(length + step).source_length <= source_length:
+        step *= 2
+    while step > 1:
+        step //= 2
+        if sizes(length + step).source_length <= source_length:
+            length += step
+    if noise_density == 0.5 and sizes(length).target_length > sizes(length).source_length:
+        # As in the source: sources and targets then have equal lengths.
+        length -= 1
+    return sizes(length)
+
+
+def recipe_span_sizes(data: Data) -> SpanSizes:
+    """Return the numbers of tokens of a recipe's blocks.
+
+    Raises:
+        UsageError: There is no `source_length`, it is too short for a span, or targets are longer
+            than `seq_length`.
+    """
+    if data.source_length is None:
+        why = 'sources have at most that number of tokens, with `objective = "span_corruption"`'
+        raise usage_error("`data.source_length` is missing", why, text("{}", SOURCE_LENGTH_EXAMPLE))
+    sizes = span_sizes(
+        data.source_length,
+        noise_density=data.noise_density,
+        mean_span_length=data.mean_noise_span_length,
+    )
+    n_other = sizes.block_length - sizes.n_noise
+    # Each span has a token of noise at least, and another token that separates it from the next span.
+    if sizes.source_length > data.source_length or sizes.n_spans > min(n_other, sizes.n_noise):
+        why = f"`noise_density` {data.noise_density:g} and `mean_noise_span_length` {data.mean_noise_span_length:g}"
+        raise usage_error(
+            f"`data.source_length` {data.source_length} is too short for span corruption",
+            f"{why} give {sizes.n_spans} spans with {sizes.n_noise} tokens in all, and {n_other} tokens between them",
+            text("{}", SOURCE_LENGTH_EXAMPLE),
+        )
+    if sizes.target_length > data.seq_length:
+        why = f"targets of sources of {data.source_length} tokens have {sizes.target_length}"
+        hint = text("{}", Key("data.seq_length", sizes.target_length, is_override=True))
+        raise usage_error(f"`data.seq_length` is {data.seq_length}", why, hint)
+    return sizes

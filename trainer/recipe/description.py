@@ -1,19 +1,23 @@
-"""The settings of a recipe as sentences: what a run will do, before it begins. No data or devices are needed."""
+"""A complete recipe as text: as TOML, and as sentences about what a run will do. No data or devices are needed."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prepcli.core.formatting import count_text
-from trainer.recipe.data_sources import split_sources
-from trainer.recipe.data_table import Data
-from trainer.recipe.lr_schedule import LRSchedule, build_lr_schedule
-from trainer.recipe.resolve import OPEN_SCHEDULES, warmup_steps_of
-from trainer.recipe.run_tables import EVAL_LOSS
-from trainer.recipe.tables import Recipe, Train
+from trainer.recipe.data_table import Data, split_sources
+from trainer.recipe.formatting import to_toml
+from trainer.recipe.hints import accepts
+from trainer.recipe.lr_schedule import DECAYS, LRSchedule, build_lr_schedule, warmup_steps_of
+from trainer.recipe.tables import EVAL_LOSS, Recipe, Train, key_schemas_of, value_of
 from trainer.recipe.text_fields import CHAT_FORMATS, FORMAT_FIELDS, WHOLE_TOKENS
 
+# Column of the comments of a written recipe, unless a value is longer.
+COMMENT_COLUMN = 48
+# The table that differs between the processes of a run.
+PROCESS_TABLE = "cluster"
 # Turns of a conversation by the value of `data.loss`.
 TURNS: Mapping[tuple[str, ...], str] = {
     ("assistant",): "the turns of the assistant",
@@ -28,6 +32,46 @@ OVERLONG_TEXTS = {
 }
 # A field without loss, e.g. `[question+context]`.
 BRACKETED_FIELD = re.compile(r"\[[^\[\]]*\]")
+
+
+def recipe_to_toml(recipe: Recipe, origins: Mapping[str, str]) -> str:
+    """Return TOML text with every key of a recipe except those of `cluster`, which `load_recipe` can read.
+
+    Args:
+        recipe: The recipe.
+        origins: Origins of values from outside the file, by dotted key. Written as comments.
+    """
+    return "\n".join(_toml_lines(recipe, origins)) + "\n"
+
+
+def _toml_lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of a recipe with all keys, each with the origin of its value."""
+    current_table = ""
+    schemas = key_schemas_of(recipe.optimizer.type)
+    for key in schemas:
+        table, _, name = key.rpartition(".")
+        if table == PROCESS_TABLE:
+            continue
+        if table != current_table:
+            yield from ("", f"[{table}]")
+            current_table = table
+        value = value_of(recipe, key)
+        if value is None:
+            line = f"# {name}: {schemas[key].get('absent')}"
+        else:
+            line = f"{name} = {_value_text(key, value)}"
+        yield f"{line:<{COMMENT_COLUMN}}# {origins[key]}" if key in origins else line
+
+
+def _value_text(key: str, value: Any) -> str:
+    """Return a value as TOML. A list of one text becomes the text if the key accepts it."""
+    is_one_text = (
+        isinstance(value, tuple)
+        and len(value) == 1
+        and isinstance(value[0], str)
+        and accepts(key, value[0])
+    )
+    return to_toml(value[0] if is_one_text else value)
 
 
 def recipe_lines(recipe: Recipe) -> Iterator[str]:
@@ -46,7 +90,7 @@ def _planned_schedule_text(recipe: Recipe) -> str:
     # A recipe has steps or epochs.
     assert recipe.train.epochs is not None
     length = f"over {_epochs_text(recipe.train.epochs)}"
-    if table.schedule in OPEN_SCHEDULES and not table.warmup_ratio:
+    if DECAYS[table.schedule].is_open and not table.warmup_ratio:
         # It does not depend on the steps of the run.
         return f"{schedule_text(build_lr_schedule(table, 1))} {length}"
     parts = [f"learning rate {table.lr:g}"]
@@ -56,7 +100,7 @@ def _planned_schedule_text(recipe: Recipe) -> str:
     elif table.warmup_ratio:
         parts.append(f"{start} {100 * table.warmup_ratio:g} % of the steps")
     decay = str(table.schedule)
-    if table.schedule not in OPEN_SCHEDULES:
+    if not DECAYS[table.schedule].is_open:
         decay += f" to {table.end_lr:g}"
     if table.decay_steps:
         decay += f" at step {table.decay_steps:,}"
@@ -71,17 +115,7 @@ def schedule_text(schedule: LRSchedule) -> str:
         parts.append(
             f"{schedule.warmup_shape} warm-up from {schedule.initial:g} in {count_text(schedule.warmup, 'step')}"
         )
-    if schedule.kind in OPEN_SCHEDULES:
-        parts.append(schedule.kind)
-    elif schedule.kind == "wsd":
-        parts.append(
-            f"constant, {schedule.cooldown_shape} to {schedule.end:g} in the last"
-            f" {schedule.cooldown:,} steps before step {schedule.decay:,}"
-        )
-    elif schedule.kind == "cosine_restarts":
-        parts.append(f"{schedule.cycles} cosines to {schedule.end:g} until step {schedule.decay:,}")
-    else:
-        parts.append(f"{schedule.kind} to {schedule.end:g} at step {schedule.decay:,}")
+    parts.append(DECAYS[schedule.kind].text.format(schedule))
     return ", ".join(parts)
 
 

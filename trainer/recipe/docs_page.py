@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.recipe.data_sources import SOURCE_SCHEMAS, SOURCES_KEY, DataSource
+from trainer.recipe.data_table import SOURCE_SCHEMAS, SOURCES_KEY, DataSource
 from trainer.recipe.formatting import describe_type, to_toml
-from trainer.recipe.key_schema import KeySchema
-from trainer.recipe.other_trainers import other_trainers
+from trainer.recipe.key_types import KeySchema
+from trainer.recipe.other_trainers import NAMES
 from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, schema, table_members
 
 INTRO = """\
@@ -109,7 +109,7 @@ It is resumed and resharded. `prep export` and `prep generate` take it with `--e
 |---|---|---|
 """
 
-NAMES = """
+OTHER_NAMES = """
 ## Names from other trainers
 
 An unknown key or option that another trainer uses is an error whose hint names the recipe key and its value.
@@ -138,7 +138,7 @@ def render_page() -> str:
             current_table = table
         parts.append(_key_row(name, KEY_SCHEMAS[key]))
     optimizers = [OPTIMIZERS, *_optimizer_rows()]
-    synonyms = [NAMES, *map(_synonym_row, other_trainers().names.items())]
+    synonyms = [OTHER_NAMES, *map(_synonym_row, NAMES.items())]
     return "".join([*parts, *_sources_section(), OUTRO, *optimizers, *synonyms])
 
 
@@ -184,9 +184,9 @@ def _table_description(recipe_schema: Mapping[str, Any], table: str) -> str:
     )
 
 
-def _synonym_row(entry: tuple[str, tuple[str, ...]]) -> str:
+def _synonym_row(entry: tuple[str, str]) -> str:
     key, names = entry
-    return _table_row(f"`{key}`", ", ".join(f"`{name}`" for name in names))
+    return _table_row(f"`{key}`", ", ".join(f"`{name}`" for name in names.split()))
 
 
 def _key_row(name: str, key_schema: KeySchema) -> str:

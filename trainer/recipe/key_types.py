@@ -1,8 +1,8 @@
-"""Types of recipe keys, and the configuration that all tables share."""
+"""Types of recipe keys, their JSON schemas, and the configuration that all tables share."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Required, TypedDict, cast
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -11,6 +11,8 @@ from prepcli.models.remat import ActivationName
 # TOML has types, so `"8"` for a number is a mistake and is not converted. It also has `inf` and `nan`,
 # which no key can use.
 STRICT = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+# Steps and lengths are int32 on devices.
+MAX_INT32 = 2**31 - 1
 PATH_PATTERN = r"^[^\x00]+$"
 PATH_SCHEMA = {"type": "string", "format": "path", "pattern": PATH_PATTERN}
 
@@ -121,3 +123,43 @@ def if_absent(meaning: str) -> dict[str, Any]:
 OptionalChunkSize = Annotated[
     PositiveInt | Literal[-1] | None, Field(json_schema_extra=if_absent("chosen for the devices"))
 ]
+
+
+JsonType = Literal["integer", "number", "boolean", "string", "object", "array", "null"]
+
+
+class ValueSchema(TypedDict, total=False):
+    """JSON schema of the values of one type."""
+
+    type: Required[JsonType]
+    format: str
+    # One value, or one of several texts.
+    const: object
+    enum: list[str]
+    minimum: float
+    maximum: float
+    exclusiveMinimum: float
+    exclusiveMaximum: float
+    pattern: str
+    minLength: int
+    items: ValueSchema
+    minItems: int
+    maxItems: int
+
+
+class KeySchema(TypedDict, total=False):
+    """JSON schema of a key: its documentation, and `anyOf` or the fields of a ValueSchema."""
+
+    description: Required[str]
+    anyOf: list[ValueSchema]
+    default: object
+    examples: list[object]
+    # The meaning of an absent key, see `if_absent`.
+    absent: str
+
+
+def alternatives(key_schema: KeySchema) -> list[ValueSchema]:
+    """Return the schemas of a key's accepted types, without null, the value of an absent key."""
+    if "anyOf" in key_schema:
+        return [schema for schema in key_schema["anyOf"] if schema["type"] != "null"]
+    return [cast(ValueSchema, key_schema)]

@@ -4,34 +4,156 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from prepcli.core.errors import PrepError, usage_error
-from trainer.recipe.checks import find_problems
-from trainer.recipe.corrections import correct_value
-from trainer.recipe.data_sources import SOURCE_PATHS, SOURCES_KEY
-from trainer.recipe.data_table import Data
+from prepcli.core.errors import Command, Option, PrepError, Text, join_texts, text, usage_error
+from trainer.recipe.conflicts import Problem, find_problems
+from trainer.recipe.data_table import SOURCE_PATHS, SOURCES_KEY, SPAN_CORRUPTION, Data
 from trainer.recipe.formatting import (
+    TomlTable,
+    TomlValue,
     describe_type,
     example_value,
+    format_text,
     format_value,
+    key_line_numbers,
+    parse_override_value,
+    parse_toml,
     suggest,
 )
-from trainer.recipe.key_schema import KeySchema, alternatives
+from trainer.recipe.hints import (
+    MAX_HINTED,
+    correct_value,
+    guess_key,
+    override_hint,
+    similar_choice,
+    unknown_key_hint,
+    unknown_leaves,
+)
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
-from trainer.recipe.problems import Diagnostic, Problem, diagnostics_error
-from trainer.recipe.raw_recipe import RawRecipe, apply_overrides, read_recipe
-from trainer.recipe.span_corruption import SPAN_CORRUPTION
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe, is_path
 from trainer.recipe.text_fields import AUTO, DEFAULT_FIELDS, FORMAT_FIELDS, PLAIN
-from trainer.recipe.toml_values import TomlTable, TomlValue
-from trainer.recipe.unknown_keys import find_unknown_keys, guess_key, is_known, unknown_key_hint
 
 ENV_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+# Control characters, and the surrogates of bytes of an argument that are not UTF-8.
+INVALID_VALUE_CHARS = re.compile(r"[\x00-\x08\n-\x1f\x7f\ud800-\udfff]")
+# Each folder of weights has at least one of these files.
+CHECKPOINT_FILES = ("config.json", "prep-manifest.json", "_METADATA")
+MAX_LISTED_RECIPES = 5
+# Limit on the memory that a wrong path, such as a file of weights, can take.
+MAX_RECIPE_NBYTES = 16 << 20
+# Diagnostics that are listed. The rest are counted.
+MAX_SHOWN = 20
+OVERRIDES = Option("overrides")
+RECIPES_HINT = text("{} lists recipes", Command("recipes"))
+ALL_KEYS_HINT = text("{} lists all keys", Command("docs", "recipes"))
+
+
+@dataclass(frozen=True, slots=True)
+class RawRecipe:
+    """Values of a recipe file, overridden by `--set`, before validation.
+
+    Attributes:
+        path: The file.
+        tables: Parsed values, with overrides applied.
+        overridden_keys: Dotted keys that `--set` gave.
+        line_numbers: Line of each dotted key and table of the file.
+        is_of_options: The values come from options of a command without a recipe file.
+    """
+
+    path: Path
+    tables: Mapping[str, TomlValue]
+    overridden_keys: frozenset[str] = frozenset()
+    line_numbers: Mapping[str, int] = field(default_factory=dict)
+    is_of_options: bool = False
+
+    def has(self, key: str) -> bool:
+        """Return whether the file or `--set` gives a key or a table."""
+        table, _, name = key.partition(".")
+        values = self.tables.get(table)
+        if not name:
+            return table in self.tables
+        return isinstance(values, Mapping) and name in values
+
+    def get(self, key: str) -> TomlValue:
+        """Return the raw value of a key that `has` finds."""
+        table, _, name = key.partition(".")
+        value = self.tables[table]
+        if not name:
+            return value
+        assert isinstance(value, dict)
+        return value[name]
+
+    def line_number(self, key: str) -> int:
+        """Return the line of a key, else of its table, or 0 for overridden keys and keys absent from the file."""
+        if key in self.overridden_keys:
+            return 0
+        parts = key.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((self.line_numbers[each] for each in prefixes if each in self.line_numbers), 0)
+
+    def diagnostic(self, key: str, what: str, why: str = "", hint: str = "") -> Diagnostic:
+        """Return a diagnostic for a key, at its place: the override, file:line, or the file."""
+        if key in self.overridden_keys:
+            return _override_diagnostic(OVERRIDES, what, why, hint)
+        line = self.line_number(key)
+        place = f"{self.path}:{line}" if line else f"{self.path}"
+        return Diagnostic(place, what, why, hint, line)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """One error of a recipe, with its place.
+
+    Attributes:
+        place: `FILE:LINE`, the option for overrides, or the file for a missing key.
+        what: What is wrong, as in `PrepError`.
+        why: The value that causes it.
+        hint: How to fix it.
+        line: The line in the file, or 0 for overrides and missing keys.
+        is_override: Whether the place is an override.
+    """
+
+    place: str
+    what: str
+    why: str = ""
+    hint: str = ""
+    line: int = 0
+    is_override: bool = False
+
+    @property
+    def text(self) -> Text:
+        """The diagnostic as one line of a list."""
+        what = text("{}: {}", self.place, self.what)
+        return join_texts(" - ", [part for part in (what, self.why, self.hint) if part])
+
+
+def _diagnostics_error(path: Path, diagnostics: Sequence[Diagnostic]) -> PrepError:
+    """Return one UsageError that reports all diagnostics.
+
+    The order is: diagnostics of the file by line, of overrides, of missing keys.
+
+    Args:
+        path: The recipe.
+        diagnostics: At least one diagnostic.
+    """
+    # False sorts before True. Lines of the file come first. Overrides and missing keys both have line 0.
+    ordered = sorted(diagnostics, key=lambda item: (not item.line, item.line, not item.is_override))
+    if len(ordered) == 1:
+        only = ordered[0]
+        what = text("{}: {}", only.place, only.what)
+        return usage_error(what, only.why, only.hint or ALL_KEYS_HINT)
+    lines: list[str] = [diagnostic.text for diagnostic in ordered[:MAX_SHOWN]]
+    if len(ordered) > MAX_SHOWN:
+        lines.append(f"and {len(ordered) - MAX_SHOWN:,} more")
+    what = f"{path} has {len(ordered):,} errors"
+    return usage_error(what, join_texts("\n", lines), ALL_KEYS_HINT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +197,17 @@ def complete_recipe(raw: RawRecipe, overrides: Sequence[str] = ()) -> LoadedReci
         UsageError: The recipe is invalid. The error lists all diagnostics.
     """
     raw, diagnostics = apply_overrides(raw, overrides)
-    unknown_key_diagnostics, intended_keys = _check_unknown_keys(raw)
     expanded, path_diagnostics = _expand_paths(raw)
-    diagnostics += [
-        *unknown_key_diagnostics,
-        *path_diagnostics,
-        *_missing_model_path(raw, intended_keys),
-    ]
-    recipe = _validate_tables(expanded, raw, intended_keys)
+    tables = _with_dependent_defaults(raw, expanded)
+    recipe = _validate(tables)
+    intended_keys: set[str] = set()
+    if isinstance(recipe, ValidationError):
+        unknown = _pop_unknown_keys(tables, recipe, raw)
+        unknown_diagnostics, intended_keys = _describe_unknown_keys(unknown, raw)
+        diagnostics += unknown_diagnostics
+        # Conflicts of the known keys are reported with the unknown ones.
+        recipe = _validate(tables) if unknown else recipe
+    diagnostics += [*path_diagnostics, *_missing_model_path(raw, intended_keys)]
     if isinstance(recipe, Recipe):
         # A misspelled key may cause a conflict in the table of the key that was meant.
         affected_tables = {_table_name(key) for key in intended_keys}
@@ -90,150 +215,164 @@ def complete_recipe(raw: RawRecipe, overrides: Sequence[str] = ()) -> LoadedReci
             if affected_tables.isdisjoint(map(_table_name, problem.keys)):
                 diagnostics.append(_locate_problem(problem, raw))
     else:
-        diagnostics += recipe
+        diagnostics += _describe_errors(recipe, raw, intended_keys)
     if diagnostics or not isinstance(recipe, Recipe):
-        raise diagnostics_error(raw.path, diagnostics)
+        raise _diagnostics_error(raw.path, diagnostics)
     return LoadedRecipe(recipe, _value_origins(raw))
 
 
-def _table_name(key: str) -> str:
-    return key.partition(".")[0]
+def read_recipe(path: Path) -> RawRecipe:
+    """Read a recipe file.
 
-
-def _locate_problem(problem: Problem, raw: RawRecipe) -> Diagnostic:
-    """Return the problem with the line of its first key in the recipe."""
-    # The first key that the user wrote has a line. If all are defaults, the file is named.
-    key = next(filter(raw.has, problem.keys), problem.keys[0])
-    return raw.diagnostic(key, problem.what, problem.why, problem.hint)
-
-
-def _check_unknown_keys(raw: RawRecipe) -> tuple[list[Diagnostic], set[str]]:
-    """Return the diagnostics of unknown keys, and the known keys and tables that were probably meant."""
-    diagnostics: list[Diagnostic] = []
-    intended_keys: set[str] = set()
-    hinted, others = find_unknown_keys(raw.tables)
-    for path, value in hinted:
-        diagnostics.append(
-            raw.diagnostic(path, f"unknown key `{path}`", hint=unknown_key_hint(path, value))
-        )
-        intended_keys |= {path, guess_key(path)}
-        if isinstance(value, dict):
-            table = suggest(path, TABLE_NAMES)
-            intended_keys |= {f"{table}.{key}" for key in value}
-    for path in others:
-        diagnostics.append(raw.diagnostic(path, f"unknown key `{path}`"))
-    return diagnostics, intended_keys - {""}
-
-
-def _missing_model_path(raw: RawRecipe, intended_keys: Collection[str]) -> list[Diagnostic]:
-    """Return the diagnostic of a missing `model.path`. The key is not required with `model.init = "random"`."""
-    key = "model.path"
-    is_random = raw.has("model.init") and raw.get("model.init") == "random"
-    if raw.has(key) or is_random or key in intended_keys:
-        return []
-    return [_missing_key(key, raw)]
-
-
-def _value_origins(raw: RawRecipe) -> dict[str, str]:
-    """Return which keys come from defaults and which from overrides."""
-    origins: dict[str, str] = {}
-    for key in KEY_SCHEMAS:
-        if not raw.has(key):
-            origins[key] = "default"
-    for key in raw.overridden_keys:
-        origins[key] = "override"
-    return origins
-
-
-def _validate_tables(
-    raw: RawRecipe, unexpanded: RawRecipe, intended_keys: Collection[str]
-) -> Recipe | list[Diagnostic]:
-    """Return the recipe, or the diagnostics of its values. Unknown keys are ignored.
-
-    Args:
-        raw: The recipe with expanded paths.
-        unexpanded: The recipe as the user wrote it, for messages.
-        intended_keys: Keys probably meant by unknown keys. They are not reported as missing.
+    Raises:
+        UsageError: The file does not exist, is a folder, is not UTF-8 or not TOML.
+        PrepError: The file cannot be read.
     """
     try:
-        return Recipe.model_validate(_with_dependent_defaults(raw))
-    except ValidationError as error:
-        # A key with a union of types has one error per type. The dict keeps one of them per key.
-        error_types = {
-            _schema_key(item["loc"]): item["type"] for item in error.errors(include_url=False)
-        }
-    diagnostics: list[Diagnostic] = []
-    for key, error_type in error_types.items():
-        # A list with too few items has an error of type "missing" too, but its key is there.
-        is_missing = error_type == "missing" and not raw.has(key)
-        if not is_missing:
-            diagnostics.append(_invalid_value(key, unexpanded))
-        elif key not in intended_keys:
-            diagnostics.append(_missing_key(key, unexpanded))
-    return diagnostics
+        # The file may be a pipe without a size, `prep train <(sed ... recipe.toml)`: read one byte
+        # more than the limit instead of asking for the size.
+        with path.open("rb") as file:
+            data = file.read(MAX_RECIPE_NBYTES + 1)
+    except FileNotFoundError:
+        similar_name = suggest(path.name, sorted(file.name for file in path.parent.glob("*.toml")))
+        if similar_name:
+            hint = f"did you mean `{path.parent / similar_name}`?"
+        else:
+            hint = RECIPES_HINT
+        raise usage_error(f"{path} does not exist", "a recipe is a TOML file", hint) from None
+    except IsADirectoryError:
+        raise _folder_error(path) from None
+    except OSError as error:
+        raise PrepError(
+            f"{path} cannot be read",
+            error.strerror or str(error),
+            "check the path and its permissions",
+        ) from None
+    if len(data) > MAX_RECIPE_NBYTES:
+        why = f"it has more than {MAX_RECIPE_NBYTES:,} bytes"
+        raise usage_error(f"{path} is not a recipe", why, RECIPES_HINT)
+    content = _decode_text(data, path)
+    return RawRecipe(path, _parse_recipe(content, path), line_numbers=key_line_numbers(content))
 
 
-def _schema_key(location: tuple[int | str, ...]) -> str:
-    """Return the key that contains a location of a pydantic error, which includes the tag of a union's member."""
-    # E.g. ("optimizer", "adamw", "lr") -> `optimizer.lr`, ("data", "path", 0) -> `data.path`.
-    table, *rest = location
-    if table == "optimizer" and rest[:1] and rest[0] in OPTIMIZER_TABLES:
-        location = (table, *rest[1:])
-    path = ".".join(map(str, location))
-    for key in KEY_SCHEMAS:
-        if path == key or path.startswith(f"{key}."):
-            return key
-    return path
+def _folder_error(folder: Path) -> PrepError:
+    recipes = sorted(folder.glob("*.toml"))[:MAX_LISTED_RECIPES]
+    if recipes or not any((folder / name).exists() for name in CHECKPOINT_FILES):
+        hint = RECIPES_HINT
+        if recipes:
+            hint = f"recipes in it: {', '.join(map(str, recipes))}"
+        return usage_error(f"{folder} is a folder", "a recipe is a TOML file", hint)
+    train = Command("train", "RECIPE.toml", Option("overrides", f"model.path={folder}"))
+    hint = text("{}; {}", train, RECIPES_HINT)
+    return usage_error(f"{folder} is a checkpoint", "a recipe is a TOML file", hint)
 
 
-def _with_dependent_defaults(raw: RawRecipe) -> dict[str, object]:
-    """Return all known values with the defaults that depend on other values.
+def _decode_text(data: bytes, path: Path) -> str:
+    """Decode the UTF-8 of a recipe without carriage returns."""
+    try:
+        # tomllib rejects a byte order mark. Line numbers are counted without carriage returns.
+        return data.decode().removeprefix("\ufeff").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        why = f"byte {error.start} of the file is 0x{error.object[error.start]:02x}"
+        raise usage_error(f"{path}:{line}: not UTF-8", why, "save the file as UTF-8") from None
 
-    Every table is present, so that pydantic reports missing keys instead of missing tables.
+
+def _parse_recipe(content: str, path: Path) -> TomlTable:
+    """Parse a recipe. Raise PrepError with the line of an error."""
+    try:
+        return parse_toml(content)
+    except tomllib.TOMLDecodeError as error:
+        # E.g. "Invalid value (at line 3, column 8)" or "Unterminated string (at end of document)"
+        message, _, location = str(error).rpartition(" (at ")
+        line, column = re.findall(r"\d+", location) or (content.count("\n") + 1, None)
+        # E.g. "Cannot declare ('data', 'x') twice"
+        keys = re.sub(r"\('(.*?)',?\)", lambda match: f"`{match[1]}`", message)
+        why = keys[:1].lower() + keys[1:].replace("', '", ".")
+        if column:
+            why += f" (column {column})"
+        hint: str = RECIPES_HINT
+        if message == "Invalid value":
+            hint = 'text needs quotes: `mesh = "1,1,8"`'
+        raise usage_error(f"{path}:{line}: invalid TOML", why, hint) from None
+    # tomllib recurses for nested lists, and `int` raises ValueError above its limit of digits.
+    except (RecursionError, ValueError):
+        why = "lists or tables are nested too deeply, or a number has too many digits"
+        raise usage_error(f"{path}: not a recipe", why, RECIPES_HINT) from None
+
+
+def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe, list[Diagnostic]]:
+    """Apply `--set` options to a recipe. The last option for a key is used.
+
+    Args:
+        raw: The recipe.
+        overrides: `KEY=VALUE` texts. VALUE is TOML. It is taken as text if it is not valid TOML, or
+            if the key takes text and VALUE is TOML of another type. An empty VALUE removes a key
+            that may be absent.
+
+    Returns:
+        The recipe with the overrides, and the diagnostics of invalid overrides.
     """
-    known = _drop_unknown_keys(raw.tables)
-    tables: dict[str, object] = {
-        "name": raw.path.stem,
-        **{name: {} for name in TABLE_NAMES},
-        **known,
+    tables = _copy_tables(raw.tables)
+    keys: set[str] = set()
+    diagnostics: list[Diagnostic] = []
+    for argument in overrides:
+        override = _parse_override(argument)
+        if isinstance(override, Diagnostic):
+            diagnostics.append(override)
+            continue
+        key, value = override
+        table, _, name = key.rpartition(".")
+        values = tables
+        if table:
+            values = tables.setdefault(table, {})
+        is_unset = value == "" and "absent" in KEY_SCHEMAS[key]
+        if isinstance(values, dict) and is_unset:
+            values.pop(name, None)
+        # Otherwise the file's table is invalid, and validation reports it.
+        elif isinstance(values, dict):
+            values[name] = value
+        if is_unset:
+            keys.discard(key)
+        else:
+            keys.add(key)
+    return replace(raw, tables=tables, overridden_keys=frozenset(keys)), diagnostics
+
+
+def _copy_tables(tables: Mapping[str, TomlValue]) -> TomlTable:
+    """Return a copy of the tables whose keys may be changed."""
+    return {
+        name: dict(value) if isinstance(value, dict) else value for name, value in tables.items()
     }
-    data = known.get("data", {})
-    if not isinstance(data, dict):
-        return tables
-    defaults: dict[str, object] = {}
-    if raw.has(SOURCES_KEY):
-        defaults["path"] = None
-    names_columns = raw.has("data.fields") or raw.has("data.fields_from_example")
-    data_type = data.get("type", Data.model_fields["type"].default)
-    has_columns = isinstance(data_type, str) and data_type in DEFAULT_FIELDS
-    if names_columns or not has_columns or data.get("objective") == SPAN_CORRUPTION:
-        # A recipe that names columns is taken at its word. Span corruption reads plain text only.
-        defaults["format"] = PLAIN
-    data_format = data.get("format", defaults.get("format", AUTO))
-    if has_columns and not raw.has("data.fields_from_example") and data_format != AUTO:
-        # The default columns depend on the format, e.g. `messages` for chats.
-        defaults["fields"] = FORMAT_FIELDS.get(str(data_format), DEFAULT_FIELDS[str(data_type)])
-    tables["data"] = defaults | data
-    return tables
 
 
-def _drop_unknown_keys(tables: Mapping[str, TomlValue]) -> TomlTable:
-    """Return the tables without unknown keys."""
-    known: TomlTable = {}
-    for name, values in tables.items():
-        if name in TABLE_NAMES and isinstance(values, dict):
-            known[name] = {
-                key: value for key, value in values.items() if is_known(name, key, values)
-            }
-        # A quoted key `"data.path"` above the first table has a dot, but is no key of a recipe.
-        elif name in TABLE_NAMES or (name in KEY_SCHEMAS and "." not in name):
-            known[name] = values
-    return known
+def _parse_override(override: str) -> tuple[str, TomlValue] | Diagnostic:
+    """Parse `KEY=VALUE`. Return the key and its value, or what is wrong."""
+    key, equals, value_text = (part.strip(" \t") for part in override.partition("="))
+    option = replace(OVERRIDES, value=format_text(override))
+    if not equals:
+        hint = text("{}", replace(OVERRIDES, value="optimizer.lr=1e-4"))
+        return _override_diagnostic(option, "no value", "it takes KEY=VALUE", hint)
+    if key in TABLE_NAMES:
+        hint = text("{}", replace(OVERRIDES, value=f"{key}.KEY=VALUE"))
+        return _override_diagnostic(option, "a whole table", "it sets one key", hint)
+    if key not in KEY_SCHEMAS:
+        hint = unknown_key_hint(key, parse_override_value(value_text, None), is_override=True)
+        return _override_diagnostic(OVERRIDES, f"unknown key `{key}`", hint=hint)
+    if INVALID_VALUE_CHARS.search(value_text):
+        why = "a value is one line of UTF-8 text without control characters"
+        return _override_diagnostic(option, "invalid value", why, "remove the character")
+    return key, parse_override_value(value_text, KEY_SCHEMAS[key])
+
+
+def _override_diagnostic(option: Option, what: str, why: str = "", hint: str = "") -> Diagnostic:
+    """Return a diagnostic of an override."""
+    return Diagnostic(text("{}", option), what, why, hint, is_override=True)
 
 
 def _expand_paths(raw: RawRecipe) -> tuple[RawRecipe, list[Diagnostic]]:
     """Expand `~` and `${NAME}` in all paths. Return the recipe, and the diagnostics of paths that cannot be."""
-    tables = raw.copy_tables()
+    tables = _copy_tables(raw.tables)
     diagnostics: list[Diagnostic] = []
     for key in KEY_SCHEMAS:
         if (is_path(key) or key == SOURCES_KEY) and raw.has(key):
@@ -279,6 +418,118 @@ def _expand_path(text: str, key: str) -> str:
     return expanded
 
 
+def _with_dependent_defaults(raw: RawRecipe, expanded: RawRecipe) -> dict[str, Any]:
+    """Return all values with the defaults that depend on other values.
+
+    Every table is present, so that pydantic reports missing keys instead of missing tables.
+    """
+    tables: dict[str, Any] = {"name": raw.path.stem, **{name: {} for name in TABLE_NAMES}}
+    tables |= _copy_tables(expanded.tables)
+    data = tables["data"]
+    if not isinstance(data, dict):
+        return tables
+    defaults: dict[str, object] = {}
+    if raw.has(SOURCES_KEY):
+        defaults["path"] = None
+    names_columns = raw.has("data.fields") or raw.has("data.fields_from_example")
+    data_type = data.get("type", Data.model_fields["type"].default)
+    has_columns = isinstance(data_type, str) and data_type in DEFAULT_FIELDS
+    if names_columns or not has_columns or data.get("objective") == SPAN_CORRUPTION:
+        # A recipe that names columns is taken at its word. Span corruption reads plain text only.
+        defaults["format"] = PLAIN
+    data_format = data.get("format", defaults.get("format", AUTO))
+    if has_columns and not raw.has("data.fields_from_example") and data_format != AUTO:
+        # The default columns depend on the format, e.g. `messages` for chats.
+        defaults["fields"] = FORMAT_FIELDS.get(str(data_format), DEFAULT_FIELDS[str(data_type)])
+    tables["data"] = defaults | data
+    return tables
+
+
+def _validate(tables: Mapping[str, Any]) -> Recipe | ValidationError:
+    try:
+        return Recipe.model_validate(tables)
+    except ValidationError as error:
+        return error
+
+
+def _pop_unknown_keys(
+    tables: dict[str, Any], error: ValidationError, raw: RawRecipe
+) -> list[tuple[str, TomlValue]]:
+    """Remove the unknown keys from the tables. Return their paths and values in the order of the file."""
+    unknown: list[tuple[str, TomlValue]] = []
+    for item in error.errors(include_url=False):
+        if item["type"] == "extra_forbidden":
+            *table, name = _without_tag(item["loc"])
+            values = tables[table[0]] if table else tables
+            unknown.append((".".join((*table, name)), values.pop(name)))
+    return sorted(unknown, key=lambda item: raw.line_number(item[0]))
+
+
+def _describe_unknown_keys(
+    unknown: Sequence[tuple[str, TomlValue]], raw: RawRecipe
+) -> tuple[list[Diagnostic], set[str]]:
+    """Return the diagnostics of unknown keys, and the known keys and tables that were probably meant."""
+    diagnostics: list[Diagnostic] = []
+    intended_keys: set[str] = set()
+    for path, value in unknown[:MAX_HINTED]:
+        for leaf, item in unknown_leaves(path, value):
+            hint = unknown_key_hint(leaf, item)
+            diagnostics.append(raw.diagnostic(leaf, f"unknown key `{leaf}`", hint=hint))
+            intended_keys |= {leaf, guess_key(leaf)}
+            if isinstance(item, dict):
+                table = suggest(leaf, TABLE_NAMES)
+                intended_keys |= {f"{table}.{key}" for key in item}
+    for path, _ in unknown[MAX_HINTED:]:
+        diagnostics.append(raw.diagnostic(path, f"unknown key `{path}`"))
+    return diagnostics, intended_keys - {""}
+
+
+def _describe_errors(
+    error: ValidationError, raw: RawRecipe, intended_keys: Collection[str]
+) -> Iterator[Diagnostic]:
+    """Yield the diagnostics of missing keys and invalid values.
+
+    Args:
+        error: The error of pydantic.
+        raw: The recipe as the user wrote it.
+        intended_keys: Keys probably meant by unknown keys. They are not reported as missing.
+    """
+    # A key with a union of types has one error per type. The dict keeps one of them per key.
+    error_types = {
+        _schema_key(item["loc"]): item["type"] for item in error.errors(include_url=False)
+    }
+    for key, error_type in error_types.items():
+        # A list with too few items has an error of type "missing" too, but its key is there.
+        is_missing = error_type == "missing" and not raw.has(key)
+        if not is_missing:
+            yield _invalid_value(key, raw)
+        elif key not in intended_keys:
+            yield _missing_key(key, raw)
+
+
+def _without_tag(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """Return a location of pydantic without the optimizer's type, e.g. ("optimizer", "adamw", "lr")."""
+    parts = tuple(map(str, location))
+    if parts[0] == "optimizer" and parts[1:2] and parts[1] in OPTIMIZER_TABLES:
+        return (parts[0], *parts[2:])
+    return parts
+
+
+def _schema_key(location: tuple[int | str, ...]) -> str:
+    """Return the key that contains a location, e.g. ("data", "path", 0) -> `data.path`."""
+    path = ".".join(_without_tag(location))
+    return next((key for key in KEY_SCHEMAS if f"{path}.".startswith(f"{key}.")), path)
+
+
+def _missing_model_path(raw: RawRecipe, intended_keys: Collection[str]) -> list[Diagnostic]:
+    """Return the diagnostic of a missing `model.path`. The key is not required with `model.init = "random"`."""
+    key = "model.path"
+    is_random = raw.has("model.init") and raw.get("model.init") == "random"
+    if raw.has(key) or is_random or key in intended_keys:
+        return []
+    return [_missing_key(key, raw)]
+
+
 def _missing_key(key: str, raw: RawRecipe) -> Diagnostic:
     table, _, name = key.rpartition(".")
     hint = f"`{name} = {example_value(KEY_SCHEMAS[key])}` in [{table}]"
@@ -294,38 +545,39 @@ def _invalid_value(key: str, raw: RawRecipe) -> Diagnostic:
     value = raw.path.stem
     if raw.has(key):
         value = raw.get(key)
-    corrected = correct_value(value, key_schema)
-    similar_choice = ""
-    if not corrected:
-        similar_choice = _similar_choice(value, key_schema)
-    if similar_choice:
-        hint = f"did you mean `{similar_choice}`?"
+    corrected = correct_value(key, value)
+    similar = "" if corrected else similar_choice(value, key_schema)
+    toml_value = corrected or example_value(key_schema)
+    if similar:
+        hint = f"did you mean `{similar}`?"
+    elif key in raw.overridden_keys or raw.is_of_options:
+        hint = override_hint(key, toml_value)
     else:
-        hint = raw.set_hint(key, corrected or example_value(key_schema))
+        hint = f"`{key.rpartition('.')[2]} = {toml_value}`"
     return raw.diagnostic(key, f"`{key}` is {format_value(value)}", _describe_key(key), hint)
-
-
-def _similar_choice(value: TomlValue, key_schema: KeySchema) -> str:
-    """Return the choice of a key, or of its lists, that is similar to an invalid text, or "" if there is none."""
-    is_list = isinstance(value, list)
-    items = [value]
-    if is_list:
-        items = value
-    choices: list[str] = []
-    for alternative in alternatives(key_schema):
-        schema = alternative
-        if is_list:
-            if "items" not in alternative:
-                continue
-            schema = alternative["items"]
-        choices += schema.get("enum", ())
-    for item in items:
-        if isinstance(item, str) and item not in choices:
-            similar = suggest(item, choices)
-            if similar:
-                return similar
-    return ""
 
 
 def _describe_key(key: str) -> str:
     return f"it takes {describe_type(KEY_SCHEMAS[key])}: {KEY_SCHEMAS[key]['description']}"
+
+
+def _table_name(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _locate_problem(problem: Problem, raw: RawRecipe) -> Diagnostic:
+    """Return the problem with the line of its first key in the recipe."""
+    # The first key that the user wrote has a line. If all are defaults, the file is named.
+    key = next(filter(raw.has, problem.keys), problem.keys[0])
+    return raw.diagnostic(key, problem.what, problem.why, problem.hint)
+
+
+def _value_origins(raw: RawRecipe) -> dict[str, str]:
+    """Return which keys come from defaults and which from overrides."""
+    origins: dict[str, str] = {}
+    for key in KEY_SCHEMAS:
+        if not raw.has(key):
+            origins[key] = "default"
+    for key in raw.overridden_keys:
+        origins[key] = "override"
+    return origins

@@ -1,27 +1,34 @@
-"""The learning rate schedule of an optimizer, for arrays of JAX and for numbers of NumPy. No jax."""
+"""Learning rate schedules: one table of them, for arrays of JAX, for plans and for reports. No jax.
+
+A new schedule needs an entry of DECAYS, its name in `ScheduleKind`, and its own keys in `OptimizerTable`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
+from prepcli.core.errors import Key, Text, text, usage_error
 from prepcli.core.json_values import JsonObject
-from prepcli.planning.manifest_fields import ScheduleRecord
+from trainer.recipe.key_types import MAX_INT32
 from trainer.recipe.optimizer_tables import (
     PALM_REFERENCE_LR,
+    PALM_WARMUP_STEPS,
     OptimizerTable,
     PalmTable,
     RampShape,
     ScheduleKind,
 )
-from trainer.recipe.resolve import OPEN_SCHEDULES, warmup_decay
 
-# Fields without effect in schedules that never end (`constant` and `rsqrt`).
+if TYPE_CHECKING:
+    from prepcli.planning.manifest_fields import ScheduleRecord
+
+# Length of the decay of wsd, as a fraction of the steps until its end.
+DEFAULT_COOLDOWN = 0.1
+# Fields without effect in schedules that never end.
 OPEN_FIELDS = ("end", "decay")
 # A cosine falls once in half a wave.
 HALF_WAVE = 0.5
@@ -34,9 +41,7 @@ class LRSchedule:
     Attributes:
         peak: Learning rate after warm-up.
         end: Learning rate from step `decay` on. Not used by `constant` and `rsqrt`.
-        kind: Shape of the decay. `constant` keeps `peak`, `wsd` keeps it until the last `cooldown`
-            steps, `cosine_restarts` falls to `end` `cycles` times, and `rsqrt` multiplies it by
-            sqrt(warmup / step).
+        kind: Shape of the decay, a name of DECAYS.
         warmup: Steps of warm-up.
         decay: Step at which the decay ends, counted from 0 with warm-up included.
         initial: Learning rate of step 0, if there is warm-up.
@@ -67,55 +72,17 @@ class LRSchedule:
         """
         xp = step.__array_namespace__()
         float_step = xp.asarray(step, dtype=float)
-        return xp.where(
-            step < self.warmup,
-            self._in_warmup(float_step, xp),
-            self._after_warmup(step, float_step, xp),
-        )
-
-    def _in_warmup(self, step: Any, xp: Any) -> Any:
-        """Return the learning rate of a step of warm-up."""
         # Without warm-up, the divisor 1 avoids 0 / 0, and no step is selected.
         length = max(self.warmup, 1)
         rise = self.peak - self.initial
         if self.warmup_shape == "linear":
-            return self.initial + rise * step / length
-        # Later steps are not selected. They are clipped for the square root.
-        remaining = 1.0 - xp.clip(step / length, 0.0, 1.0)
-        return self.initial + rise * _fall(remaining, self.warmup_shape, HALF_WAVE, xp)
-
-    def _after_warmup(self, step: Any, float_step: Any, xp: Any) -> Any:
-        """Return the learning rate of a step after warm-up."""
-        if self.kind == "rsqrt":
-            start = float(max(self.warmup, 1))
-            # peak * sqrt(warmup / step): at step = warmup it is `peak`, at step = 4 * warmup half
-            # of it.
-            return self.peak * math.sqrt(start) / xp.sqrt(xp.maximum(float_step, start))
-        # With warmup 100 and decay 1,000, `linear` and `cosine` fall from step 100 to step 1,000. With
-        # a cooldown of 200, `wsd` (warmup, stable, decay: arXiv:2404.06395) falls from step 800.
-        start = self.warmup
-        if self.kind == "wsd":
-            start = self.decay - self.cooldown
-        length = max(self.decay - start, 1)
-        progress = xp.clip((float_step - start) / length, 0.0, 1.0)
-        if self.kind == "constant":
-            remaining = xp.ones_like(progress)
-        elif self.kind == "wsd":
-            remaining = _fall(progress, self.cooldown_shape, self.cooldown_waves, xp)
-            # Other waves than half ones do not end at 0.
-            remaining = xp.where(progress < 1.0, remaining, 0.0)
-        elif self.kind == "cosine_restarts":
-            remaining = _fall(self._cycle_progress(step, length, xp), "cosine", HALF_WAVE, xp)
+            warmup_rate = self.initial + rise * float_step / length
         else:
-            remaining = _fall(progress, self.kind, HALF_WAVE, xp)
-        return self.end + (self.peak - self.end) * remaining
-
-    def _cycle_progress(self, step: Any, length: int, xp: Any) -> Any:
-        """Return the fraction of its cycle that a step has done, e.g. 0.5 in the middle (arXiv:1608.03983)."""
-        # In integers: 3 cycles of 10 steps restart at step 10, where 3 * (10 / 30) may round to less than 1.
-        done = xp.clip(step - self.warmup, 0, length)
-        fraction = xp.asarray(done * self.cycles % length, dtype=float) / length
-        return xp.where(done < length, fraction, 1.0)
+            # Later steps are not selected. They are clipped for the square root.
+            remaining = 1.0 - xp.clip(float_step / length, 0.0, 1.0)
+            warmup_rate = self.initial + rise * _fall(remaining, self.warmup_shape, HALF_WAVE, xp)
+        decayed_rate = DECAYS[self.kind].rate(self, step, xp)
+        return xp.where(step < self.warmup, warmup_rate, decayed_rate)
 
     def manifest_fields(self) -> ScheduleRecord:
         """Return the fields for a manifest, without optional fields at their defaults, so that earlier runs resume."""
@@ -127,6 +94,23 @@ class LRSchedule:
         return cast("ScheduleRecord", kept)
 
 
+@dataclass(frozen=True, slots=True)
+class Decay:
+    """The learning rate after warm-up with one value of `optimizer.schedule`.
+
+    Attributes:
+        rate: Function of the schedule, the step [] and the array namespace that returns the learning rate [].
+        text: Description, a format of the schedule's fields.
+        is_open: Whether it never ends: `end` and `decay` have no effect.
+        keys: Keys of `[optimizer]` that only this schedule has.
+    """
+
+    rate: Callable[[LRSchedule, Any, Any], Any]
+    text: str
+    is_open: bool = False
+    keys: tuple[str, ...] = ()
+
+
 def _fall(progress: Any, shape: RampShape, waves: float, xp: Any) -> Any:
     """Return the part of a fall that remains: 1 at its start, and 0 at its end with half a wave."""
     if shape == "linear":
@@ -136,6 +120,71 @@ def _fall(progress: Any, shape: RampShape, waves: float, xp: Any) -> Any:
     return 1.0 - xp.sqrt(progress)
 
 
+def _progress(start: int, end: int, step: Any, xp: Any) -> Any:
+    """Return the done fraction of the steps from `start` to `end`."""
+    float_step = xp.asarray(step, dtype=float)
+    return xp.clip((float_step - start) / max(end - start, 1), 0.0, 1.0)
+
+
+def _between(schedule: LRSchedule, remaining: Any) -> Any:
+    """Return the learning rate at which this part of the decay remains."""
+    return schedule.end + (schedule.peak - schedule.end) * remaining
+
+
+def _one_fall(schedule: LRSchedule, step: Any, xp: Any) -> Any:
+    progress = _progress(schedule.warmup, schedule.decay, step, xp)
+    shape = cast("RampShape", schedule.kind)
+    return _between(schedule, _fall(progress, shape, HALF_WAVE, xp))
+
+
+def _restarts(schedule: LRSchedule, step: Any, xp: Any) -> Any:
+    """Fall in each cycle anew, e.g. to the middle after half a cycle (arXiv:1608.03983)."""
+    length = max(schedule.decay - schedule.warmup, 1)
+    # In integers: 3 cycles of 10 steps restart at step 10, where 3 * (10 / 30) may round to less than 1.
+    done = xp.clip(step - schedule.warmup, 0, length)
+    fraction = xp.asarray(done * schedule.cycles % length, dtype=float) / length
+    progress = xp.where(done < length, fraction, 1.0)
+    return _between(schedule, _fall(progress, "cosine", HALF_WAVE, xp))
+
+
+def _constant(schedule: LRSchedule, step: Any, xp: Any) -> Any:
+    return _between(schedule, xp.ones_like(xp.asarray(step, dtype=float)))
+
+
+def _warmup_stable_decay(schedule: LRSchedule, step: Any, xp: Any) -> Any:
+    """Keep the peak, then fall (arXiv:2404.06395), e.g. from step 800 with decay 1,000 and cooldown 200."""
+    progress = _progress(schedule.decay - schedule.cooldown, schedule.decay, step, xp)
+    remaining = _fall(progress, schedule.cooldown_shape, schedule.cooldown_waves, xp)
+    # Other waves than half ones do not end at 0.
+    return _between(schedule, xp.where(progress < 1.0, remaining, 0.0))
+
+
+def _inverse_square_root(schedule: LRSchedule, step: Any, xp: Any) -> Any:
+    """Return peak * sqrt(warmup / step): at step = warmup it is `peak`, at step = 4 * warmup half of it."""
+    start = float(max(schedule.warmup, 1))
+    float_step = xp.asarray(step, dtype=float)
+    return schedule.peak * math.sqrt(start) / xp.sqrt(xp.maximum(float_step, start))
+
+
+# `optimizer.schedule` -> the learning rate after warm-up
+DECAYS: Mapping[ScheduleKind, Decay] = {
+    "linear": Decay(_one_fall, "linear to {0.end:g} at step {0.decay:,}"),
+    "cosine": Decay(_one_fall, "cosine to {0.end:g} at step {0.decay:,}"),
+    "cosine_restarts": Decay(
+        _restarts,
+        "{0.cycles} cosines to {0.end:g} until step {0.decay:,}",
+        keys=("cycles",),
+    ),
+    "constant": Decay(_constant, "constant", is_open=True),
+    "wsd": Decay(
+        _warmup_stable_decay,
+        "constant, {0.cooldown_shape} to {0.end:g} in the last {0.cooldown:,} steps before step {0.decay:,}",
+        keys=("cooldown_steps", "cooldown_shape", "cooldown_waves"),
+    ),
+    "rsqrt": Decay(_inverse_square_root, "rsqrt", is_open=True),
+}
+
+
 def rate_at_step(schedule: Mapping[str, object], step: int) -> float:
     """Return the learning rate of the update with index `step` (the first is 0).
 
@@ -143,6 +192,9 @@ def rate_at_step(schedule: Mapping[str, object], step: int) -> float:
         schedule: Fields of the schedule, as `LRSchedule.manifest_fields` returns them.
         step: Index of the update.
     """
+    # Recipes are read without NumPy.
+    import numpy as np
+
     # Schedules of other frameworks lack the fields without effect.
     fields: dict[str, Any] = {"warmup": 0, "decay": 0, "end": 0.0}
     for field in dataclasses.fields(LRSchedule):
@@ -163,7 +215,8 @@ def changed_fields(
     Returns:
         The value before and after, by field. None if the field is missing.
     """
-    is_open = {before.get("kind"), after.get("kind")} <= {*OPEN_SCHEDULES}
+    open_kinds = {kind for kind, decay in DECAYS.items() if decay.is_open}
+    is_open = {before.get("kind"), after.get("kind")} <= open_kinds
     changed: dict[str, tuple[Any, Any]] = {}
     for name in {**before, **after}:
         has_effect = not (is_open and name in OPEN_FIELDS)
@@ -178,21 +231,72 @@ def build_lr_schedule(table: OptimizerTable, steps: int) -> LRSchedule:
     Raises:
         UsageError: The decay would end before the warm-up does, or has more cycles than steps.
     """
-    schedule = warmup_decay(table, steps)
+    warmup = warmup_steps_of(table, steps)
+    decay = table.decay_steps or steps
+    cooldown = 0
+    if table.schedule == "wsd":
+        cooldown = table.cooldown_steps or max(1, round(decay * DEFAULT_COOLDOWN))
     peak = table.lr
     initial = table.init_lr
     if isinstance(table, PalmTable) and table.schedule == "rsqrt":
-        peak = initial = table.lr / PALM_REFERENCE_LR / math.sqrt(max(schedule.warmup_steps, 1))
-    return LRSchedule(
+        peak = initial = table.lr / PALM_REFERENCE_LR / math.sqrt(max(warmup, 1))
+    schedule = LRSchedule(
         peak=peak,
         end=table.end_lr,
         kind=table.schedule,
-        warmup=schedule.warmup_steps,
-        decay=schedule.decay_steps,
+        warmup=warmup,
+        decay=decay,
         initial=initial,
-        cooldown=schedule.cooldown_steps,
+        cooldown=cooldown,
         warmup_shape=table.warmup_shape,
         cooldown_shape=table.cooldown_shape or "linear",
         cooldown_waves=table.cooldown_waves or HALF_WAVE,
         cycles=table.cycles or 1,
     )
+    if not DECAYS[table.schedule].is_open:
+        _check_decay(schedule, table, steps)
+    return schedule
+
+
+def warmup_steps_of(table: OptimizerTable, steps: int) -> int:
+    """Return the steps of warm-up, from its steps, its ratio, or the default of the optimizer."""
+    if table.warmup_steps is not None:
+        return table.warmup_steps
+    if table.warmup_ratio is not None:
+        return round(table.warmup_ratio * steps)
+    if isinstance(table, PalmTable):
+        return PALM_WARMUP_STEPS
+    return 0
+
+
+def _check_decay(schedule: LRSchedule, table: OptimizerTable, steps: int) -> None:
+    """Raise UsageError if the steps after warm-up do not suffice for the decay."""
+    warmup = schedule.warmup
+    decay = schedule.decay
+    if decay <= warmup:
+        end = f"the run has {steps} steps"
+        if table.decay_steps:
+            end = f"`optimizer.decay_steps` is {decay}"
+        key = "warmup_ratio"
+        if table.warmup_steps:
+            key = "warmup_steps"
+        raise usage_error(
+            f"`optimizer.{key}` leaves no steps for the decay",
+            f"warm-up takes the first {warmup} steps, and {end}, warm-up included",
+            text("use fewer warm-up steps, or {}", _set_hint("schedule", "constant")),
+        )
+    if schedule.kind == "cosine_restarts":
+        # The step multiplies its number by the cycles in int32.
+        maximum = min(decay - warmup, MAX_INT32 // (decay - warmup))
+        if schedule.cycles > maximum:
+            what = f"`optimizer.cycles` is {schedule.cycles:,}"
+            why = f"the decay takes {decay - warmup:,} steps, for which the maximum is {maximum:,}"
+            raise usage_error(what, why, _set_hint("cycles", maximum))
+    if warmup + schedule.cooldown > decay:
+        why = f"warm-up takes {warmup} steps, the decay {schedule.cooldown}, which ends at step {decay}"
+        hint = _set_hint("cooldown_steps", decay - warmup)
+        raise usage_error("warm-up and decay of `wsd` overlap", why, hint)
+
+
+def _set_hint(name: str, value: object) -> Text:
+    return text("{}", Key(f"optimizer.{name}", value, is_override=True))

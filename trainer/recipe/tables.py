@@ -6,27 +6,40 @@ Error messages, docs/reference/recipes.md and the JSON schema are generated from
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, Field
 
+from prepcli.core.errors import Key, Text, text, usage_error
+from prepcli.core.process_address import DEFAULT_PORT, ProcessSettings
 from trainer.recipe.data_table import Data
-from trainer.recipe.key_schema import KeySchema, alternatives
 from trainer.recipe.key_types import (
     STRICT,
+    KeySchema,
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     ProfileSteps,
+    Prompts,
     RuleTexts,
     UnitInterval,
+    alternatives,
     if_absent,
 )
-from trainer.recipe.lora_table import Lora
-from trainer.recipe.model_table import Model
+from trainer.recipe.model_table import Lora, Model
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AnyOptimizerTable
-from trainer.recipe.run_tables import Checkpoint, Cluster, Eval, Log
+
+Direction = Literal["lowest", "highest"]
+EVAL_LOSS = "eval_loss"
+# The values of each evaluation that can select a step, and which of them is the best.
+EVAL_METRICS: Mapping[str, Direction] = {
+    EVAL_LOSS: "lowest",
+    "eval_perplexity": "lowest",
+    "eval_accuracy": "highest",
+}
 
 
 class Batch(BaseModel):
@@ -137,6 +150,215 @@ class Train(BaseModel):
         " gradients are not finite, or if no token has a weight",
         examples=[10],
     )
+
+
+class Eval(BaseModel):
+    """The data of an evaluation, whether there is one before the first step, and whether they end a run."""
+
+    model_config = STRICT
+
+    limit: NonNegativeInt = Field(
+        default=0, description="sequences to evaluate on. `0`: all evaluation data", examples=[256]
+    )
+    at_start: bool | None = Field(
+        default=None,
+        description="evaluate before the first step of the run",
+        examples=[True],
+        json_schema_extra=if_absent("true with evaluations in [train]"),
+    )
+    stride: PositiveInt | None = Field(
+        default=None,
+        description="tokens between the starts of two windows of `data.seq_length` tokens. Each evaluated token counts "
+        "once, with at least `seq_length` - `stride` tokens before it",
+        examples=[512],
+        json_schema_extra=if_absent("sequences side by side"),
+    )
+    patience: NonNegativeInt = Field(
+        default=0,
+        description="evaluations in a row without a better `checkpoint.best`, or `eval_loss`, after which the run ends "
+        "early. `0`: it takes all steps",
+        examples=[3],
+    )
+
+
+class Checkpoint(BaseModel):
+    """When checkpoints are saved, how many are kept, and what they contain."""
+
+    model_config = STRICT
+
+    every: NonNegativeInt = Field(
+        default=0,
+        description="steps between two checkpoints. `0`: only after the last step",
+        examples=[500],
+    )
+    every_epochs: PositiveFloat | None = Field(
+        default=None,
+        description="passes over the sequences between two checkpoints",
+        examples=[1],
+        json_schema_extra=if_absent("from `every`"),
+    )
+    keep: PositiveInt | Literal["all"] = Field(
+        default=2, description="checkpoints to keep, the newest ones", examples=[2]
+    )
+    milestones: NonNegativeInt = Field(
+        default=0,
+        description="steps between two checkpoints that are never removed. `0`: none",
+        examples=[10000],
+    )
+    best: Annotated[str, Field(pattern=r"^eval_\w+$")] | None = Field(
+        default=None,
+        description="save each step whose evaluation has the best value so far, and keep the best one: `eval_loss`, "
+        "`eval_perplexity`, `eval_accuracy`, or `eval_NAME` of a `metric_fn`",
+        examples=["eval_loss"],
+        json_schema_extra=if_absent("evaluations save no checkpoint"),
+    )
+    best_is: Direction | None = Field(
+        default=None,
+        description="the best value of a `metric_fn` in `best`",
+        examples=["highest"],
+        json_schema_extra=if_absent("as fits `best`"),
+    )
+    optimizer_state: bool = Field(
+        default=True,
+        description="save the optimizer state, which resuming needs. `false`: only parameters",
+        examples=[True],
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="dtype of the parameters in checkpoints without optimizer state",
+        examples=["bfloat16"],
+        json_schema_extra=if_absent("`model.param_dtype`"),
+    )
+    storage: Literal["ocdbt", "zarr3"] = Field(
+        default="ocdbt",
+        description="arrays of checkpoints: of zarr 2 (`ocdbt`) or zarr 3 (`zarr3`), both in OCDBT databases",
+        examples=["zarr3"],
+    )
+    export_every: NonNegativeInt = Field(
+        default=0,
+        description="steps between two exports to Hugging Face folders `exports/STEP` in the run's folder. `0`: none",
+        examples=[1000],
+    )
+    push: str | None = Field(
+        default=None,
+        min_length=1,
+        description="repository on the hub that receives the export of the last step",
+        examples=["me/llama-13b"],
+        json_schema_extra=if_absent("no upload"),
+    )
+
+
+class Log(BaseModel):
+    """The processes that print and write metrics, logs beside `metrics.jsonl`, and texts to generate during a run."""
+
+    model_config = STRICT
+
+    all_workers: bool = Field(
+        default=False,
+        description="print the lines of every process, and write a metrics file for each. `false`: only for process 0",
+        examples=[True],
+    )
+    tensorboard: bool | PathText = Field(
+        default=False,
+        description="write event files for TensorBoard. `true`: to `tensorboard` in the run's folder. A path: to a "
+        "folder with the run's name in it. Needs the extra `tensorboard`",
+        examples=[True],
+    )
+    wandb: dict[str, Any] | None = Field(
+        default=None,
+        description="log to Weights & Biases: a table with `project`, and optionally `entity`, `group`, `name`, "
+        "`notes`, `job_type`, `tags`, and `offline = true`. Needs the extra `wandb`",
+        examples=[{"project": "llama", "offline": True}],
+        json_schema_extra=if_absent("no W&B run"),
+    )
+    samples: Prompts | None = Field(
+        default=None,
+        description="prompts to generate texts from during the run, with the most likely token at each position. A "
+        'prompt is a text, or a conversation for the chat template: `{messages = [{role = "user", content = "Hi"}]}`, '
+        "optionally with `tools`. An encoder-decoder model reads them with its encoder. They are written to "
+        "`samples.jsonl` in the run's folder, and shown in its report",
+        examples=[["Once upon a time"]],
+        json_schema_extra=if_absent("no texts are generated"),
+    )
+    sample_every: NonNegativeInt = Field(
+        default=0,
+        description="steps between two generations of `samples`, from step 0 on. `0`: only after the last step",
+        examples=[500],
+    )
+    sample_tokens: PositiveInt = Field(
+        default=64,
+        description="maximum number of new tokens of each text. There are fewer if the longest prompt leaves "
+        "fewer positions",
+        examples=[64],
+    )
+
+
+class Cluster(BaseModel):
+    """The processes of a run on one or several hosts. Absent keys are read from a launcher such as SLURM."""
+
+    model_config = STRICT
+
+    host0_address: str | None = Field(
+        default=None,
+        min_length=1,
+        description="address of the host of process 0, which all other hosts can reach",
+        examples=["10.0.0.1"],
+        json_schema_extra=if_absent("from the launcher"),
+    )
+    host0_port: Annotated[int, Field(ge=1, le=65535)] = Field(
+        default=DEFAULT_PORT, description="port of process 0", examples=[DEFAULT_PORT]
+    )
+    n_processes: PositiveInt | None = Field(
+        default=None,
+        description="number of processes",
+        examples=[2],
+        json_schema_extra=if_absent("from the launcher"),
+    )
+    process_id: NonNegativeInt | None = Field(
+        default=None,
+        description="index of this process, from 0",
+        examples=[0],
+        json_schema_extra=if_absent("from the launcher"),
+    )
+    n_local_devices: PositiveInt | None = Field(
+        default=None,
+        description="number of devices of this process: the first ones of its host. Under SLURM and Open MPI the next "
+        "ones, by local index",
+        examples=[8],
+        json_schema_extra=if_absent("all devices, or an even part under SLURM or Open MPI"),
+    )
+    dcn_mesh: str | None = Field(
+        default=None,
+        min_length=1,
+        description="number of slices per mesh axis, for slices that a slower network connects: `fsdp:2`. Each "
+        "divides its axis of `mesh`",
+        examples=["fsdp:2"],
+        json_schema_extra=if_absent("one slice"),
+    )
+    start_timeout: PositiveFloat = Field(
+        default=300.0, description="seconds to wait for all processes to start", examples=[300]
+    )
+    heartbeat_timeout: PositiveFloat = Field(
+        default=60.0,
+        description="seconds without a heartbeat after which a process counts as lost and the others end",
+        examples=[60],
+    )
+    step_timeout: NonNegativeFloat = Field(
+        default=0.0,
+        description="seconds after which an unfinished step ends the run. `0`: no limit",
+        examples=[1800],
+    )
+
+    @property
+    def process_settings(self) -> ProcessSettings:
+        """The keys that say which process this is."""
+        return ProcessSettings(
+            self.host0_address,
+            host0_port=self.host0_port,
+            num_processes=self.n_processes,
+            process_id=self.process_id,
+            num_local_devices=self.n_local_devices,
+        )
 
 
 class Recipe(BaseModel):
@@ -286,3 +508,92 @@ def value_of(recipe: Recipe, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Size of a training batch.
+
+    Attributes:
+        size: Sequences per step.
+        accumulate: Micro-batches per step.
+    """
+
+    size: int
+    accumulate: int
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of a micro-batch, over all devices."""
+        return self.size // self.accumulate
+
+
+def batch_shape(batch: Batch, *, n_devices: int, n_replicas: int) -> BatchShape:
+    """Return the batch shape on a mesh.
+
+    Args:
+        batch: The recipe's `[batch]`.
+        n_devices: Devices of the mesh.
+        n_replicas: Data-parallel shards of a batch (dp x fsdp).
+
+    Raises:
+        UsageError: The batch is not a whole number of micro-batches, or a micro-batch does not
+            divide among the replicas.
+    """
+    # E.g. per_device 2 on 8 devices is a micro-batch of 16. With size 64 it is accumulated 4 times,
+    # and with accumulate 4 the size is 64.
+    size = batch.size or _micro_batch_size(batch, n_devices, n_replicas) * (batch.accumulate or 1)
+    shape = BatchShape(size, _accumulation_steps(batch, size, n_devices, n_replicas))
+    if remainder := shape.micro_batch_size % n_replicas:
+        equation = f"`batch.size` {size} / accumulate {shape.accumulate} = {shape.micro_batch_size}"
+        raise usage_error(
+            f"a micro-batch of {shape.micro_batch_size} does not divide among {n_replicas} replicas",
+            f"{equation}; {shape.micro_batch_size} mod {n_replicas} = {remainder}",
+            _set_hint("batch.size", _round_up(size, n_replicas * shape.accumulate)),
+        )
+    return shape
+
+
+def _micro_batch_size(batch: Batch, n_devices: int, n_replicas: int) -> int:
+    """Return the micro-batch size that `per_device` or `per_replica` sets, or 0 for neither."""
+    return (batch.per_device or 0) * n_devices + (batch.per_replica or 0) * n_replicas
+
+
+def _accumulation_steps(batch: Batch, size: int, n_devices: int, n_replicas: int) -> int:
+    """Return the number of micro-batches of a step."""
+    micro_size = _micro_batch_size(batch, n_devices, n_replicas)
+    # With size 64, `micro_size` 16 gives 4 micro-batches, and `accumulate` 4 gives micro-batches of 16.
+    # With neither, the step is one micro-batch.
+    divisor = micro_size or batch.accumulate or size
+    if size % divisor:
+        what = f"`batch.size` {size} is not a whole number of micro-batches"
+        why = f"{_micro_batch_text(batch, n_devices, n_replicas)}; {size} mod {divisor} = {size % divisor}"
+        # Each of `accumulate` micro-batches needs a row per replica.
+        multiple = divisor * n_replicas
+        if micro_size:
+            multiple = divisor
+        better_size = _round_up(size, multiple)
+        raise usage_error(what, why, _set_hint("batch.size", better_size))
+    if micro_size:
+        return size // micro_size
+    return batch.accumulate or 1
+
+
+def _micro_batch_text(batch: Batch, n_devices: int, n_replicas: int) -> str:
+    """Return how the recipe sets the size of a micro-batch, for an error."""
+    if batch.per_device:
+        return (
+            f"per_device {batch.per_device} x {n_devices} devices = {batch.per_device * n_devices}"
+        )
+    if batch.per_replica:
+        return f"per_replica {batch.per_replica} x {n_replicas} replicas = {batch.per_replica * n_replicas}"
+    return f"accumulate is {batch.accumulate}"
+
+
+def _set_hint(key: str, value: object) -> Text:
+    return text("{}", Key(key, value, is_override=True))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    # E.g. 60 in multiples of 16: -60 // 16 = -4, and 4 * 16 = 64.
+    return -(-number // multiple) * multiple

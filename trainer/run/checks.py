@@ -16,12 +16,9 @@ from prepcli.core.observer import Observer
 from prepcli.engine.machine import cgroup_memory_limit, system_memory
 from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU
 from prepcli.models.param_tree import ParamLeaf
-from prepcli.models.rules import Rules
 from prepcli.planning.tensors import itemsize
-from trainer.planning.memory_changes import find_memory_change
 from trainer.planning.model_shapes import PlannedModel, model_of_config
-from trainer.planning.optimizer_state import state_leaves
-from trainer.planning.step_inputs import context_warnings
+from trainer.planning.step_inputs import context_warnings, state_leaves
 from trainer.planning.training_plan import (
     TrainingPlan,
     memory_fields,
@@ -69,14 +66,7 @@ def check_machine(
     if run.is_first:
         for warning in context_warnings(recipe, plan.inputs):
             observer.warn(warning)
-    check_memory(
-        plan,
-        model,
-        sharding.rules,
-        available_nbytes=available,
-        observer=observer,
-        force=run.request.force,
-    )
+    check_memory(plan, available_nbytes=available, observer=observer, force=run.request.force)
     if run.is_first and run.storage.is_on_disk and not run.storage.steps():
         check_disk(run.folder, checkpoint_nbytes(recipe, plan.inputs.saved_leaves))
     return memory_fields(plan.memory, available)
@@ -96,9 +86,7 @@ def check_config(
     """
     model = model_of_config(config)
     plan, available = plan_run(recipe, model, sharding)
-    check_memory(
-        plan, model, sharding.rules, available_nbytes=available, observer=observer, force=force
-    )
+    check_memory(plan, available_nbytes=available, observer=observer, force=force)
 
 
 def plan_run(
@@ -127,8 +115,6 @@ def plan_run(
 
 def check_memory(
     plan: TrainingPlan,
-    model: PlannedModel,
-    rules: Rules,
     *,
     available_nbytes: int | None,
     observer: Observer,
@@ -138,28 +124,18 @@ def check_memory(
 
     Args:
         plan: The plan of a step.
-        model: The model to train.
-        rules: Partition rules.
         available_nbytes: Memory of one device. None if unknown.
         observer: Receives the warning.
         force: Whether a too large estimate is a warning instead of an error.
 
     Raises:
-        PrepError: The estimate exceeds the memory. The hint names changes of the recipe with which
-            the step fits.
+        PrepError: The estimate exceeds the memory.
     """
     if available_nbytes is None or plan.memory.peak <= available_nbytes:
         return
-    max_devices = plan.mesh.n_devices
-    change = find_memory_change(
-        plan, model, rules, limit_nbytes=available_nbytes, max_devices=max_devices
-    )
     what = f"a step needs about {format_bytes(plan.memory.peak)} on each device"
     why = f"{format_bytes(available_nbytes)} are available"
     hint = text("use more or larger devices, or a shorter {}", Key("data.seq_length"))
-    if change is not None:
-        peak = format_bytes(change.plan.memory.peak)
-        hint = text("with {} a step needs about {}", change.overrides, peak)
     if not force:
         raise PrepError(
             what, why, text("{}; {} starts the run all the same", hint, Option("force", True))

@@ -14,7 +14,7 @@ from prepcli.execution.checkpoint_manager import StepExports
 from prepcli.execution.hub_push import check_push, parse_push_target
 from prepcli.stores.byte_ranges import retry_policy_from_env
 from prepcli.stores.files import io_error
-from trainer.recipe.run_tables import Checkpoint
+from trainer.recipe.tables import Checkpoint
 from trainer.run.run import Run, TrainResult
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from trainer.run.run_record import SAMPLES_FILE
 from trainer.run.storage import store_at_end, write_run_file
 
 if TYPE_CHECKING:
-    from trainer.recipe.run_tables import Log
+    from trainer.recipe.tables import Log
     from trainer.training.best_metric import Patience
     from trainer.training.events import MissingEvents
     from trainer.training.loop_config import LoopConfig

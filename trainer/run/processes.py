@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trainer.distributed.coordination import CoordinatedProcesses
     from trainer.distributed.heartbeat import JobEnd
     from trainer.distributed.watchdog import Watchdog
-    from trainer.recipe.run_tables import Cluster
+    from trainer.recipe.tables import Cluster
 
 COMPARED_PACKAGES = ("prepcli", "jax", "jaxlib", "numpy")
 # Only these keys of `cluster` must be equal in all processes.

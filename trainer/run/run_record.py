@@ -15,8 +15,7 @@ from prepcli.core.formatting import count_text
 from prepcli.core.json_values import JsonObject, load_json
 from prepcli.formats.run_steps import ENVIRONMENT_FILE, RECIPE_FILE, saved_steps, step_folder
 from prepcli.stores.files import read_regular_file
-from trainer.recipe.formatting import to_toml
-from trainer.recipe.toml_values import TomlTable, parse_toml
+from trainer.recipe.formatting import TomlTable, parse_toml, to_toml
 from trainer.training.metrics import METRICS_FILE, MetricsFile
 
 # A file of metrics may have any length and any names. These limits bound a record of it to 512

@@ -63,7 +63,7 @@ from prepcli.targets.hf_folder import (
 from prepcli.targets.training_step import StartModel
 from trainer.planning.model_shapes import recipe_config
 from trainer.recipe import Recipe
-from trainer.recipe.lora_table import Lora
+from trainer.recipe.model_table import Lora
 from trainer.run.params import check_lock_verified, open_weights
 from trainer.run.random_start import RandomReader, random_config, random_start
 

@@ -11,7 +11,7 @@ from prepcli.core.errors import Key, text, usage_error
 from prepcli.core.json_values import JsonObject
 from prepcli.planning.manifest_fields import Manifest
 from trainer.recipe import Recipe
-from trainer.recipe.run_tables import EVAL_LOSS, EVAL_METRICS, Direction
+from trainer.recipe.tables import EVAL_LOSS, EVAL_METRICS, Direction
 
 # Prefix of the names of the sums of `metric_fn` in an evaluation
 METRIC_PREFIX = "metric."

@@ -35,7 +35,7 @@ from trainer.distributed.topology import libtpu_version, tpu_devices
 from trainer.planning.compiled_plan import CompiledPlan, read_collectives
 from trainer.planning.step_inputs import has_segments, run_dropout
 from trainer.recipe import Recipe, batch_shape
-from trainer.recipe.resolve import MAX_INT32
+from trainer.recipe.key_types import MAX_INT32
 from trainer.training.attention_choice import preferred_kernel
 from trainer.training.feed import column_shapes
 from trainer.training.manifest_model import model_from_manifest

@@ -24,8 +24,8 @@ from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_ty
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import Reader, ReadOptions, Record
 from trainer.data.remote_files import RemoteFiles
+from trainer.recipe.conflicts import chat_problems
 from trainer.recipe.data_table import Data
-from trainer.recipe.field_checks import chat_problems
 from trainer.recipe.text_fields import DEFAULT_FIELDS, PLAIN
 from trainer.training.source_datasets import train_selection
 

@@ -32,11 +32,8 @@ from trainer.data.tokenize import (
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.windows import with_stride
 from trainer.recipe import Recipe
-from trainer.recipe.data_sources import split_sources
-from trainer.recipe.data_table import Data
-from trainer.recipe.field_grammar import parse_fields
-from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
-from trainer.recipe.text_fields import CHAT_FORMATS, TRAINING
+from trainer.recipe.data_table import SPAN_CORRUPTION, Data, recipe_span_sizes, split_sources
+from trainer.recipe.text_fields import CHAT_FORMATS, TRAINING, parse_fields
 from trainer.training.data_shape import find_data_shape
 from trainer.training.group_tokens import tokenize_in_group
 from trainer.training.source_datasets import (

@@ -19,9 +19,8 @@ from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, has_local_
 from trainer.data.remote_files import RemoteFiles, Selection
 from trainer.data.tokenizer import check_tokenizer_exists
 from trainer.recipe import Recipe
-from trainer.recipe.data_sources import split_sources
-from trainer.recipe.data_table import Data
-from trainer.recipe.field_checks import check_packing, check_source_length
+from trainer.recipe.conflicts import check_packing, check_source_length
+from trainer.recipe.data_table import Data, split_sources
 from trainer.recipe.text_fields import DataType
 from trainer.training.source_datasets import eval_selection, train_selection
 

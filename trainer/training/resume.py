@@ -7,7 +7,7 @@ from typing import Any
 
 from prepcli.core.errors import Key, PrepError, text
 from trainer.data.token_changes import BOS_KEY, restart_hint
-from trainer.recipe.data_sources import SOURCE_PATHS, SOURCES_KEY
+from trainer.recipe.data_table import SOURCE_PATHS, SOURCES_KEY
 from trainer.recipe.formatting import change_text
 from trainer.recipe.lr_schedule import changed_fields
 from trainer.training.loop_config import LoopConfig

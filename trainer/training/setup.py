@@ -25,11 +25,16 @@ from trainer.nn.model_spec import ForwardConfig, ModelSpec, unscannable_error
 from trainer.planning.accelerators import accelerator_of
 from trainer.planning.exact_reduction import check_exact_model, reduction_shards, rows_per_device
 from trainer.planning.model_shapes import recipe_config
-from trainer.planning.optimizer_state import check_patterns
 from trainer.planning.step_flops import count_step_flops
-from trainer.planning.step_inputs import ModelShapes, chunk_sizes, step_inputs, with_adapters
+from trainer.planning.step_inputs import (
+    ModelShapes,
+    check_patterns,
+    chunk_sizes,
+    step_inputs,
+    with_adapters,
+)
 from trainer.recipe import Recipe, batch_shape
-from trainer.recipe.resolve import MAX_INT32
+from trainer.recipe.key_types import MAX_INT32
 from trainer.recipe.rope_overrides import SCALING_KEY, THETA_KEY, override_rope
 from trainer.recipe.tables import Model
 from trainer.training.events import Interval

@@ -15,8 +15,7 @@ from trainer.data.packing import ConcatenatedDataset, Dataset, PackedDataset
 from trainer.data.remote_files import Selection
 from trainer.data.seq2seq import Seq2SeqDataset
 from trainer.data.store import MappedTokens
-from trainer.recipe.data_sources import split_sources
-from trainer.recipe.data_table import Data
+from trainer.recipe.data_table import Data, split_sources
 
 
 @dataclass(frozen=True, slots=True)

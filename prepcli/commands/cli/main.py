@@ -289,7 +289,7 @@ def _choice_hint(why: str) -> str:
     match = re.match(r"'(.*)' is not one of (.*)", why)
     if not match:
         return ""
-    from trainer.recipe.other_trainers import value_for_synonym
+    from trainer.recipe.hints import value_for_synonym
 
     choices = re.findall(r"'([^']*)'", match[2])
     name = value_for_synonym(match[1]) or match[1].lower()

@@ -31,7 +31,7 @@ from prepcli.sources.generation_config import (
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
 from prepcli.stores.paths import fetch_copies, local_copy
-from trainer.recipe.run_tables import Cluster
+from trainer.recipe.tables import Cluster
 from trainer.run.params import OpenedModel, open_model
 from trainer.run.processes import run_together
 

@@ -42,9 +42,8 @@ from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.sources.folders import make_access
 from prepcli.sources.source import Source
 from trainer.recipe import Recipe
-from trainer.recipe.loading import complete_recipe
-from trainer.recipe.raw_recipe import RawRecipe
-from trainer.recipe.toml_values import TomlTable
+from trainer.recipe.formatting import TomlTable
+from trainer.recipe.loading import RawRecipe, complete_recipe
 from trainer.run.observe import tokenize_progress
 from trainer.run.params import OpenedModel
 from trainer.run.remote_data import DataFinder

@@ -16,7 +16,7 @@ from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.recipes import find_recipe, recipes_folder, similar_recipe
 from prepcli.commands.operations.results import StepPlan
 from prepcli.commands.pages.html_page import check_page_path
-from prepcli.commands.pages.plan_page import CompiledStep, change_text, write_plan_page
+from prepcli.commands.pages.plan_page import MEMORY_ADVICE, CompiledStep, write_plan_page
 from prepcli.core.errors import Key, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_duration
 from prepcli.core.observer import Observer, Progress, observer_of
@@ -41,7 +41,6 @@ from prepcli.sources.locate import locate
 from prepcli.sources.mapped import read_map
 from prepcli.sources.source import read_config
 from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices
-from trainer.planning.memory_changes import MemoryChange, find_memory_change
 from trainer.planning.mesh_search import MeshSearch, search_meshes
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.planning.step_inputs import context_warnings
@@ -52,9 +51,9 @@ from trainer.planning.training_plan import (
 )
 from trainer.recipe import Recipe, complete_recipe, load_recipe
 from trainer.recipe.description import recipe_lines
+from trainer.recipe.formatting import TomlTable
+from trainer.recipe.loading import RawRecipe
 from trainer.recipe.model_table import Model
-from trainer.recipe.raw_recipe import RawRecipe
-from trainer.recipe.toml_values import TomlTable
 from trainer.run.random_start import random_config
 from trainer.run.recipe_data import check_planned_recipe
 
@@ -326,15 +325,9 @@ def plan(
         compiled = compile_step(planned, training_plan, kind, limit_s=limit_s, observer=observer)
     shown_kinds = [kind] if kind else ACCELERATORS.values()
     kinds = tuple(map(training_plan.estimate_on, shown_kinds))
-    change: MemoryChange | None = None
-    if kind is not None and training_plan.memory.peak > kind.memory_nbytes:
-        change = find_memory_change(
-            training_plan, planned.model, planned.rules, limit_nbytes=kind.memory_nbytes
-        )
     step = StepPlan(
         training_plan,
         kinds,
-        change=change,
         is_too_large=kind is not None and not kinds[0].fits,
         compiled=compiled,
         settings=tuple(recipe_lines(recipe)) if planned.is_recipe else (),
@@ -346,7 +339,7 @@ def plan(
             training_plan,
             kinds=kinds,
             replan=replan,
-            advice=change_text(step.change) if step.is_too_large else "",
+            advice=MEMORY_ADVICE if step.is_too_large else "",
             compiled=compiled,
             settings=step.settings,
         )

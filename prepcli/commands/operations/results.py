@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     # Every operation imports this module, and only plans and reports need these.
     from prepcli.commands.pages.report_page import RunSummary
     from trainer.data.data_samples import SampleCounts, TokenSample
-    from trainer.planning.memory_changes import MemoryChange
     from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
 # Characters of a value in a table
@@ -489,8 +488,6 @@ class StepPlan(_HtmlTable):
     Attributes:
         training_plan: Mesh, tokens, memory, operations and communication of the step.
         kinds: Time and memory of the step on each kind of accelerator.
-        change: Changes of the recipe with which the step fits into the memory of the kind of `devices`. None if it
-            fits, if no change makes it fit, or without a kind.
         is_too_large: Whether the step does not fit into the memory of the kind of `devices`.
         compiled: The plan of the compiler. None if the step was not compiled.
         settings: Sentences about schedule, tokens with loss, long records and evaluations of the recipe. Empty for a
@@ -499,7 +496,6 @@ class StepPlan(_HtmlTable):
 
     training_plan: TrainingPlan
     kinds: tuple[KindEstimate, ...]
-    change: MemoryChange | None
     is_too_large: bool
     compiled: CompiledStep | None
     settings: tuple[str, ...] = ()

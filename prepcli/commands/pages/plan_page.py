@@ -10,13 +10,12 @@ from pathlib import Path
 
 from prepcli.commands.pages.charts import Bar, Curve, line_chart, stacked_bar
 from prepcli.commands.pages.html_page import html_blocks, html_table, write_html_page
-from prepcli.core.errors import text
+from prepcli.core.errors import Key, Option, text
 from prepcli.core.formatting import count_text, format_bytes, format_duration
 from prepcli.core.tables import Block, Paragraph, Table
 from prepcli.models.slices import num_slices
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.compiled_plan import CompiledPlan
-from trainer.planning.memory_changes import MemoryChange
 from trainer.planning.step_flops import StepFlops
 from trainer.planning.step_time import COMPUTE_EFFICIENCY
 from trainer.planning.training_plan import KindEstimate, TrainingPlan
@@ -32,6 +31,15 @@ FLOP_UNITS = (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9),
 # Columns of speeds that a narrow terminal leaves out, the first one first.
 OPTIONAL_COLUMNS = ("MFU causal", "MFU full", "bound by", "memory", "tokens/s")
 SPEED_HEADER = ("step", "tokens/s", "MFU full", "MFU causal", "bound by")
+MEMORY_ADVICE = text(
+    "the step does not fit: {} lists meshes on which it does; {}, {} and {} need less memory,"
+    " and so does a shorter {}",
+    Option("search", True),
+    Key("model.remat_policy", "nothing_saveable"),
+    Key("model.attention_kernel", "blockwise"),
+    Key("model.ffn_chunk_size", 512),
+    Key("data.seq_length"),
+)
 CAVEAT = (
     "All figures above are estimates from shapes."
     f" Matrix products run at {COMPUTE_EFFICIENCY:.0%} of the bfloat16 peak; communication over mp waits,"
@@ -170,13 +178,6 @@ def compiled_note(step: CompiledStep) -> str:
     if plan.is_upper_bound:
         note += " XLA computes bfloat16 in float32 on CPUs: accelerators need less memory."
     return note
-
-
-def change_text(change: MemoryChange | None) -> str:
-    """Return as text the changes of a recipe that make a step fit into memory, or a suggestion if there are none."""
-    if change is None:
-        return "no tried change of the recipe makes it fit: use more or larger devices, or a shorter `data.seq_length`"
-    return text("it fits with {}: {}", change.overrides, format_bytes(change.plan.memory.peak))
 
 
 def write_plan_page(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from prepcli.commands.console.ui import Report, Ui
 from prepcli.commands.pages.plan_page import (
     CAVEAT,
+    MEMORY_ADVICE,
     OPTIONAL_COLUMNS,
     SPEED_HEADER,
     CompiledStep,
-    change_text,
     compiled_blocks,
     flops_table,
     kinds_table,
@@ -77,18 +77,14 @@ def step_plan_report(step: StepPlan) -> Report:
         blocks += [traffic_table(plan), ""]
     blocks.append(kinds_table(plan, step.kinds))
     if step.is_too_large:
-        blocks.append(Paragraph(change_text(step.change)))
+        blocks.append(Paragraph(MEMORY_ADVICE))
     blocks.append(Paragraph(CAVEAT))
     if step.compiled is not None:
         blocks += ["", *compiled_blocks(step.compiled)]
-    changes: dict[str, object] | None = None
-    if step.change is not None:
-        changes = {"set": dict(step.change.values), "peak": step.change.plan.memory.peak}
     fields = {
         **plan_fields(plan),
         "settings": step.settings,
         "kinds": [kind_fields(estimate) for estimate in step.kinds],
-        "changes": changes,
         "compiled": compiled_fields(step.compiled),
     }
     return Report(blocks, fields)

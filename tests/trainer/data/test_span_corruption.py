@@ -22,7 +22,7 @@ from trainer.data.span_corruption import (
 )
 from trainer.data.store import MappedTokens
 from trainer.data.tokenizer import load_tokenizer
-from trainer.recipe.span_corruption import SpanSizes, span_sizes
+from trainer.recipe.data_table import SpanSizes, span_sizes
 
 SENTINELS, EOS, START = np.arange(900, 1000, dtype=np.int32)[::-1], 1, 0
 SOURCE_LENGTHS, DENSITIES, MEANS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
-from trainer.planning.default_sizes import ChunkSizes, default_chunk_sizes
+from trainer.planning.step_inputs import ChunkSizes, default_chunk_sizes
 
 
 @pytest.mark.parametrize(("length", "tile_size"), [(2, 64), (1024, 64), (1025, 128), (32768, 128)])

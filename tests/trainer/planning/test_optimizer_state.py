@@ -10,7 +10,7 @@ import pytest
 from prepcli.core.errors import PrepError
 from tests.helpers import runs
 from tests.helpers.optimizers import KEYS, make_optimizer
-from trainer.planning.optimizer_state import check_patterns, state_leaves
+from trainer.planning.step_inputs import check_patterns, state_leaves
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.training.step import state_shapes
 

@@ -15,9 +15,9 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.models.rules import DEFAULT_RULES
 from tests.helpers.tiny_configs import T5
 from tests.helpers.training_plans import TINY, load_text
-from trainer.planning.default_sizes import ChunkSizes
 from trainer.planning.model_shapes import model_of_config
 from trainer.planning.step_inputs import (
+    ChunkSizes,
     ModelShapes,
     attention_needs,
     chunk_sizes,

@@ -8,7 +8,7 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from trainer.recipe import LoadedRecipe, load_recipe, recipe_to_toml
-from trainer.recipe.data_sources import split_sources
+from trainer.recipe.data_table import split_sources
 
 RECIPE = """
 [model]

@@ -332,11 +332,11 @@ FILES = {
     ),
     "duplicate key": (
         replaced("size = 4", "size = 4\nsize = 5"),
-        "x.toml:10: invalid TOML - duplicate key (column 9)",
+        "x.toml:10: invalid TOML - cannot overwrite a value (column 9) - `prep recipes` lists recipes",
     ),
     "unterminated string": (
         GOOD + '[eval]\nlimit = """',
-        "x.toml:15: invalid TOML - a string has no closing quote",
+        "x.toml:15: invalid TOML - unterminated string - `prep recipes` lists recipes",
     ),
     "too many nested lists": (
         "a = " + "[" * 100_000,
@@ -369,12 +369,12 @@ FILES = {
     ),
     "YAML": (
         "# settings\nmodel:\n  path: gpt2  # the start\n",
-        "x.toml:2: invalid TOML - a key has no `=` after it (column 6) - `prep recipes` lists recipes",
+        "x.toml:2: invalid TOML - expected '=' after a key in a key/value pair (column 6)"
+        " - `prep recipes` lists recipes",
     ),
     "JSON": (
         '{"model": {"path": "gpt2"}}',
-        "x.toml:1: invalid TOML - the line is neither `key = value`, `[table]` nor a comment (column 1)"
-        " - `prep recipes` lists recipes",
+        "x.toml:1: invalid TOML - invalid statement (column 1) - `prep recipes` lists recipes",
     ),
     "unset environment variable": (
         replaced('path = "train.txt"', 'path = "${NOT_SET_ANYWHERE}/train.txt"'),
@@ -516,7 +516,8 @@ def test_any_input_is_a_recipe_or_one_error(
 
 def test_only_the_first_unknown_keys_have_hints(monkeypatch: pytest.MonkeyPatch):
     """A hint takes a millisecond: 100,000 of them took 40 s."""
-    monkeypatch.setattr("trainer.recipe.unknown_keys.MAX_HINTED", 30)
+    monkeypatch.setattr("trainer.recipe.loading.MAX_HINTED", 30)
+    monkeypatch.setattr("trainer.recipe.hints.MAX_HINTED", 30)
     keys = "".join(f"learning_rate{number} = 1\n" for number in range(5000))
     searched = list[str]()
 
@@ -534,7 +535,7 @@ def test_only_the_first_unknown_keys_have_hints(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_recipe_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainer.recipe.raw_recipe.MAX_RECIPE_NBYTES", 100)
+    monkeypatch.setattr("trainer.recipe.loading.MAX_RECIPE_NBYTES", 100)
     assert (
         str(error_of(GOOD))
         == "x.toml is not a recipe - it has more than 100 bytes - `prep recipes` lists recipes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,19 @@ from hypothesis import strategies as st
 
 from tests.trainer.recipe.test_errors import GOOD, error_of, replaced
 from trainer.recipe import load_recipe, option_hint
-from trainer.recipe.corrections import correct_value, is_accepted
 from trainer.recipe.formatting import example_value, to_toml
-from trainer.recipe.key_schema import alternatives
-from trainer.recipe.other_trainers import (
+from trainer.recipe.hints import (
+    accepts,
     advice_for,
-    hint_by_name,
+    correct_value,
     key_for_synonym,
-    other_trainers,
+    unknown_key_hint,
 )
-from trainer.recipe.problems import MAX_SHOWN
+from trainer.recipe.key_types import alternatives
+from trainer.recipe.loading import MAX_SHOWN
+from trainer.recipe.other_trainers import ADVICE, NAMES, OTHER_VALUES, VALUE_NAMES
 from trainer.recipe.tables import KEY_SCHEMAS
-from trainer.recipe.unknown_keys import unknown_key_hint
 
-NAMES = other_trainers().names
-ADVICE = hint_by_name()
 LIBRARY_WORDS = re.compile(
     r"Input should|Field required|Extra inputs|type=|pydantic|tomllib|validation error",
     re.IGNORECASE,
@@ -148,38 +147,37 @@ def test_nested_table_of_another_trainer_is_translated_by_key():
     ]
 
 
-def test_synonyms_stand_for_one_existing_key():
-    assert {*NAMES} <= {*KEY_SCHEMAS}
-    names = [name for key_names in NAMES.values() for name in key_names]
-    assert len(names) == len({*names}), "each synonym stands for one key"
-    assert not {*names, *ADVICE} & {*KEY_SCHEMAS}
-    assert not {*names} & {*ADVICE}
-    assert {*other_trainers().other_values.names} <= {*names}
+def names_in(table: Mapping[str, str]) -> list[str]:
+    """Return all names of a table of other trainers."""
+    return " ".join(table.values()).split()
 
 
-def test_data_file_has_one_hint_per_setting():
-    data = other_trainers()
-    for entries in ((data.other_values,), data.advice):
-        names = [name for entry in entries for name in entry.names]
+def test_each_name_of_another_trainer_has_one_meaning():
+    for table in (NAMES, ADVICE, VALUE_NAMES):
+        names = names_in(table)
         assert len(names) == len({*names})
-    values = [name for names in data.value_names.values() for name in names]
-    assert len(values) == len({*values})
+    keys, advice = {*names_in(NAMES)}, {*names_in(ADVICE)}
+    assert not keys & advice
+    assert not (keys | advice) & {*KEY_SCHEMAS}
+    assert {*NAMES} <= {*KEY_SCHEMAS}
+    assert {*OTHER_VALUES.split()} <= keys
 
 
 def test_synonym_gives_hint_with_its_key():
     for names in NAMES.values():
-        for name in names:
+        for name in names.split():
             key = key_for_synonym(name)
-            assert name in NAMES[key]
+            assert name in NAMES[key].split()
             hint = option_hint(f"--{name.replace('_', '-')}", "")
             assert hint.startswith(f"`--set {key}="), name
 
 
 def test_foreign_setting_without_a_key_gets_advice():
     tables = {key.partition(".")[0] for key in KEY_SCHEMAS if "." in key}
-    for name, advice in ADVICE.items():
-        assert advice_for(name) == option_hint(f"--{name}", "1") == advice
-        assert {*re.findall(r"\[(\w+)\]", advice)} <= tables, name
+    for advice, names in ADVICE.items():
+        for name in names.split():
+            assert advice_for(name) == option_hint(f"--{name}", "1") == advice
+        assert {*re.findall(r"\[(\w+)\]", advice)} <= tables, advice
 
 
 @pytest.mark.parametrize(
@@ -201,10 +199,10 @@ def test_foreign_setting_without_a_key_gets_advice():
     ],
 )
 def test_correct_value_returns_valid_text_or_nothing(key: str, value: Any, text: str):
-    assert correct_value(value, KEY_SCHEMAS[key]) == text
+    assert correct_value(key, value) == text
 
 
-@pytest.mark.parametrize("value", other_trainers().value_names)
+@pytest.mark.parametrize("value", VALUE_NAMES)
 def test_value_synonyms_stand_for_existing_values(value: str):
     types = [
         alternative
@@ -217,9 +215,9 @@ def test_value_synonyms_stand_for_existing_values(value: str):
 
 def test_examples_are_accepted_by_their_keys():
     for key, key_schema in KEY_SCHEMAS.items():
-        examples = key_schema.get("examples") or [key_schema.get("default")]
-        assert all(is_accepted(example, key_schema) for example in examples), key
-        assert correct_value(examples[0], key_schema) == example_value(key_schema), key
+        examples: list[Any] = [*key_schema.get("examples", [key_schema.get("default")])]
+        assert all(accepts(key, example) for example in examples), key
+        assert correct_value(key, examples[0]) == example_value(key_schema), key
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))

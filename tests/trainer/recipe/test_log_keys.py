@@ -9,7 +9,7 @@ import pytest
 
 from prepcli.core.errors import UsageError
 from trainer.recipe import load_recipe
-from trainer.recipe.checks import check_wandb_table
+from trainer.recipe.conflicts import check_wandb_table
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "llama-7b.toml"
 

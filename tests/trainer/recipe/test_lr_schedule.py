@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +12,17 @@ import optax
 import pytest
 
 from prepcli.core.errors import PrepError
-from trainer.recipe.lr_schedule import LRSchedule, build_lr_schedule, rate_at_step
+from trainer.recipe.lr_schedule import DECAYS, LRSchedule, build_lr_schedule, rate_at_step
 from trainer.recipe.optimizer_tables import AdamWTable, PalmTable, RampShape, ScheduleKind
 
 
 def learning_rates(schedule: LRSchedule, *steps: int) -> list[float]:
     """Return the learning rate of each step."""
     return [float(schedule.learning_rate(jnp.int32(step))) for step in steps]
+
+
+def test_each_schedule_of_recipes_has_a_decay():
+    assert list(DECAYS) == [*get_args(ScheduleKind)]
 
 
 def test_cosine_schedule_matches_optax():

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.doc_tables import check_names, code_in, recipe_keys, table_rows
-from trainer.recipe.other_trainers import advice_for
+from trainer.recipe.hints import advice_for, guess_key, option_hint
 from trainer.recipe.tables import KEY_SCHEMAS
-from trainer.recipe.unknown_keys import guess_key, option_hint
 
 PAGES = sorted((Path(__file__).parents[3] / "docs" / "how-to").glob("migrate-from-*.md"))
 # Titles of the first column in tables with settings.

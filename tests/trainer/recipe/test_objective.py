@@ -68,3 +68,9 @@ def test_targets_longer_than_seq_length_are_rejected():
     )
     Path("x.toml").write_text(recipe_text(KEYS))
     assert load_recipe(Path("x.toml"), ()).recipe.data.objective == "span_corruption"
+
+
+def test_huge_source_length_is_refused_at_once():
+    """The block was searched token by token, for hours."""
+    error = error_of(recipe_text(f"{SPANS}source_length = {10**12}\n"))
+    assert "`data.source_length` is 1000000000000 - out of range" in str(error)

@@ -8,8 +8,9 @@ from typing import get_args
 import pytest
 
 from prepcli.core.errors import PrepError
-from trainer.recipe import load_recipe, recipe_to_toml, warmup_decay
+from trainer.recipe import load_recipe, recipe_to_toml
 from trainer.recipe.formatting import describe_type
+from trainer.recipe.lr_schedule import build_lr_schedule
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable, PalmTable
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of
 
@@ -107,7 +108,7 @@ def test_palm_has_the_defaults_of_easylm():
     )
     assert values[1:] == (0.9, 0.99, 1e-4, 1.0, "rsqrt")
     assert PalmTable(type="palm").lr == 0.01
-    assert warmup_decay(table, 20).warmup_steps == 10_000
+    assert build_lr_schedule(table, 20).warmup == 10_000
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,14 @@ from hypothesis import strategies as st
 from prepcli.core.errors import PrepError
 from prepcli.models import mesh
 from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
-from trainer.recipe.checks import SCHEDULE_OF_KEY
+from trainer.recipe.conflicts import CHAT_KEYS, COLUMN_USES, NOISE_KEYS
 from trainer.recipe.docs_page import render_page
-from trainer.recipe.field_checks import CHAT_KEYS, COLUMN_KEYS, NOISE_KEYS
-from trainer.recipe.field_grammar import SIGNS
 from trainer.recipe.formatting import example_value, to_toml
-from trainer.recipe.key_schema import KeySchema, alternatives
+from trainer.recipe.key_types import KeySchema, alternatives
+from trainer.recipe.lr_schedule import DECAYS
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable
-from trainer.recipe.run_tables import Cluster
-from trainer.recipe.tables import KEY_SCHEMAS, key_schemas_of, value_of
-from trainer.recipe.text_fields import DEFAULT_FIELDS
+from trainer.recipe.tables import KEY_SCHEMAS, Cluster, key_schemas_of, value_of
+from trainer.recipe.text_fields import DEFAULT_FIELDS, SIGNS
 
 ROOT = Path(__file__).parents[3]
 SMALL = """\
@@ -168,7 +166,7 @@ def test_examples_make_a_valid_recipe(tmp_path: Path):
     conflicting |= {
         "optimizer.loss_scale",
         "checkpoint.best_is",
-        *SCHEDULE_OF_KEY,
+        *SCHEDULE_KEYS,
         "lora.path",
         "model.training_state",
         "data.sources",
@@ -235,6 +233,8 @@ PATHS = TEXTS.filter(lambda text: "${" not in text and not text.startswith("~"))
 NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=True).filter(
     lambda t: t.isprintable()
 )
+# Keys that only one schedule has.
+SCHEDULE_KEYS = [f"optimizer.{key}" for decay in DECAYS.values() for key in decay.keys]
 # Keys of a random start. They replace `model.path`.
 START_KEYS = ("model.init", "model.preset", "model.config")
 TEXT_LISTS = (
@@ -363,10 +363,10 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
         "data.source_length",
         "data.source_prefix",
         "data.fields_from_example",
-        *COLUMN_KEYS,
+        *COLUMN_USES,
     }
     excluded |= {"log.sample_every", "log.sample_tokens"}
-    excluded |= {"optimizer.loss_scale", *SCHEDULE_OF_KEY, "eval.at_start"}
+    excluded |= {"optimizer.loss_scale", *SCHEDULE_KEYS, "eval.at_start"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {
         "train.steps",
         "train.epochs",

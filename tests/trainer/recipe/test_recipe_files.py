@@ -9,7 +9,7 @@ import pytest
 from prepcli.core.errors import FAILED, USAGE, PrepError
 from tests.trainer.recipe.test_errors import GOOD
 from trainer.recipe import complete_recipe, load_recipe
-from trainer.recipe.raw_recipe import RawRecipe, read_recipe
+from trainer.recipe.loading import RawRecipe, read_recipe
 
 
 @pytest.fixture(autouse=True)

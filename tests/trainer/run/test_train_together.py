@@ -20,7 +20,7 @@ from prepcli.formats.run_steps import saved_steps
 from tests.helpers.job_faults import NO_SETTINGS, Fault, Outcome, run_job, state_digest
 from tests.helpers.training_folder import make_training_folder
 from trainer.distributed.heartbeat import JobEnd
-from trainer.recipe.run_tables import Cluster
+from trainer.recipe.tables import Cluster
 from trainer.run.processes import _job_error, run_together
 
 KILLED = -signal.SIGKILL

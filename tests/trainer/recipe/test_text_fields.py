@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, PrepError
-from trainer.recipe.field_grammar import (
+from trainer.recipe.text_fields import (
     Field,
     FieldList,
     TextField,

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, PrepError
-from trainer.recipe import BatchShape, WarmupDecay, batch_shape, warmup_decay
+from trainer.recipe import BatchShape, batch_shape
+from trainer.recipe.lr_schedule import build_lr_schedule
 from trainer.recipe.optimizer_tables import AdamWTable
 from trainer.recipe.tables import Batch
 
@@ -122,21 +123,22 @@ def test_batch_shape_hint_is_valid(size: int, accumulate: int, replicas: int):
 
 
 @pytest.mark.parametrize(
-    ("keys", "schedule"),
+    ("keys", "warmup", "decay"),
     [
-        ({}, WarmupDecay(0, 1000)),
-        ({"warmup_steps": 10}, WarmupDecay(10, 1000)),
-        ({"warmup_ratio": 0.07}, WarmupDecay(70, 1000)),
-        ({"warmup_ratio": 0.1, "decay_steps": 200}, WarmupDecay(100, 200)),
-        ({"warmup_steps": 2000, "schedule": "constant"}, WarmupDecay(2000, 1000)),
+        ({}, 0, 1000),
+        ({"warmup_steps": 10}, 10, 1000),
+        ({"warmup_ratio": 0.07}, 70, 1000),
+        ({"warmup_ratio": 0.1, "decay_steps": 200}, 100, 200),
+        ({"warmup_steps": 2000, "schedule": "constant"}, 2000, 1000),
     ],
 )
-def test_warmup_decay_resolves_steps_of_both_phases(keys: dict[str, Any], schedule: WarmupDecay):
-    assert warmup_decay(AdamWTable.model_validate({"lr": 1.0, **keys}), 1000) == schedule
+def test_schedule_has_steps_of_both_phases(keys: dict[str, Any], warmup: int, decay: int):
+    schedule = build_lr_schedule(AdamWTable.model_validate({"lr": 1.0, **keys}), 1000)
+    assert (schedule.warmup, schedule.decay, schedule.cooldown) == (warmup, decay, 0)
 
 
-def test_warmup_decay_rejects_warmup_as_long_as_run():
+def test_warmup_as_long_as_the_run_is_rejected():
     with pytest.raises(
         PrepError, match="warm-up takes the first 1000 steps, and the run has 1000 steps"
     ):
-        warmup_decay(AdamWTable.model_validate({"lr": 1.0, "warmup_ratio": 1.0}), 1000)
+        build_lr_schedule(AdamWTable.model_validate({"lr": 1.0, "warmup_ratio": 1.0}), 1000)
