@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import gzip
 import io
 import json
@@ -481,9 +482,10 @@ def run_child(name: str, folder: Path, first: int, end: int) -> None:
     """Print the outcome of each mutation, then the peak memory."""
     for outcome in read_mutations(name, folder, range(first, end)):
         print(outcome, flush=True)
-    from trainer.tables import process
+    from prepcli.core import sandbox
 
-    process.stop_workers()
+    gc.collect()
+    sandbox.stop_idle()
     peak = max(
         resource.getrusage(who).ru_maxrss
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)

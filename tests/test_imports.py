@@ -35,7 +35,7 @@ ORDER = (
     *(
         f"trainer.{name}"
         for name in (
-            *("tables", "distributed", "nn", "flax_modules", "recipe", "planning", "data"),
+            *("distributed", "nn", "flax_modules", "recipe", "planning", "data"),
             *("generation", "training", "run"),
         )
     ),

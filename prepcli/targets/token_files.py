@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import cast
 
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, PrepError, text, usage_error
 from prepcli.core.formatting import join_names
@@ -27,8 +27,8 @@ from prepcli.formats.tokenizer_files import (
     SPACE,
     TOKENIZER_FILE,
     VOCABULARY_FILES,
+    VocabularyTokenizer,
     encode_pieces,
-    parse_sentencepiece,
     parse_tokenizer,
 )
 from prepcli.sources.side_files import resolve_small_file
@@ -58,32 +58,6 @@ SPACE_FLAGS = ("single_word", "lstrip", "rstrip")
 # --- The tokenizer
 
 
-class VocabularyTokenizer(Protocol):
-    """A tokenizer with a readable vocabulary."""
-
-    @property
-    def size(self) -> int:
-        """Largest id plus one."""
-        ...
-
-    @property
-    def added_contents(self) -> list[str]:
-        """Texts found before the other text is split."""
-        ...
-
-    def token_id(self, content: str) -> int | None:
-        """Return the id of a token, or None for an unknown text."""
-        ...
-
-    def normalize(self, content: str) -> str:
-        """Return the text of a token as it is searched."""
-        ...
-
-    def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the ids of each text, without special tokens."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class SourceTokenizer:
     """A tokenizer with the name of its file."""
@@ -102,7 +76,7 @@ class SourceTokenizer:
         Raises:
             PrepError: The content is no tokenizer.
         """
-        return replace(self, tokenizer=_parse(path, data))
+        return replace(self, tokenizer=parse_tokenizer(path, data))
 
 
 def open_tokenizer(source: Source) -> SourceTokenizer:
@@ -115,7 +89,7 @@ def open_tokenizer(source: Source) -> SourceTokenizer:
     file_name = tokenizer_file(source)
     data = None if file_name is None else read_side_file(source, file_name)
     if file_name is not None and data is not None:
-        opened = SourceTokenizer(file_name, _parse(source.root / file_name, data))
+        opened = SourceTokenizer(file_name, parse_tokenizer(source.root / file_name, data))
         if opened.is_sentencepiece:
             _check_settings(source, opened)
         return opened
@@ -153,12 +127,6 @@ def tokens_for(opened: SourceTokenizer, tokens: Sequence[AddedToken]) -> tuple[A
             why = f"SentencePiece and transformers search a piece of {opened.file_name} differently"
             raise usage_error(what, why, f"use a text without spaces, or {SAVE_HINT}")
     return tuple({**token, "normalized": False} for token in tokens)
-
-
-def _parse(path: AnyPath, data: bytes) -> VocabularyTokenizer:
-    if path.name in SENTENCEPIECE_FILES:
-        return parse_sentencepiece(path, data)
-    return parse_tokenizer(path, data)
 
 
 def _check_settings(source: Source, opened: SourceTokenizer) -> None:

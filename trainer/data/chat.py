@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import JsonObject
+from trainer.data.chat_forms import MessageForms
 from trainer.data.chat_loss import message_weight
 from trainer.data.chat_marks import ASSISTANT, REASONING_KEYS, TOOL_CALLS
+from trainer.data.chat_rendering import ChatRenderer, Conversation, Spans
 from trainer.data.chat_template import ChatTemplate
+from trainer.data.chat_turns import Turn, TurnFinder
 from trainer.data.conversations import message_reader, tools_value
 from trainer.data.example_settings import (
     ExampleSettings,
@@ -21,11 +24,6 @@ from trainer.data.example_settings import (
 from trainer.data.examples import Example, LossSpan, Segment
 from trainer.data.ignored_parts import EMPTY_TURN, HIDDEN_REASONING, TOOLS
 from trainer.data.readers.reader import DataPiece, Record
-
-if TYPE_CHECKING:
-    from trainer.data.chat_forms import MessageForms
-    from trainer.data.chat_rendering import Conversation, Spans
-    from trainer.data.chat_turns import Turn
 
 
 class ChatBuilder:
@@ -43,9 +41,6 @@ class ChatBuilder:
         self._messages = message_reader(settings.chat_format, settings.fields)
         self._forms = load_forms(template)
         self._renderer = self._forms.renderer
-        # It needs jinja2, as the forms do.
-        from trainer.data.chat_turns import TurnFinder
-
         self._finder = TurnFinder(self._renderer)
         self._bos_text = template.bos_text
         self.max_extra_token_id = largest_added_id(settings)
@@ -168,12 +163,9 @@ def load_forms(template: ChatTemplate) -> MessageForms:
     Raises:
         PrepError: jinja2 is not installed, or the template is not valid.
     """
-    try:
-        from trainer.data.chat_forms import MessageForms
-        from trainer.data.chat_rendering import ChatRenderer
-    except ImportError:
+    if importlib.util.find_spec("jinja2") is None:
         what = "cannot render chat templates"
-        raise PrepError(what, "jinja2 is not installed", "`pip install 'prepcli[chat]'`") from None
+        raise PrepError(what, "jinja2 is not installed", "`pip install 'prepcli[chat]'`")
     return MessageForms(ChatRenderer(template))
 
 

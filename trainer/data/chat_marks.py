@@ -18,6 +18,9 @@ TOOL_CALLS = "tool_calls"
 # Keys of a message for the reasoning before its content, in the formats of several publishers.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
+# Noncharacters around the parts of a rendered text that the assistant generates.
+START_MARK = "\ufdd0"
+END_MARK = "\ufdd1"
 # Noncharacters: the start and the end of a mark, and the 16 digits of its number.
 MARK_START = "\ufdd2"
 MARK_END = "\ufdd3"

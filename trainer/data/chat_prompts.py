@@ -7,18 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import JsonObject, JsonValue
 from trainer.data.chat import load_forms
+from trainer.data.chat_forms import MessageForms
 from trainer.data.chat_template import ChatTemplate, load_chat_template
 from trainer.data.column_values import SURROGATE_CAUSE, is_encodable, messages_value, tool_schemas
 from trainer.data.readers.reader import Record
 from trainer.data.tokenizer import TextTokenizer
-
-if TYPE_CHECKING:
-    from trainer.data.chat_forms import MessageForms
 
 MESSAGES_KEY = "messages"
 TOOLS_KEY = "tools"

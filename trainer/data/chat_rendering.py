@@ -1,35 +1,30 @@
-"""Render conversations with Jinja templates in a sandbox, as transformers does."""
+"""Render conversations with Jinja templates in a child process."""
 
 from __future__ import annotations
 
-import datetime
-import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jinja2 import Template, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-
 from prepcli.core.errors import Key, PrepError, Text, text
 from prepcli.core.json_values import JsonObject, JsonValue
-from trainer.data.chat_environment import ChatEnvironment
-from trainer.data.chat_limits import PROBE_WORK
-from trainer.data.chat_marks import ASSISTANT
+from prepcli.core.sandbox import MIB, Limits, Sandbox, SandboxError, SandboxLimitError
+from trainer.data.chat_marks import ASSISTANT, END_MARK, START_MARK
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.examples import CostlyRecordError
+from trainer.data.examples import RecordLimitError
 
-# Unicode noncharacters, which no text contains, around the parts of a rendered text that the
-# assistant generates.
-START_MARK = "\ufdd0"
-END_MARK = "\ufdd1"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
-# `strftime` returns at most this many characters for each character of its format.
-MAX_DATE_GROWTH = 256
+# Limits of a rendering: a constant part, and a part that grows with the characters of the messages. A template may
+# repeat a long conversation, and a short one gives no template a reason to make megabytes.
+BASE_CHARS = MIB
+CHARS_PER_CHAR = 16
+BASE_MEMORY_NBYTES = 512 * MIB
+MEMORY_PER_CHAR = 64
+BASE_CPU_S = 20
+CHARS_PER_CPU_S = 50_000
+
 # Variables that each rendering sets.
 CONVERSATION_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 # The variable with the tools in a template.
@@ -47,7 +42,7 @@ class Conversation:
 
     Attributes:
         messages: The messages, in order.
-        place: File and line, for error messages.
+        place: File and line, for error messages. Empty for a conversation that prep makes.
         tools: Schemas of the tools that the model may call. None without any.
     """
 
@@ -87,24 +82,25 @@ class ChatRenderer:
         Raises:
             PrepError: The template is not valid Jinja.
         """
-        self._environment = ChatEnvironment([_GenerationBlocks, loopcontrols])
-        if template.date:
-            self._environment.globals["strftime_now"] = functools.partial(
-                self._format_date, template.date
-            )
         self.file = template.file
-        self._variables: Mapping[str, JsonValue] = {
+        variables: Mapping[str, JsonValue] = {
             **dict(template.special_tokens),
             **json.loads(template.arguments),
         }
-        _check_variables(self._variables)
+        _check_variables(variables)
         texts = [template.text]
         if template.tool_text is not None:
             texts.append(template.tool_text)
         self.takes_tools = any(TOOLS_VARIABLE.search(text) for text in texts)
-        self._templates = [
-            (self._compile(text), GENERATION.search(text) is not None) for text in texts
-        ]
+        self._have_markers = [GENERATION.search(text) is not None for text in texts]
+        time = template.date and template.date.isoformat()
+        name = "trainer.data.chat_environment:TemplateRenderer"
+        self._templates = Sandbox(name, (texts, variables, time), limits=_limits(0))
+        try:
+            self._templates.start()
+        except SandboxError as error:
+            what = f"{self.file} is not a valid chat template"
+            raise PrepError(what, _error_text(error), "correct the template") from None
 
     def render(
         self, conversation: Conversation, *, add_generation_prompt: bool = False
@@ -122,55 +118,52 @@ class ChatRenderer:
         Raises:
             PrepError: The template fails or rejects the messages.
         """
-        # The limits grow with the messages: a template may repeat a long conversation, and a short
-        # one gives no template a reason to make megabytes.
-        self._environment.limits.start(conversation.num_chars)
-        return self._render(conversation, add_generation_prompt=add_generation_prompt)
+        index = 0 if conversation.tools is None else -1
+        rendered = self._render(conversation, index, add_generation_prompt=add_generation_prompt)
+        if self._have_markers[index]:
+            return _split_marks(rendered)
+        return rendered, None
 
     def probe(self, messages: Sequence[JsonObject]) -> str | None:
-        """Return the text of a few short messages, or None if the template fails."""
-        conversation = Conversation(messages, "")
-        self._environment.limits.start(conversation.num_chars, base_work=PROBE_WORK)
+        """Return the text of a few short messages, or None if the template fails.
+
+        Raises:
+            RecordLimitError: The template takes too much memory or time.
+        """
         try:
-            rendered, _ = self._render(conversation, add_generation_prompt=False)
+            rendered, _ = self.render(Conversation(messages, ""))
+        except RecordLimitError:
+            raise
         except PrepError:
             return None
         return rendered
 
     def _render(
-        self, conversation: Conversation, *, add_generation_prompt: bool
-    ) -> tuple[str, Spans | None]:
-        template, has_markers = self._templates[0 if conversation.tools is None else -1]
-        variables = {
-            **self._variables,
-            "messages": conversation.messages,
-            "tools": conversation.tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        self, conversation: Conversation, index: int, *, add_generation_prompt: bool
+    ) -> str:
+        content = json.dumps([conversation.messages, conversation.tools], ensure_ascii=False)
+        max_chars = BASE_CHARS + CHARS_PER_CHAR * len(content)
+        # A role that is no UTF-8 text is probed before the conversation is refused.
+        data = content.encode("utf-8", "surrogatepass")
+        arguments = (index, data, add_generation_prompt, max_chars)
         try:
-            rendered = template.render(variables)
-        except Exception as error:
-            # A template is a program, which may raise any error.
-            what = f"{conversation.place}: {self.file} cannot render the messages"
-            error_type = CostlyRecordError if self._environment.limits.is_costly else PrepError
+            (rendered,) = self._templates.call("render", *arguments, limits=_limits(len(content)))
+        except SandboxError as error:
+            what = f"{self.file} cannot render the messages"
+            if conversation.place:
+                what = f"{conversation.place}: {what}"
+            error_type = PrepError
+            if isinstance(error, SandboxLimitError):
+                error_type = RecordLimitError
             raise error_type(what, _error_text(error), _error_hint(error)) from None
-        if has_markers:
-            return _split_marks(rendered)
-        return rendered, None
+        return rendered
 
-    def _format_date(self, date: datetime.date, form: str) -> str:
-        """Return a date as a template formats it."""
-        self._environment.limits.check(MAX_DATE_GROWTH * len(form))
-        return date.strftime(form)
 
-    def _compile(self, text: str) -> Template:
-        try:
-            return self._environment.compile_template(text)
-        except Exception as error:
-            # Jinja and Python's compiler raise errors of many types.
-            what = f"{self.file} is not a valid chat template"
-            raise PrepError(what, _error_text(error), "correct the template") from None
+def _limits(num_chars: int) -> Limits:
+    """Return the limits of a rendering of messages with `num_chars` characters."""
+    return Limits(
+        BASE_MEMORY_NBYTES + MEMORY_PER_CHAR * num_chars, BASE_CPU_S + num_chars // CHARS_PER_CPU_S
+    )
 
 
 def _check_variables(variables: Mapping[str, JsonValue]) -> None:
@@ -184,16 +177,14 @@ def _check_variables(variables: Mapping[str, JsonValue]) -> None:
             )
 
 
-def _error_text(error: Exception) -> str:
+def _error_text(error: SandboxError) -> str:
     """Return the cause of a Jinja or Python error, for readers who know neither."""
-    if isinstance(error, RecursionError):
+    if error.type_name == "builtins.RecursionError":
         return "it is nested too deeply, or its macros call each other without end"
-    if isinstance(error, MemoryError):
-        return "it is nested too deeply, or needs too much memory"
-    return f"{str(error) or type(error).__name__:.300}"
+    return f"{str(error) or error.type_name.rpartition('.')[2]:.300}"
 
 
-def _error_hint(error: Exception) -> Text | str:
+def _error_hint(error: SandboxError) -> Text | str:
     """Return the hint for an error of a template."""
     if "strftime_now" in str(error):
         return text(
@@ -216,18 +207,3 @@ def _split_marks(text: str) -> tuple[str, Spans]:
         parts.append(part)
         length += len(part)
     return "".join(parts), tuple(spans)
-
-
-class _GenerationBlocks(Extension):
-    """The tag `{% generation %}`: its body is rendered between marks."""
-
-    tags = {"generation"}  # noqa: RUF012 - the interface of Jinja
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the tag and its body up to `{% endgeneration %}`."""
-        line_number = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line_number)
-
-    def _mark(self, caller: Macro) -> str:
-        return f"{START_MARK}{caller()}{END_MARK}"

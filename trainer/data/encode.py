@@ -163,10 +163,8 @@ def _join_weights(
     return joined
 
 
-# The `tokenizers` library spreads the texts of a batch over all cores (RAYON_NUM_THREADS limits
-# them) without Python's interpreter lock. It leaves cores idle at the end of a batch, and while its
-# ids are converted and the next texts are read. A second batch is therefore encoded at the same
-# time.
+# The process of the tokenizer encodes one batch after another, on all cores (RAYON_NUM_THREADS limits the threads of
+# the `tokenizers` library). A second thread joins the texts of the next batch and the ids of the last one meanwhile.
 ENCODE_THREADS = 2
 # Batches that are read before the first of them is written: two encode, one waits.
 BATCHES_AHEAD = 3

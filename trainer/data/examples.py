@@ -16,8 +16,11 @@ TokenIds: TypeAlias = npt.NDArray[np.uint32]
 LossSpan: TypeAlias = tuple[int, int, float]
 
 
-class CostlyRecordError(PrepError):
-    """An invalid record that took long to refuse, e.g. by a chat template with endless loops."""
+class RecordLimitError(PrepError):
+    """A record took too much memory or time, e.g. because its chat template has endless loops.
+
+    It is never skipped: the tokens of a dataset must not depend on the machine.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 from prepcli.core.errors import Key, PrepError, text
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import JsonObject
-from trainer.data.examples import CostlyRecordError, Example, FileStart, Segment
+from trainer.data.examples import Example, FileStart, RecordLimitError, Segment
 from trainer.data.fields import ExampleBuilder
 from trainer.data.files import DataFile, Note, changed_file_error, hash_file
 from trainer.data.readers import READERS
@@ -29,8 +29,6 @@ from trainer.recipe.text_fields import (
 SHOWN = 3
 # Types of files that may be one list, since `IdentityChange.JSON_LISTS`.
 LIST_TYPES = ("json",)
-# Skipped records that took long to refuse, up to 2 s each. A template that does this to many records is at fault.
-MAX_COSTLY = 8
 
 
 class BadLines:
@@ -50,17 +48,13 @@ class BadLines:
         """
         self._limit = limit
         self._note = note
-        self._n_costly = 0
         self.count = count
 
     def __call__(self, error: PrepError) -> None:
-        """Count an invalid record. Raise PrepError if it is one more than the limit, or costly as many before it."""
+        """Count an invalid record. Raise PrepError if it is one more than the limit, or has reached a limit."""
+        if isinstance(error, RecordLimitError):
+            raise error
         self.count += 1
-        self._n_costly += isinstance(error, CostlyRecordError)
-        if self.count <= self._limit and self._n_costly > MAX_COSTLY:
-            what = text("{}, after {}", error.what, f"{count_text(MAX_COSTLY, 'record')} like it")
-            why = text("{}, and {} skips no more of them", error.why, Key("data.bad_lines"))
-            raise PrepError(what, why, error.hint) from error
         if self.count <= self._limit:
             if self.count <= SHOWN:
                 self._note(f"skipped {error.what} ({error.why})")

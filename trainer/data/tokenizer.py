@@ -5,13 +5,14 @@ A tokenizer is a tokenizer.json, a SentencePiece model, or a folder that transfo
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,19 +28,13 @@ from prepcli.formats.tokenizer_files import (
     SETTINGS_FILE,
     TOKENIZER_FILE,
     VOCABULARY_FILES,
-    check_normalizer_growth,
+    LibraryTokenizer,
     library_errors,
     load_fast_tokenizer,
-    normalizer_growth,
+    load_sentencepiece,
 )
-from prepcli.stores.files import not_regular_error, read_regular_file
+from prepcli.stores.files import not_regular_error, open_regular_file, read_regular_file
 from trainer.data import text_cuts
-from trainer.data.codecs import (
-    Codec,
-    FastCodec,
-    sentencepiece_codec,
-    transformers_codec,
-)
 from trainer.data.examples import TokenIds
 from trainer.data.files import io_error
 
@@ -60,12 +55,14 @@ PROBE = "a"
 # Tokens that are tried if the tokenizer does not have the letter.
 MAX_PROBES = 1000
 
-# Parts of a long text that are encoded at once: one for every core.
 # Smallest part of the vocabulary that the tokenizer of a model has.
 LEAST_USED_VOCABULARY = 0.9
+# Parts of a long text that are encoded at once: one for every core.
 PARTS_AT_ONCE = min(max(os.cpu_count() or 1, 4), 64)
 
-EncodedT = TypeVar("EncodedT")
+# Tokenizer classes of transformers with `add_bos_token` or `add_eos_token` on by default.
+BEGINS_PROMPTS = ("CodeLlamaTokenizer",)
+ENDS_PROMPTS = ("T5Tokenizer",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +74,6 @@ class TextTokenizer:
         digest: XXH3-128 of its files.
         max_id: Its largest token id.
         codec: Its library.
-        growth: Upper bound of the bytes that its normalizer makes of one byte (see
-            `normalizer_growth`).
         allows_cuts: Whether the parts of `cut_text` have the tokens of the whole text.
         missing_tokens: Special tokens that its tokenizer_config.json lists and its tokenizer.json does not have.
     """
@@ -86,8 +81,7 @@ class TextTokenizer:
     path: Path
     digest: str
     max_id: int
-    codec: Codec
-    growth: float = 1.0
+    codec: LibraryTokenizer
     allows_cuts: bool = False
     missing_tokens: tuple[str, ...] = ()
 
@@ -123,7 +117,8 @@ class TextTokenizer:
         return [self._encode_in_parts(text) for text in texts]
 
     def _encode_at_once(self, texts: Sequence[str]) -> list[TokenIds]:
-        return [np.array(ids, np.uint32) for ids in self._encode(self.codec.encode_batch, texts)]
+        with library_errors(f"{self.path} cannot encode the data", TOKENIZER_HINT):
+            return self.codec.encode(texts)
 
     def _encode_in_parts(self, text: str) -> TokenIds:
         """Encode a long text with the memory of a few of its parts."""
@@ -149,25 +144,8 @@ class TextTokenizer:
         Raises:
             PrepError: The tokenizer fails.
         """
-        # An empty batch is not passed on: some libraries have no offsets at all.
-        if not texts:
-            return []
-        encodings = self._encode(self.codec.encode_batch_with_offsets, texts)
-        return [
-            (np.array(ids, np.uint32), np.array(offsets, np.int64).reshape(-1, 2))
-            for ids, offsets in encodings
-        ]
-
-    def _encode(
-        self, encode_batch: Callable[[list[str]], list[EncodedT]], texts: Sequence[str]
-    ) -> list[EncodedT]:
-        self._check_growth(max(map(len, texts), default=0))
         with library_errors(f"{self.path} cannot encode the data", TOKENIZER_HINT):
-            return encode_batch(list(texts))
-
-    def _check_growth(self, num_chars: int) -> None:
-        hint = Text(*TOKENIZER_HINT.parts, " with another tokenizer")
-        check_normalizer_growth(self.growth, num_chars, str(self.path), hint)
+            return self.codec.encode_with_offsets(texts)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a prompt, with added special tokens.
@@ -177,14 +155,13 @@ class TextTokenizer:
         Raises:
             PrepError: The tokenizer fails.
         """
-        self._check_growth(len(text))
         hint = Text(Option("tokens", "1,2,3"), " needs none")
         with library_errors(f"{self.path} cannot encode a prompt", hint):
             ids = self.codec.encode_prompt(text)
             if len(ids) > 1 and ids[0] == ids[1]:
                 # E.g. `<s>a` is [1, 5], and the tokenizer makes [1, 1, 5, 2] of it.
-                (plain,) = self.codec.encode_batch([text])
-                if ids[1 : 1 + len(plain)] == plain:
+                (plain,) = self.codec.encode([text])
+                if ids[1 : 1 + len(plain)] == plain.tolist():
                     return ids[1:]
         return ids
 
@@ -229,13 +206,13 @@ class TextTokenizer:
         with library_errors(
             f"{self.path} cannot decode {count_text(len(ids), 'token')}", TOKENIZER_HINT
         ):
-            prefix = self.codec.decode(list(preceding_ids))
+            prefix = self.codec.decode(preceding_ids)
             text = self.codec.decode([*preceding_ids, *ids])
             if text.startswith(prefix):
                 return text[len(prefix) :]
             # The preceding ids end within a character, so their text is not a prefix of the whole
             # text.
-            return self.codec.decode(list(ids))
+            return self.codec.decode(ids)
 
     def special_ids(self, ids: Collection[int]) -> set[int]:
         """Return the ids of special tokens among `ids`, and the ids that the tokenizer does not have."""
@@ -297,10 +274,10 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     if found.suffix == SENTENCEPIECE_SUFFIX:
         settings = read_settings(found.parent / SETTINGS_FILE)
         with library_errors(f"{found} is not a SentencePiece model", TOKENIZER_HINT):
-            codec = sentencepiece_codec(found, data, settings)
+            codec = _load_sentencepiece(found, data, settings)
             return TextTokenizer(found, xxhash.xxh3_128_hexdigest(data), codec.max_id, codec)
     with library_errors(f"{found} is not a valid tokenizer", TOKENIZER_HINT):
-        codec = FastCodec(load_fast_tokenizer(found, data))
+        codec = load_fast_tokenizer(found, data)
         digest = xxhash.xxh3_128_hexdigest(data)
         missing_tokens = _missing_tokens(found, codec)
         return TextTokenizer(
@@ -308,13 +285,22 @@ def load_tokenizer(path: Path) -> TextTokenizer:
             digest,
             codec.max_id,
             codec,
-            growth=normalizer_growth(data),
             allows_cuts=text_cuts.allows_cuts(data),
             missing_tokens=missing_tokens,
         )
 
 
-def _missing_tokens(file: Path, codec: FastCodec) -> tuple[str, ...]:
+def _load_sentencepiece(
+    file: Path, data: bytes, settings: Mapping[str, JsonValue]
+) -> LibraryTokenizer:
+    """Return a SentencePiece model. Its tokenizer_config.json sets the tokens around a prompt."""
+    class_name = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
+    adds_bos = bool(settings.get("add_bos_token", class_name in BEGINS_PROMPTS))
+    adds_eos = bool(settings.get("add_eos_token", class_name in ENDS_PROMPTS))
+    return load_sentencepiece(file, data, adds_bos=adds_bos, adds_eos=adds_eos)
+
+
+def _missing_tokens(file: Path, codec: LibraryTokenizer) -> tuple[str, ...]:
     """Return the special tokens that only the settings beside a tokenizer.json list, in their order."""
     try:
         settings = read_settings(file.parent / SETTINGS_FILE)
@@ -329,7 +315,7 @@ def _missing_tokens(file: Path, codec: FastCodec) -> tuple[str, ...]:
         extra = settings.get(key)
         if isinstance(extra, list):
             listed += extra
-    known = {token.content for token in codec.tokenizer.get_added_tokens_decoder().values()}
+    known = {*codec.added_contents}
     missing: dict[str, None] = {}
     for token in listed:
         content = token.get("content") if isinstance(token, dict) else token
@@ -372,8 +358,16 @@ def _load_from_transformers(folder: Path) -> TextTokenizer:
         # transformers would wait for a FIFO without end
         if path.exists() and not path.is_file():
             raise not_regular_error(path)
+    if importlib.util.find_spec("transformers") is None:
+        what = f"cannot read the tokenizer of {folder}"
+        raise PrepError(what, "transformers is not installed", "`pip install 'prepcli[hf]'`")
     with library_errors(f"transformers cannot read the tokenizer of {folder}", TOKENIZER_HINT):
-        codec = transformers_codec(folder)
+        # transformers opens the files by itself.
+        for path in sorted(folder.iterdir()):
+            if path.is_file():
+                open_regular_file(path).close()
+        name = "trainer.data.transformers_codec:TransformersCodec"
+        codec = LibraryTokenizer(name, os.path.abspath(folder))
     digest = xxhash.xxh3_128(f"transformers {version('transformers')}".encode())
     for name in TRANSFORMERS_FILES:
         if (folder / name).is_file():

@@ -9,8 +9,8 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from tests.helpers.corpus import change, make_config
+from trainer.data import chat_rendering
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.records import MAX_COSTLY
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 
@@ -77,14 +77,11 @@ def test_invalid_utf8_in_a_line_can_be_skipped(config: TokenizeConfig, tmp_path:
 
 SHOWN = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
 REFUSED = f"{{% if messages[0].role == 'system' %}}{{{{ raise_exception('no system') }}}}{{% endif %}}{SHOWN}"
-# Loops that end before the limit of work of a rendering, and loops that do not.
-COSTLY = (
-    "{% if messages[0].role == 'system' %}{% for i in range(70000) %}{% endfor %}{% endif %}"
-    + REFUSED
-)
 ENDLESS = REFUSED.replace(
     "{{ raise", "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2 + "{{ raise"
 )
+HUGE = REFUSED.replace("raise_exception('no system')", "'x' * 10**12")
+N_REFUSED = 16
 
 
 def bad_conversations(folder: Path, template: str, count: int) -> TokenizeConfig:
@@ -97,19 +94,23 @@ def bad_conversations(folder: Path, template: str, count: int) -> TokenizeConfig
     return change(config, chat_template=chat, add_eos=False, seq_length=1, bad_lines=1000)
 
 
-@pytest.mark.parametrize("template", [COSTLY, pytest.param(ENDLESS, marks=pytest.mark.slow)])
-def test_records_with_much_work_of_a_template_are_bounded(tmp_path: Path, template: str):
-    config = bad_conversations(tmp_path, template, MAX_COSTLY + 1)
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (ENDLESS, "it took more than 1 s of CPU time"),
+        (HUGE, "it needs more than 512 MiB of memory"),
+    ],
+)
+def test_records_beyond_a_limit_are_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, why: str
+):
+    monkeypatch.setattr(chat_rendering, "BASE_CPU_S", 1)
     with pytest.raises(PrepError) as caught:
-        tokenize(config)
-    place = f"{tmp_path}/chats.jsonl:{MAX_COSTLY + 1}"
-    assert (
-        caught.value.what
-        == f"{place}: chat_template.jinja cannot render the messages, after {MAX_COSTLY} records like it"
-    )
-    assert caught.value.why.endswith("`data.bad_lines` skips no more of them")
+        tokenize(bad_conversations(tmp_path, template, 1))
+    what = "chat_template.jinja cannot render the messages"
+    assert (caught.value.what, caught.value.why) == (what, why)
 
 
 def test_other_refused_conversations_are_skipped(tmp_path: Path):
-    _, notes = tokenize(bad_conversations(tmp_path, REFUSED, 2 * MAX_COSTLY))
-    assert f"{2 * MAX_COSTLY} invalid lines skipped" in notes
+    _, notes = tokenize(bad_conversations(tmp_path, REFUSED, N_REFUSED))
+    assert f"{N_REFUSED} invalid lines skipped" in notes

@@ -11,7 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from trainer.data.codecs import FastCodec, SentencePieceCodec
+from prepcli.formats.tokenizer_files import (
+    LibraryTokenizer,
+    load_fast_tokenizer,
+    load_sentencepiece,
+)
 from trainer.data.incremental_decoder import IncrementalDecoder
 from trainer.data.tokenizer import TextTokenizer
 
@@ -56,9 +60,8 @@ def unigram() -> Tokenizer:
     )
 
 
-def sentencepiece_library() -> SentencePieceCodec:
+def sentencepiece_library() -> LibraryTokenizer:
     """Return a model of the library `sentencepiece` without byte tokens."""
-    sentencepiece = pytest.importorskip("sentencepiece")
     model_pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
     types = model_pb2.ModelProto.SentencePiece
     words = (SPACE, f"{SPACE}a", "b", f"{SPACE}{SPACE}", f"{SPACE}{SPACE}c", "\u4e2d")
@@ -69,9 +72,7 @@ def sentencepiece_library() -> SentencePieceCodec:
         *((word, types.NORMAL) for word in words),
     ):
         proto.pieces.add(piece=word, score=-1.0, type=kind)
-    return SentencePieceCodec(
-        sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
-    )
+    return load_sentencepiece(Path("tokenizer.model"), proto.SerializeToString())
 
 
 def word_level() -> Tokenizer:
@@ -95,9 +96,10 @@ BUILDERS: dict[str, Callable[[], Tokenizer]] = {
 @cache
 def make_tokenizer(kind: str) -> TextTokenizer:
     """Return a tokenizer of a kind."""
-    codec = (
-        sentencepiece_library() if kind == "sentencepiece_library" else FastCodec(BUILDERS[kind]())
-    )
+    if kind == "sentencepiece_library":
+        codec = sentencepiece_library()
+    else:
+        codec = load_fast_tokenizer(Path("tokenizer.json"), BUILDERS[kind]().to_str().encode())
     return TextTokenizer(Path("tokenizer.json"), "", codec.max_id, codec)
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from prepcli.core.errors import PrepError
 from tests.helpers.corpus import make_tokenizer
-from trainer.data.codecs import FastCodec
 from trainer.data.order import SampleOrder
 from trainer.data.packing import split_holdout
 from trainer.data.span_corruption import (
@@ -173,12 +173,13 @@ def test_epochs_of_a_step_match_its_rows():
 
 
 def test_sentinels_must_be_in_the_tokenizer(tmp_path: Path):
-    tokenizer = load_tokenizer(make_tokenizer(tmp_path / "tokenizer.json"))
+    path = make_tokenizer(tmp_path / "tokenizer.json")
     with pytest.raises(PrepError, match=r"has no token <extra_id_0>"):
-        sentinel_ids(tokenizer, 2, 300)
-    assert isinstance(tokenizer.codec, FastCodec)
-    tokenizer.codec.tokenizer.add_special_tokens([f"<extra_id_{i}>" for i in (1, 0)])
-    n = tokenizer.max_id + 1
-    assert sentinel_ids(tokenizer, 2, 400).tolist() == [n + 1, n]
+        sentinel_ids(load_tokenizer(path), 2, 300)
+    library = Tokenizer.from_file(str(path))
+    library.add_special_tokens([f"<extra_id_{i}>" for i in (1, 0)])
+    library.save(str(path))
+    n = library.get_vocab_size()
+    assert sentinel_ids(load_tokenizer(path), 2, 400).tolist() == [n - 1, n - 2]
     with pytest.raises(PrepError, match=r"is not in the model's vocabulary"):
-        sentinel_ids(tokenizer, 2, n + 1)
+        sentinel_ids(load_tokenizer(path), 2, n - 1)

@@ -1,17 +1,21 @@
-"""Parquet and Arrow files, decoded and checked in a worker process with a memory limit.
+"""Parquet and Arrow files, decoded and checked in a child process (`trainer.data.table_batches`).
 
-pyarrow does not check offsets and lengths of Arrow files when it opens them, and reading a text
-outside of its buffer ends the process by a signal. A few bytes of a compressed page can expand to
-gigabytes.
+A row has the values of the same row in JSON Lines. Arrow stores objects as structs. All structs of a column have the
+same keys, so `{"city": "Ulm"}` becomes `{"city": "Ulm", "days": null}` if another row has `days`. Null is therefore no
+key, at any depth. A list keeps its nulls, and so does a JSON text (the type `Json` of `datasets`), which is stored as
+it was written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 from prepcli.core.errors import PrepError
+from prepcli.core.json_values import load_json
+from prepcli.core.sandbox import Limits, Sandbox, SandboxError, SandboxLimitError
 from trainer.data.files import DataFile
 from trainer.data.readers.reader import (
     SIZE_KEY,
@@ -21,15 +25,30 @@ from trainer.data.readers.reader import (
     read_seekable,
     too_large_error,
 )
-from trainer.tables.batches import ARROW, PARQUET, InvalidRow
-from trainer.tables.process import TableError, read_table
-from trainer.tables.row_values import ValueDecoder, value_decoders
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from pyarrow import Field, RecordBatch, Schema
 
+PARQUET = "Parquet"
+ARROW = "Arrow"
+# Memory of a child without its rows: a page or a record batch, compressed and decompressed, and dictionaries.
+DECODING_NBYTES = 1 << 30
+# Memory for copies of the largest row: in its page, in its batch and in the message.
+ROW_COPIES = 8
+# CPU time to decode the next rows. The first ones of a row group need its dictionaries.
+DECODING_S = 120
 MEMORY_HINT = f"write it again with smaller row groups or batches, or raise `{SIZE_KEY}`"
 ROW_HINT = "fix or remove the row, or `data.bad_lines = N` skips up to N of them"
+
+# Canonical extension type of JSON texts. pyarrow before 19 reads it as text, with its name in the field's metadata.
+JSON_EXTENSION = "arrow.json"
+EXTENSION_KEY = b"ARROW:extension:name"
+# Metadata of the schema that `datasets` writes: the types of its columns, as JSON.
+DATASETS_KEY = b"huggingface"
+JSON_FEATURE = "Json"
+
+# Turns a value of pyarrow's `as_py` into the value of JSON Lines.
+ValueDecoder: TypeAlias = Callable[[Any], Any]
 
 
 def _read_table(table_format: str, file: DataFile, options: ReadOptions) -> Iterator[Record]:
@@ -42,23 +61,41 @@ def _parse_table(
 ) -> Iterator[Record]:
     """Yield a record per valid row. Report the invalid rows."""
     _check_installed(file)
+    from pyarrow import ipc
+
+    # A file states the sizes of its pages and dictionaries, and pyarrow allocates what it states. E.g. rows of 64 MiB
+    # give 1 GiB + 8 * 64 MiB = 1.5 GiB.
+    limits = Limits(DECODING_NBYTES + ROW_COPIES * options.max_document_nbytes, DECODING_S)
+    arguments = (table_format == PARQUET, file.nbytes, options.max_document_nbytes)
+    reader = Sandbox("trainer.data.table_batches:TableReader", arguments, limits=limits)
     number = 0
+    num_parts = 0
     try:
-        for part in read_table(stream, table_format, file.nbytes, options.max_document_nbytes):
-            if isinstance(part, InvalidRow):
-                number = part.number
-                options.on_error(_row_error(f"{file.path}, row {number}", part, options))
-                continue
-            decoders = value_decoders(part.batch.schema)
-            for index in range(part.batch.num_rows):
-                number = part.first_row + index
+        while part := reader.call("read_part", num_parts, limits=limits, file=stream):
+            num_parts += 1
+            if not isinstance(part[-1], bytes):
+                number, why, nbytes = part
                 place = f"{file.path}, row {number}"
-                row = _Row(part.batch, decoders, index=index, place=place)
-                yield Record(row, place, 0 if index else part.nbytes)
-    except TableError as error:
+                options.on_error(_row_error(place, why, nbytes, options))
+                continue
+            first_row, share, content = part
+            batch = ipc.open_stream(content).read_next_batch()
+            decoders = _value_decoders(batch.schema)
+            for index in range(batch.num_rows):
+                number = first_row + index
+                place = f"{file.path}, row {number}"
+                row = _Row(batch, decoders, index=index, place=place)
+                yield Record(row, place, 0 if index else share)
+    except SandboxError as error:
         what = f"{file.path} cannot be read as {table_format} after row {number:,}"
-        hint = MEMORY_HINT if error.exceeds_memory else "get the file again, or set `data.type`"
-        raise PrepError(what, error.why, hint) from error
+        why = str(error).partition("\n")[0] or error.type_name.rpartition(".")[2]
+        hint = "get the file again, or set `data.type`"
+        if isinstance(error, SandboxLimitError):
+            hint = MEMORY_HINT
+            if error.is_memory:
+                memory = f"{limits.memory_nbytes:,}"
+                why = f"a page, dictionary or record batch of it needs more than {memory} bytes of memory"
+        raise PrepError(what, why, hint) from error
 
 
 def _check_installed(file: DataFile) -> None:
@@ -69,11 +106,11 @@ def _check_installed(file: DataFile) -> None:
         raise PrepError(f"cannot read {file.path}", "pyarrow is not installed", hint) from error
 
 
-def _row_error(place: str, row: InvalidRow, options: ReadOptions) -> PrepError:
-    """Return the error for an invalid or too large row."""
-    if row.nbytes:
-        return too_large_error(f"{place}: too large", row.nbytes, options.max_document_nbytes)
-    return PrepError(f"{place}: invalid", row.why, ROW_HINT)
+def _row_error(place: str, why: str, nbytes: int, options: ReadOptions) -> PrepError:
+    """Return the error for a row: it has too many bytes, or it is invalid."""
+    if nbytes:
+        return too_large_error(f"{place}: too large", nbytes, options.max_document_nbytes)
+    return PrepError(f"{place}: invalid", why, ROW_HINT)
 
 
 class _Row(Mapping[str, object]):
@@ -111,6 +148,124 @@ class _Row(Mapping[str, object]):
 
     def __len__(self) -> int:
         return len(self._batch.schema.names)
+
+
+# --- The values of a row
+
+
+def _value_decoders(schema: Schema) -> dict[str, ValueDecoder]:
+    """Return the decoder of each column that needs one: a column with objects, maps or JSON texts.
+
+    Args:
+        schema: Schema of the table, with its metadata.
+    """
+    features = _dataset_features(schema.metadata or {})
+    decoders: dict[str, ValueDecoder] = {}
+    for field in schema:
+        decoder = _decoder_of(field, features.get(field.name))
+        if decoder is not None:
+            decoders[field.name] = decoder
+    return decoders
+
+
+def _dataset_features(metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
+    """Return the types of columns that `datasets` has recorded. Empty if there are none, or they are malformed."""
+    try:
+        features = load_json(metadata.get(DATASETS_KEY, b"{}"))["info"]["features"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    if isinstance(features, dict):
+        return features
+    return {}
+
+
+def _decoder_of(field: Field[Any], feature: Any) -> ValueDecoder | None:
+    """Return the decoder of a field's values, or None if they need none.
+
+    Args:
+        field: The field, of any depth.
+        feature: Its type in `datasets`. None if it is unknown.
+    """
+    from pyarrow import types
+
+    kind = field.type
+    if _is_json(field, feature):
+        return _decode_json
+    if types.is_struct(kind):
+        return _struct_decoder(field, feature)
+    if types.is_map(kind):
+        item_decoder = _decoder_of(kind.item_field, None)
+        return lambda pairs: _decode_map(pairs, item_decoder)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        decoder = _decoder_of(kind.value_field, _item_feature(feature))
+        if decoder is not None:
+            return lambda items: [_decode_or_none(decoder, item) for item in items]
+    return None
+
+
+def _is_json(field: Field[Any], feature: Any) -> bool:
+    from pyarrow import types
+
+    if getattr(field.type, "extension_name", None) == JSON_EXTENSION:
+        return True
+    if not (types.is_string(field.type) or types.is_large_string(field.type)):
+        return False
+    is_extension = (field.metadata or {}).get(EXTENSION_KEY) == JSON_EXTENSION.encode()
+    is_feature = isinstance(feature, dict) and feature.get("_type") == JSON_FEATURE
+    return is_extension or is_feature
+
+
+def _item_feature(feature: Any) -> Any:
+    """Return the type of a list's items: `[TYPE]`, or `{"_type": "List", "feature": TYPE}`."""
+    if isinstance(feature, dict):
+        return feature.get("feature")
+    if isinstance(feature, list) and feature:
+        return feature[0]
+    return None
+
+
+def _struct_decoder(field: Field[Any], feature: Any) -> ValueDecoder:
+    """Return the decoder of structs: it leaves out the keys that are null."""
+    kind = field.type
+    decoders: dict[str, ValueDecoder | None] = {}
+    for index in range(kind.num_fields):
+        child = kind.field(index)
+        child_feature = None
+        if isinstance(feature, dict):
+            child_feature = feature.get(child.name)
+        decoders[child.name] = _decoder_of(child, child_feature)
+
+    def decode(value: Mapping[str, Any]) -> dict[str, Any]:
+        items: dict[str, Any] = {}
+        for key, item in value.items():
+            if item is not None:
+                items[key] = _decode_or_none(decoders[key], item)
+        return items
+
+    return decode
+
+
+def _decode_map(
+    pairs: list[tuple[Any, Any]], decoder: ValueDecoder | None
+) -> dict[str, Any] | list[tuple[Any, Any]]:
+    """Return the object of a map with texts as keys. Other maps have no value in JSON, and stay lists of pairs."""
+    if not all(isinstance(key, str) for key, _ in pairs):
+        return pairs
+    return {key: _decode_or_none(decoder, item) for key, item in pairs}
+
+
+def _decode_json(value: str) -> Any:
+    """Return the value of a JSON text. Raise ValueError if it is not JSON."""
+    try:
+        return load_json(value.encode())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error.msg}") from error
+
+
+def _decode_or_none(decoder: ValueDecoder | None, value: Any) -> Any:
+    if decoder is None or value is None:
+        return value
+    return decoder(value)
 
 
 PARQUET_READER = Reader((".parquet",), partial(_read_table, PARQUET))

@@ -157,7 +157,6 @@ SILENT = (
     )
     .replace("<|im_end|>{% endfor %}", "<|im_end|>{% endif %}{% endfor %}")
 )
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 CALL = {"type": "function", "function": {"name": "the", "arguments": "city=Ulm"}}
 INVALID: dict[str, tuple[str, list[Any], str, str]] = {
     "failing template": (
@@ -190,17 +189,11 @@ INVALID: dict[str, tuple[str, list[Any], str, str]] = {
         "column `messages` is not a list of messages",
         "message 1 is an object, or has no `role`",
     ),
-    "loops": (
-        STRICT.replace("{{ m.content", f"{{% if m.content == 'loop' %}}{LOOPS}{{% endif %}}{{{{ m.content"),
-        [{"role": "user", "content": "loop"}, ANSWER],
-        "chat.jinja cannot render the messages",
-        "it does too much work: endless or very long loops, or too much text",
-    ),
     "huge text": (
-        STRICT.replace("m.content or", "('x' * 9999999999 if m.content == 'huge' else m.content) or"),
+        STRICT.replace("m.content or", "('x' * 9999999 if m.content == 'huge' else m.content) or"),
         [{"role": "user", "content": "huge"}, ANSWER],
         "chat.jinja cannot render the messages",
-        "it makes a value of 1e+10 characters, the limit is",
+        "it makes a text of 1e+07 characters, the limit is",
     ),
     "recursion": (
         "{% macro f() %}{{ f() }}{% endmacro %}"

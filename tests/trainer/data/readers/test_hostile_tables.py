@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from prepcli.core.errors import PrepError
+from prepcli.core.sandbox import Sandbox
 from tests.helpers.hostile_tables import (
     INVALID_TABLES,
     file_bytes,
@@ -20,9 +19,8 @@ from tests.helpers.hostile_tables import (
     text_batch,
 )
 from trainer.data.files import hash_file
-from trainer.data.readers import READERS
+from trainer.data.readers import READERS, arrow_file
 from trainer.data.readers.reader import ReadOptions, Record
-from trainer.tables import process
 
 FORMATS: dict[str, Callable[[pa.RecordBatch], bytes]] = {"stream": stream_bytes, "file": file_bytes}
 
@@ -133,25 +131,25 @@ def test_compressed_row_with_a_huge_value_is_refused(
         read_table(tmp_path / "a.arrow", stream_bytes(make_batch(), compression="zstd"))
 
 
-def test_rows_of_one_dictionary_are_read_in_bounded_parts(tmp_path: Path):
+def test_rows_of_one_dictionary_are_read_in_bounded_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """100 MB of texts, decoded with 32 MiB for a part and 8 rows."""
+    monkeypatch.setattr(arrow_file, "DECODING_NBYTES", 32 << 20)
     texts = pa.DictionaryArray.from_arrays(
         pa.array([0] * 100, pa.int32()), pa.array(["a" * 1_000_000])
     )
     batch = pa.RecordBatch.from_arrays([texts], names=["text"])
-    (tmp_path / "a.arrow").write_bytes(stream_bytes(batch))
-    with (tmp_path / "a.arrow").open("rb") as stream:
-        parts = [
-            *process.read_table(stream, "Arrow", (tmp_path / "a.arrow").stat().st_size, 64 << 20)
-        ]
-    assert sum(part.batch.num_rows for part in parts if isinstance(part, process.Part)) == 100
-    assert max(part.batch.nbytes for part in parts if isinstance(part, process.Part)) < 5_000_000
+    options = ReadOptions(max_document_nbytes=2_000_000)
+    rows = read_table(tmp_path / "a.arrow", stream_bytes(batch), options)
+    assert [len(row["text"]) for row in rows] == [1_000_000] * 100
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_page_over_the_memory_limit_is_refused(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(process, "DECODING_NBYTES", 32 << 20)
+    monkeypatch.setattr(arrow_file, "DECODING_NBYTES", 32 << 20)
     batch = pa.RecordBatch.from_arrays([pa.array(["a" * 60_000_000])], names=["text"])
     path = tmp_path / f"a.{suffix}"
     data = (
@@ -166,44 +164,24 @@ def test_page_over_the_memory_limit_is_refused(
     assert "data.max_document_bytes" in caught.value.hint
 
 
-class KillingStream:
-    """A stream that ends the worker before it answers."""
+def test_end_of_the_process_between_two_parts_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The kernel may kill the process to free memory. Another one must not read the first rows again."""
+    boxes: list[Sandbox] = []
 
-    def __init__(self, worker: process._Worker) -> None:
-        self._worker = worker
+    class KeptSandbox(Sandbox):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            boxes.append(self)
 
-    def seek(self, offset: int) -> int:
-        os.kill(self._worker._process.pid, signal.SIGSEGV)
-        return offset
-
-    def read(self, nbytes: int) -> bytes:
-        return b"\0" * nbytes
-
-
-def test_signal_of_the_worker_is_an_error_of_the_file(monkeypatch: pytest.MonkeyPatch):
-    worker = process._take_worker()
-    monkeypatch.setattr(process, "_idle", [worker])
-    with pytest.raises(process.TableError, match="the process that decodes it ended by SIGSEGV"):
-        list(process.read_table(KillingStream(worker), "Parquet", 1000, 1000))  # type: ignore[arg-type]
-
-
-def test_worker_reads_the_next_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(process, "_idle", [])
-    data = stream_bytes(text_batch([0, 3, 7], b"cat sat"))
-    assert [row["text"] for row in read_table(tmp_path / "a.arrow", data)] == ["cat", " sat"]
-    (worker,) = process._idle
-    assert len(read_table(tmp_path / "a.arrow", data)) == 2
-    assert process._idle == [worker]
-    worker.stop()
-
-
-def test_idle_worker_that_was_killed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The kernel may kill an idle worker to free memory, while the process trains between two reads."""
-    worker = process._take_worker()
-    worker._process.kill()
-    worker.wait()
-    monkeypatch.setattr(process, "_idle", [worker])
-    data = stream_bytes(text_batch([0, 3, 7], b"cat sat"))
-    assert [row["text"] for row in read_table(tmp_path / "a.arrow", data)] == ["cat", " sat"]
-    assert worker not in process._idle
-    process.stop_workers()
+    monkeypatch.setattr(arrow_file, "Sandbox", KeptSandbox)
+    path = tmp_path / "a.arrow"
+    batch = pa.RecordBatch.from_arrays([pa.array(["a" * 3_000_000] * 4)], names=["text"])
+    path.write_bytes(stream_bytes(batch))
+    rows = READERS["arrow"].read(hash_file(path), ReadOptions())
+    next(rows)
+    (box,) = boxes
+    box._children[0].stop()
+    with pytest.raises(PrepError, match="after row 1 - the process that decodes it was ended"):
+        list(rows)

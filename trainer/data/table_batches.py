@@ -1,46 +1,39 @@
-"""Cut the record batches of a Parquet or Arrow file into small valid ones.
+"""Cut the record batches of a Parquet or Arrow file into small valid ones, in a child process.
 
-Arrow files have the file format or the stream format of Arrow IPC. `datasets` writes streams.
+Arrow files have the file format or the stream format of Arrow IPC. `datasets` writes streams. pyarrow does not check
+offsets and lengths of Arrow files when it opens them, and reading a text outside of its buffer ends the process. A few
+bytes of a compressed page can expand to gigabytes.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow
+from pyarrow import ArrowException, BufferOutputStream, RecordBatch, compute, ipc, types
+from pyarrow.parquet import ParquetFile
+
+from prepcli.core.sandbox import ParentFile
 
 if TYPE_CHECKING:
-    from pyarrow import Array, RecordBatch, Schema
+    from pyarrow import Array, Schema
     from pyarrow.parquet import FileMetaData
 
-PARQUET = "Parquet"
-ARROW = "Arrow"
 # Rows that are decoded at once from a Parquet file.
 MAX_BATCH_ROWS = 256
 # Bytes read at once for each column of a Parquet file.
 READ_BUFFER_NBYTES = 1 << 20
+# Bytes read at once from the parent.
+BUFFER_NBYTES = 64 << 10
 # Maximum bytes of the values of a part with several rows.
 PART_NBYTES = 4 << 20
 MAX_TYPE_DEPTH = 32
 FILE_MAGIC = b"ARROW1"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """Valid rows of a file.
-
-    Attributes:
-        batch: The rows.
-        first_row: Number of the first row, from 1.
-        nbytes: Bytes of the file that they account for. Progress reports add them up.
-    """
-
-    batch: RecordBatch
-    first_row: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +51,59 @@ class InvalidRow:
     nbytes: int = 0
 
 
-def read_parts(
-    stream: BinaryIO, table_format: str, nbytes: int, max_row_nbytes: int
-) -> Iterator[Part | InvalidRow]:
-    """Yield the rows of a file in order, in parts of about PART_NBYTES, and its invalid rows.
+class TableReader:
+    """Reads the file that the parent process passes to its calls, in a child process."""
 
-    Args:
-        stream: The file.
-        table_format: PARQUET or ARROW.
-        nbytes: Size of the file.
-        max_row_nbytes: Maximum bytes of the values of a row.
+    def __init__(self, is_parquet: bool, nbytes: int, max_row_nbytes: int) -> None:
+        """Start before the first row.
 
-    Raises:
-        pyarrow.ArrowException: The file is malformed.
-        ValueError: The schema is not supported.
-    """
-    if table_format == PARQUET:
+        Args:
+            is_parquet: Whether the file is Parquet. Otherwise it is Arrow.
+            nbytes: Size of the file.
+            max_row_nbytes: Maximum bytes of the values of a row.
+        """
+        # A second thread for decoding or reading would have buffers of its own.
+        pyarrow.set_cpu_count(1)
+        pyarrow.set_io_thread_count(1)
+        self._parts = _read_parts(is_parquet, nbytes, max_row_nbytes)
+        self._num_parts = 0
+
+    def read_part(self, index: int) -> tuple[Any, ...]:
+        """Return the next rows, in parts of about PART_NBYTES, or the next invalid row.
+
+        Args:
+            index: Number of the parts before it.
+
+        Returns:
+            Number of the first row, bytes of the file that the rows account for, and the rows as an Arrow stream. Of
+            an invalid row, the values of its `InvalidRow`. Empty after the last row.
+
+        Raises:
+            pyarrow.ArrowException: The file is malformed.
+            ValueError: The schema is not supported, or this is not the process that read the parts before.
+        """
+        # Another process would return the first rows again.
+        if index != self._num_parts:
+            raise ValueError("the process that decodes it was ended")
+        self._num_parts += 1
+        for piece, share in self._parts:
+            if isinstance(piece, InvalidRow):
+                return piece.number, piece.why, piece.nbytes
+            batch, first_row = piece
+            sink = BufferOutputStream()
+            with ipc.new_stream(sink, batch.schema) as writer:
+                writer.write_batch(batch)
+            return first_row, share, memoryview(sink.getvalue())
+        return ()
+
+
+def _read_parts(
+    is_parquet: bool, nbytes: int, max_row_nbytes: int
+) -> Iterator[tuple[tuple[RecordBatch, int] | InvalidRow, int]]:
+    """Yield rows with the number of the first one, and invalid rows, each with its share of the file's bytes."""
+    # pyarrow reads a few bytes at a time. Each read of the buffer is a message to the parent.
+    stream = cast(BinaryIO, io.BufferedReader(ParentFile(nbytes), BUFFER_NBYTES))
+    if is_parquet:
         batches = _parquet_batches(stream, nbytes)
     else:
         batches = _arrow_batches(stream, nbytes)
@@ -83,9 +113,9 @@ def read_parts(
             check_schema(batch.schema)
         for piece in _valid_pieces(batch, first_row, max_row_nbytes):
             if isinstance(piece, InvalidRow):
-                yield piece
+                yield piece, 0
             else:
-                yield Part(_without_references(piece[0]), piece[1], share)
+                yield (_without_references(piece[0]), piece[1]), share
                 share = 0
         first_row += batch.num_rows
 
@@ -102,8 +132,6 @@ def check_schema(schema: Schema) -> None:
 
 def _check_depth(kind: Any, depth: int) -> None:
     """Raise ValueError if a type is nested more than `depth` levels deep."""
-    from pyarrow import types
-
     if not depth:
         raise ValueError(
             f"a column has a type that is nested more than {MAX_TYPE_DEPTH} levels deep"
@@ -155,8 +183,6 @@ def _batch_fault(batch: RecordBatch) -> str:
     The full validation also checks that texts are UTF-8, and that indices of dictionaries are in
     range.
     """
-    from pyarrow import ArrowException
-
     try:
         batch.validate(full=True)
     except MemoryError:
@@ -168,8 +194,6 @@ def _batch_fault(batch: RecordBatch) -> str:
 
 def _without_references(batch: RecordBatch) -> RecordBatch:
     """Return rows without references to a dictionary or to the text buffers of a large batch."""
-    from pyarrow import RecordBatch, schema, types
-
     columns = [*batch.columns]
     for index, column in enumerate(columns):
         if types.is_dictionary(column.type):
@@ -182,13 +206,11 @@ def _without_references(batch: RecordBatch) -> RecordBatch:
     fields = [
         field.with_type(column.type) for field, column in zip(batch.schema, columns, strict=True)
     ]
-    return RecordBatch.from_arrays(columns, schema=schema(fields, batch.schema.metadata))
+    return RecordBatch.from_arrays(columns, schema=pyarrow.schema(fields, batch.schema.metadata))
 
 
 def _parquet_batches(stream: BinaryIO, nbytes: int) -> Iterable[tuple[RecordBatch, int]]:
     """Yield record batches, each with its share of the file's bytes."""
-    from pyarrow.parquet import ParquetFile
-
     parquet = ParquetFile(stream, buffer_size=READ_BUFFER_NBYTES, pre_buffer=False)
     check_schema(parquet.schema_arrow)
     if not parquet.schema_arrow.names:
@@ -219,8 +241,6 @@ def _arrow_batches(stream: BinaryIO, nbytes: int) -> Iterable[tuple[RecordBatch,
 
 def _ipc_file_batches(stream: BinaryIO, nbytes: int) -> Iterator[tuple[RecordBatch, int]]:
     """Yield record batches, each with its share of the file's bytes."""
-    from pyarrow import ipc
-
     reader = ipc.open_file(stream)
     count = reader.num_record_batches
     for index in range(count):
@@ -229,8 +249,6 @@ def _ipc_file_batches(stream: BinaryIO, nbytes: int) -> Iterator[tuple[RecordBat
 
 def _ipc_stream_batches(stream: BinaryIO) -> Iterator[tuple[RecordBatch, int]]:
     """Yield record batches, each with the bytes read for it."""
-    from pyarrow import ipc
-
     position = 0
     for batch in ipc.open_stream(stream):
         yield batch, stream.tell() - position
@@ -262,8 +280,6 @@ def values_nbytes(array: Array[Any]) -> int:
     Raises:
         UnsupportedTypeError: The array has an unsupported type.
     """
-    from pyarrow import types
-
     kind = array.type
     pointers = len(array) * ELEMENT_NBYTES
     if hasattr(kind, "storage_type"):
@@ -286,22 +302,16 @@ def values_nbytes(array: Array[Any]) -> int:
 
 def is_view(kind: Any) -> bool:
     """Return whether an Arrow type stores each text as a view: a reference to a part of a shared buffer."""
-    from pyarrow import types
-
     return types.is_string_view(kind) or types.is_binary_view(kind)
 
 
 def _is_text_or_bytes(kind: Any) -> bool:
-    from pyarrow import types
-
     is_text = types.is_string(kind) or types.is_large_string(kind)
     return is_text or types.is_binary(kind) or types.is_large_binary(kind) or is_view(kind)
 
 
 def _text_lengths(array: Array[Any]) -> npt.NDArray[np.int64]:
     """Return the bytes of each text of an array, 0 for nulls. Shared bytes count once for each text."""
-    from pyarrow import compute
-
     if not is_view(array.type):
         return (
             compute.fill_null(compute.call_function("binary_length", [array]), 0)
@@ -324,7 +334,5 @@ def _largest_value_nbytes(dictionary: Array[Any]) -> int:
 
 def _list_of_map(array: Array[Any]) -> Array[Any]:
     """Return the entries of a map array as structs, without the entries outside of its slice."""
-    from pyarrow import list_, struct
-
     kind = array.type
-    return array.cast(list_(struct([kind.key_field, kind.item_field]))).flatten()
+    return array.cast(pyarrow.list_(pyarrow.struct([kind.key_field, kind.item_field]))).flatten()
