@@ -12,10 +12,11 @@ from prepcli.core.errors import Key, PrepError, text
 from prepcli.engine.checkpoint_store import CheckpointReader
 from prepcli.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
 from prepcli.planning.manifest_fields import CastCounts
+from trainer.distributed.leaf_slices import exchange_is_faster
 from trainer.distributed.sharding import ShardingContext, local_device_sharding
 from trainer.nn.initialization import init_adapters, init_params
 from trainer.nn.model_spec import ModelSpec
-from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
+from trainer.training.leaf_loading import LeafLoader
 from trainer.training.optimizers.rounding import round_to_nearest
 from trainer.training.param_casts import count_leaf_changes, overflow_text
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
@@ -26,9 +27,8 @@ def restore_state(
 ) -> TrainState:
     """Restore a training state onto the mesh of `setup`, whatever mesh it was saved on.
 
-    Host memory holds two row blocks (ranges of rows) of a leaf at a time, or two read units if these are
-    larger. For a remote checkpoint, it also holds the blocks read ahead. CPU devices keep the host memory
-    of a leaf.
+    Host memory holds two slices of a leaf at a time, or two read units of each device if these are larger. For a
+    remote checkpoint, it also holds the slices read ahead. CPU devices keep the host memory of a leaf.
 
     Args:
         reader: The saved state.
@@ -38,23 +38,18 @@ def restore_state(
     Raises:
         PrepError: A leaf is missing in the checkpoint, or has another shape.
     """
-    loader = make_loader(reader)
-    base_loader = loader
-    if base is not None:
-        base_loader = make_loader(base)
-    frozen = {f"params.{path}" for path in setup.model.base_paths}
-
     entries, structure = jax.tree_util.tree_flatten_with_path(_sharded_shapes(setup))
-    targets: dict[str, jax.ShapeDtypeStruct] = {}
-    for path, leaf in entries:
-        targets[leaf_name(path)] = leaf
-    saved = [(name, leaf) for name, leaf in targets.items() if name not in frozen]
-    kept = [(name, leaf) for name, leaf in targets.items() if name in frozen]
-    arrays: dict[str, jax.Array] = {}
-    for (name, _), array in zip(saved, loader.load_all(saved), strict=True):
-        arrays[name] = array
-    for (name, _), array in zip(kept, base_loader.load_all(kept), strict=True):
-        arrays[name] = array
+    targets = {leaf_name(path): leaf for path, leaf in entries}
+    frozen: list[str] = []
+    if base is not None:
+        frozen = [f"params.{path}" for path in setup.model.base_paths]
+    saved = [name for name in targets if name not in frozen]
+
+    arrays: dict[str, Array] = {}
+    for source, names in ((reader, saved), (base, frozen)):
+        if source is not None:
+            leaves = make_loader(source).load_all((name, targets[name]) for name in names)
+            arrays.update(zip(names, leaves, strict=True))
     return structure.unflatten([arrays[name] for name in targets])
 
 
