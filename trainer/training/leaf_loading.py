@@ -231,7 +231,9 @@ class _LeafLoad:
 
     def _empty(self, box: Box, dtype: np.dtype) -> np.ndarray:
         shape = tuple(high - low for low, high in box)
-        return _empty_aligned(shape, dtype, small_pages=self.reader.is_remote)
+        # Beside shards that stay, the buffers of slices would leave holes in the heap, as large as several slices.
+        has_slices = self._is_on_host and self._plan is not None
+        return _empty_aligned(shape, dtype, small_pages=self.reader.is_remote or has_slices)
 
     def place(self, start: tuple[int, ...], arrays: Mapping[Box, np.ndarray]) -> None:
         """Send the parts of a slice to the devices that need them, and write the slice before it."""
