@@ -35,11 +35,11 @@ from trainer.distributed.tree_sum import dim_axes
 
 # Bytes that all processes read of their own shards, per byte of the leaf. Above it they exchange slices.
 MAX_READ_RATIO = 1.01
-# Bytes of a remote checkpoint that a process reads ahead. Requests of the next slices and leaves are under way while
-# the last ones of a slice end.
+# Bytes of a remote checkpoint that a process reads ahead of a slice. Requests of the next slices and leaves are under
+# way while the last ones of a slice end.
 READ_AHEAD_NBYTES = 64 << 20
 # The same if slices are exchanged. An exchange needs memory for several slices too.
-EXCHANGE_READ_AHEAD_NBYTES = 16 << 20
+EXCHANGE_READ_AHEAD_NBYTES = 8 << 20
 # Reads that are pending at once. Each has threads, and small leaves have few bytes. A leaf has one or more reads and
 # one of nothing at its end, so that 16 small leaves are read at once.
 MAX_PENDING_READS = 32
@@ -96,9 +96,9 @@ class LeafLoader:
         finally:
             # After an error or a signal, arrays and files must outlive the running reads. Otherwise a slow store would
             # send all that is pending first.
-            if pending:
-                self.reader.stop_reads()
             threads = [read.thread for read in pending if read.thread is not None]
+            if threads:
+                self.reader.stop_reads()
             wait_for_threads(threads, on_interruption=lambda error: None)
             for thread in threads:
                 thread.stop()

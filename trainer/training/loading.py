@@ -109,15 +109,7 @@ def _initial_params(
     is_new: bool,
     shapes: Tree,
 ) -> Tree:
-    """Load the parameters, and load or initialize the adapters.
-
-    Args:
-        reader: The checkpoint of the frozen parameters.
-        setup: The static parts of the step.
-        trained_loader: Loader of the trained parameters.
-        is_new: Whether the model's adapters, if it has any, are initialized.
-        shapes: Shapes of all parameters, with their shardings.
-    """
+    """Load the frozen parameters with `reader`, and load or initialize the trained ones."""
     model = setup.model
     sharding = setup.sharding
     dtype_of = setup.param_dtype_of
@@ -168,10 +160,7 @@ def load_params(
 
 
 def make_loader(reader: CheckpointReader) -> LeafLoader:
-    """Return the loader of a checkpoint's leaves.
-
-    All processes of a job call it together.
-    """
+    """Return the loader of a checkpoint's leaves. All processes of a job call it together."""
     return LeafLoader(reader, exchange_is_faster(reader))
 
 
@@ -182,10 +171,7 @@ def load_leaves(
     sharding: ShardingContext,
     dtype_of: Callable[[str], str],
 ) -> Tree:
-    """Load parameters by path with a loader.
-
-    `sharding` and `dtype_of` are as for `load_params`.
-    """
+    """Load parameters by path with a loader. `sharding` and `dtype_of` are as for `load_params`."""
     first_device = local_device_sharding()
     targets: list[tuple[str, jax.ShapeDtypeStruct]] = []
     for path, leaf in leaves.items():
@@ -198,10 +184,7 @@ def load_leaves(
 
 
 def _sharded_shapes(setup: StepSetup) -> TrainState:
-    """Return the state's shapes with a sharding each.
-
-    Without a mesh, all leaves are on the first device.
-    """
+    """Return the state's shapes with a sharding each. Without a mesh, all leaves are on the first device."""
     first_device = local_device_sharding()
 
     def with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
