@@ -1,4 +1,4 @@
-"""Slices of a sharded leaf: the boxes that each device reads, and those that it has after an exchange.
+"""Slices of a sharded leaf: the boxes that each device reads, and the boxes that it has after an exchange.
 
 A slice is a range of rows of a leaf. Rows are the indices of one dim. Either each device reads the rows of its own
 shard, or all devices that need the same rows divide them, read a part each and exchange the parts.
@@ -47,8 +47,8 @@ class SlicePlan:
         shape: Shape of the leaf.
         sharding: Sharding of the leaf.
         row_dim: Dim of the rows.
-        extents: Number of indices of each dim that the slices cover: those of one shard in dims that devices keep,
-            those of the leaf in other dims.
+        extents: Number of indices of each dim that the slices cover: the extent of a shard if devices keep the split of
+            the dim, or the extent of the leaf.
         steps: Number of these indices in one slice.
         parts: Sharding of a slice after the read.
         placed: Sharding of a slice after the exchange.
@@ -194,7 +194,7 @@ def _unit_slices(
 def _covered_extents(
     shape: Sequence[int], sharding: Sharding, steps: Sequence[int], stop: int
 ) -> tuple[int, ...]:
-    """Return `SlicePlan.extents`. Devices keep those of the first `stop` dims that slices divide."""
+    """Return `SlicePlan.extents`. Devices keep the split of divided dims before `stop`."""
     extents = [*shape]
     for dim, extent in enumerate(sharding.shard_shape(tuple(shape))[:stop]):
         if steps[dim] < shape[dim]:
@@ -252,7 +252,7 @@ def _broadcast_plan(name: str, shape: tuple[int, ...], sharding: NamedSharding) 
 
 
 def _best_plan(plans: Sequence[SlicePlan], itemsize: int) -> SlicePlan | None:
-    """Return the fastest of plans whose parts have one unit, after an increase of its parts.
+    """Return the fastest of some plans with one unit per part, after an increase of its parts.
 
     Args:
         plans: A plan for each possible row dim. The first one has the longest byte ranges.
@@ -307,7 +307,7 @@ def exchange_is_faster(reader: CheckpointReader) -> bool:
 
 
 def own_read_ratio(sharding: Sharding, shape: tuple[int, ...], unit: Sequence[int]) -> float:
-    """Return the elements that all processes read, divided by those of the leaf, if each device reads its own shard.
+    """Return the elements that all processes read per element of the leaf if each device reads its own shard.
 
     Shards of one process that touch the same units share one read.
 

@@ -41,7 +41,7 @@ READ_AHEAD_NBYTES = 64 << 20
 # The same if slices are exchanged. An exchange needs memory for several slices too.
 EXCHANGE_READ_AHEAD_NBYTES = 8 << 20
 # Reads that are pending at once. Each has threads, and small leaves have few bytes. A leaf has one or more reads and
-# one of nothing at its end, so that 16 small leaves are read at once.
+# an empty one at its end, so that 16 small leaves are read at once.
 MAX_PENDING_READS = 32
 # Bytes of the shards of a process that are copied to accelerators at once. Larger leaves are copied slice by slice.
 MAX_COPY_NBYTES = 64 << 20
@@ -104,7 +104,7 @@ class LeafLoader:
                 thread.stop()
 
     def _reads(self, targets: Iterable[tuple[str, jax.ShapeDtypeStruct]]) -> Iterator[_Read]:
-        """Yield the reads of all leaves, and a read of nothing at the end of each leaf."""
+        """Yield the reads of all leaves, and an empty read at the end of each leaf."""
         for name, target in targets:
             load = _LeafLoad(self.reader, name, target, exchanges=self.exchanges)
             for start, arrays in load.reads():
@@ -354,7 +354,7 @@ def _write_program(
         placed = lax.slice_in_dim(placed, 0, rows, axis=row_dim)
         if plan.extents[row_dim] == shard_rows:
             return lax.dynamic_update_slice(shard, placed, [*start])
-        # Each device has all rows of the slice, and takes those of its shard.
+        # Each device has all rows of the slice, and takes the rows of its shard.
         assert isinstance(sharding, NamedSharding)
         shard_index = lax.axis_index(dim_axes(sharding.spec, shard.ndim)[row_dim])
         starts = jnp.tile(start.at[row_dim].add(-shard_index * shard_rows), (rows, 1))
