@@ -15,10 +15,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from prepcli.algebra.boxes import Box
 from tests.helpers.processes import join_job
 from tests.helpers.runs import MemoryReader
-from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
+from trainer.distributed.leaf_slices import exchange_is_faster
+from trainer.training.leaf_loading import LeafLoader
 
 MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
-UNITS = {"rows": (1, 4, 48), "layers": (1, 32, 48), "whole": (6, 32, 48)}
+SHAPE = (8, 128, 256)
+# A device of each process reads one of the leaves with a single unit.
+UNITS = {"rows": (1, 16, 256), "layers": (1, 128, 256), "whole": SHAPE, "undivided": SHAPE}
 
 
 class CountingReader(MemoryReader):
@@ -34,7 +37,7 @@ class CountingReader(MemoryReader):
 def main() -> None:
     """Load each leaf onto each mesh."""
     join_job()
-    array = np.random.default_rng(0).standard_normal((6, 32, 48), np.float32)
+    array = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
     reader = CountingReader(dict.fromkeys(UNITS, array), read_units=UNITS)
     assert not exchange_is_faster(reader), "one host shares its page cache"
     assert exchange_is_faster(MemoryReader({}, is_remote=True))

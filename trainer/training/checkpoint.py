@@ -12,7 +12,7 @@ import numpy as np
 
 from prepcli.engine.checkpoint_store import HostLeaf, HostShard
 from prepcli.models.param_tree import Tree
-from trainer.distributed.process_shards import index_box
+from trainer.distributed.leaf_slices import index_box
 from trainer.training.step import TrainState, leaf_name
 
 OPT_STATE = "opt_state"

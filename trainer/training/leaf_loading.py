@@ -1,89 +1,53 @@
-"""Load leaves of a checkpoint onto devices. Each process reads all its parts, or processes exchange parts."""
+"""Load leaves of a checkpoint onto devices, slice by slice.
+
+Each process reads the slices of its own shards. If processes would read the same bytes over a network, each device
+reads a part of every slice instead, and one program per shape moves the parts to the devices that need them.
+"""
 
 from __future__ import annotations
 
-import zlib
+import math
+import mmap
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from prepcli.algebra.boxes import Box, volume
+from prepcli.algebra.boxes import Box, intersection, slices, volume
 from prepcli.core.errors import PrepError
+from prepcli.core.worker_thread import WorkerThread, wait_for_threads
 from prepcli.engine.checkpoint_store import CheckpointReader, LeafSpec
-from trainer.distributed.exchange import (
-    compile_allocation,
-    compile_block_update,
-    compile_broadcast,
-    exchange_dtype,
-    part_sharding,
-    sharded_leaf,
+from trainer.distributed.leaf_slices import (
+    SlicePlan,
+    local_boxes,
+    own_read_ratio,
+    plan_exchange,
+    plan_own_reads,
 )
-from trainer.distributed.process_shards import (
-    boxes_by_process,
-    has_several_processes,
-    local_coordinates,
-    should_exchange_reads,
-)
-from trainer.distributed.read_plan import (
-    LeafBlock,
-    ReadPlan,
-    ShardedLeaf,
-    choose_read_plan,
-    read_ratio,
-)
-from trainer.training import shard_filling
-from trainer.training.read_ahead import LeafRead, read_ahead
-from trainer.training.shard_filling import box_extents, empty_aligned
+from trainer.distributed.tree_sum import dim_axes
 
-# Bytes that all processes read directly, per byte of the leaf. Above it the leaf is exchanged.
+# Bytes that all processes read of their own shards, per byte of the leaf. Above it they exchange slices.
 MAX_READ_RATIO = 1.01
-# Bytes of a remote checkpoint that a process reads ahead. Requests of the next blocks and leaves are under way while
-# the last ones of a block end.
+# Bytes of a remote checkpoint that a process reads ahead of a slice. Requests of the next slices and leaves are under
+# way while the last ones of a slice end.
 READ_AHEAD_NBYTES = 64 << 20
-# The same for leaves that are exchanged. An exchange needs memory for several blocks too.
-EXCHANGE_READ_AHEAD_NBYTES = 16 << 20
+# The same if slices are exchanged. An exchange needs memory for several slices too.
+EXCHANGE_READ_AHEAD_NBYTES = 8 << 20
+# Reads that are pending at once. Each has threads, and small leaves have few bytes. A leaf has one or more reads and
+# an empty one at its end, so that 16 small leaves are read at once.
+MAX_PENDING_READS = 32
+# Bytes of the shards of a process that are copied to accelerators at once. Larger leaves are copied slice by slice.
+MAX_COPY_NBYTES = 64 << 20
+# Alignment of host buffers: direct I/O reads into them, and a CPU device takes them over without a copy.
+ALIGNMENT_NBYTES = 4096
 CHECKPOINT_HINT = "use a checkpoint of the model and the optimizer of this run"
-
-
-def exchange_is_faster(reader: CheckpointReader) -> bool:
-    """Return whether bytes that several processes need should be read once and exchanged over the devices.
-
-    On one host the page cache already shares the reads of local files, and a copy out of it is faster than an exchange.
-    Hosts have no common page cache. A shared file system, a hub or a bucket would send the same bytes to each of them,
-    over a slower network than the network between devices. All processes call this together.
-    """
-    if not has_several_processes():
-        return False
-    return should_exchange_reads(reader.is_remote, _layout_digest(reader))
-
-
-def _layout_digest(reader: CheckpointReader) -> int:
-    """Return a digest of the shape, dtype and read unit of each leaf, which choose the loading programs."""
-    leaves: list[tuple[str, tuple[int, ...], str, tuple[int, ...]]] = []
-    for name, spec in sorted(reader.leaves.items()):
-        leaves.append((name, spec.shape, spec.dtype, spec.read_unit))
-    return zlib.crc32(repr(leaves).encode())
-
-
-class LeafLoad(Protocol):
-    """The load of one leaf: reads of host arrays, each followed by their copy to devices."""
-
-    def reads(self) -> Iterator[LeafRead]:
-        """Yield the reads of this process in order. The arrays of a read are allocated when it is yielded."""
-        ...
-
-    def add(self, read: LeafRead) -> None:
-        """Take over the filled arrays of a read. The reads come in order."""
-        ...
-
-    def finish(self) -> jax.Array:
-        """Return the leaf after its last read."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,194 +72,304 @@ class LeafLoader:
         return array
 
     def load_all(self, targets: Iterable[tuple[str, jax.ShapeDtypeStruct]]) -> Iterator[jax.Array]:
-        """Load leaves in order. The next leaves of a remote checkpoint are read during the load of one.
+        """Load leaves in order. The next slices of a remote checkpoint are read while one is placed.
 
         Args:
             targets: Names of the leaves, with their shapes, dtypes and shardings.
 
         Raises:
-            PrepError: A leaf is missing in the checkpoint, or it has another shape.
+            PrepError: A leaf is missing in the checkpoint, or it has another shape, or a read failed.
         """
-        return self._run(self._choose_load(name, target) for name, target in targets)
-
-    def load_exchanged(
-        self, name: str, target: jax.ShapeDtypeStruct, sharding: NamedSharding
-    ) -> jax.Array:
-        """Load one leaf such that each of its bytes is read by one device only.
-
-        Args:
-            name: Name of the leaf.
-            target: Shape and dtype.
-            sharding: Sharding on the devices of all processes.
-        """
-        (array,) = self._run([self._exchanged_load(name, target, sharding)])
-        return array
-
-    def _run(self, loads: Iterable[LeafLoad]) -> Iterator[jax.Array]:
-        """Run loads in order, and yield their leaves."""
         max_nbytes = 0
         if self.reader.is_remote:
             max_nbytes = EXCHANGE_READ_AHEAD_NBYTES if self.exchanges else READ_AHEAD_NBYTES
-        for load, read in read_ahead(self.reader, _load_steps(loads), max_nbytes):
-            if read is None:
-                yield load.finish()
-            else:
-                load.add(read)
+        pending = deque[_Read]()
+        try:
+            for read in self._reads(targets):
+                pending.append(read)
+                if max_nbytes:
+                    read.begin()
+                while _is_full(pending, max_nbytes):
+                    yield from self._finish_first(pending)
+            while pending:
+                yield from self._finish_first(pending)
+        finally:
+            # After an error or a signal, arrays and files must outlive the running reads. Otherwise a slow store would
+            # send all that is pending first.
+            threads = [read.thread for read in pending if read.thread is not None]
+            if threads:
+                self.reader.stop_reads()
+            wait_for_threads(threads, on_interruption=lambda error: None)
+            for thread in threads:
+                thread.stop()
 
-    def _choose_load(self, name: str, target: jax.ShapeDtypeStruct) -> LeafLoad:
-        spec = _checked_spec(name, self.reader.leaves.get(name), target.shape)
-        sharding = target.sharding
-        assert isinstance(sharding, Sharding)
-        unit = spec.read_unit or (1,) * len(spec.shape)
-        if self.exchanges and isinstance(sharding, NamedSharding):
-            # Processes that need different bytes of a leaf have no common bytes to exchange.
-            boxes = boxes_by_process(sharding, target.shape)
-            if read_ratio(boxes, target.shape, unit) > MAX_READ_RATIO:
-                return self._exchanged_load(name, target, sharding)
-        return shard_filling.DirectLoad(
-            name, target, sharding, unit=unit, is_remote=self.reader.is_remote
-        )
+    def _reads(self, targets: Iterable[tuple[str, jax.ShapeDtypeStruct]]) -> Iterator[_Read]:
+        """Yield the reads of all leaves, and an empty read at the end of each leaf."""
+        for name, target in targets:
+            load = _LeafLoad(self.reader, name, target, exchanges=self.exchanges)
+            for start, arrays in load.reads():
+                yield _Read(load, arrays, start)
+            yield _Read(load, {}, None)
 
-    def _exchanged_load(
-        self, name: str, target: jax.ShapeDtypeStruct, sharding: NamedSharding
-    ) -> LeafLoad:
-        leaf = sharded_leaf(target.shape, sharding)
-        spec = self.reader.leaves[name]
-        unit = spec.read_unit or (1,) * len(spec.shape)
-        dtype = exchange_dtype(spec.dtype, target.dtype)
-        plan = choose_read_plan(leaf, unit, dtype.itemsize)
-        if plan is None:
-            return _BroadcastLoad(name, leaf, sharding, target.dtype)
-        return _ExchangedLoad(
-            name,
-            plan,
-            target=target,
-            sharding=sharding,
-            dtype=dtype,
-            is_remote=self.reader.is_remote,
-        )
-
-
-def _load_steps(
-    loads: Iterable[LeafLoad],
-) -> Iterator[tuple[tuple[LeafLoad, LeafRead | None], LeafRead]]:
-    """Yield the reads of all loads, and a step without a read at the end of each load."""
-    for load in loads:
-        for read in load.reads():
-            yield (load, read), read
-        yield (load, None), LeafRead("", {})
+    def _finish_first(self, pending: deque[_Read]) -> Iterator[jax.Array]:
+        """Wait for the first pending read and place its slice. At the end of a leaf, yield the leaf."""
+        # It stays pending during the wait: a signal may interrupt the wait, and the read continues.
+        read = pending[0]
+        read.wait()
+        pending.popleft()
+        if read.start is None:
+            yield read.load.finish()
+        else:
+            read.load.place(read.start, read.arrays)
 
 
-class _ExchangedLoad:
-    """A load in row blocks. Each device reads a part of a block, and all exchange their parts."""
+@dataclass(slots=True)
+class _Read:
+    """A read of a slice of a leaf.
+
+    Attributes:
+        load: The load of the leaf.
+        arrays: Host arrays to fill, by their boxes of the leaf.
+        start: Start of the slice. None after the last slice of the leaf.
+        thread: Thread of the read. None if it runs in the thread that waits for it.
+    """
+
+    load: _LeafLoad
+    arrays: Mapping[Box, np.ndarray]
+    start: tuple[int, ...] | None
+    thread: WorkerThread | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def run(self) -> None:
+        """Fill the arrays."""
+        self.load.reader.read(self.load.name, self.arrays)
+
+    def begin(self) -> None:
+        """Fill the arrays in a thread."""
+        if self.arrays:
+            self.thread = WorkerThread()
+            self.thread.submit(self.run)
+
+    def wait(self) -> None:
+        """Wait until the arrays are filled. Raise the error of the read."""
+        if self.thread is not None:
+            self.thread.drain()
+            if self.thread.errors:
+                raise self.thread.errors[0]
+            self.thread.stop()
+        elif self.arrays:
+            self.run()
+
+
+def _is_full(pending: deque[_Read], max_nbytes: int) -> bool:
+    """Return whether the reads after the first one are as large as they may be together."""
+    nbytes = sum(read.nbytes for read in pending) - sum(read.nbytes for read in [*pending][:1])
+    return bool(pending) and (nbytes >= max_nbytes or len(pending) > MAX_PENDING_READS)
+
+
+class _LeafLoad:
+    """The load of one leaf: reads of its slices in order, each followed by a copy to the devices.
+
+    Attributes:
+        reader: The open checkpoint.
+        name: Name of the leaf.
+    """
 
     def __init__(
-        self,
-        name: str,
-        plan: ReadPlan,
-        *,
-        target: jax.ShapeDtypeStruct,
-        sharding: NamedSharding,
-        dtype: np.dtype,
-        is_remote: bool,
+        self, reader: CheckpointReader, name: str, target: jax.ShapeDtypeStruct, *, exchanges: bool
     ) -> None:
-        self._name = name
-        self._plan = plan
+        """Choose the slices. All shards of this process are read at once if they need not be divided."""
+        spec = _checked_spec(name, reader.leaves.get(name), target.shape)
+        shape, sharding = target.shape, target.sharding
+        assert isinstance(sharding, Sharding)
+        self.reader = reader
+        self.name = name
         self._target = target
         self._sharding = sharding
-        self._dtype = dtype
-        self._is_remote = is_remote
-        # The leaf in a list, so that `finish` can hand over the only reference to it. `add` allocates the leaf: all
-        # processes run their programs in the order of `add` and `finish`, but each reads other bytes ahead.
+        self._boxes = local_boxes(sharding, shape)
+        self._is_on_host = not copies_host_arrays([*self._boxes])
+        self._plan: SlicePlan | None = None
+        self._read_dtype = target.dtype
+
+        unit = spec.read_unit or (1,) * len(shape)
+        nbytes = sum(volume(box) for box in {*self._boxes.values()}) * target.dtype.itemsize
+        # Processes that need different bytes of a leaf have no common bytes to exchange.
+        may_exchange = exchanges and own_read_ratio(sharding, shape, unit) > MAX_READ_RATIO
+        if may_exchange and shape and isinstance(sharding, NamedSharding):
+            if (spec.dtype, target.dtype) == ("bfloat16", jnp.float32):
+                # It is widened after the exchange.
+                self._read_dtype = jnp.dtype(jnp.bfloat16)
+            itemsize = self._read_dtype.itemsize
+            self._plan = plan_exchange(name, shape, sharding, unit=unit, itemsize=itemsize)
+        elif nbytes > MAX_COPY_NBYTES and not self._is_on_host:
+            self._plan = plan_own_reads(shape, sharding, unit, target.dtype.itemsize)
+
+        # Shards of CPU devices are these arrays. Devices with equal shards share one.
+        self._host: dict[Box, np.ndarray] = {}
+        # The leaf on accelerators, and the last slice with its start. In lists, which give the only reference away.
         self._leaf: list[jax.Array] = []
-        # Blocks with the buffer of each device, in the order of their reads.
-        self._blocks = deque[tuple[LeafBlock, dict[Any, np.ndarray]]]()
+        self._placed: list[tuple[tuple[int, ...], jax.Array]] = []
 
-    def reads(self) -> Iterator[LeafRead]:
-        """Yield the reads of this process, one for each block."""
-        for block in self._plan.row_blocks(self._dtype.itemsize):
-            shape = self._plan.part_shape(block)
-            buffers: dict[Any, np.ndarray] = {}
-            arrays: dict[Box, np.ndarray] = {}
-            for device, position in local_coordinates(self._sharding).items():
-                box = self._plan.box(block, position)
-                buffers[device] = empty_aligned(shape, self._dtype, is_remote=self._is_remote)
-                # A block may have fewer rows than devices that read it.
-                if volume(box):
-                    arrays[box] = _leading_part(buffers[device], box_extents(box))
-            self._blocks.append((block, buffers))
-            yield LeafRead(self._name, arrays)
+    def reads(self) -> Iterator[tuple[tuple[int, ...], dict[Box, np.ndarray]]]:
+        """Yield the start of each slice, and the arrays that this process has to fill for it."""
+        plan = self._plan
+        if plan is None:
+            yield (), {box: self._host_array(box) for box in self._boxes.values()}
+            return
+        for start in plan.starts():
+            boxes = {*plan.leaf_boxes(start, plan.parts).values()}
+            yield start, {box: self._empty(box, self._read_dtype) for box in boxes if volume(box)}
 
-    def add(self, read: LeafRead) -> None:
-        """Exchange the parts of the next block, and write it into the leaf."""
-        block, buffers = self._blocks.popleft()
-        shape = self._plan.part_shape(block)
-        for device, position in local_coordinates(self._sharding).items():
-            box = self._plan.box(block, position)
-            # A part that is smaller than its buffer may have been read to another array.
-            if volume(box) and read.arrays[box].shape != shape:
-                part = read.arrays[box]
-                buffers[device][_start_slices(part.shape)] = part
-        source = part_sharding(self._plan, self._sharding)
-        parts = _from_shards(self._plan.all_parts_shape(block), source, buffers)
-        if not self._leaf:
-            allocate = compile_allocation(self._target.shape, self._target.dtype, self._sharding)
-            self._leaf.append(allocate())
-        # The exchange of the last block ran during this read. The wait bounds the exchanged blocks in
-        # memory to two.
-        leaf = jax.block_until_ready(self._leaf.pop())
-        write_block = compile_block_update(self._plan, self._sharding, block.rows)
-        self._leaf.append(write_block(leaf, parts, np.array(block.start, np.int32)))
+    def _host_array(self, shard_box: Box) -> np.ndarray:
+        if shard_box not in self._host:
+            self._host[shard_box] = self._empty(shard_box, self._target.dtype)
+        return self._host[shard_box]
+
+    def _empty(self, box: Box, dtype: np.dtype) -> np.ndarray:
+        shape = tuple(high - low for low, high in box)
+        # Beside shards that stay, the buffers of slices would leave holes in the heap, as large as several slices.
+        has_slices = self._is_on_host and self._plan is not None
+        return _empty_aligned(shape, dtype, small_pages=self.reader.is_remote or has_slices)
+
+    def place(self, start: tuple[int, ...], arrays: Mapping[Box, np.ndarray]) -> None:
+        """Send the parts of a slice to the devices that need them, and write the slice before it."""
+        plan = self._plan
+        if plan is None:
+            return
+        # The exchange of the slice before ran during this read. Two slices are in memory at most.
+        self._write_placed()
+        part_shape = plan.parts.shard_shape(plan.slice_shape)
+        parts: list[jax.Array] = []
+        for device, box in plan.leaf_boxes(start, plan.parts).items():
+            array = _padded(arrays.get(box), part_shape, self._read_dtype)
+            parts.append(jax.device_put(array, device))
+        placed = jax.make_array_from_single_device_arrays(plan.slice_shape, plan.parts, parts)
+        if plan.moves or plan.reader is not None:
+            placed = _exchange_program(plan, self._target.dtype)(placed)
+        self._placed.append((start, placed))
+
+    def _write_placed(self) -> None:
+        """Write the last slice into the shards."""
+        plan = self._plan
+        if plan is None or not self._placed:
+            return
+        start, placed = self._placed.pop()
+        if plan.makes_leaf:
+            self._leaf.append(placed)
+        elif self._is_on_host:
+            boxes = plan.leaf_boxes(start, plan.placed)
+            for shard in placed.addressable_shards:
+                shard_box, box = self._boxes[shard.device], boxes[shard.device]
+                part = intersection(shard_box, box)
+                values = np.asarray(shard.data)[slices(part, box)]
+                self._host_array(shard_box)[slices(part, shard_box)] = values
+        else:
+            if not self._leaf:
+                shape, dtype = self._target.shape, self._target.dtype
+                self._leaf.append(_allocation_program(shape, dtype, self._sharding)())
+            leaf = jax.block_until_ready(self._leaf.pop())
+            rows = min(plan.steps[plan.row_dim], plan.extents[plan.row_dim] - start[plan.row_dim])
+            self._leaf.append(_write_program(plan, rows)(leaf, placed, np.array(start, np.int32)))
 
     def finish(self) -> jax.Array:
         """Return the leaf."""
-        return self._leaf.pop()
+        self._write_placed()
+        if self._leaf:
+            return self._leaf.pop()
+        shards = [jax.device_put(self._host[box], device) for device, box in self._boxes.items()]
+        # The load outlives its leaf, which the caller may convert and drop.
+        self._host.clear()
+        return jax.make_array_from_single_device_arrays(self._target.shape, self._sharding, shards)
 
 
-class _BroadcastLoad:
-    """A load of a small leaf. The name of the leaf chooses the device that reads it."""
-
-    def __init__(
-        self, name: str, leaf: ShardedLeaf, sharding: NamedSharding, dtype: np.dtype
-    ) -> None:
-        self._name = name
-        self._leaf = leaf
-        self._sharding = sharding
-        # Zeros, not empty memory: the broadcast is a sum over devices, and only one of them has the
-        # leaf.
-        self._buffers = {
-            device: np.zeros((1, *leaf.shape), dtype) for device in local_coordinates(sharding)
-        }
-
-    def reads(self) -> Iterator[LeafRead]:
-        """Yield the read of the whole leaf in the process of the chosen device."""
-        axes = tuple(axis for axis, _ in self._leaf.mesh_sizes)
-        # CRC-32 instead of `hash`, which is seeded per process: all processes must choose the same
-        # device. Different names spread the reads over the devices.
-        reading_rank = zlib.crc32(self._name.encode()) % self._leaf.num_devices
-        whole = tuple((0, extent) for extent in self._leaf.shape)
-        for device, position in local_coordinates(self._sharding).items():
-            if self._leaf.rank(axes, position) == reading_rank:
-                yield LeafRead(self._name, {whole: self._buffers[device][0, ...]})
-
-    def add(self, read: LeafRead) -> None:
-        """Do nothing: `finish` sends the leaf to all devices."""
-
-    def finish(self) -> jax.Array:
-        """Send the leaf to all devices, and return it."""
-        axes = tuple(axis for axis, _ in self._leaf.mesh_sizes)
-        source = NamedSharding(self._sharding.mesh, jax.sharding.PartitionSpec(axes))
-        shape = (self._leaf.num_devices, *self._leaf.shape)
-        parts = _from_shards(shape, source, self._buffers)
-        return compile_broadcast(self._leaf, self._sharding)(parts)
+def copies_host_arrays(devices: Sequence[Any]) -> bool:
+    """Return whether arrays of these devices are copies of host arrays. A CPU device uses an aligned host array."""
+    return any(device.platform != "cpu" for device in devices)
 
 
-def _from_shards(
-    shape: tuple[int, ...], sharding: Sharding, buffers: Mapping[Any, np.ndarray]
-) -> jax.Array:
-    """Copy the host buffer of each device to it, and return them as one array."""
-    shards = [jax.device_put(buffer, device) for device, buffer in buffers.items()]
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+@lru_cache(maxsize=1024)
+def _allocation_program(
+    shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding
+) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+
+@lru_cache(maxsize=1024)
+def _exchange_program(plan: SlicePlan, dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
+    """Compile the exchange of a slice: a function of the parts, with a result of a dtype."""
+
+    def exchange(part: jax.Array) -> jax.Array:
+        for axis, dim in plan.moves:
+            if dim is None:
+                part = lax.all_gather(part, axis, axis=plan.row_dim, tiled=True)
+            else:
+                part = lax.all_to_all(part, axis, dim, plan.row_dim, tiled=True)
+        return _widen(part, dtype)
+
+    def broadcast(parts: jax.Array) -> jax.Array:
+        # Bits are summed as integers: as floats, 0.0 + -0.0 is 0.0, which loses the sign. All parts but one are zeros.
+        bits = lax.bitcast_convert_type(parts, f"uint{8 * parts.dtype.itemsize}")
+        # Networks of devices add no integers of 16 bits.
+        wide = bits.astype(jnp.promote_types(bits.dtype, jnp.uint32))
+        bits = wide.reshape(-1, *plan.shape).sum(0).astype(bits.dtype)
+        return _widen(lax.bitcast_convert_type(bits, parts.dtype), dtype)
+
+    if plan.reader is not None:
+        return jax.jit(broadcast, out_shardings=plan.placed)
+    assert isinstance(plan.parts, NamedSharding)
+    assert isinstance(plan.placed, NamedSharding)
+    specs = plan.parts.spec, plan.placed.spec
+    return jax.jit(
+        jax.shard_map(
+            exchange, mesh=plan.parts.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+        )
+    )
+
+
+def _widen(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Widen bfloat16 to float32 unless `x` has `dtype`.
+
+    The bits are shifted as integers, because a float conversion on a device may flush subnormal values to zero.
+    """
+    if x.dtype == dtype:
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(bits << 16, dtype)
+
+
+@lru_cache(maxsize=1024)
+def _write_program(
+    plan: SlicePlan, rows: int
+) -> Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]:
+    """Compile the copy of a slice with some number of rows into the leaf, which is donated."""
+    row_dim = plan.row_dim
+    sharding = plan.sharding
+    shard_rows = sharding.shard_shape(plan.shape)[row_dim]
+
+    def write(shard: jax.Array, placed: jax.Array, start: jax.Array) -> jax.Array:
+        placed = lax.slice_in_dim(placed, 0, rows, axis=row_dim)
+        if plan.extents[row_dim] == shard_rows:
+            return lax.dynamic_update_slice(shard, placed, [*start])
+        # Each device has all rows of the slice, and takes the rows of its shard.
+        assert isinstance(sharding, NamedSharding)
+        shard_index = lax.axis_index(dim_axes(sharding.spec, shard.ndim)[row_dim])
+        starts = jnp.tile(start.at[row_dim].add(-shard_index * shard_rows), (rows, 1))
+        starts = starts.at[:, row_dim].add(jnp.arange(rows))
+        window_dims = tuple(dim for dim in range(shard.ndim) if dim != row_dim)
+        dims = lax.ScatterDimensionNumbers(window_dims, (row_dim,), tuple(range(shard.ndim)))
+        return lax.scatter(shard, starts, placed, dims, unique_indices=True, mode="drop")
+
+    if isinstance(sharding, NamedSharding):
+        assert isinstance(plan.placed, NamedSharding)
+        specs = (sharding.spec, plan.placed.spec, PartitionSpec())
+        write = jax.shard_map(
+            write, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False
+        )
+    return jax.jit(write, donate_argnums=0)
 
 
 def _checked_spec(name: str, spec: LeafSpec | None, shape: tuple[int, ...]) -> LeafSpec:
@@ -309,16 +383,35 @@ def _checked_spec(name: str, spec: LeafSpec | None, shape: tuple[int, ...]) -> L
     return spec
 
 
-def _leading_part(buffer: np.ndarray, extents: tuple[int, ...]) -> np.ndarray:
-    """Return the start of a buffer as a contiguous array of these extents.
+def _box_shape(box: Box) -> tuple[int, ...]:
+    return tuple(high - low for low, high in box)
 
-    A new array if it is not contiguous.
+
+def _padded(array: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an array of a shape that begins with `array`, followed by zeros."""
+    if array is not None and array.shape == shape:
+        return array
+    # New pages have zeros, and take no memory until they are written.
+    padded = _empty_aligned(shape, dtype, small_pages=True)
+    if array is not None:
+        padded[tuple(slice(extent) for extent in array.shape)] = array
+    return padded
+
+
+def _empty_aligned(shape: tuple[int, ...], dtype: np.dtype, *, small_pages: bool) -> np.ndarray:
+    """Allocate an array at a multiple of ALIGNMENT_NBYTES.
+
+    Args:
+        shape: Its shape.
+        dtype: Its dtype.
+        small_pages: Avoid huge pages. NumPy asks for them, which helps direct I/O. On a virtual machine that returns
+            free huge pages to its host, their faults took 2 of 3 CPU seconds of a load of 1.3 GB from a server.
     """
-    view = buffer[_start_slices(extents)]
-    if view.flags.c_contiguous:
-        return view
-    return np.empty(extents, buffer.dtype)
-
-
-def _start_slices(extents: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(extent) for extent in extents)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if small_pages:
+        pages = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return np.frombuffer(pages, np.uint8, nbytes).view(dtype).reshape(shape)
+    raw = np.empty(nbytes + ALIGNMENT_NBYTES, np.uint8)
+    # Bytes up to the next multiple: an address of 4096 * k + 16 gives 4080, an aligned one gives 0.
+    start = -raw.ctypes.data % ALIGNMENT_NBYTES
+    return raw[start : start + nbytes].view(dtype).reshape(shape)

@@ -12,10 +12,11 @@ from prepcli.core.errors import Key, PrepError, text
 from prepcli.engine.checkpoint_store import CheckpointReader
 from prepcli.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
 from prepcli.planning.manifest_fields import CastCounts
+from trainer.distributed.leaf_slices import exchange_is_faster
 from trainer.distributed.sharding import ShardingContext, local_device_sharding
 from trainer.nn.initialization import init_adapters, init_params
 from trainer.nn.model_spec import ModelSpec
-from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
+from trainer.training.leaf_loading import LeafLoader
 from trainer.training.optimizers.rounding import round_to_nearest
 from trainer.training.param_casts import count_leaf_changes, overflow_text
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
@@ -26,9 +27,8 @@ def restore_state(
 ) -> TrainState:
     """Restore a training state onto the mesh of `setup`, whatever mesh it was saved on.
 
-    Host memory holds two row blocks (ranges of rows) of a leaf at a time, or two read units if these are
-    larger. For a remote checkpoint, it also holds the blocks read ahead. CPU devices keep the host memory
-    of a leaf.
+    Host memory holds two slices of a leaf at a time, or two read units of each device if these are larger. For a
+    remote checkpoint, it also holds the slices read ahead. CPU devices keep the host memory of a leaf.
 
     Args:
         reader: The saved state.
@@ -38,23 +38,18 @@ def restore_state(
     Raises:
         PrepError: A leaf is missing in the checkpoint, or has another shape.
     """
-    loader = make_loader(reader)
-    base_loader = loader
-    if base is not None:
-        base_loader = make_loader(base)
-    frozen = {f"params.{path}" for path in setup.model.base_paths}
-
     entries, structure = jax.tree_util.tree_flatten_with_path(_sharded_shapes(setup))
-    targets: dict[str, jax.ShapeDtypeStruct] = {}
-    for path, leaf in entries:
-        targets[leaf_name(path)] = leaf
-    saved = [(name, leaf) for name, leaf in targets.items() if name not in frozen]
-    kept = [(name, leaf) for name, leaf in targets.items() if name in frozen]
-    arrays: dict[str, jax.Array] = {}
-    for (name, _), array in zip(saved, loader.load_all(saved), strict=True):
-        arrays[name] = array
-    for (name, _), array in zip(kept, base_loader.load_all(kept), strict=True):
-        arrays[name] = array
+    targets = {leaf_name(path): leaf for path, leaf in entries}
+    frozen: list[str] = []
+    if base is not None:
+        frozen = [f"params.{path}" for path in setup.model.base_paths]
+    saved = [name for name in targets if name not in frozen]
+
+    arrays: dict[str, Array] = {}
+    for source, names in ((reader, saved), (base, frozen)):
+        if source is not None:
+            leaves = make_loader(source).load_all((name, targets[name]) for name in names)
+            arrays.update(zip(names, leaves, strict=True))
     return structure.unflatten([arrays[name] for name in targets])
 
 
@@ -114,15 +109,7 @@ def _initial_params(
     is_new: bool,
     shapes: Tree,
 ) -> Tree:
-    """Load the parameters, and load or initialize the adapters.
-
-    Args:
-        reader: The checkpoint of the frozen parameters.
-        setup: The static parts of the step.
-        trained_loader: Loader of the trained parameters.
-        is_new: Whether the model's adapters, if it has any, are initialized.
-        shapes: Shapes of all parameters, with their shardings.
-    """
+    """Load the frozen parameters with `reader`, and load or initialize the trained ones."""
     model = setup.model
     sharding = setup.sharding
     dtype_of = setup.param_dtype_of
@@ -173,10 +160,7 @@ def load_params(
 
 
 def make_loader(reader: CheckpointReader) -> LeafLoader:
-    """Return the loader of a checkpoint's leaves.
-
-    All processes of a job call it together.
-    """
+    """Return the loader of a checkpoint's leaves. All processes of a job call it together."""
     return LeafLoader(reader, exchange_is_faster(reader))
 
 
@@ -187,10 +171,7 @@ def load_leaves(
     sharding: ShardingContext,
     dtype_of: Callable[[str], str],
 ) -> Tree:
-    """Load parameters by path with a loader.
-
-    `sharding` and `dtype_of` are as for `load_params`.
-    """
+    """Load parameters by path with a loader. `sharding` and `dtype_of` are as for `load_params`."""
     first_device = local_device_sharding()
     targets: list[tuple[str, jax.ShapeDtypeStruct]] = []
     for path, leaf in leaves.items():
@@ -203,10 +184,7 @@ def load_leaves(
 
 
 def _sharded_shapes(setup: StepSetup) -> TrainState:
-    """Return the state's shapes with a sharding each.
-
-    Without a mesh, all leaves are on the first device.
-    """
+    """Return the state's shapes with a sharding each. Without a mesh, all leaves are on the first device."""
     first_device = local_device_sharding()
 
     def with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
