@@ -93,7 +93,8 @@ def unplaced_array(
         dtype: Dtype of the elements, a key of ZARR_TYPESTRS.
         chunk_shape: One extent >= 1 per axis. It need not divide the shape: the last chunk is then partly unused.
     """
-    chunks = StridedChunks.single(0, 0, len(shape))
+    zeros = (0,) * len(shape)
+    chunks = StridedChunks(0, 0, zeros, zeros)
     return Array(dotted_name(path), dtype, shape, chunk_shape, chunks, path=path)
 
 
