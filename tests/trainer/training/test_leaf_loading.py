@@ -174,7 +174,7 @@ def test_leaves_of_one_shape_are_exchanged_by_one_program():
         targets.append((name, jax.ShapeDtypeStruct(array.shape, "int32", sharding=sharding)))
     traced: list[str] = []
 
-    def record(event: str, duration_s: float, **_: object) -> None:
+    def record(event: str, duration_secs: float, **_: object) -> None:
         if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
             traced.append(event)
 
