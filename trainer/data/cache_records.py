@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -55,28 +56,43 @@ def paths_digest(paths: Sequence[str], selection: Selection, settings: str) -> s
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
-def write_record(cache: Path, key: str, stamps: Sequence[Stamp], identity: str) -> None:
-    """Record the identity of the tokens of files. A read-only cache gets no record.
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What an earlier call found out about data files.
+
+    Attributes:
+        identity: Identity of their tokens.
+        digests: Digest of each file, empty for an empty one. None if an earlier version wrote the record.
+    """
+
+    identity: str
+    digests: Sequence[str] | None
+
+
+def write_record(cache: Path, key: str, stamps: Sequence[Stamp], record: FileRecord) -> None:
+    """Write the record of files. A read-only cache gets no record.
 
     Args:
         cache: The cache.
         key: Result of `paths_digest`.
         stamps: Stamps of the files, taken before the files were read. A later change gives another
             stamp.
-        identity: Identity of their tokens.
+        record: The record.
     """
-    content = json.dumps({"identity": identity, "stamps": stamps}).encode()
+    content = json.dumps({**asdict(record), "stamps": stamps}).encode()
     with suppress(OSError, PrepError):
         write_file(_record_path(cache, key), content)
 
 
-def read_record(cache: Path, key: str, stamps: Sequence[Stamp]) -> str | None:
-    """Return the identity of the tokens of files, or None if there is no record of these stamps."""
+def read_record(cache: Path, key: str, stamps: Sequence[Stamp]) -> FileRecord | None:
+    """Return the record of files, or None if there is no record of these stamps."""
     try:
         values = load_json(read_regular_file(_record_path(cache, key)))
         recorded = [tuple(stamp) for stamp in values["stamps"]]
-        if recorded == list(stamps) and isinstance(values["identity"], str):
-            return values["identity"]
+        digests = values.get("digests")
+        is_valid = digests is None or len(digests) == len(stamps)
+        if recorded == list(stamps) and isinstance(values["identity"], str) and is_valid:
+            return FileRecord(values["identity"], digests)
     except (OSError, PrepError, ValueError, TypeError, KeyError):
         pass
     return None

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -30,7 +29,7 @@ import xxhash
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import load_json
-from prepcli.stores.files import fsync_path, read_regular_file, write_file
+from prepcli.stores.files import read_regular_file
 from trainer.data.document_packing import (
     BLOCK_DOCUMENTS,
     WINDOW,
@@ -42,16 +41,14 @@ from trainer.data.document_packing import (
     pad_documents,
 )
 from trainer.data.files import Note
-from trainer.data.partial_folders import is_abandoned, partial_name
+from trainer.data.new_folders import HashingFile, discard_folder, new_folder
 from trainer.data.store import (
-    DOCUMENTS_FILE,
     DamagedStoreError,
     MappedTokens,
     StoreMeta,
     document_end_blocks,
     file_digest,
 )
-from trainer.data.store_writer import HashingFile, lock_cache, publish_folder, remove_folder
 from trainer.data.window_rows import (
     ASSIGNMENTS_FILE,
     WINDOW_DTYPE,
@@ -156,13 +153,11 @@ def stored_rows(
         return rows
     folder = target / identity
     try:
-        with lock_cache(target, note):
-            # Another process may have made them while this one waited.
-            rows = _read_valid_rows(folder, tokens)
-            if rows is None:
-                _build_rows(folder, tokens, packing, note)
-                rows = read_rows(folder, tokens, checks_digests=False)
-            return rows
+        if folder.parent == store or _read_valid_rows(folder, tokens) is None:
+            # Damaged ones
+            discard_folder(folder)
+            _build_rows(folder, tokens, packing, note)
+        return read_rows(folder, tokens, checks_digests=False)
     except (OSError, PrepError) as error:
         note(f"the sequences of documents are made in memory, since they cannot be stored: {error}")
         return make_rows(tokens, packing)
@@ -187,7 +182,7 @@ def rows_identity(meta: StoreMeta, packing: str, seq_length: int) -> str:
         "tokens": meta.identity,
         "n_tokens": meta.n_tokens,
         "n_documents": meta.n_documents,
-        "documents": meta.digests.get(DOCUMENTS_FILE),
+        "documents": meta.documents_digest,
         "packing": packing,
         "seq_length": seq_length,
         "window": WINDOW,
@@ -298,25 +293,13 @@ def _read_valid_rows(
 
 
 def _build_rows(folder: Path, tokens: MappedTokens, packing: str, note: Note) -> None:
-    """Build rows in a partial folder, sync them, then rename the folder."""
+    """Build rows in a new folder."""
     if tokens.n_documents >= MIN_NOTE_DOCUMENTS:
         note(
             f"arranging {count_text(tokens.n_documents, 'document')} in sequences, once for these tokens"
         )
-    for leftover in filter(is_abandoned, [*folder.parent.iterdir()]):
-        remove_folder(leftover)
-    partial = folder.with_name(partial_name(folder.name))
-    partial.mkdir()
-    # A kill before the rename leaves a partial folder, which the next build removes. A kill between
-    # the rename and the last fsync may lose the name after a power failure, but never leaves a
-    # folder with the final name and incomplete files: they are durable before the rename.
-    try:
-        _write_rows(partial, folder.name, tokens, packing)
-        publish_folder(partial, folder, lambda path: read_rows(path, tokens))
-        fsync_path(folder.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with new_folder(folder) as temporary:
+        _write_rows(temporary, folder.name, tokens, packing)
 
 
 def _write_rows(folder: Path, identity: str, tokens: MappedTokens, packing: str) -> None:
@@ -328,14 +311,11 @@ def _write_rows(folder: Path, identity: str, tokens: MappedTokens, packing: str)
         dtypes = COMPACT_DTYPES
     with contextlib.ExitStack() as stack:
         opened = {name: stack.enter_context((folder / name).open("xb")) for name in dtypes}
-        files = {name: HashingFile(file, xxhash.xxh3_128()) for name, file in opened.items()}
+        files = {name: HashingFile(file) for name, file in opened.items()}
         counts = write(files, tokens, packing)
         digests = {name: file.digest() for name, file in files.items()}
     meta = RowsMeta(identity, packing, tokens.seq_length, **asdict(counts), digests=digests)
-    for name in dtypes:
-        fsync_path(folder / name)
-    # Last, after the other files are durable: it also makes the names in the folder durable.
-    write_file(folder / META_FILE, json.dumps(asdict(meta), indent=1).encode() + b"\n")
+    (folder / META_FILE).write_text(json.dumps(asdict(meta), indent=1) + "\n")
 
 
 def _max_nbytes(tokens: MappedTokens) -> int:

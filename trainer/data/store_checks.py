@@ -41,7 +41,7 @@ def check_has_token(meta: store.StoreMeta) -> None:
 
 def check_has_loss(tokens: store.MappedTokens, meta: store.StoreMeta) -> None:
     """Raise PrepError if no token of the data counts in the loss."""
-    if tokens.weight_codes is not None and not tokens.weight_codes.any():
+    if not tokens.count_loss() and tokens.n_tokens:
         what = "the data has no token to train on"
         _check_overlong(meta, what)
         why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"

@@ -6,7 +6,7 @@ Later runs use the store again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,27 +14,40 @@ import xxhash
 
 from prepcli.core.errors import Key, PrepError, join_texts, text, usage_error
 from prepcli.core.formatting import count_text
-from trainer.data import store
-from trainer.data.cache_records import Stamp, file_stamps, paths_digest, read_record, write_record
+from trainer.data import shards, store
+from trainer.data.cache_records import (
+    FileRecord,
+    Stamp,
+    file_stamps,
+    paths_digest,
+    read_record,
+    write_record,
+)
 from trainer.data.document_rows import open_rows, stored_rows
-from trainer.data.encode import fill_store
 from trainer.data.example_settings import ExampleSettings
-from trainer.data.examples import Example, FileStart
 from trainer.data.fields import ExampleBuilder, compile_fields
 from trainer.data.files import DataFile, EmptyFileError, Note, check_not_empty, hash_file
 from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type, with_companions
 from trainer.data.ignored_parts import describe_ignored
 from trainer.data.overlong import OverlongRule
 from trainer.data.readers import READERS
-from trainer.data.records import RecordSettings, read_examples
+from trainer.data.records import RecordSettings, divide_files
 from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
+from trainer.data.shards import (
+    MAX_SHARDS,
+    StoreJob,
+    TokenizeProgress,
+    complete_store,
+    dtype_for,
+    make_shards,
+    read_valid_meta,
+)
 from trainer.data.store_checks import (
     check_has_block,
     check_has_loss,
     check_has_source_target_pair,
     check_has_token,
 )
-from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
 from trainer.data.token_changes import IdentityChange, RecordedTokens
 from trainer.data.token_samples import count_samples
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
@@ -58,9 +71,6 @@ TOKENS_VERSION = 1
 # Version of the objects in rows of tables, which chat templates see. Also a part of the identity.
 ROW_VALUES_VERSION = 1
 TABLE_TYPES = ("parquet", "arrow")
-
-# Called with the bytes tokenized so far, the total bytes, and the tokens so far.
-TokenizeProgress = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +146,50 @@ class TokenizeConfig:
         return not self.has_blocks and not self.examples.has_encoder
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizedShare:
+    """The state of a store after the work of a process.
+
+    Attributes:
+        folder: Folder of the store, also of an incomplete one.
+        n_shards: Number of shards.
+        n_missing: Number of shards left to other processes.
+        meta: Metadata of the store. None if shards are missing.
+        tokens: The mapped store. None if shards are missing.
+        is_described: Whether this process describes the store to the user: the one that completed it, or process
+            0 if it was complete before.
+    """
+
+    folder: Path
+    n_shards: int
+    n_missing: int
+    meta: store.StoreMeta | None = None
+    tokens: store.MappedTokens | None = None
+    is_described: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DataInputs:
+    """The data files of a config, and the identity of their tokens.
+
+    Attributes:
+        config: The config, with the type of the files and the tokenizer's prefix.
+        tokenizer: Its tokenizer.
+        files: The files with their digests, without empty ones.
+        identity: Identity of the tokens.
+    """
+
+    config: TokenizeConfig
+    tokenizer: TextTokenizer
+    files: Sequence[DataFile]
+    identity: str
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the tokens in the cache."""
+        return self.config.cache / self.identity
+
+
 def tokenize_files(
     config: TokenizeConfig, *, progress: TokenizeProgress, note: Note
 ) -> store.MappedTokens:
@@ -154,40 +208,146 @@ def tokenize_files(
         PrepError: Files are missing, empty or invalid, the tokenizer does not fit the model, the
             tokens do not fill one block, or a resumed run began with others.
     """
+    tokens = tokenize_share(config, 0, 1, progress=progress, note=note).tokens
+    assert tokens is not None
+    return tokens
+
+
+def tokenize_share(
+    config: TokenizeConfig,
+    process: int,
+    of: int,
+    *,
+    progress: TokenizeProgress,
+    note: Note,
+) -> TokenizedShare:
+    """Make the missing shards in a share of a store. The last process completes the store.
+
+    With a scratch folder, a missing store is made there.
+
+    Args:
+        config: Files, tokenizer and cache. The cache is shared by all processes.
+        process: Index of this process, from 0.
+        of: Number of processes.
+        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
+        note: Called with messages for the user.
+
+    Raises:
+        PrepError: The tokens cannot be made, or do not fit the model. See `tokenize_files`.
+    """
+    if not config.checks_digests and (known := _open_known(config, note)) is not None:
+        return known
+    inputs = read_inputs(config, note, trusts_stamps=of > 1)
+    meta = read_valid_meta(inputs.folder, note, reopens=config.scratch_dir is None)
+    if meta is not None:
+        if of == 1:
+            note(f"using the tokens of an earlier run: {inputs.folder}")
+        return _finish(inputs, inputs.folder, meta, note, is_described=process == 0)
+    job = store_job(inputs)
+    make_shards(job, job.share(process, of), progress=progress, note=note)
+    if missing := job.missing_shards():
+        return TokenizedShare(job.folder, job.layout.n_shards, len(missing))
+    meta = complete_store(job, progress=progress, note=note)
+    return _finish(inputs, job.folder, meta, note, is_described=True)
+
+
+def _finish(
+    inputs: DataInputs, folder: Path, meta: store.StoreMeta, note: Note, *, is_described: bool
+) -> TokenizedShare:
+    """Map a complete store with checked digests."""
+    tokens = map_new_tokens(folder, meta, inputs.config, inputs.tokenizer, note)
+    return TokenizedShare(folder, len(meta.shards), 0, meta, tokens, is_described=is_described)
+
+
+def _open_known(config: TokenizeConfig, note: Note) -> TokenizedShare | None:
+    """Return the complete tokens of files with the sizes and times of an earlier call. None if there are none."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    typed, found = find_config_files(config, tokenizer, note)
+    record = read_record(typed.cache, record_key(typed, tokenizer), file_stamps(found))
+    if record is None or not store.is_complete(typed.cache / record.identity):
+        return None
+    folder = typed.cache / record.identity
+    meta = store.read_meta(folder, checks_digests=False)
+    tokens = open_tokens(typed, record.identity, note=note)
+    return TokenizedShare(folder, len(meta.shards), 0, meta, tokens, is_described=True)
+
+
+def read_inputs(config: TokenizeConfig, note: Note, *, trusts_stamps: bool) -> DataInputs:
+    """Find the data files and read them for their digests.
+
+    Args:
+        config: Files, tokenizer and cache.
+        note: Called with messages for the user.
+        trusts_stamps: Use the digests of an earlier call for files with the same sizes and times. The readers
+            compare them.
+
+    Raises:
+        PrepError: Files are missing, empty or invalid, or a resumed run began with other tokens.
+    """
     tokenizer = load_tokenizer(config.tokenizer)
     config, found = find_config_files(config, tokenizer, note)
     key = record_key(config, tokenizer)
     stamps = file_stamps(found)
-    if not config.checks_digests:
-        recorded = read_record(config.cache, key, stamps)
-        if recorded is not None and (config.cache / recorded).exists():
-            return open_tokens(config, recorded, note=note)
-    files = hash_files(found, note)
+    files = None
+    if trusts_stamps:
+        files = _recorded_files(found, stamps, read_record(config.cache, key, stamps))
+    if files is None:
+        files = hash_files(found, note)
     identity = checked_identity(config, files, tokenizer, note)
-    folder = config.cache / identity
-    meta = read_valid_meta(folder, note)
-    if meta is not None:
-        note(f"using the tokens of an earlier run: {folder}")
-    else:
-        folder = (config.scratch_dir or config.cache) / identity
-        meta = build_token_store(folder, config, files, tokenizer, progress=progress, note=note)
-    tokens = map_new_tokens(folder, meta, config, tokenizer, note)
-    if config.scratch_dir is None:
-        write_identity(config, files, tokenizer, stamps=stamps, identity=identity)
-    return tokens
+    # A resumed run that keeps the tokens of an earlier version has another identity.
+    if config.scratch_dir is None and identity == store_identity(config, files, tokenizer.digest):
+        by_path = {file.path: file.digest for file in files}
+        digests = [by_path.get(_path_of(file), "") for file in found]
+        write_record(config.cache, key, stamps, FileRecord(identity, digests))
+    return DataInputs(config, tokenizer, files, identity)
 
 
-def write_identity(
-    config: TokenizeConfig,
-    files: Sequence[DataFile],
-    tokenizer: TextTokenizer,
-    *,
-    stamps: list[Stamp],
-    identity: str,
-) -> None:
-    """Record the identity of a config's tokens, unless a resumed run keeps those of an earlier version."""
-    if identity == store_identity(config, files, tokenizer.digest):
-        write_record(config.cache, record_key(config, tokenizer), stamps, identity)
+def _recorded_files(
+    found: Sequence[Path | DataFile], stamps: Sequence[Stamp], record: FileRecord | None
+) -> list[DataFile] | None:
+    """Return the files that are not empty with recorded digests. None if there are none."""
+    if record is None or record.digests is None:
+        return None
+    files: list[DataFile] = []
+    for file, stamp, digest in zip(found, stamps, record.digests):
+        if isinstance(file, DataFile):
+            file = replace(file, digest=digest)
+        else:
+            file = DataFile(file, stamp[1], digest)
+        if digest:
+            files.append(file)
+    return files
+
+
+def _path_of(file: Path | DataFile) -> Path | str:
+    if isinstance(file, DataFile):
+        return file.path
+    return file
+
+
+def store_job(inputs: DataInputs) -> StoreJob:
+    """Return the inputs of a missing store."""
+    config = inputs.config
+    builder = compile_fields(config.examples, vocab=config.vocab)
+    settings = _record_settings(config)
+    file_type = resolve_type(inputs.files, config.type)
+    folder = (config.scratch_dir or config.cache) / inputs.identity
+    # The limit counts the records of all files, so one shard has them.
+    max_shards = 1 if config.max_examples else MAX_SHARDS
+    layout = divide_files(
+        inputs.files, file_type, min_nbytes=shards.SHARD_NBYTES, max_shards=max_shards
+    )
+    return StoreJob(
+        folder,
+        inputs.files,
+        file_type,
+        builder,
+        inputs.tokenizer,
+        settings,
+        config.overlong_rule,
+        ids_dtype(config, inputs.tokenizer, builder),
+        layout,
+    )
 
 
 def record_key(config: TokenizeConfig, tokenizer: TextTokenizer) -> str:
@@ -482,63 +642,6 @@ def _record_settings(config: TokenizeConfig) -> RecordSettings:
     )
 
 
-def build_token_store(
-    folder: Path,
-    config: TokenizeConfig,
-    files: Sequence[DataFile],
-    tokenizer: TextTokenizer,
-    *,
-    progress: TokenizeProgress,
-    note: Note,
-) -> store.StoreMeta:
-    """Tokenize the files into a store, and return its metadata."""
-    builder = compile_fields(config.examples, vocab=config.vocab)
-    file_type = resolve_type(files, config.type)
-    settings = _record_settings(config)
-    with lock_cache(folder.parent, note):
-        # Another process may have built the store while this one waited for the lock.
-        meta = read_valid_meta(folder)
-        if meta is not None:
-            return meta
-
-        def read(start: FileStart, on_file: Callable[[FileStart], None]) -> Iterator[Example]:
-            return read_examples(
-                files,
-                file_type,
-                builder,
-                settings=settings,
-                note=note,
-                start=start,
-                on_file=on_file,
-            )
-
-        def fill(writer: TokenWriter) -> None:
-            if writer.n_tokens:
-                note(
-                    f"continuing after {count_text(writer.n_tokens, 'token')} of an interrupted run"
-                )
-            total_nbytes = sum(file.nbytes for file in files)
-
-            def report(nbytes: int, n_tokens: int) -> None:
-                progress(nbytes, total_nbytes, n_tokens)
-
-            fill_store(
-                writer,
-                read,
-                tokenizer,
-                vocab=config.vocab,
-                overlong=config.overlong_rule,
-                progress=report,
-            )
-            if writer.position.nbytes < total_nbytes:
-                # The rest of the files is not read.
-                report(total_nbytes, writer.n_tokens)
-
-        dtype = ids_dtype(config, tokenizer, builder)
-        build_store(folder, dtype, fill, has_weights=builder.has_weights)
-        return store.read_meta(folder)
-
-
 def ids_dtype(config: TokenizeConfig, tokenizer: TextTokenizer, builder: ExampleBuilder) -> str:
     """Return the dtype of a store. It is fixed before the first id is known, so it holds every possible id."""
     max_id = max(tokenizer.max_id, builder.max_extra_token_id)
@@ -547,32 +650,13 @@ def ids_dtype(config: TokenizeConfig, tokenizer: TextTokenizer, builder: Example
     return dtype_for(max_id)
 
 
-def read_valid_meta(
-    folder: Path, note: Note = lambda text: None, *, checks_digests: bool = True
-) -> store.StoreMeta | None:
-    """Return a store's metadata, or None if it is missing or damaged. Damage is reported.
-
-    Args:
-        folder: The store.
-        note: Called with a message about damage.
-        checks_digests: Read all bytes to check the digests.
-    """
-    if not folder.exists():
-        return None
-    try:
-        return store.read_meta(folder, checks_digests=checks_digests)
-    except store.DamagedStoreError as error:
-        note(f"{error.what} ({error.why}): they are rebuilt")
-        return None
-
-
 def _dataset_summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
     """Return the sizes of a store in one line."""
     if config.examples.has_encoder:
         return _seq2seq_summary(tokens, config.source_length)
     size = f"{count_text(tokens.n_tokens, 'token')} in {count_text(tokens.n_documents, 'document')}"
     if tokens.weight_codes is not None:
-        size += f", {100 * (tokens.weight_codes > 0).mean():.0f} % with loss"
+        size += f", {100 * tokens.count_loss() / tokens.n_tokens:.0f} % with loss"
     if not config.has_blocks:
         return size
     return f"{size}: {_block_summary(tokens)}"

@@ -35,8 +35,8 @@ from trainer.data.document_packing import (
     longest_first,
     number_rows,
 )
+from trainer.data.new_folders import HashingFile
 from trainer.data.store import DamagedStoreError, MappedTokens, document_end_blocks
-from trainer.data.store_writer import HashingFile
 from trainer.recipe.text_fields import SEGMENTED
 
 WINDOWS_FILE = "windows.bin"
@@ -237,9 +237,14 @@ def write_windows(
         counts.n_rows = int(entry["row_end"][0])
         counts.max_length = max(counts.max_length, int(entry["max_length"][0]))
     windows = np.concatenate([np.zeros(0, WINDOW_DTYPE), *entries])
-    # The first document of a window is the first one that ends after its start. Equal dtypes, so that
-    # NumPy does not copy the ends.
-    starts = windows["start"].astype(tokens.ends.dtype)
-    windows["document"] = np.searchsorted(tokens.ends, starts, side="right")
+    windows["document"] = _documents_at(tokens, windows["start"])
     files[WINDOWS_FILE].write(windows.tobytes())
     return counts
+
+
+def _documents_at(tokens: MappedTokens, starts: Int64Array) -> Int64Array:
+    """Return the document of each of some tokens, in ascending order: the first one that ends after the token."""
+    documents = np.zeros(len(starts), np.int64)
+    for ends in document_end_blocks(tokens, BLOCK_DOCUMENTS):
+        documents += np.searchsorted(ends, starts, side="right")
+    return documents

@@ -35,8 +35,7 @@ from trainer.data.batches import BatchDigest, Batches, check_share
 from trainer.data.data_samples import SampleCounts, SamplePart, TokenSample
 from trainer.data.token_formats import check_exportable, export_tokens
 from trainer.data.token_samples import count_samples, read_samples
-from trainer.data.token_shards import ShardedTokens, tokenize_share
-from trainer.data.tokenize import TokenizeConfig
+from trainer.data.tokenize import TokenizeConfig, TokenizedShare, tokenize_share
 from trainer.data.tokenizer import load_tokenizer
 from trainer.recipe import Recipe, load_recipe
 from trainer.run.observe import tokenize_progress
@@ -316,7 +315,7 @@ def _check_samples(
 
 
 def _write_format(
-    tokens: ShardedTokens, name: str, target: Path | None, file_format: TokenFormat
+    tokens: TokenizedShare, name: str, target: Path | None, file_format: TokenFormat
 ) -> Path | None:
     """Write complete tokens in another format, and return the output. None if shards are missing."""
     if tokens.meta is None:
@@ -326,7 +325,7 @@ def _write_format(
     return export_tokens(tokens.folder, tokens.meta, target / name, file_format)
 
 
-def _describe(name: str, tokens: ShardedTokens, path: Path | None) -> TokenizedData:
+def _describe(name: str, tokens: TokenizedShare, path: Path | None) -> TokenizedData:
     n_tokens = n_documents = None
     if tokens.meta is not None:
         n_tokens = tokens.meta.n_tokens
@@ -342,7 +341,7 @@ def _describe(name: str, tokens: ShardedTokens, path: Path | None) -> TokenizedD
 
 
 def _with_samples(
-    part: TokenizedData, tokens: ShardedTokens, config: TokenizeConfig, n_samples: int
+    part: TokenizedData, tokens: TokenizedShare, config: TokenizeConfig, n_samples: int
 ) -> TokenizedData:
     """Return the description of a store with its counts, and with the first samples of training data."""
     assert tokens.tokens is not None

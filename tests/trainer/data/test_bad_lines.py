@@ -35,7 +35,7 @@ def test_bad_lines_up_to_the_limit_are_skipped_and_reported(config: TokenizeConf
     tokens, notes = tokenize(change(config, bad_lines=N_BAD))
     (tmp_path / "good.jsonl").write_text(f"{GOOD}\n" * 3)
     expected, _ = tokenize(change(config, paths=(str(tmp_path / "good.jsonl"),)))
-    assert tokens.ids.tolist() == expected.ids.tolist()
+    assert tokens.ids[:].tolist() == expected.ids[:].tolist()
     path = tmp_path / "a.jsonl"
     assert [note.partition(" (")[0] for note in notes[:4]] == [
         f"skipped {path}:2: not JSON",

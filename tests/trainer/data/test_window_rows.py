@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,8 +15,8 @@ from tests.helpers.corpus import TEXT, change, make_config
 from trainer.data import document_rows
 from trainer.data.document_packing import DocumentRows, collect_rows, pack_documents, pad_documents
 from trainer.data.document_rows import COMPACT_DTYPES, make_rows
+from trainer.data.new_folders import HashingFile
 from trainer.data.store import DamagedStoreError, MappedTokens
-from trainer.data.store_writer import HashingFile
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 from trainer.data.window_rows import WindowRows, write_windows
 
@@ -32,7 +31,7 @@ def all_pieces(rows: DocumentRows) -> list[list[tuple[int, int]]]:
 def windows_of(tokens: MappedTokens, packing: str, window: int) -> dict[str, np.ndarray]:
     """Return the content of the files of the compact form."""
     buffers = {name: io.BytesIO() for name in COMPACT_DTYPES}
-    files = {name: HashingFile(buffer, xxhash.xxh3_128()) for name, buffer in buffers.items()}
+    files = {name: HashingFile(buffer) for name, buffer in buffers.items()}
     write_windows(files, tokens, packing, window=window)
     return {
         name: np.frombuffer(buffers[name].getvalue(), dtype)
@@ -56,7 +55,7 @@ def test_window_rows_equal_rows_in_memory(
     lengths: list[int], seq_length: int, window: int, packing: str
 ):
     tokens = make_tokens(lengths, seq_length)
-    ends = tokens.ends.astype(np.int64)
+    ends = tokens.ends[:].astype(np.int64)
     rows = WindowRows(windows_of(tokens, packing, window), tokens, packing)
     make = MAKE_ROWS[packing]
     expected = collect_rows(make([ends], seq_length, window=window), seq_length)

@@ -50,7 +50,7 @@ def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
         raise AssertionError("data or weights were read")
 
     monkeypatch.setattr(tokenize, "hash_file", refuse)
-    monkeypatch.setattr(tokenize, "read_examples", refuse)
+    monkeypatch.setattr(tokenize, "make_shards", refuse)
     monkeypatch.setattr(WeightsReader, "read", refuse)
 
 

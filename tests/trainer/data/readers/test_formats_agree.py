@@ -36,7 +36,8 @@ def digests(folder: Path, tokenizer: Path, path: Path) -> object:
         tokenizer=tokenizer,
         cache=folder / path.name[::-1],
     )
-    return read_meta(config.cache / tokenize_quietly(config).identity).digests
+    meta = read_meta(config.cache / tokenize_quietly(config).identity)
+    return [shard.digests for shard in meta.shards.values()]
 
 
 @pytest.mark.parametrize("write", [write_csv_files, write_arrow_files], ids=["csv", "arrow"])
