@@ -81,6 +81,7 @@ def write_record(cache: Path, key: str, stamps: Sequence[Stamp], record: FileRec
     """
     content = json.dumps({**asdict(record), "stamps": stamps}).encode()
     with suppress(OSError, PrepError):
+        cache.mkdir(parents=True, exist_ok=True)
         write_file(_record_path(cache, key), content)
 
 

@@ -346,9 +346,20 @@ def read_valid_meta(
         return read_meta(folder)
     except DamagedStoreError as error:
         note(f"{error.what} ({error.why}): they are rebuilt")
-    if reopens and (folder / STORE_FILE).exists():
-        (folder / STORE_FILE).unlink(missing_ok=True)
-    elif reopens:
+    if reopens:
+        _reopen(folder)
+    return None
+
+
+def _reopen(folder: Path) -> None:
+    """Make a damaged store incomplete, and remove its damaged shards."""
+    if not (folder / STORE_FILE).exists():
         # An earlier version has made it.
         discard_folder(folder)
-    return None
+        return
+    (folder / STORE_FILE).unlink(missing_ok=True)
+    for path in folder.glob("[0-9]" * len(shard_name(0))):
+        try:
+            read_shard(folder, path.name)
+        except DamagedStoreError:
+            discard_folder(path)

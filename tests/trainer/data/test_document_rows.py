@@ -14,7 +14,7 @@ from tests.helpers.thread_groups import ThreadGroup, run_group
 from trainer.data import document_rows
 from trainer.data.document_packing import DocumentRows
 from trainer.data.document_rows import DTYPES, make_rows, read_rows
-from trainer.data.store import MappedTokens, read_meta
+from trainer.data.store import MappedTokens, file_digest, read_meta
 from trainer.data.tokenize import TokenizeConfig, open_tokens, tokenize_files
 from trainer.training.group_tokens import tokenize_in_group
 
@@ -62,7 +62,7 @@ def test_stored_rows_equal_rows_built_in_memory(config: TokenizeConfig, packing:
 
 def test_stored_rows_are_built_once(config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch):
     first = contents(tokenize(config)[1])
-    monkeypatch.setattr(document_rows, "DOCUMENT_ROWS", {"documents": fail_packing})
+    monkeypatch.setattr(document_rows, "write_rows", fail_packing)
     assert contents(tokenize(config)[1]) == first
     opened = open_tokens(config, rows_folder(config).parent.name, note=print)
     assert opened.rows is not None
@@ -100,7 +100,7 @@ def test_damaged_rows_are_rebuilt(config: TokenizeConfig, name: str, damage: str
     assert not [*config.cache.rglob("*.partial")]
 
 
-@pytest.mark.parametrize("key", ["seq_length", "max_length", "n_pieces", "n_rows"])
+@pytest.mark.parametrize("key", ["seq_length", "max_length", "n_rows"])
 def test_rows_with_wrong_metadata_are_rebuilt(config: TokenizeConfig, key: str):
     """The metadata has no digest of its own."""
     first = contents(tokenize(config)[1])
@@ -110,6 +110,23 @@ def test_rows_with_wrong_metadata_are_rebuilt(config: TokenizeConfig, key: str):
     _, rows, notes = tokenize(config)
     assert contents(rows) == first
     assert any("they are rebuilt" in note for note in notes)
+
+
+def test_rows_in_the_form_of_earlier_versions_are_made_again(config: TokenizeConfig):
+    first = contents(tokenize(config)[1])
+    path = rows_folder(config) / "rows.json"
+    for file in rows_folder(config).glob("*.bin"):
+        file.unlink()
+    digests: dict[str, str] = {}
+    for name in ("starts.bin", "lengths.bin", "ends.bin"):
+        path.with_name(name).write_bytes(b"12345678")
+        digests[name] = file_digest(path.with_name(name))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "digests": digests}))
+    _, rows, notes = tokenize(config)
+    assert contents(rows) == first
+    assert not any("rebuilt" in note for note in notes)
+    names = {file.name for file in rows_folder(config).iterdir()}
+    assert names == {"windows.bin", "assignments.bin", "rows.json"}
 
 
 def test_rows_of_changed_documents_are_not_used(config: TokenizeConfig):
@@ -133,7 +150,7 @@ def test_rows_that_cannot_be_stored_are_built_in_memory(
     def fail(path: Path, *args: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(document_rows, "_write_rows", fail)
+    monkeypatch.setattr(document_rows, "_build_rows", fail)
     tokens, rows, notes = tokenize(config)
     assert contents(rows) == contents(make_rows(tokens, "documents"))
     assert any("made in memory" in note for note in notes)

@@ -272,8 +272,8 @@ def test_ids_beyond_uint16_use_uint32(tmp_path: Path):
     tokens = tokenize_quietly(
         make_config(tmp_path, tmp_path / "a.txt", eos_id=70_000, vocab=70_001)
     )
-    assert tokens.ids.dtype == "uint32"
-    assert tokens.ids[-1] == 70_000
+    assert tokens.ids[:].dtype == "uint32"
+    assert tokens.ids[:][-1] == 70_000
 
 
 def test_scratch_dir_is_used_only_without_cached_store(tmp_path: Path):
