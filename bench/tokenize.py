@@ -30,7 +30,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from bench.meter import measure
 from prepcli.core.tables import format_table
 from trainer.data.example_settings import ExampleSettings
-from trainer.data.tokenize import TokenizeConfig, tokenize_files
+from trainer.data.tokenize import tokenize_files
+from trainer.data.tokenize_config import TokenizeConfig
 
 CORPUS, TOKENIZER, STORES, DATASETS = "corpus.jsonl", "tokenizer.json", "stores", "datasets"
 VOCAB, BATCH_DOCUMENTS = 32_000, 1000

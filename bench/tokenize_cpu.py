@@ -24,7 +24,8 @@ from prepcli.core.json_values import JsonObject
 from prepcli.core.tables import format_table
 from trainer.data.codecs import FastCodec
 from trainer.data.example_settings import ExampleSettings
-from trainer.data.tokenize import TokenizeConfig, tokenize_files
+from trainer.data.tokenize import tokenize_files
+from trainer.data.tokenize_config import TokenizeConfig
 
 
 def web_records(texts: Iterator[str]) -> Iterator[JsonObject]:

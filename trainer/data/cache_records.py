@@ -1,4 +1,4 @@
-"""Records of the files of each token store in a cache, by the sizes and times of the files.
+"""Digests of data files, and records of them in the cache of token stores, by the sizes and times of the files.
 
 A record lets a process open tokens without reading all data files for their digests, as `make` trusts
 the times of files. It is a file `opened-KEY.json` in the cache. The key is a digest of the paths and of
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,9 +19,17 @@ import xxhash
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import load_json
 from prepcli.stores.files import read_regular_file, write_file
-from trainer.data.files import DataFile, io_error
+from trainer.data.files import (
+    DataFile,
+    EmptyFileError,
+    Note,
+    check_not_empty,
+    hash_file,
+    io_error,
+)
 from trainer.data.remote_files import Selection
 
+MAX_EMPTY_NOTES = 3
 # Path, size, and time in nanoseconds of a local file, or digest of a remote one.
 Stamp: TypeAlias = tuple[str, int, int | str]
 
@@ -57,7 +65,7 @@ def paths_digest(paths: Sequence[str], selection: Selection, settings: str) -> s
 
 
 @dataclass(frozen=True, slots=True)
-class FileRecord:
+class DigestRecord:
     """What an earlier call found out about data files.
 
     Attributes:
@@ -69,7 +77,7 @@ class FileRecord:
     digests: Sequence[str] | None
 
 
-def write_record(cache: Path, key: str, stamps: Sequence[Stamp], record: FileRecord) -> None:
+def write_record(cache: Path, key: str, stamps: Sequence[Stamp], record: DigestRecord) -> None:
     """Write the record of files. A read-only cache gets no record.
 
     Args:
@@ -85,7 +93,7 @@ def write_record(cache: Path, key: str, stamps: Sequence[Stamp], record: FileRec
         write_file(_record_path(cache, key), content)
 
 
-def read_record(cache: Path, key: str, stamps: Sequence[Stamp]) -> FileRecord | None:
+def read_record(cache: Path, key: str, stamps: Sequence[Stamp]) -> DigestRecord | None:
     """Return the record of files, or None if there is no record of these stamps."""
     try:
         values = load_json(read_regular_file(_record_path(cache, key)))
@@ -93,10 +101,56 @@ def read_record(cache: Path, key: str, stamps: Sequence[Stamp]) -> FileRecord | 
         digests = values.get("digests")
         is_valid = digests is None or len(digests) == len(stamps)
         if recorded == list(stamps) and isinstance(values["identity"], str) and is_valid:
-            return FileRecord(values["identity"], digests)
+            return DigestRecord(values["identity"], digests)
     except (OSError, PrepError, ValueError, TypeError, KeyError):
         pass
     return None
+
+
+def recorded_files(
+    found: Sequence[Path | DataFile], stamps: Sequence[Stamp], record: DigestRecord | None
+) -> list[DataFile] | None:
+    """Return the nonempty files with recorded digests. None without a record."""
+    if record is None or record.digests is None:
+        return None
+    files: list[DataFile] = []
+    for file, stamp, digest in zip(found, stamps, record.digests):
+        if isinstance(file, DataFile):
+            file = replace(file, digest=digest)
+        else:
+            file = DataFile(file, stamp[1], digest)
+        if digest:
+            files.append(file)
+    return files
+
+
+def path_of(file: Path | DataFile) -> str:
+    """Return the path of a file, hashed or not."""
+    if isinstance(file, DataFile):
+        return str(file.path)
+    return str(file)
+
+
+def hash_files(found: Sequence[Path | DataFile], note: Note) -> list[DataFile]:
+    """Return files with their digests. Empty ones are skipped with a note.
+
+    Raises:
+        PrepError: A file cannot be read, or all are empty.
+    """
+    files: list[DataFile] = []
+    empty: list[EmptyFileError] = []
+    for file in found:
+        try:
+            files.append(check_not_empty(file) if isinstance(file, DataFile) else hash_file(file))
+        except EmptyFileError as error:
+            empty.append(error)
+    if empty and not files:
+        raise empty[0]
+    for error in empty[:MAX_EMPTY_NOTES]:
+        note(f"skipped: {error.what}")
+    if len(empty) > MAX_EMPTY_NOTES:
+        note(f"skipped {len(empty):,} empty files in all")
+    return files
 
 
 def _record_path(cache: Path, key: str) -> Path:

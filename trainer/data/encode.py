@@ -26,14 +26,14 @@ NO_IDS = np.array([], np.uint32)
 Weights: TypeAlias = int | npt.NDArray[np.float32]
 
 
-class Batch(NamedTuple):
+class ExampleBatch(NamedTuple):
     """Consecutive examples of a shard."""
 
     shard: int
     examples: list[Example]
 
 
-def batch_examples(examples: Iterable[tuple[int, Example]]) -> Iterator[Batch]:
+def batch_examples(examples: Iterable[tuple[int, Example]]) -> Iterator[ExampleBatch]:
     """Group examples in order, up to ENCODE_BATCH_NBYTES of one shard per group.
 
     A larger one is a group by itself.
@@ -41,7 +41,7 @@ def batch_examples(examples: Iterable[tuple[int, Example]]) -> Iterator[Batch]:
     Args:
         examples: The examples, each with its shard.
     """
-    batch = Batch(0, [])
+    batch = ExampleBatch(0, [])
     nbytes = 0
     for shard, example in examples:
         # Examples of compressed files have more characters than bytes.
@@ -49,10 +49,10 @@ def batch_examples(examples: Iterable[tuple[int, Example]]) -> Iterator[Batch]:
         is_full = nbytes + example_nbytes > ENCODE_BATCH_NBYTES
         if batch.examples and (is_full or shard != batch.shard):
             yield batch
-            batch = Batch(shard, [])
+            batch = ExampleBatch(shard, [])
             nbytes = 0
         if not batch.examples:
-            batch = Batch(shard, [])
+            batch = ExampleBatch(shard, [])
         batch.examples.append(example)
         nbytes += example_nbytes
     if batch.examples:
@@ -183,8 +183,8 @@ BATCHES_AHEAD = 3
 
 
 def encode_batches(
-    batches: Iterable[Batch], tokenizer: TextTokenizer
-) -> Generator[tuple[Batch, EncodedBatch], None, None]:
+    batches: Iterable[ExampleBatch], tokenizer: TextTokenizer
+) -> Generator[tuple[ExampleBatch, EncodedBatch], None, None]:
     """Yield batches of examples with their tokens, in order.
 
     Batches are read ahead by a constant number, so errors do not depend on the speed of the
@@ -198,7 +198,7 @@ def encode_batches(
         PrepError: The tokenizer fails.
     """
     executor = ThreadPoolExecutor(ENCODE_THREADS, "encode")
-    pending: deque[tuple[Batch, Future[EncodedBatch]]] = deque()
+    pending: deque[tuple[ExampleBatch, Future[EncodedBatch]]] = deque()
     try:
         for batch in batches:
             pending.append((batch, executor.submit(encode_batch, batch.examples, tokenizer)))
@@ -211,8 +211,8 @@ def encode_batches(
 
 
 def _take_first(
-    pending: deque[tuple[Batch, Future[EncodedBatch]]],
-) -> tuple[Batch, EncodedBatch]:
+    pending: deque[tuple[ExampleBatch, Future[EncodedBatch]]],
+) -> tuple[ExampleBatch, EncodedBatch]:
     """Remove the first batch, wait for its tokens, and return both."""
     batch, encoded = pending.popleft()
     return batch, encoded.result()

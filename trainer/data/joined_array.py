@@ -35,7 +35,7 @@ class ArrayFile:
         path: The file.
         n_items: Number of its items.
         offset: Is added to each item.
-        codes: Replaces each item, which is an index in this array. None keeps the items.
+        codes: Replacement of each item by its value. None keeps the items.
     """
 
     path: Path
@@ -75,11 +75,11 @@ class JoinedArray:
         return self._join(items, lambda index, low, high: self._map(index)[low:high])
 
     def read(self, items: slice) -> npt.NDArray[Any]:
-        """Return consecutive items without a map, whose pages would count as memory of the process."""
+        """Return consecutive items without a map. Its pages would count as memory of the process."""
         return self._join(items, self._read_file)
 
     def _join(self, items: slice, read: ReadItems) -> npt.NDArray[Any]:
-        """Return consecutive items, read from the files that have them."""
+        """Return consecutive items of all files."""
         low, high, step = items.indices(len(self))
         assert step == 1, items
         parts: list[npt.NDArray[Any]] = []
@@ -112,7 +112,7 @@ class JoinedArray:
 
 
 class ReadItems(Protocol):
-    """A function that reads items of a file of a `JoinedArray`."""
+    """Function to read items of a file of a `JoinedArray`."""
 
     def __call__(self, index: int, low: int, high: int, /) -> npt.NDArray[Any]:
         """Return the items `low` to `high` of file `index`."""

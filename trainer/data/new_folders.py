@@ -1,4 +1,4 @@
-"""Folders that have their name only when they are complete and on disk.
+"""Folders with a temporary name until they are complete and on disk.
 
 Any number of processes may write the same folder at the same time, because its content is a function of its inputs.
 Each one writes under a temporary name, and the first one to finish renames it.
@@ -34,8 +34,8 @@ ABANDONED_AFTER_S = 24 * 60 * 60
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder. It gets its name at the end, unless another process was first.
 
-    An error or an interruption removes the temporary folder. A kill leaves it, and the process that completes the
-    folder removes it.
+    An error or an interruption removes the temporary folder. A kill leaves it, and a later process removes it
+    with the next complete folder of the name.
 
     Args:
         folder: The folder. Its parent is created.
@@ -73,7 +73,7 @@ def _rename(temporary: Path, folder: Path) -> None:
 
 
 def discard_folder(folder: Path) -> None:
-    """Remove a folder that may be damaged. It loses its name at once. Another process may remove it too."""
+    """Remove a damaged folder. It loses its name at once. Another process may remove it too."""
     removed = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}{PARTIAL_SUFFIX}")
     with suppress(FileNotFoundError):
         folder.rename(removed)
@@ -81,7 +81,7 @@ def discard_folder(folder: Path) -> None:
 
 
 def remove_abandoned(cache: Path, is_complete: Callable[[Path], bool]) -> None:
-    """Remove the incomplete stores of a cache to which no process has written for a day.
+    """Remove the incomplete stores of a cache without a write for a day.
 
     Args:
         cache: The folder of stores.

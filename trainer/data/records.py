@@ -129,16 +129,16 @@ class RecordSettings:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """The shards of data files: which part of which file is in which shard.
+    """The shards of data files.
 
     The files, one after the other, are a sequence of bytes. It is cut into ranges of equal size, and what ends in a
-    range is in its shard: a record, a chunk of a text, or a file that cannot be divided. Ranges in which nothing can
+    range is in its shard: a record, a chunk of a text, or an undivided file. Ranges in which nothing can
     end have no shard. The layout is therefore a function of the sizes of the files.
 
     Attributes:
         range_nbytes: Size of a range.
         starts: Start of each file.
-        ends: End of each file that is not divided. None for the others.
+        ends: End of each undivided file. None for the others.
         ranges: Number of the range of each shard, ascending.
         nbytes: Bytes of the data of each shard.
     """
@@ -163,7 +163,7 @@ class ShardLayout:
         return bisect_left(self.ranges, (last - 1) // self.range_nbytes)
 
     def start(self, file: int, shard: int) -> int:
-        """Return the byte of a file after which the parts of a shard end."""
+        """Return the byte of a file before the parts of a shard."""
         if self.ends[file] is not None:
             return 0
         return max(0, self.ranges[shard] * self.range_nbytes - self.starts[file])
@@ -220,7 +220,7 @@ class ShardReader:
         settings: Settings of reading.
         layout: The shards of the files.
         note: Called with messages about skipped records.
-        n_skipped: Number of skipped invalid records of each shard, also of shards that are not read.
+        n_skipped: Number of skipped invalid records of each shard, also of shards made before.
         is_read: Whether a shard is read, once its first part is reached. All parts of a shard are read, or none,
             whatever other processes do meanwhile.
     """
@@ -260,7 +260,7 @@ class ShardReader:
     def _read_file(
         self, index: int, is_missing: Callable[[int], bool], bad_lines: BadLines
     ) -> Iterator[tuple[int, Example]]:
-        """Yield the examples of a file that are in missing shards."""
+        """Yield the examples of a file in missing shards."""
         file = self.files[index]
         shards = range(self.layout.find(index, 0), self.layout.find(index, file.nbytes) + 1)
         for shard in shards:

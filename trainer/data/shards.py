@@ -1,7 +1,7 @@
 """Make a token store: its missing shards, and its metadata once it has all of them.
 
-A shard is a function of its range of the data, so any process may make it: one of several that share the work, or a
-later one that continues the work of a killed one. Nobody waits for another process.
+A shard is a function of its range of the data. Any process may make it: one of several, or a later one after a
+kill. No process waits for another one.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class StoreJob:
         return (self.folder / shard_name(shard)).exists()
 
     def missing_shards(self) -> list[int]:
-        """Return the shards that are not made."""
+        """Return the missing shards."""
         return [shard for shard in range(self.layout.n_shards) if not self.has_shard(shard)]
 
     def share(self, process: int, of: int) -> range:
@@ -338,7 +338,7 @@ def read_valid_meta(
     Args:
         folder: The store.
         note: Called with a message about damage.
-        reopens: Make a damaged store incomplete, so that its damaged shards are made again.
+        reopens: Make a damaged store incomplete, and remove its damaged shards.
     """
     if not is_complete(folder):
         return None

@@ -4,7 +4,7 @@ A shard has the tokens of a range of the data. It is a folder `00000`, `00001` a
 
 - `tokens.bin`: ids of its documents, concatenated (uint16 or uint32, little-endian). A document may begin in one
   shard and end in a later one.
-- `documents.bin`: end of each document that ends in the shard, in tokens from the start of the shard (uint64,
+- `documents.bin`: end of each document in the shard, in tokens from the start of the shard (uint64,
   little-endian).
 - `weights.bin`: loss weight of each token as a target, as its index in `ShardMeta.loss_weights` (uint8). Only in
   stores where some weights are 0.
@@ -64,7 +64,7 @@ class ShardMeta:
         identity: Identity of its store.
         dtype: Dtype of the ids, "uint16" or "uint32".
         n_tokens: Number of ids.
-        n_documents: Number of documents that end in the shard.
+        n_documents: Number of document ends in the shard.
         max_id: Largest id, or -1 for an empty shard.
         digests: XXH3-128 by file name. Empty in stores of earlier versions.
         ignored: Number of each part of conversations that the tokens do not show, by name. Empty in stores
@@ -100,7 +100,7 @@ class ShardMeta:
         return sizes
 
     def to_json(self) -> JsonObject:
-        """Return the values as JSON, without defaults that earlier versions did not have."""
+        """Return the values as JSON, without the defaults of newer keys."""
         values = asdict(self)
         for name, default in (
             ("ignored", {}),
@@ -273,7 +273,7 @@ def shard_name(shard: int) -> str:
 
 
 def has_shard(folder: Path) -> bool:
-    """Return whether an incomplete store has a shard from which the next run continues."""
+    """Return whether a store has a shard."""
     return any(folder.glob(f"[0-9]*/{META_FILE}"))
 
 
@@ -318,7 +318,7 @@ def read_shard(folder: Path, name: str, *, checks_digests: bool = True) -> Shard
 
 
 def write_meta(folder: Path, meta: StoreMeta) -> None:
-    """Write the metadata of a store, which completes it. Raise PrepError if it cannot be written."""
+    """Write the metadata of a store, and thereby complete it. Raise PrepError if it cannot be written."""
     shards = [shard.to_json() for shard in meta.shards.values()]
     content = json.dumps({"identity": meta.identity, "shards": shards}, indent=1)
     try:

@@ -36,7 +36,7 @@ from trainer.data.store import (
     files_digest,
     map_tokens,
 )
-from trainer.data.tokenize import TokenizeConfig
+from trainer.data.tokenize_config import TokenizeConfig
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch, Schema

@@ -5,34 +5,29 @@ Later runs use the store again.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import xxhash
-
-from prepcli.core.errors import Key, PrepError, join_texts, text, usage_error
+from prepcli.core.errors import Key, PrepError, text
 from prepcli.core.formatting import count_text
-from trainer.data import shards, store
+from trainer.data import shards
 from trainer.data.cache_records import (
-    FileRecord,
-    Stamp,
+    DigestRecord,
     file_stamps,
-    paths_digest,
+    hash_files,
+    path_of,
     read_record,
+    recorded_files,
     write_record,
 )
 from trainer.data.document_rows import open_rows, stored_rows
-from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import ExampleBuilder, compile_fields
-from trainer.data.files import DataFile, EmptyFileError, Note, check_not_empty, hash_file
-from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type, with_companions
-from trainer.data.ignored_parts import describe_ignored
-from trainer.data.overlong import OverlongRule
+from trainer.data.files import DataFile, Note
+from trainer.data.find_files import resolve_type
+from trainer.data.ignored_parts import CUT_DOCUMENTS, DROPPED_DOCUMENTS, describe_ignored
 from trainer.data.readers import READERS
-from trainer.data.records import RecordSettings, divide_files
-from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
+from trainer.data.records import divide_files
 from trainer.data.shards import (
     MAX_SHARDS,
     StoreJob,
@@ -42,108 +37,17 @@ from trainer.data.shards import (
     make_shards,
     read_valid_meta,
 )
-from trainer.data.store_checks import (
-    check_has_block,
-    check_has_loss,
-    check_has_source_target_pair,
-    check_has_token,
-)
-from trainer.data.token_changes import IdentityChange, RecordedTokens
+from trainer.data.store import MappedTokens, StoreMeta, is_complete, map_tokens, read_meta
 from trainer.data.token_samples import count_samples
-from trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from trainer.recipe.text_fields import (
-    CONCATENATED,
-    DEFAULT_FIELDS,
-    DEFAULT_IDS_DTYPE,
-    DEFAULT_MAX_DOCUMENT_NBYTES,
-    WHOLE_TOKENS,
-    DataType,
-    FileType,
-    Overlong,
-    Packing,
+from trainer.data.tokenize_config import (
+    TokenizeConfig,
+    checked_identity,
+    find_config_files,
+    record_key,
+    record_settings,
+    store_identity,
 )
-
-# Settings that put tokens around a document.
-ADDED_TOKENS = ("add_bos", "add_eos", "prepend_text")
-MAX_EMPTY_NOTES = 3
-# Part of a store's identity. Raise it when the same files give other tokens.
-TOKENS_VERSION = 1
-# Version of the objects in rows of tables, which chat templates see. Also a part of the identity.
-ROW_VALUES_VERSION = 1
-TABLE_TYPES = ("parquet", "arrow")
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizeConfig:
-    """The inputs of the tokens of a dataset, and their folder.
-
-    Attributes:
-        type: Type of the data files.
-        paths: Files, folders, globs and URLs, as `find_data_files` takes them.
-        examples: Settings of the examples of records.
-        seq_length: Tokens of a block, or maximum tokens of a target.
-        tokenizer: A tokenizer.json, or a folder with one.
-        vocab: Size of the model's vocabulary without padding.
-        cache: Folder of token stores.
-        scratch_dir: Folder for a new store, if `cache` must not be written to.
-        source_length: Maximum tokens of a source.
-        max_examples: Maximum number of records, or of documents of data without columns. 0 for all.
-        selection: Part of a dataset.
-        bad_lines: Maximum number of invalid records to skip.
-        ids_dtype: Dtype of token ids in files without a recorded dtype.
-        max_document_nbytes: Maximum bytes of a line, a row or a value.
-        remote: Finds the files of URLs.
-        source: Name of the source in a mixture. Empty for the only source of a run.
-        is_evaluation: Whether the data is for evaluation.
-        packing: The recipe's `data.packing`. Ignored with an encoder.
-        overlong: What becomes of records longer than a sequence.
-        checks_digests: Read all data files and tokens for their digests. If False, files with the
-            sizes and times of an earlier call, and their tokens, are trusted.
-        recorded: The tokens with which a resumed run began. Others are an error, before they are made.
-            None if there is no such run.
-    """
-
-    type: DataType
-    paths: tuple[str, ...]
-    examples: ExampleSettings
-    seq_length: int
-    tokenizer: Path
-    vocab: int
-    cache: Path
-    scratch_dir: Path | None = None
-    source_length: int = 0
-    max_examples: int = 0
-    selection: Selection = WHOLE
-    bad_lines: int = 0
-    ids_dtype: str = DEFAULT_IDS_DTYPE
-    max_document_nbytes: int = DEFAULT_MAX_DOCUMENT_NBYTES
-    remote: RemoteFiles = NO_REMOTE_FILES
-    source: str = ""
-    is_evaluation: bool = False
-    packing: Packing = CONCATENATED
-    overlong: Overlong = WHOLE_TOKENS
-    checks_digests: bool = True
-    recorded: RecordedTokens | None = None
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether documents are concatenated and cut into blocks."""
-        return self.packing == CONCATENATED
-
-    @property
-    def overlong_rule(self) -> OverlongRule:
-        """The rule for documents that are longer than a sequence."""
-        return OverlongRule(self.overlong, self.seq_length, self.examples.bos_id)
-
-    @property
-    def encoder_length(self) -> int:
-        """Maximum tokens of a source. 0 without an encoder."""
-        return self.source_length if self.examples.has_encoder else 0
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether documents are arranged in rows."""
-        return not self.has_blocks and not self.examples.has_encoder
+from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +67,8 @@ class TokenizedShare:
     folder: Path
     n_shards: int
     n_missing: int
-    meta: store.StoreMeta | None = None
-    tokens: store.MappedTokens | None = None
+    meta: StoreMeta | None = None
+    tokens: MappedTokens | None = None
     is_described: bool = False
 
 
@@ -192,7 +96,7 @@ class DataInputs:
 
 def tokenize_files(
     config: TokenizeConfig, *, progress: TokenizeProgress, note: Note
-) -> store.MappedTokens:
+) -> MappedTokens:
     """Return the tokens of the configured files, from the cache or tokenized now.
 
     All files are read once for their digests. Tokens in the cache are read once to check their
@@ -252,7 +156,7 @@ def tokenize_share(
 
 
 def _finish(
-    inputs: DataInputs, folder: Path, meta: store.StoreMeta, note: Note, *, is_described: bool
+    inputs: DataInputs, folder: Path, meta: StoreMeta, note: Note, *, is_described: bool
 ) -> TokenizedShare:
     """Map a complete store with checked digests."""
     tokens = map_new_tokens(folder, meta, inputs.config, inputs.tokenizer, note)
@@ -264,10 +168,10 @@ def _open_known(config: TokenizeConfig, note: Note) -> TokenizedShare | None:
     tokenizer = load_tokenizer(config.tokenizer)
     typed, found = find_config_files(config, tokenizer, note)
     record = read_record(typed.cache, record_key(typed, tokenizer), file_stamps(found))
-    if record is None or not store.is_complete(typed.cache / record.identity):
+    if record is None or not is_complete(typed.cache / record.identity):
         return None
     folder = typed.cache / record.identity
-    meta = store.read_meta(folder, checks_digests=False)
+    meta = read_meta(folder, checks_digests=False)
     tokens = open_tokens(typed, record.identity, note=note)
     return TokenizedShare(folder, len(meta.shards), 0, meta, tokens, is_described=True)
 
@@ -290,46 +194,23 @@ def read_inputs(config: TokenizeConfig, note: Note, *, trusts_stamps: bool) -> D
     stamps = file_stamps(found)
     files = None
     if trusts_stamps:
-        files = _recorded_files(found, stamps, read_record(config.cache, key, stamps))
+        files = recorded_files(found, stamps, read_record(config.cache, key, stamps))
     if files is None:
         files = hash_files(found, note)
     identity = checked_identity(config, files, tokenizer, note)
     # A resumed run that keeps the tokens of an earlier version has another identity.
     if config.scratch_dir is None and identity == store_identity(config, files, tokenizer.digest):
-        by_path = {file.path: file.digest for file in files}
-        digests = [by_path.get(_path_of(file), "") for file in found]
-        write_record(config.cache, key, stamps, FileRecord(identity, digests))
+        by_path = {str(file.path): file.digest for file in files}
+        digests = [by_path.get(path_of(file), "") for file in found]
+        write_record(config.cache, key, stamps, DigestRecord(identity, digests))
     return DataInputs(config, tokenizer, files, identity)
-
-
-def _recorded_files(
-    found: Sequence[Path | DataFile], stamps: Sequence[Stamp], record: FileRecord | None
-) -> list[DataFile] | None:
-    """Return the files that are not empty with recorded digests. None if there are none."""
-    if record is None or record.digests is None:
-        return None
-    files: list[DataFile] = []
-    for file, stamp, digest in zip(found, stamps, record.digests):
-        if isinstance(file, DataFile):
-            file = replace(file, digest=digest)
-        else:
-            file = DataFile(file, stamp[1], digest)
-        if digest:
-            files.append(file)
-    return files
-
-
-def _path_of(file: Path | DataFile) -> Path | str:
-    if isinstance(file, DataFile):
-        return file.path
-    return file
 
 
 def store_job(inputs: DataInputs) -> StoreJob:
     """Return the inputs of a missing store."""
     config = inputs.config
     builder = compile_fields(config.examples, vocab=config.vocab)
-    settings = _record_settings(config)
+    settings = record_settings(config)
     file_type = resolve_type(inputs.files, config.type)
     folder = (config.scratch_dir or config.cache) / inputs.identity
     # The limit counts the records of all files, so one shard has them.
@@ -350,63 +231,13 @@ def store_job(inputs: DataInputs) -> StoreJob:
     )
 
 
-def record_key(config: TokenizeConfig, tokenizer: TextTokenizer) -> str:
-    """Return the key of the record of a config's tokens."""
-    settings = store_identity(config, (), tokenizer.digest)
-    return paths_digest(config.paths, config.selection, settings)
-
-
-def find_config_files(
-    config: TokenizeConfig, tokenizer: TextTokenizer, note: Note
-) -> tuple[TokenizeConfig, tuple[Path | DataFile, ...]]:
-    """Return a config with the type of its files and the tokenizer's prefix, and the files.
-
-    Local files are not read yet.
-
-    Raises:
-        PrepError: There are no files, or the config does not fit them.
-    """
-    check_eos_id(config)
-    found = find_data_files(
-        config.paths, config.type, config.selection, remote=config.remote, note=note
-    )
-    file_type = resolve_type(found, config.type)
-    config = set_file_type(config, file_type)
-    if READERS[file_type].has_ids:
-        check_unused_settings(config, note)
-        return config, with_companions(found, file_type)
-    if not config.is_evaluation:
-        for line in tokenizer.notes():
-            note(line)
-    if config.examples.chat_template is not None:
-        # Templates may end a turn with the start of the next one.
-        tokens = [tokenizer.codec.token(token) for token in config.examples.stop_ids]
-        stop_texts = tuple(token for token in tokens if token)
-        config = replace(config, examples=replace(config.examples, stop_texts=stop_texts))
-    elif config.examples.add_bos is None:
-        config = _with_prefix(config, tokenizer, note)
-    return config, with_companions(found, file_type)
-
-
-def _with_prefix(config: TokenizeConfig, tokenizer: TextTokenizer, note: Note) -> TokenizeConfig:
-    """Return a config that begins documents as the tokenizer begins a text. The training data reports it."""
-    examples = replace(config.examples, prefix_ids=tokenizer.prefix_ids())
-    begin_ids = examples.used_begin_ids
-    if begin_ids and not config.is_evaluation:
-        tokens = " ".join(tokenizer.codec.token(token) or str(token) for token in begin_ids)
-        note(
-            f"each document begins with {tokens}, as the tokenizer begins a text: `data.add_bos = false` omits it"
-        )
-    return replace(config, examples=examples)
-
-
 def map_new_tokens(
     folder: Path,
-    meta: store.StoreMeta,
+    meta: StoreMeta,
     config: TokenizeConfig,
     tokenizer: TextTokenizer,
     note: Note,
-) -> store.MappedTokens:
+) -> MappedTokens:
     """Map a complete store with checked digests, and store its rows of documents.
 
     Raises:
@@ -421,75 +252,7 @@ def map_new_tokens(
     )
 
 
-def hash_files(found: Sequence[Path | DataFile], note: Note) -> list[DataFile]:
-    """Return files with their digests. Empty ones are skipped with a note.
-
-    Raises:
-        PrepError: A file cannot be read, or all are empty.
-    """
-    files: list[DataFile] = []
-    empty: list[EmptyFileError] = []
-    for file in found:
-        try:
-            files.append(check_not_empty(file) if isinstance(file, DataFile) else hash_file(file))
-        except EmptyFileError as error:
-            empty.append(error)
-    if empty and not files:
-        raise empty[0]
-    for error in empty[:MAX_EMPTY_NOTES]:
-        note(f"skipped: {error.what}")
-    if len(empty) > MAX_EMPTY_NOTES:
-        note(f"skipped {len(empty):,} empty files in all")
-    return files
-
-
-def set_file_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
-    """Return a config for files of a type. Types without columns have no fields.
-
-    Raises:
-        UsageError: The recipe names columns, and the files have none.
-    """
-    if file_type in DEFAULT_FIELDS:
-        return replace(config, type=file_type)
-    if config.overlong != WHOLE_TOKENS:
-        what = text("{}", Key("data.overlong", config.overlong))
-        why = f"files of type {file_type} have no records, whose tokens can be cut"
-        raise usage_error(what, why, "remove it")
-    settings = config.examples
-    if (
-        settings.fields_from_example
-        or settings.chat_template
-        or settings.fields not in ("", *DEFAULT_FIELDS.values())
-    ):
-        fields = settings.fields or settings.fields_from_example
-        raise usage_error(
-            text('{} is "{:.60}"', Key("data.fields"), fields),
-            f"files of type {file_type} have no columns",
-            text("{} sets the type of the files", Key("data.type")),
-        )
-    return replace(config, type=file_type, examples=replace(settings, fields=""))
-
-
-def check_unused_settings(config: TokenizeConfig, note: Note) -> None:
-    """Raise UsageError for settings of added tokens with data of token ids.
-
-    In a mixture the settings may be meant for another source, so they are only reported.
-    """
-    names = [name for name in ADDED_TOKENS if getattr(config.examples, name)]
-    if not names:
-        return
-    keys = join_texts(", ", [text("{}", Key(f"data.{name}")) for name in names])
-    if not config.source:
-        why = "token ids in data files are stored unchanged"
-        raise usage_error(
-            text("{} cannot be used with token ids", keys),
-            why,
-            "remove it, and add the tokens to the files",
-        )
-    note(f"token ids are stored as they are, without {keys}")
-
-
-def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.MappedTokens:
+def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> MappedTokens:
     """Return tokens in the cache, made or checked by another process.
 
     Args:
@@ -501,7 +264,7 @@ def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.M
         PrepError: The tokens are missing or cut off, or do not fit the model.
     """
     folder = config.cache / identity
-    meta = store.read_meta(folder, checks_digests=False)
+    meta = read_meta(folder, checks_digests=False)
     tokens = _map_token_store(folder, meta, config, load_tokenizer(config.tokenizer), note)
     if not config.has_rows:
         return tokens
@@ -510,136 +273,27 @@ def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.M
 
 def _map_token_store(
     folder: Path,
-    meta: store.StoreMeta,
+    meta: StoreMeta,
     config: TokenizeConfig,
     tokenizer: TextTokenizer,
     note: Note,
-) -> store.MappedTokens:
+) -> MappedTokens:
     """Map a store. Raise PrepError if it does not fit the model or has no row."""
     tokenizer.check_in_vocab(meta.max_id, config.vocab)
     if remark := tokenizer.smaller_vocabulary_note(config.vocab):
         note(remark)
     if config.examples.has_encoder:
-        check_has_source_target_pair(meta)
+        _check_has_source_target_pair(meta)
     elif config.has_blocks:
-        check_has_block(meta, config.seq_length)
+        _check_has_block(meta, config.seq_length)
     else:
-        check_has_token(meta)
-    tokens = store.map_tokens(folder, meta, config.seq_length)
-    check_has_loss(tokens, meta)
+        _check_has_token(meta)
+    tokens = map_tokens(folder, meta, config.seq_length)
+    _check_has_loss(tokens, meta)
     note(_dataset_summary(tokens, config))
     for line in describe_ignored(meta.ignored):
         note(line)
     return tokens
-
-
-def check_eos_id(config: TokenizeConfig) -> None:
-    """Raise PrepError if the end-of-sequence token is not in the vocabulary."""
-    eos_id = config.examples.eos_id
-    if eos_id is not None and not 0 <= eos_id < config.vocab:
-        why = f"the vocabulary without padding has {config.vocab:,} tokens"
-        hint = (
-            "correct eos_token_id in the config.json of the source checkpoint, and convert it again"
-        )
-        raise PrepError(f"eos_token_id {eos_id:,} is out of range", why, hint)
-
-
-def checked_identity(
-    config: TokenizeConfig, files: Sequence[DataFile], tokenizer: TextTokenizer, note: Note
-) -> str:
-    """Return the identity of a store.
-
-    A run that began with an earlier version keeps its tokens, if they are in the cache.
-
-    Raises:
-        PrepError: A resumed run began with other tokens.
-    """
-    identity = store_identity(config, files, tokenizer.digest)
-    recorded = config.recorded
-    if recorded is None or identity in recorded.identities:
-        return identity
-
-    def identify(add_bos: bool | None, without: Collection[IdentityChange]) -> str:
-        begun = replace(config, examples=_examples_with_bos(config, files, tokenizer, add_bos))
-        return store_identity(begun, files, tokenizer.digest, without=without)
-
-    add_bos = config.examples.add_bos
-    cause = recorded.find_cause(add_bos, identify)
-    missing: Path | None = None
-    if cause is not None:
-        # A damaged store cannot be made again: this version makes other tokens.
-        begun = config.cache / cause.identity
-        missing = begun if read_valid_meta(begun) is None else None
-        if missing is None and cause.add_bos == add_bos:
-            note(f"the run keeps the tokens of the earlier version: {cause.description}")
-            return cause.identity
-    raise recorded.change_error(identity, add_bos, cause, missing=missing)
-
-
-def _examples_with_bos(
-    config: TokenizeConfig,
-    files: Sequence[DataFile],
-    tokenizer: TextTokenizer,
-    add_bos: bool | None,
-) -> ExampleSettings:
-    """Return the settings of examples with another `data.add_bos`."""
-    prefix_ids: tuple[int, ...] = ()
-    has_ids = READERS[resolve_type(files, config.type)].has_ids
-    if config.examples.chat_template is None and not has_ids:
-        prefix_ids = tokenizer.prefix_ids()
-    return replace(config.examples, add_bos=add_bos, prefix_ids=prefix_ids)
-
-
-def store_identity(
-    config: TokenizeConfig,
-    files: Sequence[DataFile],
-    tokenizer_digest: str,
-    *,
-    without: Collection[IdentityChange] = (),
-) -> str:
-    """Return a digest of all inputs of the ids and weights.
-
-    File paths and `seq_length` are not among them.
-
-    Args:
-        config: Settings of the tokens.
-        files: The files with their digests.
-        tokenizer_digest: Digest of the tokenizer.
-        without: Changes that an earlier version did not have.
-    """
-    settings = config.examples
-    fields = settings.fields if config.type in DEFAULT_FIELDS else None
-    inputs = {
-        "version": TOKENS_VERSION,
-        "type": config.type,
-        "fields": fields,
-        "eos_id": settings.end_id,
-        "tokenizer": tokenizer_digest,
-        "files": [[file.nbytes, file.digest] for file in files],
-    }
-    # A setting is an input only if it differs from its default. Stores of earlier versions, which
-    # did not have the setting, therefore keep their identity. The order of keys is part of the
-    # digest.
-    inputs |= settings.identity_inputs(without)
-    has_row_values = settings.chat_template is not None and config.type in TABLE_TYPES
-    if has_row_values and IdentityChange.TABLE_ROWS not in without:
-        inputs["row_values"] = ROW_VALUES_VERSION
-    if rule := config.overlong_rule.identity_inputs():
-        inputs["overlong"] = rule
-    inputs |= _record_settings(config).identity_inputs(config.type, without)
-    return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
-
-
-def _record_settings(config: TokenizeConfig) -> RecordSettings:
-    """Return the settings of reading records."""
-    return RecordSettings(
-        vocab=config.vocab,
-        eos_id=config.examples.eos_id,
-        bad_lines=config.bad_lines,
-        ids_dtype=config.ids_dtype,
-        max_document_nbytes=config.max_document_nbytes,
-        limit=config.max_examples,
-    )
 
 
 def ids_dtype(config: TokenizeConfig, tokenizer: TextTokenizer, builder: ExampleBuilder) -> str:
@@ -650,7 +304,7 @@ def ids_dtype(config: TokenizeConfig, tokenizer: TextTokenizer, builder: Example
     return dtype_for(max_id)
 
 
-def _dataset_summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
+def _dataset_summary(tokens: MappedTokens, config: TokenizeConfig) -> str:
     """Return the sizes of a store in one line."""
     if config.examples.has_encoder:
         return _seq2seq_summary(tokens, config.source_length)
@@ -662,13 +316,13 @@ def _dataset_summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
     return f"{size}: {_block_summary(tokens)}"
 
 
-def _block_summary(tokens: store.MappedTokens) -> str:
+def _block_summary(tokens: MappedTokens) -> str:
     n_dropped = tokens.n_tokens % tokens.seq_length
     blocks = f"{count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
     return f"{blocks}, {count_text(n_dropped, 'token')} left over and dropped"
 
 
-def _seq2seq_summary(tokens: store.MappedTokens, source_length: int) -> str:
+def _seq2seq_summary(tokens: MappedTokens, source_length: int) -> str:
     counts = count_samples(tokens, source_length=source_length, has_blocks=False)
     size = f"{count_text(tokens.n_tokens, 'token')} in {count_text(counts.samples, 'pair')}"
     sources = f"{count_text(counts.cut_sources, 'source')} of more than {source_length:,}"
@@ -676,3 +330,52 @@ def _seq2seq_summary(tokens: store.MappedTokens, source_length: int) -> str:
         f"{count_text(counts.cut_targets, 'target')} of more than {tokens.seq_length:,} tokens"
     )
     return f"{size}: {sources}, {targets} are cut"
+
+
+def _check_has_source_target_pair(meta: StoreMeta) -> None:
+    """Raise PrepError if the data of an encoder-decoder model is empty."""
+    if not meta.n_tokens:
+        raise PrepError(
+            "the data has no source-target pair",
+            "all lines are blank, or all their texts are empty",
+            text("set another {}", Key("data.path")),
+        )
+
+
+def _check_has_block(meta: StoreMeta, seq_length: int) -> None:
+    """Raise PrepError if the data is shorter than one block."""
+    if meta.n_tokens < seq_length:
+        what = "the data is shorter than one block"
+        _check_overlong(meta, what)
+        size = f"{count_text(meta.n_tokens, 'token')} in {count_text(meta.n_documents, 'document')}"
+        hint = "add more text"
+        if meta.n_tokens > 1:
+            hint = text("{}, or {}", hint, Key("data.seq_length", meta.n_tokens, is_override=True))
+        raise PrepError(what, f"{size}, a block has {seq_length:,}", hint)
+
+
+def _check_has_token(meta: StoreMeta) -> None:
+    """Raise PrepError if the data has no token."""
+    if not meta.n_tokens:
+        what = "the data has no token"
+        _check_overlong(meta, what)
+        hint = text("set another {}", Key("data.path"))
+        raise PrepError(what, "all its documents are empty", hint)
+
+
+def _check_has_loss(tokens: MappedTokens, meta: StoreMeta) -> None:
+    """Raise PrepError if no token of the data counts in the loss."""
+    if not tokens.count_loss() and tokens.n_tokens:
+        what = "the data has no token to train on"
+        _check_overlong(meta, what)
+        why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
+        hint = text("set another {}, or for conversations {}", Key("data.fields"), Key("data.loss"))
+        raise PrepError(what, why, hint)
+
+
+def _check_overlong(meta: StoreMeta, what: str) -> None:
+    """Raise PrepError if long documents were cut or dropped, which explains that tokens are missing."""
+    overlong = {name: meta.ignored.get(name, 0) for name in (CUT_DOCUMENTS, DROPPED_DOCUMENTS)}
+    if any(overlong.values()):
+        hint = text("a larger {}, or another {}", Key("data.seq_length"), Key("data.overlong"))
+        raise PrepError(what, ", ".join(describe_ignored(overlong)), hint)

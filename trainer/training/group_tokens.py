@@ -18,13 +18,13 @@ from trainer.data.shards import (
 from trainer.data.store import MappedTokens, is_complete
 from trainer.data.token_changes import RecordedTokens
 from trainer.data.tokenize import (
-    TokenizeConfig,
     map_new_tokens,
     open_tokens,
     read_inputs,
     store_job,
     tokenize_files,
 )
+from trainer.data.tokenize_config import TokenizeConfig
 from trainer.distributed.hosts import folder_processes
 
 # Names of exchanges between processes.

@@ -35,7 +35,8 @@ from trainer.data.batches import BatchDigest, Batches, check_share
 from trainer.data.data_samples import SampleCounts, SamplePart, TokenSample
 from trainer.data.token_formats import check_exportable, export_tokens
 from trainer.data.token_samples import count_samples, read_samples
-from trainer.data.tokenize import TokenizeConfig, TokenizedShare, tokenize_share
+from trainer.data.tokenize import TokenizedShare, tokenize_share
+from trainer.data.tokenize_config import TokenizeConfig
 from trainer.data.tokenizer import load_tokenizer
 from trainer.recipe import Recipe, load_recipe
 from trainer.run.observe import tokenize_progress

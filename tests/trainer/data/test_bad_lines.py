@@ -12,7 +12,8 @@ from tests.helpers.corpus import change, make_config
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.records import MAX_COSTLY
 from trainer.data.store import MappedTokens
-from trainer.data.tokenize import TokenizeConfig, tokenize_files
+from trainer.data.tokenize import tokenize_files
+from trainer.data.tokenize_config import TokenizeConfig
 
 GOOD = '{"text": "the cat sat on the mat"}'
 LINES = [GOOD, "{", '{"body": "x"}', "", '{"text": 3}', GOOD, '{"text": "\\ud800"}', "[]", GOOD]

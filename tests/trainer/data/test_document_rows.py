@@ -15,7 +15,8 @@ from trainer.data import document_rows
 from trainer.data.document_packing import DocumentRows
 from trainer.data.document_rows import DTYPES, make_rows, read_rows
 from trainer.data.store import MappedTokens, file_digest, read_meta
-from trainer.data.tokenize import TokenizeConfig, open_tokens, tokenize_files
+from trainer.data.tokenize import open_tokens, tokenize_files
+from trainer.data.tokenize_config import TokenizeConfig
 from trainer.training.group_tokens import tokenize_in_group
 
 PACKINGS = ("documents", "none")

@@ -13,7 +13,7 @@ from prepcli.core.errors import PrepError
 from tests.helpers.corpus import TEXT, make_tokenizer
 from tests.helpers.corpus import encode as encode_text
 from trainer.data import encode
-from trainer.data.encode import BATCHES_AHEAD, Batch, encode_batches
+from trainer.data.encode import BATCHES_AHEAD, ExampleBatch, encode_batches
 from trainer.data.examples import Example, Segment
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -106,11 +106,11 @@ def test_text_with_weight_1_has_no_weights(tokenizer: TextTokenizer):
     assert encode.encode_batch([Example((Segment(TEXT),), 0)], tokenizer).weights is None
 
 
-def make_batches(count: int, read: list[int]) -> Iterator[Batch]:
+def make_batches(count: int, read: list[int]) -> Iterator[ExampleBatch]:
     """Yield batches of one text each, and record their numbers when they are read."""
     for number in range(count):
         read.append(number)
-        yield Batch(0, [Example((Segment(f"the cat {number}"),), nbytes=1)])
+        yield ExampleBatch(0, [Example((Segment(f"the cat {number}"),), nbytes=1)])
 
 
 @pytest.mark.parametrize("count", [0, 1, BATCHES_AHEAD, 9])

@@ -32,13 +32,8 @@ from trainer.data.readers import text_file
 from trainer.data.records import divide_files
 from trainer.data.shards import ShardWriter, dtype_for
 from trainer.data.store import MappedTokens
-from trainer.data.tokenize import (
-    TokenizeConfig,
-    TokenizedShare,
-    open_tokens,
-    tokenize_files,
-    tokenize_share,
-)
+from trainer.data.tokenize import TokenizedShare, open_tokens, tokenize_files, tokenize_share
+from trainer.data.tokenize_config import TokenizeConfig
 
 N_FILES = 7
 
@@ -458,7 +453,7 @@ def test_other_processes_read_no_file_for_its_digest(
     config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
 ):
     tokenize(config, 0, 2)
-    monkeypatch.setattr("trainer.data.tokenize.hash_file", fail)
+    monkeypatch.setattr("trainer.data.cache_records.hash_file", fail)
     assert tokenize(config, 1, 2).meta is not None
 
 

@@ -26,7 +26,8 @@ from tests.helpers.token_stores import read_files
 from trainer.data import encode as encode_module
 from trainer.data.packing import PackedDataset
 from trainer.data.readers import text_file
-from trainer.data.tokenize import TokenizeConfig, tokenize_files
+from trainer.data.tokenize import tokenize_files
+from trainer.data.tokenize_config import TokenizeConfig
 
 KILL_SCRIPT = """
 import os, signal, sys

@@ -18,7 +18,8 @@ from tests.helpers.thread_groups import ThreadGroup, run_group, run_together
 from trainer.data import shards
 from trainer.data.store import DamagedStoreError
 from trainer.data.token_changes import IdentityChange, RecordedTokens
-from trainer.data.tokenize import TokenizeConfig, open_tokens, tokenize_files, tokenize_share
+from trainer.data.tokenize import open_tokens, tokenize_files, tokenize_share
+from trainer.data.tokenize_config import TokenizeConfig
 from trainer.distributed import hosts
 from trainer.training.group_tokens import tokenize_in_group
 
