@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -30,6 +30,8 @@ from trainer.data.files import (
 from trainer.data.remote_files import Selection
 
 MAX_EMPTY_NOTES = 3
+# Parts of the files of several processes. Each part has a record of its own until all are read.
+HASH_PARTS = 64
 # Path, size, and time in nanoseconds of a local file, or digest of a remote one.
 Stamp: TypeAlias = tuple[str, int, int | str]
 
@@ -107,21 +109,59 @@ def read_record(cache: Path, key: str, stamps: Sequence[Stamp]) -> DigestRecord 
     return None
 
 
-def recorded_files(
-    found: Sequence[Path | DataFile], stamps: Sequence[Stamp], record: DigestRecord | None
-) -> list[DataFile] | None:
-    """Return the nonempty files with recorded digests. None without a record."""
-    if record is None or record.digests is None:
-        return None
-    files: list[DataFile] = []
-    for file, stamp, digest in zip(found, stamps, record.digests):
-        if isinstance(file, DataFile):
-            file = replace(file, digest=digest)
-        else:
-            file = DataFile(file, stamp[1], digest)
-        if digest:
-            files.append(file)
-    return files
+def share_digests(
+    found: Sequence[Path | DataFile],
+    cache: Path,
+    key: str,
+    stamps: Sequence[Stamp],
+    *,
+    process: int,
+    of: int,
+) -> list[str]:
+    """Return the digests of files, empty for empty ones. Several processes read different files.
+
+    The files are divided into parts. Each process begins with another part, records its digests in the cache, and reads
+    only parts without a record.
+
+    Args:
+        found: The files.
+        cache: The cache, shared by all processes.
+        key: Result of `paths_digest`.
+        stamps: Stamps of the files.
+        process: Index of this process, from 0.
+        of: Number of processes.
+    """
+    bounds = [len(found) * part // HASH_PARTS for part in range(HASH_PARTS + 1)]
+    first = process * HASH_PARTS // of
+    digests = [""] * len(found)
+    for part in (*range(first, HASH_PARTS), *range(first)):
+        items = slice(bounds[part], bounds[part + 1])
+        if not found[items]:
+            continue
+        name = f"{key}-{part}"
+        record = read_record(cache, name, stamps[items])
+        if record is None or record.digests is None:
+            record = DigestRecord("", [_digest_of(file) for file in found[items]])
+            write_record(cache, name, stamps[items], record)
+        digests[items] = record.digests or ()
+    return digests
+
+
+def _digest_of(file: Path | DataFile) -> str:
+    """Return the digest of a file. Empty for an empty one."""
+    if isinstance(file, DataFile):
+        return file.digest
+    try:
+        return hash_file(file).digest
+    except EmptyFileError:
+        return ""
+
+
+def remove_shared_digests(cache: Path, key: str) -> None:
+    """Remove the records of `share_digests`, which the record of all files replaces."""
+    with suppress(OSError):
+        for path in cache.glob(f"opened-{key}-*.json"):
+            path.unlink(missing_ok=True)
 
 
 def path_of(file: Path | DataFile) -> str:
@@ -131,19 +171,33 @@ def path_of(file: Path | DataFile) -> str:
     return str(file)
 
 
-def hash_files(found: Sequence[Path | DataFile], note: Note) -> list[DataFile]:
+def hash_files(
+    found: Sequence[Path | DataFile], note: Note, digests: Sequence[str] = ()
+) -> list[DataFile]:
     """Return files with their digests. Empty ones are skipped with a note.
+
+    Args:
+        found: The files.
+        note: Called with messages for the user.
+        digests: Known digests of the files, if any. The files are not read then.
 
     Raises:
         PrepError: A file cannot be read, or all are empty.
     """
     files: list[DataFile] = []
     empty: list[EmptyFileError] = []
-    for file in found:
+    for index, file in enumerate(found):
         try:
-            files.append(check_not_empty(file) if isinstance(file, DataFile) else hash_file(file))
+            if isinstance(file, DataFile):
+                files.append(check_not_empty(file))
+            elif digests and digests[index]:
+                files.append(DataFile(file, file.stat().st_size, digests[index]))
+            else:
+                files.append(hash_file(file))
         except EmptyFileError as error:
             empty.append(error)
+        except OSError as error:
+            raise io_error(path_of(file), error) from error
     if empty and not files:
         raise empty[0]
     for error in empty[:MAX_EMPTY_NOTES]:

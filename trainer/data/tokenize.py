@@ -18,7 +18,8 @@ from trainer.data.cache_records import (
     hash_files,
     path_of,
     read_record,
-    recorded_files,
+    remove_shared_digests,
+    share_digests,
     write_record,
 )
 from trainer.data.document_rows import open_rows, stored_rows
@@ -141,7 +142,7 @@ def tokenize_share(
     """
     if not config.checks_digests and (known := _open_known(config, note)) is not None:
         return known
-    inputs = read_inputs(config, note, trusts_stamps=of > 1)
+    inputs = read_inputs(config, note, process, of)
     meta = read_valid_meta(inputs.folder, note, reopens=config.scratch_dir is None)
     if meta is not None:
         if of == 1:
@@ -176,14 +177,17 @@ def _open_known(config: TokenizeConfig, note: Note) -> TokenizedShare | None:
     return TokenizedShare(folder, len(meta.shards), 0, meta, tokens, is_described=True)
 
 
-def read_inputs(config: TokenizeConfig, note: Note, *, trusts_stamps: bool) -> DataInputs:
+def read_inputs(config: TokenizeConfig, note: Note, process: int = 0, of: int = 1) -> DataInputs:
     """Find the data files and read them for their digests.
+
+    Several processes trust the digests that the others have recorded for files of the same sizes and times. The
+    readers compare them.
 
     Args:
         config: Files, tokenizer and cache.
         note: Called with messages for the user.
-        trusts_stamps: Use the digests of an earlier call for files with the same sizes and times. The readers
-            compare them.
+        process: Index of this process, from 0.
+        of: Number of processes.
 
     Raises:
         PrepError: Files are missing, empty or invalid, or a resumed run began with other tokens.
@@ -192,17 +196,21 @@ def read_inputs(config: TokenizeConfig, note: Note, *, trusts_stamps: bool) -> D
     config, found = find_config_files(config, tokenizer, note)
     key = record_key(config, tokenizer)
     stamps = file_stamps(found)
-    files = None
-    if trusts_stamps:
-        files = recorded_files(found, stamps, read_record(config.cache, key, stamps))
-    if files is None:
-        files = hash_files(found, note)
+    digests: Sequence[str] = ()
+    if of > 1:
+        record = read_record(config.cache, key, stamps)
+        if record is not None and record.digests is not None:
+            digests = record.digests
+        else:
+            digests = share_digests(found, config.cache, key, stamps, process=process, of=of)
+    files = hash_files(found, note, digests)
     identity = checked_identity(config, files, tokenizer, note)
     # A resumed run that keeps the tokens of an earlier version has another identity.
     if config.scratch_dir is None and identity == store_identity(config, files, tokenizer.digest):
         by_path = {str(file.path): file.digest for file in files}
         digests = [by_path.get(path_of(file), "") for file in found]
         write_record(config.cache, key, stamps, DigestRecord(identity, digests))
+        remove_shared_digests(config.cache, key)
     return DataInputs(config, tokenizer, files, identity)
 
 

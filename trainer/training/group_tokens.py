@@ -97,14 +97,14 @@ def _tokenize_on_hosts(
             # A host without the data files makes no share. Process 0 makes what is missing in the
             # end, and reports the error of invalid data.
             with suppress(PrepError):
-                inputs = read_inputs(config, note, trusts_stamps=True)
-                job = store_job(inputs)
-                share = job.share(leaders.index(group.index), len(leaders))
+                place = leaders.index(group.index)
+                job = store_job(read_inputs(config, note, place, len(leaders)))
+                share = job.share(place, len(leaders))
                 make_shards(job, share, progress=progress, note=note)
         group.barrier(TOKEN_SHARDS)
         return None
     # Process 0 reads all files for their digests. The others find its record.
-    inputs = read_inputs(config, note, trusts_stamps=False)
+    inputs = read_inputs(config, note)
     job = store_job(inputs)
     has_work = not is_complete(job.folder)
     group.broadcast(MISSING_TOKENS, str(has_work))

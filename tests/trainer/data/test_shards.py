@@ -26,7 +26,7 @@ from prepcli.core.errors import PrepError
 from tests.helpers.corpus import TEXT, change, make_config, write_json
 from tests.helpers.token_stores import NAME, fill, read_files, write_earlier_layout, write_shards
 from tests.trainer.data.readers.test_megatron_file import DOCUMENTS, write_dataset
-from trainer.data import encode, new_folders, shards
+from trainer.data import cache_records, encode, new_folders, shards
 from trainer.data.files import DataFile
 from trainer.data.readers import text_file
 from trainer.data.records import divide_files
@@ -455,6 +455,37 @@ def test_other_processes_read_no_file_for_its_digest(
     tokenize(config, 0, 2)
     monkeypatch.setattr("trainer.data.cache_records.hash_file", fail)
     assert tokenize(config, 1, 2).meta is not None
+
+
+def test_processes_read_different_files_for_their_digests(
+    config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """Each one begins with another file, and uses what the others have recorded."""
+    found = [Path(config.paths[0]) / f"{index}.jsonl" for index in range(N_FILES)]
+    (found[2]).write_bytes(b"")
+    stamps = cache_records.file_stamps(found)
+    hash_file = cache_records.hash_file
+    read: list[str] = []
+
+    def record_hash(path: Path) -> DataFile:
+        read.append(path.name)
+        if len(read) == 4:
+            # The other process starts while this one is in its fourth file.
+            assert digests(1) == expected
+        return hash_file(path)
+
+    def digests(process: int) -> list[str]:
+        return cache_records.share_digests(
+            found, config.cache, "key", stamps, process=process, of=2
+        )
+
+    expected = [hash_file(path).digest if path.stat().st_size else "" for path in found]
+    monkeypatch.setattr(cache_records, "hash_file", record_hash)
+    assert digests(0) == expected
+    # The second process begins in the middle, and reads only the file in work again.
+    assert [name.partition(".")[0] for name in read] == ["0", "1", "2", "3", "3", "4", "5", "6"]
+    cache_records.remove_shared_digests(config.cache, "key")
+    assert [*config.cache.iterdir()] == []
 
 
 def test_process_with_another_recipe_makes_another_store(config: TokenizeConfig):
