@@ -30,6 +30,8 @@ from trainer.data.files import (
 from trainer.data.remote_files import Selection
 
 MAX_EMPTY_NOTES = 3
+# Prefix of the files of this module. The folder of a run has them after a failed start.
+OPENED_PREFIX = "opened"
 # Parts of the files of several processes. Each part has a record of its own until all are read.
 HASH_PARTS = 64
 # Path, size, and time in nanoseconds of a local file, or digest of a remote one.
@@ -160,7 +162,7 @@ def _digest_of(file: Path | DataFile) -> str:
 def remove_shared_digests(cache: Path, key: str) -> None:
     """Remove the records of `share_digests`, which the record of all files replaces."""
     with suppress(OSError):
-        for path in cache.glob(f"opened-{key}-*.json"):
+        for path in cache.glob(f"{OPENED_PREFIX}-{key}-*.json"):
             path.unlink(missing_ok=True)
 
 
@@ -208,4 +210,4 @@ def hash_files(
 
 
 def _record_path(cache: Path, key: str) -> Path:
-    return cache / f"opened-{key}.json"
+    return cache / f"{OPENED_PREFIX}-{key}.json"

@@ -59,6 +59,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    remove_leftovers(folder)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary folders of killed processes for a complete folder."""
     for leftover in folder.parent.glob(f"{folder.name}.*{PARTIAL_SUFFIX}"):
         shutil.rmtree(leftover, ignore_errors=True)
 

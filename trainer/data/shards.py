@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +21,13 @@ from trainer.data.encode import batch_examples, encode_batches
 from trainer.data.examples import TokenIds
 from trainer.data.fields import ExampleBuilder
 from trainer.data.files import ChangedFileError, DataFile, Note, io_error
-from trainer.data.new_folders import HashingFile, discard_folder, new_folder, remove_abandoned
+from trainer.data.new_folders import (
+    HashingFile,
+    discard_folder,
+    new_folder,
+    remove_abandoned,
+    remove_leftovers,
+)
 from trainer.data.overlong import OverlongRule, fit_documents
 from trainer.data.records import RecordSettings, ShardLayout, ShardReader
 from trainer.data.store import (
@@ -36,6 +42,7 @@ from trainer.data.store import (
     DamagedStoreError,
     ShardMeta,
     StoreMeta,
+    damaged_store_error,
     is_complete,
     join_shards,
     little_endian,
@@ -141,8 +148,8 @@ class ShardWriter:
             codes[number] = self._loss_weights.index(weight)
         return codes[inverse]
 
-    def meta(self, identity: str) -> ShardMeta:
-        """Return the metadata of the shard, in a store of an identity."""
+    def meta(self, identity: str, layout: str) -> ShardMeta:
+        """Return the metadata of the shard, in a store of an identity and a layout."""
         return ShardMeta(
             identity=identity,
             dtype=self.dtype,
@@ -153,12 +160,13 @@ class ShardWriter:
             ignored=dict(sorted(self.ignored.items())),
             loss_weights=[*self._loss_weights],
             n_bad_lines=self.n_bad_lines,
+            layout=layout,
         )
 
 
 @contextmanager
 def writing_shard(
-    store: Path, shard: int, dtype: str, *, has_weights: bool = False
+    store: Path, shard: int, dtype: str, *, has_weights: bool = False, layout: str = ""
 ) -> Iterator[ShardWriter]:
     """Write a shard. It is complete and on disk at the end of the block. An error leaves nothing of it.
 
@@ -167,6 +175,7 @@ def writing_shard(
         shard: Number of the shard.
         dtype: Dtype of the ids.
         has_weights: Whether the store has loss weights.
+        layout: Digest of the division of the data.
 
     Raises:
         PrepError: The shard cannot be written.
@@ -181,7 +190,7 @@ def writing_shard(
                 hashing = {name: HashingFile(file) for name, file in files.items()}
                 writer = ShardWriter(hashing, dtype)
                 yield writer
-            content = json.dumps(writer.meta(store.name).to_json(), indent=1)
+            content = json.dumps(writer.meta(store.name, layout).to_json(), indent=1)
             (folder / META_FILE).write_text(content + "\n")
     except OSError as error:
         raise io_error(store, error) from error
@@ -216,6 +225,23 @@ class StoreJob:
     def has_shard(self, shard: int) -> bool:
         """Return whether a shard is made."""
         return (self.folder / shard_name(shard)).exists()
+
+    def read_shard(self, shard: int, *, checks_digests: bool = True) -> ShardMeta:
+        """Return the metadata of a shard. Raise DamagedStoreError if it is damaged, or of another division."""
+        meta = read_shard(self.folder, shard_name(shard), checks_digests=checks_digests)
+        if meta.layout != self.layout.digest:
+            raise damaged_store_error(self.folder, f"{shard_name(shard)} is of another division")
+        return meta
+
+    def writing(self, shard: int) -> AbstractContextManager[ShardWriter]:
+        """Write a shard. See `writing_shard`."""
+        return writing_shard(
+            self.folder,
+            shard,
+            self.dtype,
+            has_weights=self.builder.has_weights,
+            layout=self.layout.digest,
+        )
 
     def missing_shards(self) -> list[int]:
         """Return the missing shards."""
@@ -265,12 +291,17 @@ def _make_missing(
     done_nbytes = 0
     n_tokens = 0
     for shard in filter(job.has_shard, range(job.layout.n_shards)):
-        with suppress(DamagedStoreError):
-            meta = read_shard(job.folder, shard_name(shard), checks_digests=False)
-            reader.n_skipped[shard] = meta.n_bad_lines
+        try:
+            meta = job.read_shard(shard, checks_digests=False)
+        except DamagedStoreError:
+            # Another process, or the last one to finish, makes the others again.
             if shard in share:
-                done_nbytes += job.layout.nbytes[shard]
-                n_tokens += meta.n_tokens
+                discard_folder(job.folder / shard_name(shard))
+            continue
+        reader.n_skipped[shard] = meta.n_bad_lines
+        if shard in share:
+            done_nbytes += job.layout.nbytes[shard]
+            n_tokens += meta.n_tokens
     if n_tokens:
         note(f"continuing after {count_text(n_tokens, 'token')} of an interrupted run")
     total_nbytes = sum(job.layout.nbytes[shard] for shard in share)
@@ -280,11 +311,10 @@ def _make_missing(
         return shard in share and not job.has_shard(shard)
 
     batches = encode_batches(batch_examples(reader.read(is_missing)), job.tokenizer)
-    has_weights = job.builder.has_weights
     reported_nbytes = done_nbytes
     for shard, group in groupby(batches, key=lambda item: item[0].shard):
         shard_nbytes = 0
-        with writing_shard(job.folder, shard, job.dtype, has_weights=has_weights) as writer:
+        with job.writing(shard) as writer:
             for batch, whole in group:
                 encoded = fit_documents(whole, job.overlong)
                 writer.append(encoded.ids, encoded.weights, ends=encoded.ends)
@@ -301,7 +331,7 @@ def _make_missing(
     for shard in filter(is_missing, share):
         if not reader.is_read.get(shard, True):
             continue
-        with writing_shard(job.folder, shard, job.dtype, has_weights=has_weights) as writer:
+        with job.writing(shard) as writer:
             writer.n_bad_lines = reader.n_skipped[shard]
     if reported_nbytes < total_nbytes:
         progress(total_nbytes, total_nbytes, n_tokens)
@@ -317,12 +347,14 @@ def complete_store(job: StoreJob, *, progress: TokenizeProgress, note: Note) -> 
     for shard in range(job.layout.n_shards):
         name = shard_name(shard)
         try:
-            shards[name] = read_shard(job.folder, name)
+            shards[name] = job.read_shard(shard)
         except DamagedStoreError as error:
             note(f"{error.what} ({error.why}): they are rebuilt")
             discard_folder(job.folder / name)
             make_shards(job, [shard], progress=progress, note=note)
-            shards[name] = read_shard(job.folder, name)
+            shards[name] = job.read_shard(shard)
+        # A kill after a shard got its name leaves temporary folders.
+        remove_leftovers(job.folder / name)
     meta = join_shards(job.folder.name, shards)
     write_meta(job.folder, meta)
     with suppress(OSError):

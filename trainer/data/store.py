@@ -71,6 +71,8 @@ class ShardMeta:
             of earlier versions.
         loss_weights: The different loss weights of its tokens, 0 and 1 first.
         n_bad_lines: Number of skipped invalid records.
+        layout: Digest of the division of the data. Shards of different divisions are not of one store. Empty in
+            stores of earlier versions.
     """
 
     identity: str
@@ -82,6 +84,7 @@ class ShardMeta:
     ignored: Mapping[str, int] = field(default_factory=dict)
     loss_weights: Sequence[float] = LOSS_WEIGHTS
     n_bad_lines: int = 0
+    layout: str = ""
 
     @property
     def has_weights(self) -> bool:
@@ -106,6 +109,7 @@ class ShardMeta:
             ("ignored", {}),
             ("loss_weights", [*LOSS_WEIGHTS]),
             ("n_bad_lines", 0),
+            ("layout", ""),
         ):
             if values[name] == default:
                 del values[name]
@@ -341,7 +345,13 @@ def _read_json(folder: Path, name: str) -> Any:
 
 def _parse_shard(folder: Path, file: str, values: Any) -> ShardMeta:
     """Return the metadata of a shard. Raise DamagedStoreError if it is invalid."""
-    defaults = {"digests": {}, "ignored": {}, "loss_weights": [*LOSS_WEIGHTS], "n_bad_lines": 0}
+    defaults = {
+        "digests": {},
+        "ignored": {},
+        "loss_weights": [*LOSS_WEIGHTS],
+        "n_bad_lines": 0,
+        "layout": "",
+    }
     try:
         all_values = defaults | values
         shard = ShardMeta(**{key.name: all_values[key.name] for key in fields(ShardMeta)})

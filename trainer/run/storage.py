@@ -46,11 +46,14 @@ def open_run_storage(out: Path | None, recipe: Recipe, observer: Observer) -> Ru
     Raises:
         UsageError: A URL has another scheme, or is invalid.
     """
+    from trainer.data.cache_records import OPENED_PREFIX
     from trainer.distributed.hosts import PROBE_PREFIX
 
     url = parse_out_url(out)
     if url is None:
-        start_files = (TOKENS_FOLDER, INIT_FOLDER, f"{PROBE_PREFIX}*")
+        # Earlier versions left the file `lock`.
+        tokens = (f"{TOKENS_FOLDER}/{OPENED_PREFIX}*", f"{TOKENS_FOLDER}/lock")
+        start_files = (*tokens, INIT_FOLDER, f"{PROBE_PREFIX}*")
         return FolderStorage(out or RUNS_FOLDER / recipe.name, start_files)
     local_folder = RUNS_FOLDER / url.scheme / url.bucket / url.path
     return BucketStorage(

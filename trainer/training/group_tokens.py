@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from prepcli.core.errors import PrepError
 from prepcli.core.process_group import ProcessGroup
+from trainer.data.cache_records import OPENED_PREFIX
 from trainer.data.files import Note, io_error
 from trainer.data.shards import (
     TokenizeProgress,
@@ -122,6 +123,7 @@ def _tokenize_on_hosts(
 def _make_cache(config: TokenizeConfig) -> None:
     try:
         config.cache.mkdir(parents=True, exist_ok=True)
+        (config.cache / OPENED_PREFIX).touch()
     except OSError as error:
         raise io_error(config.cache, error) from error
 

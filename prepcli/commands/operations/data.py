@@ -198,11 +198,11 @@ def tokenize_shard(
     """Tokenize the share of one process of the data of a recipe. The last process to finish completes the tokens.
 
     The tokens have the same bytes as with one process. `prep train` and `prep.batches` find them in `data.cache`, or in
-    the folder of the run. All processes must share it. A shard is one or more files, so one file is the work of one
-    process. `data.bad_lines` and `data.max_examples` count over all files: with them, all files are one shard. The
-    first process records the size and the digest of each file.
+    the folder of the run. All processes must share it. A shard has 16 MiB of the data, or a thousandth of it if that is
+    more. Compressed, Parquet and Arrow files are not divided. `data.bad_lines` and `data.max_examples` count over all
+    files: with them, the first process makes all shards.
 
-    A killed process loses about a second of work. Start it again with the same arguments, in any order and with any
+    A killed process loses the shard in work. Start it again with the same arguments, in any order and with any
     `of`. Calls for processes with nothing left to do return at once.
 
     Args:
@@ -224,7 +224,7 @@ def tokenize_shard(
 
     Raises:
         UsageError: An argument or a key of the recipe is invalid.
-        PrepError: The files or settings differ from the ones of the other processes, or the data cannot be tokenized.
+        PrepError: The data cannot be tokenized.
     """
     started_s = time.monotonic()
     if process >= of:

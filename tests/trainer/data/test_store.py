@@ -96,7 +96,7 @@ def test_shards_are_read_as_one_array(tmp_path: Path):
 def test_too_many_loss_weights_of_all_shards_are_an_error(tmp_path: Path):
     def fill_many(start: int) -> Fill:
         def fill_shard(writer: ShardWriter) -> None:
-            weights = np.arange(start, start + 200, dtype=np.float32) / 1000
+            weights = np.arange(start, start + 200, dtype=np.float32) / np.float32(1000)
             writer.append(np.ones(200, np.uint32), weights, ends=[200])
 
         return fill_shard

@@ -77,7 +77,7 @@ def test_store_from_ids_equals_store_from_text(tmp_path: Path, tokenizer: Path):
     config = make_config(
         tmp_path, path, type="json", fields="text", seq_length=1, tokenizer=tokenizer
     )
-    ids = np.array(tokenize_quietly(config).ids)
+    ids = np.array(tokenize_quietly(config).ids[:])
     assert ids[-1] == EOS
     np.save(tmp_path / "a.npy", ids.astype(np.int64))
     np.save(tmp_path / "b.npy", ids)
