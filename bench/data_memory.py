@@ -23,7 +23,8 @@ from bench.evidence import log
 from bench.meter import measure
 from prepcli.core.tables import format_table
 from trainer.data.example_settings import ExampleSettings
-from trainer.data.tokenize import TokenizeConfig, tokenize_files
+from trainer.data.tokenize import tokenize_files
+from trainer.data.tokenize_config import TokenizeConfig
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ate")
 DOCUMENT_WORDS = 400

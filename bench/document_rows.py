@@ -29,9 +29,9 @@ from trainer.data.store import (
     DOCUMENTS_FILE,
     META_FILE,
     TOKENS_FILE,
-    StoreMeta,
     file_digest,
     map_tokens,
+    read_meta,
 )
 
 # Median and spread of log-normal lengths in tokens, and the shortest length
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def write_store(folder: Path, kind: str, n_documents: int) -> None:
-    """Write a synthetic token store."""
+    """Write a synthetic token store in the layout of earlier versions, a single shard."""
     folder.mkdir(parents=True)
     n_tokens = 0
     with (folder / DOCUMENTS_FILE).open("wb") as file:
@@ -116,7 +116,7 @@ def document_lengths(kind: str, count: int, *, seed: int) -> npt.NDArray[np.int6
 
 def measure_start(folder: Path, packing: str, seq_length: int) -> dict[str, float]:
     """Open the rows of a store, or make them, and return their time, and the memory before."""
-    meta = StoreMeta(**json.loads((folder / META_FILE).read_text()))
+    meta = read_meta(folder)
     tokens = map_tokens(folder, meta, seq_length)
     before = anonymous_nbytes(os.getpid())
     started_s = time.monotonic()

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from trainer.data.store import map_tokens, read_meta
+
 VOCAB, LENGTH, BATCH = 8190, 128, 8  # no mesh divides 8190 by 4
 CONFIG = {
     "vocab_size": VOCAB,
@@ -97,9 +99,8 @@ def perplexity(folder: Path, sequences: np.ndarray) -> float:
 def holdout_sequences(work: Path) -> np.ndarray:
     """Return the run's evaluation sequences from its token store."""
     (store,) = [path for path in (work / "run" / "data").iterdir() if path.is_dir()]
-    meta = json.loads((store / "meta.json").read_bytes())
-    ids = np.memmap(store / "tokens.bin", np.dtype(meta["dtype"]).newbyteorder("<"), "r")
-    blocks = ids[: len(ids) // LENGTH * LENGTH].reshape(-1, LENGTH)
+    tokens = map_tokens(store, read_meta(store), LENGTH)
+    blocks = tokens.ids[: tokens.n_blocks * LENGTH].reshape(-1, LENGTH)
     return np.asarray(blocks[len(blocks) - round(len(blocks) * 0.01) :][:64])
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.finetune import run_prep
+from trainer.data.store import map_tokens, read_meta
 from trainer.recipe.data_table import span_sizes
 
 VOCAB, N_SENTINELS, SOURCE_LENGTH = 1024, 32, 128
@@ -78,10 +79,10 @@ def write_random_model(folder: Path, texts: list[str]) -> int:
     return model.num_parameters()
 
 
-def frequency_loss(store: Path) -> float:
+def frequency_loss(cache: Path) -> float:
     """Return the entropy of the tokens of all targets: those of the store, the sentinels and the last one."""
-    (meta,) = store.glob("*/meta.json")
-    ids = np.fromfile(meta.parent / "tokens.bin", np.dtype(json.loads(meta.read_bytes())["dtype"]))
+    (store,) = cache.glob("*/")
+    ids = map_tokens(store, read_meta(store), 1).ids[:]
     sizes = span_sizes(SOURCE_LENGTH, noise_density=0.15, mean_span_length=3.0)
     counts = np.concatenate(
         [np.bincount(ids) / len(ids) * sizes.n_noise, np.ones(sizes.n_spans + 1)]

@@ -30,15 +30,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from bench.meter import measure
 from prepcli.core.tables import format_table
 from trainer.data.example_settings import ExampleSettings
-from trainer.data.store import META_FILE
-from trainer.data.tokenize import TokenizeConfig, tokenize_files
+from trainer.data.tokenize import tokenize_files
+from trainer.data.tokenize_config import TokenizeConfig
 
 CORPUS, TOKENIZER, STORES, DATASETS = "corpus.jsonl", "tokenizer.json", "stores", "datasets"
 VOCAB, BATCH_DOCUMENTS = 32_000, 1000
 SENTENCES, WORDS = 50_000, 60_000
 MAX_KILL_S = 4.0
 REPORTING = "prep-reporting"  # prep with progress: a line of bytes done after each batch
-STORE_FILES = ("tokens.bin", "documents.bin", META_FILE)
 
 
 def write_corpus(folder: Path, nbytes: int) -> None:
@@ -219,9 +218,7 @@ def kill_run(folder: Path, seconds: float) -> list[int] | None:
 def read_store(folder: Path) -> dict[str, bytes]:
     """Return the files of the only store. Raise ValueError if there are other folders."""
     (store,) = (path for path in (folder / STORES).iterdir() if path.is_dir())
-    if {path.name for path in store.iterdir()} != set(STORE_FILES):
-        raise ValueError(f"{store} has other files than a store")
-    return {name: (store / name).read_bytes() for name in STORE_FILES}
+    return {str(path): path.read_bytes() for path in sorted(store.rglob("*")) if path.is_file()}
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ from bench.tokenize import CORPUS, STORES, TOKENIZER, VOCAB, write_corpus
 from prepcli.core.tables import format_table
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.store import StoreMeta, read_meta
-from trainer.data.token_shards import tokenize_share
-from trainer.data.tokenize import TokenizeConfig
+from trainer.data.tokenize import tokenize_share
+from trainer.data.tokenize_config import TokenizeConfig
 
 N_FILES = 16
 FILES = "files"

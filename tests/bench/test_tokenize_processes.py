@@ -8,11 +8,13 @@ import pytest
 
 from bench import tokenize
 from bench.tokenize_processes import FILES, N_FILES, make_share, read_store_meta, write_files
+from trainer.data import shards
 
 
 def test_shares_make_the_store_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tokenize, "SENTENCES", 500)
     monkeypatch.setattr(tokenize, "WORDS", 600)
+    monkeypatch.setattr(shards, "SHARD_NBYTES", 10_000)
     write_files(tmp_path, 100_000)
     lines = [path.read_text().splitlines() for path in sorted((tmp_path / FILES).iterdir())]
     assert len(lines) == N_FILES

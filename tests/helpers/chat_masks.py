@@ -207,7 +207,7 @@ class TokenizerOfBytes:
         example = compile_fields(settings, vocab=300).build(Record(record, "rows.jsonl:1", 1))
         batch = encode_batch([example], self.own)
         assert batch.weights is not None
-        return Tokens(batch.ids.tolist(), [int(weight) for weight in batch.weights])
+        return Tokens(batch.ids[:].tolist(), [int(weight) for weight in batch.weights])
 
     def reference_tokens(self, template: str, conversation: Conversation) -> Tokens:
         """Return the tokens of transformers. The mask is that of the markers of a template, else without loss.

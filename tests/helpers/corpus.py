@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.store import MappedTokens
-from trainer.data.tokenize import TokenizeConfig, tokenize_files
+from trainer.data.tokenize import tokenize_files
+from trainer.data.tokenize_config import TokenizeConfig
 
 EOS = 0
 TEXT = "the cat sat on the mat.\n\nAnd then\n  the cat ate the hat, didn't it? 12 cats.\n"

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpus import EOS, change, make_config
+from tests.helpers.token_stores import write_earlier_layout
+from trainer.data.cache_records import hash_files
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.token_changes import IdentityChange
-from trainer.data.tokenize import TokenizeConfig, hash_files, store_identity, tokenize_files
+from trainer.data.tokenize import tokenize_files
+from trainer.data.tokenize_config import TokenizeConfig, store_identity
 from trainer.data.tokenizer import load_tokenizer
 
 BOS = 1
@@ -52,6 +55,7 @@ def make_earlier_tokens(config: TokenizeConfig, *changes: IdentityChange) -> tup
     present = tokenize_files(config, progress=lambda *_: None, note=lambda line: None).identity
     identity = recorded_identity(config, *changes)
     shutil.copytree(config.cache / present, config.cache / identity)
+    write_earlier_layout(config.cache / identity)
     meta = config.cache / identity / "meta.json"
     meta.write_text(meta.read_text().replace(present, identity))
     return identity, present

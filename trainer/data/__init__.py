@@ -10,14 +10,11 @@ The parts, in the order in which data passes through them:
 3. `fields` compiles the recipe's settings into an `ExampleBuilder`, which makes an `Example` of
    each record: segments of text or token ids with loss weight 0 or 1, for the decoder (`target`)
    and for an encoder (`source`).
-4. `records` reads files through a reader and a builder into one stream of examples, starting at any
-   file. `ReadPosition` in `examples` says how far a run came.
-5. `encode` tokenizes batches of examples into `EncodedBatch`es (ids and loss weights) in threads, and
-   appends them to a store.
-6. `store_writer` writes them to a token store, under another name until the store is complete.
-   `store` reads it. A store serves all sequence lengths and batch sizes. `store_journal` records
-   the contents of an incomplete one for a later run. `document_rows` stores the documents of each
-   row in the folder of the store.
+4. `records` divides files into shards, and reads the examples of a shard through a reader and a builder.
+5. `encode` tokenizes batches of examples into `EncodedBatch`es (ids and loss weights) in threads.
+6. `shards` writes the missing shards of a token store, each under a temporary name until it is complete. `store` reads
+   it. A store serves all sequence lengths and batch sizes. `document_rows` stores the documents of each row in
+   the folder of the store.
 7. `tokenize` connects these parts and looks in the cache first. The identity of a store is a digest
    of everything that changes its bytes.
 8. `packing`, `packed_documents`, `seq2seq` and `span_corruption` are datasets: they return any rows

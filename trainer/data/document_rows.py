@@ -1,24 +1,20 @@
 """Stored rows of whole documents: computed once in bounded memory, and memory-mapped by each run.
 
-A row is one training sequence. It consists of one or more pieces of documents.
+A folder in the store, named by a digest of all inputs of the rows, has the arrays of `document_packing`:
 
-A folder in the store, named by a digest of all inputs of the rows:
-
-- `starts.bin`: first token of each piece of a document, row after row (int64, little-endian).
-- `lengths.bin`: tokens of each piece (int32, little-endian).
-- `ends.bin`: end of each row in the pieces (int64, little-endian).
+- `windows.bin`
+- `assignments.bin`
 - `rows.json`: `RowsMeta`, with the XXH3-128 digests of the other files.
 
-If these files may take more than MAX_INDEX_NBYTES, the folder has the compact files of `window_rows` instead. Earlier
-versions of prep ignore the folder.
+Earlier versions of prep ignore the folder.
 """
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,50 +26,33 @@ import xxhash
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import load_json
-from prepcli.stores.files import fsync_path, read_regular_file, write_file
+from prepcli.stores.files import read_regular_file
 from trainer.data.document_packing import (
     BLOCK_DOCUMENTS,
     WINDOW,
+    WINDOW_DTYPE,
     DocumentRows,
-    MakeRows,
-    PackedRows,
-    collect_rows,
-    pack_documents,
-    pad_documents,
+    RowCounts,
+    write_rows,
 )
 from trainer.data.files import Note
-from trainer.data.partial_folders import is_abandoned, partial_name
+from trainer.data.new_folders import HashingFile, discard_folder, new_folder
 from trainer.data.store import (
-    DOCUMENTS_FILE,
     DamagedStoreError,
     MappedTokens,
     StoreMeta,
     document_end_blocks,
     file_digest,
 )
-from trainer.data.store_writer import HashingFile, lock_cache, publish_folder, remove_folder
-from trainer.data.window_rows import (
-    ASSIGNMENTS_FILE,
-    WINDOW_DTYPE,
-    WINDOWS_FILE,
-    RowCounts,
-    WindowRows,
-    write_windows,
-)
-from trainer.recipe.text_fields import SEGMENTED
 
-# Rows of documents by `data.packing`
-DOCUMENT_ROWS: Mapping[str, MakeRows] = {SEGMENTED: pack_documents, "none": pad_documents}
 # Part of the identity of rows. Raise it when the same documents give other rows.
 ROWS_VERSION = 1
-STARTS_FILE = "starts.bin"
-LENGTHS_FILE = "lengths.bin"
-ENDS_FILE = "ends.bin"
+WINDOWS_FILE = "windows.bin"
+ASSIGNMENTS_FILE = "assignments.bin"
 META_FILE = "rows.json"
-DTYPES = {STARTS_FILE: np.dtype("<i8"), LENGTHS_FILE: np.dtype("<i4"), ENDS_FILE: np.dtype("<i8")}
-COMPACT_DTYPES = {WINDOWS_FILE: WINDOW_DTYPE, ASSIGNMENTS_FILE: np.dtype("u1")}
-# Above this size of all files, rows are stored in the compact form, where reading a row takes longer.
-MAX_INDEX_NBYTES = 1 << 30
+DTYPES = {WINDOWS_FILE: WINDOW_DTYPE, ASSIGNMENTS_FILE: np.dtype("u1")}
+# Files of rows in the larger form of earlier versions
+EARLIER_FILES = {"starts.bin", "lengths.bin", "ends.bin"}
 # Fewer documents take less than a second, so no message is shown.
 MIN_NOTE_DOCUMENTS = 1_000_000
 
@@ -100,38 +79,42 @@ class RowsMeta:
     max_length: int
     digests: Mapping[str, str]
 
-    @property
-    def is_compact(self) -> bool:
-        """Whether the files are those of `window_rows`."""
-        return self.digests.keys() == COMPACT_DTYPES.keys()
 
-    @property
-    def dtypes(self) -> Mapping[str, np.dtype[Any]]:
-        """Dtype of the items of each file."""
-        if self.is_compact:
-            return COMPACT_DTYPES
-        return DTYPES
-
-    def n_items(self, name: str) -> int | None:
-        """Return the number of items of a file. None for a file of any size."""
-        if name == ASSIGNMENTS_FILE:
-            return None
-        if name == WINDOWS_FILE:
-            return -(-self.n_pieces // WINDOW)
-        if name == ENDS_FILE:
-            return self.n_rows
-        return self.n_pieces
-
-
-def make_rows(tokens: MappedTokens, packing: str) -> PackedRows:
+def make_rows(tokens: MappedTokens, packing: str) -> DocumentRows:
     """Return the rows of a token store, made in memory.
 
     Args:
         tokens: The token store.
-        packing: A key of `DOCUMENT_ROWS`.
+        packing: The recipe's `data.packing`.
     """
-    ends = document_end_blocks(tokens, BLOCK_DOCUMENTS)
-    return collect_rows(DOCUMENT_ROWS[packing](ends, tokens.seq_length), tokens.seq_length)
+    buffers = {name: io.BytesIO() for name in DTYPES}
+    _write_files(buffers, tokens, packing)
+    arrays = {name: np.frombuffer(buffers[name].getvalue(), DTYPES[name]) for name in DTYPES}
+    return _document_rows(arrays, tokens, packing)
+
+
+def _write_files(
+    files: Mapping[str, HashingFile] | Mapping[str, io.BytesIO], tokens: MappedTokens, packing: str
+) -> RowCounts:
+    def blocks() -> Iterator[npt.NDArray[np.int64]]:
+        return document_end_blocks(tokens, BLOCK_DOCUMENTS)
+
+    return write_rows(
+        files[WINDOWS_FILE], files[ASSIGNMENTS_FILE], blocks, tokens.seq_length, packing
+    )
+
+
+def _document_rows(
+    arrays: Mapping[str, npt.NDArray[Any]], tokens: MappedTokens, packing: str
+) -> DocumentRows:
+    return DocumentRows(
+        arrays[WINDOWS_FILE],
+        arrays[ASSIGNMENTS_FILE],
+        packing,
+        ends=tokens.ends,
+        seq_length=tokens.seq_length,
+        n_tokens=tokens.n_tokens,
+    )
 
 
 def stored_rows(
@@ -146,23 +129,17 @@ def stored_rows(
         store: Folder of the store.
         meta: Its metadata.
         tokens: The mapped store.
-        packing: A key of `DOCUMENT_ROWS`.
+        packing: The recipe's `data.packing`.
         target: Folder for missing rows: the store, or a temporary folder.
         note: Called with messages for the user.
     """
     identity = rows_identity(meta, packing, tokens.seq_length)
-    rows = _read_valid_rows(store / identity, tokens, note)
-    if rows is not None:
-        return rows
-    folder = target / identity
     try:
-        with lock_cache(target, note):
-            # Another process may have made them while this one waited.
-            rows = _read_valid_rows(folder, tokens)
-            if rows is None:
-                _build_rows(folder, tokens, packing, note)
-                rows = read_rows(folder, tokens, checks_digests=False)
+        rows = _read_valid_rows(store / identity, tokens, note, discards=target == store)
+        if rows is not None:
             return rows
+        _build_rows(target / identity, tokens, packing, note)
+        return read_rows(target / identity, tokens, checks_digests=False)
     except (OSError, PrepError) as error:
         note(f"the sequences of documents are made in memory, since they cannot be stored: {error}")
         return make_rows(tokens, packing)
@@ -187,7 +164,7 @@ def rows_identity(meta: StoreMeta, packing: str, seq_length: int) -> str:
         "tokens": meta.identity,
         "n_tokens": meta.n_tokens,
         "n_documents": meta.n_documents,
-        "documents": meta.digests.get(DOCUMENTS_FILE),
+        "documents": meta.documents_digest,
         "packing": packing,
         "seq_length": seq_length,
         "window": WINDOW,
@@ -211,21 +188,21 @@ def read_rows(folder: Path, tokens: MappedTokens, *, checks_digests: bool = True
     try:
         meta = _parse_meta(folder, read_regular_file(folder / META_FILE))
         arrays = _map_arrays(folder, meta, checks_digests=checks_digests)
-        _check_settings(folder, meta, arrays, tokens, checks_lengths=checks_digests)
     except DamagedStoreError:
         raise
     except (OSError, PrepError) as error:
         raise _damaged_rows_error(folder, str(error)) from error
-    if meta.is_compact:
-        return WindowRows(arrays, tokens, meta.packing)
-    return PackedRows(
-        starts=arrays[STARTS_FILE],
-        lengths=arrays[LENGTHS_FILE],
-        ends=arrays[ENDS_FILE],
-        seq_length=meta.seq_length,
-        n_tokens=tokens.n_tokens,
-        max_length=meta.max_length,
-    )
+    if meta.seq_length != tokens.seq_length:
+        raise _damaged_rows_error(
+            folder, f"{META_FILE} has rows of {count_text(meta.seq_length, 'token')}"
+        )
+    rows = _document_rows(arrays, tokens, meta.packing)
+    # `rows.json` is the only file of the folder without a digest.
+    if (rows.n_rows, rows.max_length) != (meta.n_rows, meta.max_length):
+        raise _damaged_rows_error(folder, f"{META_FILE} differs from {WINDOWS_FILE}")
+    if int(arrays[WINDOWS_FILE]["assignment_end"][-1]) != len(arrays[ASSIGNMENTS_FILE]):
+        raise _damaged_rows_error(folder, f"{ASSIGNMENTS_FILE} is cut off")
+    return rows
 
 
 def _map_arrays(
@@ -233,136 +210,57 @@ def _map_arrays(
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of rows by file name."""
     arrays: dict[str, npt.NDArray[Any]] = {}
-    for name, dtype in meta.dtypes.items():
+    for name, dtype in DTYPES.items():
         path = folder / name
         nbytes = path.stat().st_size
-        n_items = meta.n_items(name)
-        if n_items is None:
-            n_items = nbytes
-        if nbytes != n_items * dtype.itemsize:
+        n_windows = -(-meta.n_pieces // WINDOW)
+        if name == WINDOWS_FILE and nbytes != n_windows * dtype.itemsize:
             raise _damaged_rows_error(folder, f"{name} has {count_text(nbytes, 'byte')}")
         if checks_digests and file_digest(path) != meta.digests[name]:
             raise _damaged_rows_error(folder, f"{name} differs from its digest")
         # A plain array: each slice of a memmap creates another object of that class, which is slow.
+        n_items = nbytes // dtype.itemsize
         arrays[name] = np.asarray(np.memmap(path, dtype, "r", shape=(n_items,)))
     return arrays
 
 
-def _check_settings(
-    folder: Path,
-    meta: RowsMeta,
-    arrays: Mapping[str, npt.NDArray[Any]],
-    tokens: MappedTokens,
-    *,
-    checks_lengths: bool,
-) -> None:
-    """Raise DamagedStoreError if `rows.json` contradicts the tokens or the arrays.
-
-    It is the only file of the folder without a digest.
-    """
-    if meta.seq_length != tokens.seq_length:
-        raise _damaged_rows_error(
-            folder, f"{META_FILE} has rows of {count_text(meta.seq_length, 'token')}"
-        )
-    if meta.is_compact:
-        _check_windows(folder, meta, arrays)
-    elif checks_lengths and meta.max_length != int(arrays[LENGTHS_FILE].max()):
-        raise _damaged_rows_error(
-            folder, f"{META_FILE} has pieces of {count_text(meta.max_length, 'token')}"
-        )
-
-
-def _check_windows(folder: Path, meta: RowsMeta, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Raise DamagedStoreError if `rows.json` or the assignments contradict the windows."""
-    windows = arrays[WINDOWS_FILE]
-    if (int(windows["row_end"][-1]), int(windows["max_length"].max())) != (
-        meta.n_rows,
-        meta.max_length,
-    ):
-        raise _damaged_rows_error(folder, f"{META_FILE} differs from {WINDOWS_FILE}")
-    if int(windows["assignment_end"][-1]) != len(arrays[ASSIGNMENTS_FILE]):
-        raise _damaged_rows_error(folder, f"{ASSIGNMENTS_FILE} is cut off")
-
-
 def _read_valid_rows(
-    folder: Path, tokens: MappedTokens, note: Note = lambda text: None
+    folder: Path, tokens: MappedTokens, note: Note, *, discards: bool
 ) -> DocumentRows | None:
-    """Return stored rows, or None if they are missing or damaged. Report damage to `note`."""
+    """Return stored rows, or None if they are missing or damaged.
+
+    Args:
+        folder: The rows.
+        tokens: The token store.
+        note: Called with a message about damage.
+        discards: Remove damaged rows.
+    """
     try:
         return read_rows(folder, tokens)
     except FileNotFoundError:
         return None
     except DamagedStoreError as error:
-        note(f"{error.what} ({error.why}): they are rebuilt")
-        return None
+        if not isinstance(error, EarlierRowsError):
+            note(f"{error.what} ({error.why}): they are rebuilt")
+    if discards:
+        discard_folder(folder)
+    return None
 
 
 def _build_rows(folder: Path, tokens: MappedTokens, packing: str, note: Note) -> None:
-    """Build rows in a partial folder, sync them, then rename the folder."""
+    """Build rows in a new folder."""
     if tokens.n_documents >= MIN_NOTE_DOCUMENTS:
         note(
             f"arranging {count_text(tokens.n_documents, 'document')} in sequences, once for these tokens"
         )
-    for leftover in filter(is_abandoned, [*folder.parent.iterdir()]):
-        remove_folder(leftover)
-    partial = folder.with_name(partial_name(folder.name))
-    partial.mkdir()
-    # A kill before the rename leaves a partial folder, which the next build removes. A kill between
-    # the rename and the last fsync may lose the name after a power failure, but never leaves a
-    # folder with the final name and incomplete files: they are durable before the rename.
-    try:
-        _write_rows(partial, folder.name, tokens, packing)
-        publish_folder(partial, folder, lambda path: read_rows(path, tokens))
-        fsync_path(folder.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _write_rows(folder: Path, identity: str, tokens: MappedTokens, packing: str) -> None:
-    """Write the files of rows durably."""
-    write = _write_pieces
-    dtypes: Mapping[str, np.dtype[Any]] = DTYPES
-    if _max_nbytes(tokens) > MAX_INDEX_NBYTES:
-        write = write_windows
-        dtypes = COMPACT_DTYPES
-    with contextlib.ExitStack() as stack:
-        opened = {name: stack.enter_context((folder / name).open("xb")) for name in dtypes}
-        files = {name: HashingFile(file, xxhash.xxh3_128()) for name, file in opened.items()}
-        counts = write(files, tokens, packing)
+    with new_folder(folder) as temporary:
+        with ExitStack() as stack:
+            opened = {name: stack.enter_context((temporary / name).open("xb")) for name in DTYPES}
+            files = {name: HashingFile(file) for name, file in opened.items()}
+            counts = _write_files(files, tokens, packing)
         digests = {name: file.digest() for name, file in files.items()}
-    meta = RowsMeta(identity, packing, tokens.seq_length, **asdict(counts), digests=digests)
-    for name in dtypes:
-        fsync_path(folder / name)
-    # Last, after the other files are durable: it also makes the names in the folder durable.
-    write_file(folder / META_FILE, json.dumps(asdict(meta), indent=1).encode() + b"\n")
-
-
-def _max_nbytes(tokens: MappedTokens) -> int:
-    """Return an upper bound of the bytes of rows that are not compact."""
-    # A document of n tokens has at most n // seq_length + 1 pieces, and each row at least one piece.
-    n_pieces = tokens.n_documents + tokens.n_blocks
-    return n_pieces * sum(dtype.itemsize for dtype in DTYPES.values())
-
-
-def _write_pieces(
-    files: Mapping[str, HashingFile], tokens: MappedTokens, packing: str
-) -> RowCounts:
-    """Write the pieces of all rows."""
-    counts = RowCounts()
-    ends = document_end_blocks(tokens, BLOCK_DOCUMENTS)
-    for block in DOCUMENT_ROWS[packing](ends, tokens.seq_length):
-        arrays = {
-            STARTS_FILE: block.pieces.starts,
-            LENGTHS_FILE: block.pieces.lengths,
-            ENDS_FILE: block.ends,
-        }
-        for name, array in arrays.items():
-            files[name].write(array.astype(DTYPES[name]).tobytes())
-        counts.n_pieces += len(block.pieces.lengths)
-        counts.n_rows += len(block.ends)
-        counts.max_length = max(counts.max_length, int(block.pieces.lengths.max()))
-    return counts
+        meta = RowsMeta(folder.name, packing, tokens.seq_length, **asdict(counts), digests=digests)
+        (temporary / META_FILE).write_text(json.dumps(asdict(meta), indent=1) + "\n")
 
 
 def _parse_meta(folder: Path, data: bytes) -> RowsMeta:
@@ -370,19 +268,22 @@ def _parse_meta(folder: Path, data: bytes) -> RowsMeta:
     try:
         values = load_json(data)
         meta = RowsMeta(**{key.name: values[key.name] for key in fields(RowsMeta)})
+        if meta.digests.keys() == EARLIER_FILES:
+            raise EarlierRowsError(f"the rows in {folder} are of an earlier version")
         numbers = (meta.seq_length, meta.n_pieces, meta.n_rows, meta.max_length)
         is_valid = all(type(number) is int and number > 0 for number in numbers)
-        is_valid &= isinstance(meta.digests, dict) and meta.digests.keys() in (
-            DTYPES.keys(),
-            COMPACT_DTYPES.keys(),
-        )
-    except (ValueError, TypeError, KeyError):
+        is_valid &= isinstance(meta.digests, dict) and meta.digests.keys() == DTYPES.keys()
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise _damaged_rows_error(folder, f"{META_FILE} is malformed") from None
     if not is_valid or meta.identity != folder.name:
         raise _damaged_rows_error(
             folder, f"{META_FILE} has invalid values or belongs to other rows"
         )
     return meta
+
+
+class EarlierRowsError(DamagedStoreError):
+    """Error for rows in the larger form of earlier versions. They are written again."""
 
 
 def _damaged_rows_error(folder: Path, why: str) -> DamagedStoreError:

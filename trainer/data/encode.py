@@ -1,23 +1,20 @@
-"""Encode examples in batches and in threads, and append the tokens to a store."""
+"""Encode examples in batches and in threads."""
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.data.encoded_batch import EncodedBatch
-from trainer.data.examples import Example, FileStart, LossSpan, ReadPosition, Segment, TokenIds
+from trainer.data.examples import Example, LossSpan, Segment, TokenIds
 from trainer.data.ignored_parts import NO_LOSS, NO_STOP_TOKEN, lacks_stop_token
-from trainer.data.overlong import OverlongRule, fit_documents
 from trainer.data.readers.text_file import TEXT_CHUNK_NBYTES
-from trainer.data.store_writer import TokenWriter
 from trainer.data.tokenizer import TextTokenizer
 
 # Bytes of text of a batch: a chunk for every core, also on a machine with fewer than 4. Encoding takes
@@ -29,23 +26,36 @@ NO_IDS = np.array([], np.uint32)
 Weights: TypeAlias = int | npt.NDArray[np.float32]
 
 
-def batch_examples(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    """Group examples in order, up to ENCODE_BATCH_NBYTES per group.
+class ExampleBatch(NamedTuple):
+    """Consecutive examples of a shard."""
+
+    shard: int
+    examples: list[Example]
+
+
+def batch_examples(examples: Iterable[tuple[int, Example]]) -> Iterator[ExampleBatch]:
+    """Group examples in order, up to ENCODE_BATCH_NBYTES of one shard per group.
 
     A larger one is a group by itself.
+
+    Args:
+        examples: The examples, each with its shard.
     """
-    batch: list[Example] = []
+    batch = ExampleBatch(0, [])
     nbytes = 0
-    for example in examples:
+    for shard, example in examples:
         # Examples of compressed files have more characters than bytes.
         example_nbytes = max(example.nbytes, example.size)
-        if batch and nbytes + example_nbytes > ENCODE_BATCH_NBYTES:
+        is_full = nbytes + example_nbytes > ENCODE_BATCH_NBYTES
+        if batch.examples and (is_full or shard != batch.shard):
             yield batch
-            batch = []
+            batch = ExampleBatch(shard, [])
             nbytes = 0
-        batch.append(example)
+        if not batch.examples:
+            batch = ExampleBatch(shard, [])
+        batch.examples.append(example)
         nbytes += example_nbytes
-    if batch:
+    if batch.examples:
         yield batch
 
 
@@ -169,12 +179,10 @@ ENCODE_THREADS = 2
 # Batches that are read before the first of them is written: two encode, one waits.
 BATCHES_AHEAD = 3
 
-Batch: TypeAlias = list[Example]
-
 
 def encode_batches(
-    batches: Iterable[Batch], tokenizer: TextTokenizer
-) -> Generator[tuple[Batch, EncodedBatch], None, None]:
+    batches: Iterable[ExampleBatch], tokenizer: TextTokenizer
+) -> Generator[tuple[ExampleBatch, EncodedBatch], None, None]:
     """Yield batches of examples with their tokens, in order.
 
     Batches are read ahead by a constant number, so errors do not depend on the speed of the
@@ -188,10 +196,10 @@ def encode_batches(
         PrepError: The tokenizer fails.
     """
     executor = ThreadPoolExecutor(ENCODE_THREADS, "encode")
-    pending: deque[tuple[Batch, Future[EncodedBatch]]] = deque()
+    pending: deque[tuple[ExampleBatch, Future[EncodedBatch]]] = deque()
     try:
         for batch in batches:
-            pending.append((batch, executor.submit(encode_batch, batch, tokenizer)))
+            pending.append((batch, executor.submit(encode_batch, batch.examples, tokenizer)))
             if len(pending) > BATCHES_AHEAD:
                 yield _take_first(pending)
         while pending:
@@ -201,69 +209,8 @@ def encode_batches(
 
 
 def _take_first(
-    pending: deque[tuple[Batch, Future[EncodedBatch]]],
-) -> tuple[Batch, EncodedBatch]:
+    pending: deque[tuple[ExampleBatch, Future[EncodedBatch]]],
+) -> tuple[ExampleBatch, EncodedBatch]:
     """Remove the first batch, wait for its tokens, and return both."""
     batch, encoded = pending.popleft()
     return batch, encoded.result()
-
-
-# Yields the examples of a dataset starting at a file, and calls its second argument with the start
-# of each file before reading the file.
-ReadExamples: TypeAlias = Callable[[FileStart, Callable[[FileStart], None]], Iterator[Example]]
-
-
-def fill_store(
-    writer: TokenWriter,
-    read: ReadExamples,
-    tokenizer: TextTokenizer,
-    *,
-    vocab: int,
-    overlong: OverlongRule,
-    progress: Callable[[int, int], None],
-) -> None:
-    """Tokenize examples and append them to a store, in order and in bounded memory.
-
-    The file of the store's position is read again from its start. Its examples before the position
-    are skipped, without tokenizing them.
-
-    Args:
-        writer: Writer of the store, at the position after its last example.
-        read: Reads the examples.
-        tokenizer: Tokenizer of their texts.
-        vocab: Size of the model's vocabulary without padding.
-        overlong: What becomes of documents longer than a sequence.
-        progress: Called with the bytes and the tokens in the store: at the start, and after each
-            batch.
-
-    Raises:
-        PrepError: An example is invalid, the tokenizer fails, or an id is not in the vocabulary.
-    """
-    position = writer.position
-    starts = [position.start]
-    examples = read(position.start, starts.append)
-    missing = itertools.islice(examples, position.n_examples - position.start.n_examples, None)
-    progress(position.nbytes, writer.n_tokens)
-    for batch, whole in encode_batches(batch_examples(missing), tokenizer):
-        encoded = fit_documents(whole, overlong)
-        writer.append(encoded.ids, encoded.weights, ends=encoded.ends)
-        writer.count_ignored(encoded.ignored)
-        # Before the commit: no journal records tokens that the model does not have.
-        tokenizer.check_in_vocab(writer.max_id, vocab)
-        position = _position_after(position, batch, starts)
-        writer.commit(position)
-        progress(position.nbytes, writer.n_tokens)
-
-
-def _position_after(
-    position: ReadPosition, batch: Sequence[Example], starts: list[FileStart]
-) -> ReadPosition:
-    """Return the read position after a batch. Remove from `starts` the files before it."""
-    # Files are read ahead of encoding, so `starts` may have files that begin after the batch. The
-    # file of the next example is the last one that starts at or before it.
-    n_examples = position.n_examples + len(batch)
-    while len(starts) > 1 and starts[1].n_examples <= n_examples:
-        del starts[0]
-    return ReadPosition(
-        n_examples, position.nbytes + sum(example.nbytes for example in batch), starts[0]
-    )

@@ -1,10 +1,9 @@
-"""Examples: the texts and token ids of a record, and positions in a sequence of examples."""
+"""Examples: the texts and token ids of a record."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -67,43 +66,3 @@ class Example:
     def size(self) -> int:
         """Characters and token ids of its segments."""
         return sum(len(segment.content) for segment in (*self.target, *(self.source or ())))
-
-
-@dataclass(frozen=True, slots=True)
-class FileStart:
-    """The start of a file in a dataset: counts of everything before its first example.
-
-    Attributes:
-        file: Index of the file.
-        n_examples: Examples of the files before it.
-        n_documents: Documents of the files before it. A source and its target count as one.
-        n_bad_lines: Skipped invalid records of the files before it.
-    """
-
-    file: int = 0
-    n_examples: int = 0
-    n_documents: int = 0
-    n_bad_lines: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPosition:
-    """A position in a dataset, after a number of its examples.
-
-    Attributes:
-        n_examples: Examples before the position.
-        nbytes: Bytes of all files that they account for.
-        start: Start of the file with the next example.
-    """
-
-    n_examples: int = 0
-    nbytes: int = 0
-    start: FileStart = FileStart()
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> ReadPosition:
-        """Return the position from the values of `dataclasses.asdict`.
-
-        Other keys raise TypeError.
-        """
-        return cls(**{**values, "start": FileStart(**values["start"])})

@@ -141,10 +141,15 @@ def check_not_empty(file: DataFile) -> DataFile:
     return file
 
 
-def changed_file_error(path: Path | str) -> PrepError:
-    """Return the error for a changed file, with another digest than before."""
+class ChangedFileError(PrepError):
+    """A data file has another digest than before."""
+
+
+def changed_file_error(path: Path | str) -> ChangedFileError:
+    """Return the error for a changed file."""
     why = "its digest differs from the one taken before, so its tokens could not be identified"
-    return PrepError(f"{path} changed while it was read", why, f"{RERUN_HINT} once it is complete")
+    hint = f"{RERUN_HINT} once it is complete"
+    return ChangedFileError(f"{path} changed while it was read", why, hint)
 
 
 def check_readable(path: Path) -> None:

@@ -103,7 +103,7 @@ def document_dataset(
 
     Args:
         tokens: The token store. If it has no rows, they are made in memory.
-        packing: A key of `DOCUMENT_ROWS`.
+        packing: The recipe's `data.packing`.
         first_input: Input token at the start of each piece, instead of the stored one.
     """
     rows = tokens.rows or make_rows(tokens, packing)

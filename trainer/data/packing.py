@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text
-from trainer.data.store import MappedTokens
+from trainer.data.store import MappedTokens, TokenArray
 
 RowIndices: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
@@ -118,12 +118,11 @@ class PackedDataset:
             weights[indices >= 0, :-1] = self.tokens.decode_weights(codes)
         return {"tokens": tokens, "targets": targets, "weights": weights}
 
-    def _read_blocks(
-        self, array: npt.NDArray[Any], indices: npt.NDArray[np.int64]
-    ) -> npt.NDArray[Any]:
+    def _read_blocks(self, array: TokenArray, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """Return the blocks of the rows without padding, of an array with one value per token."""
-        blocks = array[: self.tokens.n_blocks * self.seq_length].reshape(-1, self.seq_length)
-        return blocks[self.first_row + indices[indices >= 0]]
+        starts = (self.first_row + indices[indices >= 0]) * self.seq_length
+        blocks = [array[start : start + self.seq_length] for start in starts.tolist()]
+        return np.stack(blocks) if blocks else np.zeros((0, self.seq_length), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,27 @@
-"""Read the examples of data files, and skip a limited number of invalid records."""
+"""Read the examples of data files by shard, and skip a limited number of invalid records."""
 
 from __future__ import annotations
 
 import itertools
+import json
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from prepcli.core.errors import Key, PrepError, text
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import JsonObject
-from trainer.data.examples import Example, FileStart, RecordLimitError, Segment
+from trainer.data.examples import Example, RecordLimitError, Segment
 from trainer.data.fields import ExampleBuilder
 from trainer.data.files import DataFile, Note, changed_file_error, hash_file
 from trainer.data.readers import READERS
-from trainer.data.readers.reader import DataPiece, IdsChunk, ReadOptions
+from trainer.data.readers.reader import DataPiece, ErrorHandler, IdsChunk, ReadOptions
 from trainer.data.token_changes import IdentityChange
 from trainer.recipe.text_fields import (
     DEFAULT_IDS_DTYPE,
@@ -29,6 +34,8 @@ from trainer.recipe.text_fields import (
 SHOWN = 3
 # Types of files that may be one list, since `IdentityChange.JSON_LISTS`.
 LIST_TYPES = ("json",)
+# Raise it when a reader counts the bytes of its records in another way, or a shard has other records.
+LAYOUT_VERSION = 1
 
 
 class BadLines:
@@ -69,9 +76,6 @@ class BadLines:
         """Report the number of skipped records, if there are any."""
         if self.count:
             self._note(f"{count_text(self.count, 'invalid line')} skipped")
-
-
-FIRST_FILE = FileStart()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,48 +125,194 @@ class RecordSettings:
         return inputs
 
 
-def read_examples(
-    files: Sequence[DataFile],
-    file_type: FileType,
-    builder: ExampleBuilder,
-    *,
-    settings: RecordSettings,
-    note: Note,
-    start: FileStart = FIRST_FILE,
-    on_file: Callable[[FileStart], None] = lambda start: None,
-) -> Iterator[Example]:
-    """Yield the examples of data files, in order and in bounded memory.
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """The shards of data files.
+
+    The files, one after the other, are a sequence of bytes. It is cut into ranges of equal size, and what ends in a
+    range is in its shard: a record, a chunk of a text, or an undivided file. Ranges in which nothing can
+    end have no shard. The layout is therefore a function of the sizes of the files.
+
+    Attributes:
+        range_nbytes: Size of a range.
+        starts: Start of each file.
+        ends: End of each undivided file. None for the others.
+        ranges: Number of the range of each shard, ascending.
+        nbytes: Bytes of the data of each shard.
+    """
+
+    range_nbytes: int
+    starts: Sequence[int]
+    ends: Sequence[int | None]
+    ranges: Sequence[int]
+    nbytes: Sequence[int]
+
+    @property
+    def n_shards(self) -> int:
+        """Number of shards."""
+        return len(self.ranges)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the division. Equal layouts of equal files give equal shards."""
+        inputs = [LAYOUT_VERSION, self.range_nbytes, self.starts, self.ends]
+        return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
+
+    def find(self, file: int, end: int) -> int:
+        """Return the shard of what ends at a byte of a file."""
+        last = self.ends[file]
+        if last is None:
+            # A file that begins with an empty text ends nothing before its first byte.
+            last = self.starts[file] + max(end, 1)
+        return bisect_left(self.ranges, (last - 1) // self.range_nbytes)
+
+    def start(self, file: int, shard: int) -> int:
+        """Return the byte of a file before the parts of a shard."""
+        if self.ends[file] is not None:
+            return 0
+        return max(0, self.ranges[shard] * self.range_nbytes - self.starts[file])
+
+    def share(self, process: int, of: int) -> range:
+        """Return the shards of one of several processes. The shares have about equal sizes."""
+        ends = list(accumulate(self.nbytes, initial=0))
+        bounds = [bisect_left(ends, ends[-1] * index / of) for index in (process, process + 1)]
+        return range(min(bounds[0], self.n_shards), min(bounds[1], self.n_shards))
+
+
+def divide_files(
+    files: Sequence[DataFile], file_type: FileType, *, min_nbytes: int, max_shards: int
+) -> ShardLayout:
+    """Return the shards of data files.
 
     Args:
+        files: The files. None is empty.
+        file_type: Their type.
+        min_nbytes: Minimum size of a range.
+        max_shards: Maximum number of ranges.
+    """
+    reader = READERS[file_type]
+    starts = list(accumulate((file.nbytes for file in files), initial=0))
+    range_nbytes = max(min_nbytes, -(-starts[-1] // max_shards))
+    ends: list[int | None] = []
+    nbytes: Counter[int] = Counter()
+    for index, file in enumerate(files):
+        if reader.divides(file):
+            ends.append(None)
+            for part in range(starts[index] // range_nbytes, -(-starts[index + 1] // range_nbytes)):
+                low = max(starts[index], part * range_nbytes)
+                nbytes[part] += min(starts[index + 1], (part + 1) * range_nbytes) - low
+            continue
+        end = starts[index + 1]
+        # The digest of a companion is checked after both files are read, so both are in one shard.
+        suffix = reader.companion_suffix
+        if suffix and not str(file.path).endswith(suffix) and index + 1 < len(files):
+            end = starts[index + 2]
+        ends.append(end)
+        nbytes[(end - 1) // range_nbytes] += file.nbytes
+    ranges = sorted(nbytes)
+    return ShardLayout(range_nbytes, starts, ends, ranges, [nbytes[part] for part in ranges])
+
+
+@dataclass(slots=True)
+class ShardReader:
+    """Reads the examples of shards, in order and in bounded memory.
+
+    Attributes:
         files: The files, with their digests.
         file_type: Type of the files. It selects their reader.
         builder: Builds an example of each record.
         settings: Settings of reading.
+        layout: The shards of the files.
         note: Called with messages about skipped records.
-        start: The first file to read, and the counts of the files before it.
-        on_file: Called with each file before it is read.
-
-    Raises:
-        PrepError: A file is invalid, cannot be read, or changed since it was hashed, or more
-            records are invalid than `bad_lines`.
+        n_skipped: Number of skipped invalid records of each shard, also of shards made before.
+        is_read: Whether a shard is read, once its first part is reached. All parts of a shard are read, or none,
+            whatever other processes do meanwhile.
     """
-    bad_lines = BadLines(settings.bad_lines, note, count=start.n_bad_lines)
-    options = ReadOptions(bad_lines, settings.ids_dtype, settings.max_document_nbytes)
-    # The counts go on from an earlier run, so that limits hold for the whole dataset.
-    n_examples = start.n_examples
-    n_documents = start.n_documents
-    for index, file in enumerate(files[start.file :], start.file):
-        on_file(FileStart(index, n_examples, n_documents, bad_lines.count))
-        for piece in READERS[file_type].read(file, options):
-            for example in _piece_examples(piece, builder, settings, on_error=bad_lines):
-                yield example
-                n_examples += 1
+
+    files: Sequence[DataFile]
+    file_type: FileType
+    builder: ExampleBuilder
+    settings: RecordSettings
+    layout: ShardLayout
+    note: Note
+    n_skipped: Counter[int] = field(default_factory=Counter[int])
+    is_read: dict[int, bool] = field(default_factory=dict[int, bool])
+
+    def read(self, is_missing: Callable[[int], bool]) -> Iterator[tuple[int, Example]]:
+        """Yield the examples of missing shards, each with its shard.
+
+        Args:
+            is_missing: Returns whether a shard is missing.
+
+        Raises:
+            PrepError: A file is invalid, cannot be read, or changed since it was hashed, or more
+                records are invalid than `bad_lines`.
+        """
+        count = self.n_skipped.total()
+        bad_lines = BadLines(self.settings.bad_lines, self.note, count=count)
+        n_documents = 0
+        for index, file in enumerate(self.files):
+            for shard, example in self._read_file(index, is_missing, bad_lines):
+                yield shard, example
                 n_documents += example.ends_document
-                if settings.limit and n_documents == settings.limit:
+                if self.settings.limit and n_documents == self.settings.limit:
                     _check_unchanged(file)
                     bad_lines.report()
                     return
-    bad_lines.report()
+        bad_lines.report()
+
+    def _read_file(
+        self, index: int, is_missing: Callable[[int], bool], bad_lines: BadLines
+    ) -> Iterator[tuple[int, Example]]:
+        """Yield the examples of a file in missing shards."""
+        file = self.files[index]
+        shards = range(self.layout.find(index, 0), self.layout.find(index, file.nbytes) + 1)
+        for shard in shards:
+            if not is_missing(shard):
+                self.is_read.setdefault(shard, False)
+        missing = [shard for shard in shards if self.is_read.get(shard, True)]
+        if not missing:
+            return
+        errors: list[PrepError] = []
+
+        def skip_errors(shard: int) -> None:
+            """Skip the invalid records before a valid one. They belong to its shard, as their bytes do."""
+            for error in errors:
+                bad_lines(error)
+                self.n_skipped[shard] += 1
+            errors.clear()
+
+        def on_error(error: PrepError) -> None:
+            errors.append(error)
+            if len(errors) > self.settings.bad_lines:
+                skip_errors(shards[-1])
+
+        start = 0
+        if not self.settings.bad_lines:
+            # Otherwise the invalid records after the last valid one of an earlier shard would be skipped, too.
+            start = self.layout.start(index, missing[0])
+        options = ReadOptions(
+            on_error, self.settings.ids_dtype, self.settings.max_document_nbytes, start
+        )
+        end = 0
+        for piece in READERS[self.file_type].read(file, options):
+            end += piece.nbytes
+            shard = self.layout.find(index, end)
+            if shard > missing[-1]:
+                _check_unchanged(file)
+                return
+            if shard not in self.is_read:
+                # Another process may have made it since the start of the file.
+                self.is_read[shard] = is_missing(shard)
+            if not self.is_read[shard]:
+                errors.clear()
+                continue
+            skip_errors(shard)
+            for example in _piece_examples(piece, self.builder, self.settings, on_error=on_error):
+                yield shard, example
+            skip_errors(shard)
+        if self.is_read.setdefault(shards[-1], is_missing(shards[-1])):
+            skip_errors(shards[-1])
 
 
 def _check_unchanged(file: DataFile) -> None:
@@ -176,7 +326,7 @@ def _piece_examples(
     builder: ExampleBuilder,
     settings: RecordSettings,
     *,
-    on_error: BadLines,
+    on_error: ErrorHandler,
 ) -> Iterable[Example]:
     """Return the examples of a record, text chunk or id chunk. A skipped invalid record has no example."""
     if isinstance(piece, IdsChunk):

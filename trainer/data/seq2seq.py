@@ -102,9 +102,9 @@ class Seq2SeqDataset:
 
     def _document_span(self, document: int) -> tuple[int, int]:
         """Return the start and end of a document in the store's tokens."""
-        ends = self.tokens.ends
-        start = int(ends[document - 1]) if document else 0
-        return start, int(ends[document])
+        # The first document starts at 0.
+        bounds = [0, *self.tokens.ends[max(document - 1, 0) : document + 1].tolist()]
+        return bounds[-2], bounds[-1]
 
 
 def seq2seq_dataset(

@@ -1,19 +1,25 @@
-"""The token store: a folder with the token ids of all documents.
+"""The token store: a folder with the token ids of all documents, in shards.
 
-The folder has its final name only if it is complete on disk.
+A shard has the tokens of a range of the data. It is a folder `00000`, `00001` and so on, in the order of the data:
 
-- `tokens.bin`: ids of all documents, concatenated (uint16 or uint32, little-endian).
-- `documents.bin`: end of each document in `tokens.bin`, in tokens (uint64, little-endian).
-- `weights.bin`: loss weight of each token as a target, as its index in `StoreMeta.loss_weights`
-  (uint8). Only in stores where some weights are 0.
-- `meta.json`: `StoreMeta`, with the XXH3-128 digests of the other files.
+- `tokens.bin`: ids of its documents, concatenated (uint16 or uint32, little-endian). A document may begin in one
+  shard and end in a later one.
+- `documents.bin`: end of each document in the shard, in tokens from the start of the shard (uint64,
+  little-endian).
+- `weights.bin`: loss weight of each token as a target, as its index in `ShardMeta.loss_weights` (uint8). Only in
+  stores where some weights are 0.
+- `meta.json`: `ShardMeta`, with the XXH3-128 digests of the other files.
+
+A shard is complete under its name, and never changes. `store.json` lists all of them. It is written last, so that a
+store without it is incomplete. A store of an earlier version is the folder of its only shard.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from mmap import mmap
+from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +29,25 @@ import xxhash
 
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text
-from prepcli.core.json_values import load_json
-from prepcli.stores.files import open_regular_file, read_regular_file
+from prepcli.core.json_values import JsonObject, load_json
+from prepcli.stores.files import open_regular_file, read_regular_file, write_file
 from trainer.data.document_packing import DocumentRows
 from trainer.data.files import io_error
+from trainer.data.joined_array import ArrayFile, JoinedArray, TokenArray
 
 TOKENS_FILE = "tokens.bin"
 DOCUMENTS_FILE = "documents.bin"
 WEIGHTS_FILE = "weights.bin"
 META_FILE = "meta.json"
+STORE_FILE = "store.json"
 # The loss weights of most stores, and the first ones of each.
 LOSS_WEIGHTS = (0.0, 1.0)
 MAX_LOSS_WEIGHTS = 256
 # uint64, because a store may have more than 2^32 tokens.
 DOCUMENT_END_DTYPE = np.dtype("<u8")
 DIGEST_READ_NBYTES = 4 << 20
+# Tokens that are read together to count those with loss.
+COUNT_TOKENS = 1 << 22
 # The possible sets of file names in `digests`: of an earlier version, without and with loss weights.
 DIGEST_NAMES = (
     set[str](),
@@ -47,19 +57,22 @@ DIGEST_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class StoreMeta:
-    """Metadata of a token store, as written to `meta.json`.
+class ShardMeta:
+    """Metadata of a shard.
 
     Attributes:
-        identity: Digest of all inputs of tokenization, and the store's folder name.
+        identity: Identity of its store.
         dtype: Dtype of the ids, "uint16" or "uint32".
         n_tokens: Number of ids.
-        n_documents: Number of documents.
-        max_id: Largest id, or -1 for an empty store.
+        n_documents: Number of document ends in the shard.
+        max_id: Largest id, or -1 for an empty shard.
         digests: XXH3-128 by file name. Empty in stores of earlier versions.
         ignored: Number of each part of conversations that the tokens do not show, by name. Empty in stores
             of earlier versions.
         loss_weights: The different loss weights of its tokens, 0 and 1 first.
+        n_bad_lines: Number of skipped invalid records.
+        layout: Digest of the division of the data. Shards of different divisions are not of one store. Empty in
+            stores of earlier versions.
     """
 
     identity: str
@@ -70,11 +83,120 @@ class StoreMeta:
     digests: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, int] = field(default_factory=dict)
     loss_weights: Sequence[float] = LOSS_WEIGHTS
+    n_bad_lines: int = 0
+    layout: str = ""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the shard has loss weights."""
+        return WEIGHTS_FILE in self.digests
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Bytes of each file, without the metadata."""
+        sizes = {
+            TOKENS_FILE: self.n_tokens * np.dtype(self.dtype).itemsize,
+            DOCUMENTS_FILE: self.n_documents * DOCUMENT_END_DTYPE.itemsize,
+        }
+        if self.has_weights:
+            sizes[WEIGHTS_FILE] = self.n_tokens
+        return sizes
+
+    def to_json(self) -> JsonObject:
+        """Return the values as JSON, without the defaults of newer keys."""
+        values = asdict(self)
+        for name, default in (
+            ("ignored", {}),
+            ("loss_weights", [*LOSS_WEIGHTS]),
+            ("n_bad_lines", 0),
+            ("layout", ""),
+        ):
+            if values[name] == default:
+                del values[name]
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class StoreMeta:
+    """Metadata of a complete store.
+
+    Attributes:
+        identity: Digest of all inputs of tokenization, and the store's folder name.
+        shards: Metadata of the shards by folder name, in the order of the data. The only shard of an earlier
+            version has an empty name.
+        loss_weights: The different loss weights of its tokens, 0 and 1 first.
+    """
+
+    identity: str
+    shards: Mapping[str, ShardMeta]
+    loss_weights: Sequence[float]
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the ids."""
+        return next(iter(self.shards.values())).dtype
 
     @property
     def has_weights(self) -> bool:
         """Whether the store has loss weights."""
-        return WEIGHTS_FILE in self.digests
+        return next(iter(self.shards.values())).has_weights
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of ids."""
+        return sum(shard.n_tokens for shard in self.shards.values())
+
+    @property
+    def n_documents(self) -> int:
+        """Number of documents."""
+        return sum(shard.n_documents for shard in self.shards.values())
+
+    @property
+    def max_id(self) -> int:
+        """Largest id, or -1 for an empty store."""
+        return max(shard.max_id for shard in self.shards.values())
+
+    @property
+    def ignored(self) -> dict[str, int]:
+        """Number of each part of conversations that the tokens do not show, by name."""
+        counts: dict[str, int] = {}
+        for shard in self.shards.values():
+            for name, count in shard.ignored.items():
+                counts[name] = counts.get(name, 0) + count
+        return dict(sorted(counts.items()))
+
+    @property
+    def documents_digest(self) -> str | None:
+        """Digest of the ends of all documents. None if it is not recorded."""
+        digests = [shard.digests.get(DOCUMENTS_FILE) for shard in self.shards.values()]
+        if len(digests) == 1:
+            return digests[0]
+        counts = [shard.n_tokens for shard in self.shards.values()]
+        return xxhash.xxh3_128_hexdigest(json.dumps([digests, counts]).encode())
+
+
+def join_shards(identity: str, shards: Mapping[str, ShardMeta]) -> StoreMeta:
+    """Return the metadata of a store.
+
+    Args:
+        identity: Its identity.
+        shards: All of its shards by folder name, in order.
+
+    Raises:
+        PrepError: They have too many different loss weights.
+    """
+    weights = dict.fromkeys(LOSS_WEIGHTS)
+    for shard in shards.values():
+        weights |= dict.fromkeys(shard.loss_weights)
+    if len(weights) > MAX_LOSS_WEIGHTS:
+        raise too_many_weights_error()
+    return StoreMeta(identity, shards, [*weights])
+
+
+def too_many_weights_error() -> PrepError:
+    """Return the error for data with more different loss weights than a byte can number."""
+    why = f"a dataset may have {MAX_LOSS_WEIGHTS} different ones"
+    return PrepError("the data has too many loss weights", why, "round them")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,11 +214,11 @@ class MappedTokens:
         loss_weights: The loss weights.
     """
 
-    ids: npt.NDArray[np.unsignedinteger[Any]]
-    ends: npt.NDArray[np.uint64]
+    ids: TokenArray
+    ends: TokenArray
     identity: str
     seq_length: int
-    weight_codes: npt.NDArray[np.uint8] | None = None
+    weight_codes: TokenArray | None = None
     rows: DocumentRows | None = None
     loss_weights: Sequence[float] = LOSS_WEIGHTS
 
@@ -119,26 +241,24 @@ class MappedTokens:
         """Return the loss weights of codes, in an array of the same shape."""
         return np.array(self.loss_weights, np.float32)[codes]
 
+    def count_loss(self) -> int:
+        """Return the number of tokens with a loss weight above 0."""
+        if self.weight_codes is None:
+            return self.n_tokens
+        count = 0
+        for low in range(0, self.n_tokens, COUNT_TOKENS):
+            count += int(np.count_nonzero(self.weight_codes[low : low + COUNT_TOKENS]))
+        return count
+
 
 def document_end_blocks(tokens: MappedTokens, n_documents: int) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield the ends of all documents, `n_documents` at a time.
-
-    Files are read, not mapped: pages of a map would stay in the memory of the process.
-    """
+    """Yield the ends of all documents, `n_documents` at a time."""
     for low in range(0, tokens.n_documents, n_documents):
-        count = min(n_documents, tokens.n_documents - low)
-        # Only a whole memory map has the map as its base. The `offset` of a slice is not its offset
-        # in the file, so a slice is read from memory.
-        if (
-            isinstance(tokens.ends, np.memmap)
-            and isinstance(tokens.ends.base, mmap)
-            and tokens.ends.filename
-        ):
-            offset = tokens.ends.offset + low * DOCUMENT_END_DTYPE.itemsize
-            ends = np.fromfile(tokens.ends.filename, DOCUMENT_END_DTYPE, count, offset=offset)
+        items = slice(low, low + n_documents)
+        if isinstance(tokens.ends, JoinedArray):
+            yield tokens.ends.read(items).astype(np.int64)
         else:
-            ends = tokens.ends[low : low + count]
-        yield ends.astype(np.int64)
+            yield tokens.ends[items].astype(np.int64)
 
 
 def little_endian(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
@@ -146,8 +266,23 @@ def little_endian(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype(dtype).newbyteorder("<")
 
 
+def is_complete(folder: Path) -> bool:
+    """Return whether a folder is a store with all of its tokens. Digests are not checked."""
+    return (folder / STORE_FILE).exists() or (folder / META_FILE).exists()
+
+
+def shard_name(shard: int) -> str:
+    """Return the folder name of a shard."""
+    return f"{shard:05d}"
+
+
+def has_shard(folder: Path) -> bool:
+    """Return whether a store has a shard."""
+    return any(folder.glob(f"[0-9]*/{META_FILE}"))
+
+
 def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
-    """Read the metadata of a store and check the sizes and digests of its files.
+    """Read the metadata of a complete store and check the sizes and digests of its files.
 
     Args:
         folder: The store.
@@ -157,77 +292,81 @@ def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
         DamagedStoreError: The files differ from the metadata.
         PrepError: A file cannot be read.
     """
+    if (folder / STORE_FILE).exists():
+        values = _read_json(folder, STORE_FILE)
+        shards = {
+            shard_name(i): _parse_shard(folder, STORE_FILE, v)
+            for i, v in enumerate(_shards(folder, values))
+        }
+    else:
+        shards = {"": _parse_shard(folder, META_FILE, _read_json(folder, META_FILE))}
+    for name, shard in shards.items():
+        check_files(folder, name, shard, checks_digests=checks_digests)
+    return join_shards(folder.name, shards)
+
+
+def _shards(folder: Path, values: Any) -> list[Any]:
+    """Return the values of all shards of a store. Raise DamagedStoreError if there are none."""
+    shards = values.get("shards") if isinstance(values, dict) else None
+    if not isinstance(shards, list) or not shards:
+        raise damaged_store_error(folder, f"{STORE_FILE} is malformed")
+    return shards
+
+
+def read_shard(folder: Path, name: str, *, checks_digests: bool = True) -> ShardMeta:
+    """Read the metadata of a shard of a store, complete or not. The rest is as for `read_meta`."""
+    file = f"{name}/{META_FILE}"
+    shard = _parse_shard(folder, file, _read_json(folder, file))
+    check_files(folder, name, shard, checks_digests=checks_digests)
+    return shard
+
+
+def write_meta(folder: Path, meta: StoreMeta) -> None:
+    """Write the metadata of a store, and thereby complete it. Raise PrepError if it cannot be written."""
+    shards = [shard.to_json() for shard in meta.shards.values()]
+    content = json.dumps({"identity": meta.identity, "shards": shards}, indent=1)
     try:
-        data = read_regular_file(folder / META_FILE)
+        write_file(folder / STORE_FILE, content.encode() + b"\n")
+    except OSError as error:
+        raise io_error(folder / STORE_FILE, error) from error
+
+
+def _read_json(folder: Path, name: str) -> Any:
+    """Return the content of a metadata file. Raise DamagedStoreError if it cannot be read."""
+    try:
+        return load_json(read_regular_file(folder / name))
     except PrepError as error:
-        raise _damaged_store_error(folder, f"{error.what}: {error.why}") from error
+        raise damaged_store_error(folder, f"{error.what}: {error.why}") from error
     except OSError as error:
-        raise _damaged_store_error(folder, f"{error.filename}: {error.strerror}") from error
-    meta = _parse_meta(folder, data)
-    # Sizes come first: they find a file cut short without reading it.
-    try:
-        expected_nbytes = file_sizes(meta)
-        sizes = {name: (folder / name).stat().st_size for name in expected_nbytes}
-    except OSError as error:
-        raise _damaged_store_error(folder, f"{error.filename}: {error.strerror}") from error
-    for name, nbytes in expected_nbytes.items():
-        if sizes[name] != nbytes:
-            raise _damaged_store_error(
-                folder,
-                f"{name} has {count_text(sizes[name], 'byte')}, {META_FILE} records {nbytes:,}",
-            )
-    if not checks_digests:
-        return meta
-    for name, digest in meta.digests.items():
-        if file_digest(folder / name) != digest:
-            raise _damaged_store_error(
-                folder, f"{name} differs from the digest that {META_FILE} records"
-            )
-    return meta
+        raise damaged_store_error(folder, f"{error.filename}: {error.strerror}") from error
+    except ValueError:
+        raise damaged_store_error(folder, f"{name} is malformed") from None
 
 
-def file_sizes(meta: StoreMeta) -> dict[str, int]:
-    """Return the bytes of each file of a store, without its metadata."""
-    sizes = {
-        TOKENS_FILE: meta.n_tokens * np.dtype(meta.dtype).itemsize,
-        DOCUMENTS_FILE: meta.n_documents * DOCUMENT_END_DTYPE.itemsize,
+def _parse_shard(folder: Path, file: str, values: Any) -> ShardMeta:
+    """Return the metadata of a shard. Raise DamagedStoreError if it is invalid."""
+    defaults = {
+        "digests": {},
+        "ignored": {},
+        "loss_weights": [*LOSS_WEIGHTS],
+        "n_bad_lines": 0,
+        "layout": "",
     }
-    if meta.has_weights:
-        sizes[WEIGHTS_FILE] = meta.n_tokens
-    return sizes
-
-
-def file_digest(path: Path) -> str:
-    """Return the XXH3-128 digest of a file."""
-    state = xxhash.xxh3_128()
     try:
-        with open_regular_file(path) as file:
-            while data := file.read(DIGEST_READ_NBYTES):
-                state.update(data)
-    except OSError as error:
-        raise io_error(path, error) from error
-    return state.hexdigest()
-
-
-def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
-    """Return the metadata of a store. Raise DamagedStoreError if it is invalid."""
-    try:
-        values = {"digests": {}, "ignored": {}, "loss_weights": [*LOSS_WEIGHTS]} | load_json(data)
-        meta = StoreMeta(**{key.name: values[key.name] for key in fields(StoreMeta)})
-        numbers = (meta.n_tokens, meta.n_documents, meta.max_id)
-        is_valid = meta.dtype in ("uint16", "uint32") and all(
+        all_values = defaults | values
+        shard = ShardMeta(**{key.name: all_values[key.name] for key in fields(ShardMeta)})
+        numbers = (shard.n_tokens, shard.n_documents, shard.max_id, shard.n_bad_lines)
+        is_valid = shard.dtype in ("uint16", "uint32") and all(
             type(number) is int for number in numbers
         )
-        is_valid &= isinstance(meta.digests, dict) and {*meta.digests} in DIGEST_NAMES
-        is_valid &= all(type(count) is int for count in meta.ignored.values())
-        is_valid &= _are_loss_weights(meta.loss_weights)
+        is_valid &= isinstance(shard.digests, dict) and {*shard.digests} in DIGEST_NAMES
+        is_valid &= all(type(count) is int for count in shard.ignored.values())
+        is_valid &= _are_loss_weights(shard.loss_weights)
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise _damaged_store_error(folder, f"{META_FILE} is malformed") from None
-    if not is_valid or meta.identity != folder.name:
-        raise _damaged_store_error(
-            folder, f"{META_FILE} has invalid values or belongs to another store"
-        )
-    return meta
+        raise damaged_store_error(folder, f"{file} is malformed") from None
+    if not is_valid or shard.identity != folder.name:
+        raise damaged_store_error(folder, f"{file} has invalid values or belongs to another store")
+    return shard
 
 
 def _are_loss_weights(values: Any) -> bool:
@@ -240,11 +379,50 @@ def _are_loss_weights(values: Any) -> bool:
     )
 
 
+def check_files(folder: Path, name: str, shard: ShardMeta, *, checks_digests: bool) -> None:
+    """Raise DamagedStoreError if the files of a shard differ from its metadata."""
+    # Sizes come first: they find a file cut short without reading it.
+    try:
+        for file, expected_nbytes in shard.file_sizes.items():
+            nbytes = (folder / name / file).stat().st_size
+            if nbytes != expected_nbytes:
+                size = count_text(nbytes, "byte")
+                why = f"{Path(name, file)} has {size}, {META_FILE} records {expected_nbytes:,}"
+                raise damaged_store_error(folder, why)
+    except OSError as error:
+        raise damaged_store_error(folder, f"{error.filename}: {error.strerror}") from error
+    if not checks_digests:
+        return
+    for file, digest in shard.digests.items():
+        if file_digest(folder / name / file) != digest:
+            why = f"{Path(name, file)} differs from the digest that {META_FILE} records"
+            raise damaged_store_error(folder, why)
+
+
+def file_digest(path: Path) -> str:
+    """Return the XXH3-128 digest of a file."""
+    return files_digest([path])
+
+
+def files_digest(paths: Sequence[Path]) -> str:
+    """Return the XXH3-128 digest of the bytes of all files, one after the other."""
+    state = xxhash.xxh3_128()
+    for path in paths:
+        try:
+            with open_regular_file(path) as file:
+                while data := file.read(DIGEST_READ_NBYTES):
+                    state.update(data)
+        except OSError as error:
+            raise io_error(path, error) from error
+    return state.hexdigest()
+
+
 class DamagedStoreError(PrepError):
     """Error for a store with missing, changed or malformed files."""
 
 
-def _damaged_store_error(folder: Path, why: str) -> DamagedStoreError:
+def damaged_store_error(folder: Path, why: str) -> DamagedStoreError:
+    """Return the error for a damaged store."""
     return DamagedStoreError(
         f"the tokens in {folder} are damaged",
         why,
@@ -253,26 +431,31 @@ def _damaged_store_error(folder: Path, why: str) -> DamagedStoreError:
 
 
 def map_tokens(folder: Path, meta: StoreMeta, seq_length: int) -> MappedTokens:
-    """Map the files of a store into memory, without reading them."""
-    # A map costs no memory of its own: the pages belong to the page cache, all processes of a host
-    # share them, and the system may drop them at any time. The digests were checked on opening.
-    ids = _map_array(folder / TOKENS_FILE, little_endian(meta.dtype), meta.n_tokens)
-    ends = _map_array(folder / DOCUMENTS_FILE, DOCUMENT_END_DTYPE, meta.n_documents)
-    codes = None
+    """Map the files of a store into memory, without reading them. The digests were checked on opening."""
+    ids: list[ArrayFile] = []
+    ends: list[ArrayFile] = []
+    weights: list[ArrayFile] = []
+    counts = [shard.n_tokens for shard in meta.shards.values()]
+    for (name, shard), offset in zip(meta.shards.items(), accumulate(counts, initial=0)):
+        path = folder / name
+        ids.append(ArrayFile(path / TOKENS_FILE, shard.n_tokens))
+        # A shard counts from its first token.
+        ends.append(ArrayFile(path / DOCUMENTS_FILE, shard.n_documents, offset))
+        # A shard numbers its own loss weights.
+        codes = np.array(
+            [meta.loss_weights.index(weight) for weight in shard.loss_weights], np.uint8
+        )
+        if (codes == np.arange(len(codes))).all():
+            codes = None
+        weights.append(ArrayFile(path / WEIGHTS_FILE, shard.n_tokens, codes=codes))
+    weight_codes = None
     if meta.has_weights:
-        codes = _map_array(folder / WEIGHTS_FILE, np.dtype(np.uint8), meta.n_tokens)
+        weight_codes = JoinedArray(weights, np.dtype(np.uint8))
     return MappedTokens(
-        ids=ids,
-        ends=ends,
+        ids=JoinedArray(ids, little_endian(meta.dtype)),
+        ends=JoinedArray(ends, DOCUMENT_END_DTYPE),
         identity=meta.identity,
         seq_length=seq_length,
-        weight_codes=codes,
+        weight_codes=weight_codes,
         loss_weights=meta.loss_weights,
     )
-
-
-def _map_array(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-    """Map a file into memory. An empty file cannot be mapped."""
-    if not count:
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r", shape=(count,))

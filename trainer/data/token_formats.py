@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,9 +33,10 @@ from trainer.data.store import (
     StoreMeta,
     document_end_blocks,
     file_digest,
+    files_digest,
     map_tokens,
 )
-from trainer.data.tokenize import TokenizeConfig
+from trainer.data.tokenize_config import TokenizeConfig
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch, Schema
@@ -121,22 +122,20 @@ def _export_megatron(store: Path, meta: StoreMeta, target: Path) -> Path:
         # Durable before the ids get their name: a full disk leaves both files, or none.
         file.flush()
         os.fsync(file.fileno())
-        _write_ids(store / TOKENS_FILE, ids_path(index))
+        _write_ids([store / name / TOKENS_FILE for name in meta.shards], ids_path(index))
     return index
 
 
-def _write_ids(source: Path, target: Path) -> None:
-    """Copy the ids of a store to a new file. An equal one is kept."""
+def _write_ids(sources: Sequence[Path], target: Path) -> None:
+    """Copy the ids of all shards to a new file. An equal one is kept."""
     try:
-        with (
-            _writing(target),
-            replacing_file(target, overwrite=False) as file,
-            source.open("rb") as content,
-        ):
-            shutil.copyfileobj(content, file)
+        with _writing(target), replacing_file(target, overwrite=False) as file:
+            for source in sources:
+                with source.open("rb") as content:
+                    shutil.copyfileobj(content, file)
     except FileExistsError:
         # An earlier call or another process wrote it.
-        if file_digest(target) != file_digest(source):
+        if file_digest(target) != files_digest(sources):
             raise _other_tokens_error(target) from None
 
 

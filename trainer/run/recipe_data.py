@@ -28,7 +28,7 @@ from trainer.run.start import checkpoint_tokenizer_folder, read_recipe_lock
 from trainer.run.storage import RUNS_FOLDER
 
 if TYPE_CHECKING:
-    from trainer.data.tokenize import TokenizeConfig
+    from trainer.data.tokenize_config import TokenizeConfig
     from trainer.training.source_datasets import Datasets
 
 

@@ -20,7 +20,7 @@ from prepcli.execution.training_folder import FolderStorage
 from prepcli.execution.training_storage import TOKENS_FOLDER, RunStorage, joint_work
 from prepcli.stores.byte_ranges import retry_policy_from_env
 from prepcli.stores.files import io_error, not_regular_error, write_file
-from trainer.data.store_journal import read_journal
+from trainer.data.store import has_shard, is_complete
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.tables import keys_of, value_of
 from trainer.run.run import Run
@@ -46,12 +46,14 @@ def open_run_storage(out: Path | None, recipe: Recipe, observer: Observer) -> Ru
     Raises:
         UsageError: A URL has another scheme, or is invalid.
     """
-    from trainer.data.store_writer import LOCK_FILE as TOKENS_LOCK
+    from trainer.data.cache_records import OPENED_PREFIX
     from trainer.distributed.hosts import PROBE_PREFIX
 
     url = parse_out_url(out)
     if url is None:
-        start_files = (f"{TOKENS_FOLDER}/{TOKENS_LOCK}", INIT_FOLDER, f"{PROBE_PREFIX}*")
+        # Earlier versions left the file `lock`.
+        tokens = (f"{TOKENS_FOLDER}/{OPENED_PREFIX}*", f"{TOKENS_FOLDER}/lock")
+        start_files = (*tokens, INIT_FOLDER, f"{PROBE_PREFIX}*")
         return FolderStorage(out or RUNS_FOLDER / recipe.name, start_files)
     local_folder = RUNS_FOLDER / url.scheme / url.bucket / url.path
     return BucketStorage(
@@ -189,14 +191,11 @@ def describe_saved_progress(storage: RunStorage) -> str:
 
 def _describe_tokens(folder: Path) -> str:
     """Describe the tokens in a folder: all, a part of them after a kill, or none (empty)."""
-    # A store of tokens has its name only when it is complete. A part has the suffix `.partial`, and
-    # its journal lists the tokens from which the next start continues.
     stores = [path for path in folder.glob("*") if path.is_dir()]
-    if any(not path.name.endswith(".partial") for path in stores):
+    if any(map(is_complete, stores)):
         return "the tokens"
-    for path in stores:
-        if any(state.meta.n_tokens for state in read_journal(path)):
-            return "a part of the tokens"
+    if any(map(has_shard, stores)):
+        return "a part of the tokens"
     return ""
 
 

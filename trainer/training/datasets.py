@@ -26,9 +26,7 @@ from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.span_corruption import SpanCorruptionDataset, SpanCorruptionTokenIds, sentinel_ids
 from trainer.data.store import MappedTokens
 from trainer.data.token_changes import RecordedTokens
-from trainer.data.tokenize import (
-    TokenizeConfig,
-)
+from trainer.data.tokenize_config import TokenizeConfig
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.windows import with_stride
 from trainer.recipe import Recipe

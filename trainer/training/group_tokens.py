@@ -8,23 +8,24 @@ from dataclasses import replace
 
 from prepcli.core.errors import PrepError
 from prepcli.core.process_group import ProcessGroup
+from trainer.data.cache_records import OPENED_PREFIX
 from trainer.data.files import Note, io_error
-from trainer.data.store import MappedTokens
-from trainer.data.store_writer import make_cache
-from trainer.data.token_changes import RecordedTokens
-from trainer.data.token_shards import (
-    complete_shards,
-    is_complete,
-    make_shards,
-    open_shards,
-    tokenize_alone,
-)
-from trainer.data.tokenize import (
-    TokenizeConfig,
+from trainer.data.shards import (
     TokenizeProgress,
+    complete_store,
+    make_shards,
+    read_valid_meta,
+)
+from trainer.data.store import MappedTokens, is_complete
+from trainer.data.token_changes import RecordedTokens
+from trainer.data.tokenize import (
+    map_new_tokens,
     open_tokens,
+    read_inputs,
+    store_job,
     tokenize_files,
 )
+from trainer.data.tokenize_config import TokenizeConfig
 from trainer.distributed.hosts import folder_processes
 
 # Names of exchanges between processes.
@@ -57,7 +58,7 @@ def tokenize_in_group(
     if config.scratch_dir is not None:
         return tokenize_files(config, progress=progress, note=note)
     if group.count == 1:
-        return tokenize_alone(config, progress=progress, note=note)
+        return tokenize_files(config, progress=progress, note=note)
     if group.index == 0:
         _make_cache(config)
     tokens = None
@@ -97,26 +98,32 @@ def _tokenize_on_hosts(
             # A host without the data files makes no share. Process 0 makes what is missing in the
             # end, and reports the error of invalid data.
             with suppress(PrepError):
-                job = open_shards(config, note)
-                share = leaders.index(group.index)
-                make_shards(job, share, len(leaders), progress=progress, note=note)
+                place = leaders.index(group.index)
+                job = store_job(read_inputs(config, note, place, len(leaders)))
+                share = job.share(place, len(leaders))
+                make_shards(job, share, progress=progress, note=note)
         group.barrier(TOKEN_SHARDS)
         return None
-    # Process 0 reads all files for their digests. The others find its plan.
-    job = open_shards(config, note)
-    has_work = not is_complete(job)
+    # Process 0 reads all files for their digests. The others find its record.
+    inputs = read_inputs(config, note)
+    job = store_job(inputs)
+    has_work = not is_complete(job.folder)
     group.broadcast(MISSING_TOKENS, str(has_work))
     if has_work:
-        make_shards(job, 0, len(leaders), progress=progress, note=note)
+        share = job.share(0, len(leaders))
+        make_shards(job, share, progress=progress, note=note)
     group.barrier(TOKEN_SHARDS)
-    if has_work:
-        make_shards(job, 0, 1, progress=progress, note=note)
-    return complete_shards(job, progress=progress, note=note).tokens
+    meta = read_valid_meta(job.folder, note, reopens=True)
+    if meta is None:
+        make_shards(job, range(job.layout.n_shards), progress=progress, note=note)
+        meta = complete_store(job, progress=progress, note=note)
+    return map_new_tokens(job.folder, meta, inputs.config, inputs.tokenizer, note)
 
 
 def _make_cache(config: TokenizeConfig) -> None:
     try:
-        make_cache(config.cache)
+        config.cache.mkdir(parents=True, exist_ok=True)
+        (config.cache / OPENED_PREFIX).touch()
     except OSError as error:
         raise io_error(config.cache, error) from error
 

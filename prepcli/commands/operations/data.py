@@ -35,8 +35,8 @@ from trainer.data.batches import BatchDigest, Batches, check_share
 from trainer.data.data_samples import SampleCounts, SamplePart, TokenSample
 from trainer.data.token_formats import check_exportable, export_tokens
 from trainer.data.token_samples import count_samples, read_samples
-from trainer.data.token_shards import ShardedTokens, tokenize_share
-from trainer.data.tokenize import TokenizeConfig
+from trainer.data.tokenize import TokenizedShare, tokenize_share
+from trainer.data.tokenize_config import TokenizeConfig
 from trainer.data.tokenizer import load_tokenizer
 from trainer.recipe import Recipe, load_recipe
 from trainer.run.observe import tokenize_progress
@@ -198,11 +198,11 @@ def tokenize_shard(
     """Tokenize the share of one process of the data of a recipe. The last process to finish completes the tokens.
 
     The tokens have the same bytes as with one process. `prep train` and `prep.batches` find them in `data.cache`, or in
-    the folder of the run. All processes must share it. A shard is one or more files, so one file is the work of one
-    process. `data.bad_lines` and `data.max_examples` count over all files: with them, all files are one shard. The
-    first process records the size and the digest of each file.
+    the folder of the run. All processes must share it. A shard has 16 MiB of the data, or a thousandth of it if that is
+    more. Compressed, Parquet and Arrow files are not divided. `data.bad_lines` and `data.max_examples` count over all
+    files: with them, the first process makes all shards.
 
-    A killed process loses about a second of work. Start it again with the same arguments, in any order and with any
+    A killed process loses the shard in work. Start it again with the same arguments, in any order and with any
     `of`. Calls for processes with nothing left to do return at once.
 
     Args:
@@ -224,7 +224,7 @@ def tokenize_shard(
 
     Raises:
         UsageError: An argument or a key of the recipe is invalid.
-        PrepError: The files or settings differ from the ones of the other processes, or the data cannot be tokenized.
+        PrepError: The data cannot be tokenized.
     """
     started_s = time.monotonic()
     if process >= of:
@@ -316,7 +316,7 @@ def _check_samples(
 
 
 def _write_format(
-    tokens: ShardedTokens, name: str, target: Path | None, file_format: TokenFormat
+    tokens: TokenizedShare, name: str, target: Path | None, file_format: TokenFormat
 ) -> Path | None:
     """Write complete tokens in another format, and return the output. None if shards are missing."""
     if tokens.meta is None:
@@ -326,7 +326,7 @@ def _write_format(
     return export_tokens(tokens.folder, tokens.meta, target / name, file_format)
 
 
-def _describe(name: str, tokens: ShardedTokens, path: Path | None) -> TokenizedData:
+def _describe(name: str, tokens: TokenizedShare, path: Path | None) -> TokenizedData:
     n_tokens = n_documents = None
     if tokens.meta is not None:
         n_tokens = tokens.meta.n_tokens
@@ -342,7 +342,7 @@ def _describe(name: str, tokens: ShardedTokens, path: Path | None) -> TokenizedD
 
 
 def _with_samples(
-    part: TokenizedData, tokens: ShardedTokens, config: TokenizeConfig, n_samples: int
+    part: TokenizedData, tokens: TokenizedShare, config: TokenizeConfig, n_samples: int
 ) -> TokenizedData:
     """Return the description of a store with its counts, and with the first samples of training data."""
     assert tokens.tokens is not None

@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+import io
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.core.errors import PrepError
 from trainer.data import document_packing
-from trainer.data.document_packing import (
-    PackedRows,
-    assign_rows,
-    collect_rows,
-    pack_documents,
-    pad_documents,
-)
+from trainer.data.document_packing import WINDOW_DTYPE, DocumentRows, cut_documents, write_rows
 
 LENGTHS = st.lists(st.integers(0, 25), max_size=30)
 SEQ_LENGTH, WINDOW = st.integers(1, 9), st.integers(1, 12)
 
 
-def pack(lengths: list[int], seq_length: int, window: int) -> PackedRows:
+def index_of(
+    blocks: list[npt.NDArray[np.int64]], seq_length: int, packing: str, window: int
+) -> tuple[bytes, bytes]:
+    """Return the two arrays of an index of rows."""
+    windows, assignments = io.BytesIO(), io.BytesIO()
+    write_rows(windows, assignments, lambda: blocks, seq_length, packing, window=window)
+    return windows.getvalue(), assignments.getvalue()
+
+
+def read_index(
+    index: tuple[bytes, bytes], ends: npt.NDArray[np.int64], seq_length: int, packing: str
+) -> DocumentRows:
+    return DocumentRows(
+        np.frombuffer(index[0], WINDOW_DTYPE),
+        np.frombuffer(index[1], np.uint8),
+        packing,
+        ends=ends.astype(np.uint64),
+        seq_length=seq_length,
+        n_tokens=int(ends.max(initial=0)),
+    )
+
+
+def pack(
+    lengths: npt.ArrayLike, seq_length: int, window: int, packing: str = "documents"
+) -> DocumentRows:
     """Pack documents of these lengths."""
     ends = np.cumsum(lengths, dtype=np.int64)
-    return collect_rows(pack_documents([ends], seq_length, window=window), seq_length)
+    index = index_of([ends], seq_length, packing, window)
+    return read_index(index, ends, seq_length, packing)
 
 
 def pieces_of(lengths: list[int], seq_length: int) -> list[tuple[int, int]]:
@@ -90,8 +111,8 @@ def test_rows_keep_the_order_of_windows(lengths: list[int], seq_length: int, win
 
 
 @given(LENGTHS, SEQ_LENGTH)
-def test_pad_documents_puts_each_piece_into_its_own_row(lengths: list[int], seq_length: int):
-    rows = collect_rows(pad_documents([np.cumsum(lengths, dtype=np.int64)], seq_length), seq_length)
+def test_padding_puts_each_piece_into_its_own_row(lengths: list[int], seq_length: int):
+    rows = pack(lengths, seq_length, 5, "none")
     assert [rows.pieces(row) for row in range(rows.n_rows)] == [
         [piece] for piece in pieces_of(lengths, seq_length)
     ]
@@ -99,7 +120,7 @@ def test_pad_documents_puts_each_piece_into_its_own_row(lengths: list[int], seq_
 
 def test_documents_of_many_lengths_fill_almost_all_places():
     lengths = np.random.default_rng(0).lognormal(4.5, 1.0, 20_000).astype(np.int64) + 1
-    rows = collect_rows(pack_documents([np.cumsum(lengths)], 512), 512)
+    rows = pack(lengths, 512, document_packing.WINDOW)
     assert rows.fraction_with_token > 0.995
     assert rows.fraction_with_token * rows.n_rows * 512 == lengths.sum()
 
@@ -107,28 +128,13 @@ def test_documents_of_many_lengths_fill_almost_all_places():
 def test_rows_equal_the_rows_of_earlier_versions():
     """The order of a run depends on them. The digest is of the first version, which placed one piece at a time."""
     lengths = np.random.default_rng(0).lognormal(4.5, 1.0, 20_000).astype(np.int64) + 1
-    rows = assign_rows(np.minimum(lengths, 512).astype(np.int32), 512)
+    lengths = np.minimum(lengths, 512)
+    packed = pack(lengths, 512, document_packing.WINDOW)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
+    row_of = {start: row for row in range(packed.n_rows) for start, _ in packed.pieces(row)}
+    rows = np.array([row_of[start] for start in starts])
     digest = xxhash.xxh3_128_hexdigest(rows.astype("<i8").tobytes())
     assert digest == "7164f689e1ebb2d29b87a0adeacb2775"
-
-
-def rows_at_once(
-    ends: npt.NDArray[np.int64], seq_length: int, window: int, *, is_padded: bool
-) -> list[list[Any]]:
-    """Return starts, lengths and row ends, computed from arrays of all documents, as in earlier versions."""
-    document_lengths = np.diff(ends, prepend=0)
-    counts = -(-document_lengths // seq_length)
-    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = np.repeat(ends - document_lengths, counts) + number * seq_length
-    lengths = np.minimum(seq_length, np.repeat(ends, counts) - starts)
-    if is_padded:
-        return [starts.tolist(), lengths.tolist(), list(range(1, len(starts) + 1))]
-    order, row_ends = np.empty(len(starts), np.int64), [np.empty(0, np.int64)]
-    for low in range(0, len(starts), window):
-        rows = assign_rows(lengths[low : low + window].astype(np.int32), seq_length)
-        order[low : low + window] = low + np.argsort(rows, kind="stable")
-        row_ends.append(low + np.cumsum(np.bincount(rows)))
-    return [starts[order].tolist(), lengths[order].tolist(), np.concatenate(row_ends).tolist()]
 
 
 @given(LENGTHS, SEQ_LENGTH, WINDOW, st.lists(st.integers(0, 30), max_size=5), st.booleans())
@@ -137,19 +143,39 @@ def test_blocks_of_documents_give_the_rows_of_all_at_once(
 ):
     """Rows do not depend on how many documents are read together."""
     ends = np.cumsum(lengths, dtype=np.int64)
-    make = pad_documents if is_padded else pack_documents
-    rows = collect_rows(make(np.split(ends, sorted(cuts)), seq_length, window=window), seq_length)
-    found = [rows.starts.tolist(), rows.lengths.tolist(), rows.ends.tolist()]
-    assert found == rows_at_once(ends, seq_length, window, is_padded=is_padded)
-    assert (rows.n_tokens, rows.max_length) == (sum(lengths), max(rows.lengths, default=0))
-    assert (rows.starts.dtype, rows.lengths.dtype, rows.ends.dtype) == (
-        np.int64,
-        np.int32,
-        np.int64,
-    )
+    packing = "none" if is_padded else "documents"
+    index = index_of(np.split(ends, sorted(cuts)), seq_length, packing, window)
+    assert index == index_of([ends], seq_length, packing, window)
+    rows = read_index(index, ends, seq_length, packing)
+    longest = min(max(lengths, default=0), seq_length)
+    assert (rows.n_tokens, rows.max_length) == (sum(lengths), longest)
+
+
+def test_cached_windows_give_the_same_rows(monkeypatch: pytest.MonkeyPatch):
+    lengths = np.random.default_rng(0).integers(0, 9, 300)
+    rows = pack(lengths, 8, 10)
+    expected = [rows.pieces(row) for row in range(rows.n_rows)]
+    monkeypatch.setattr(document_packing, "CACHED_WINDOWS", 1)
+    uncached = pack(lengths, 8, 10)
+    for row in np.random.default_rng(0).permutation(rows.n_rows).tolist():
+        assert uncached.pieces(row) == expected[row]
+
+
+def test_index_needs_an_eighth_byte_per_document():
+    lengths = np.random.default_rng(0).lognormal(4.4, 0.8, 200_000).astype(np.int64) + 4
+    index = index_of([np.cumsum(lengths)], 2048, "documents", document_packing.WINDOW)
+    assert sum(map(len, index)) < len(lengths) / 8
+
+
+def test_damaged_assignment_is_an_error():
+    ends = np.cumsum([3, 4, 5])
+    windows, assignments = index_of([ends], 6, "documents", 8)
+    damaged = bytes(byte ^ 1 for byte in assignments)
+    with pytest.raises(PrepError, match="the stored rows of the documents are damaged"):
+        read_index((windows, damaged), ends, 6, "documents").pieces(0)
 
 
 def test_one_document_of_many_pieces_needs_little_memory():
-    """The document has 10^12 pieces. Only the pieces of the first rows are made."""
-    blocks = pack_documents([np.array([10**12])], 1)
-    assert next(blocks).ends.tolist() == list(range(1, document_packing.WINDOW + 1))
+    """The document has 10^12 pieces. Only the pieces of the first window are made."""
+    pieces = cut_documents([np.array([10**12])], 1, document_packing.WINDOW)
+    assert next(pieces).starts.tolist() == list(range(document_packing.WINDOW))

@@ -14,9 +14,9 @@ from tests.helpers.thread_groups import ThreadGroup, run_group
 from trainer.data import document_rows
 from trainer.data.document_packing import DocumentRows
 from trainer.data.document_rows import DTYPES, make_rows, read_rows
-from trainer.data.partial_folders import unowned_partial_name
-from trainer.data.store import MappedTokens, read_meta
-from trainer.data.tokenize import TokenizeConfig, open_tokens, tokenize_files
+from trainer.data.store import MappedTokens, file_digest, read_meta
+from trainer.data.tokenize import open_tokens, tokenize_files
+from trainer.data.tokenize_config import TokenizeConfig
 from trainer.training.group_tokens import tokenize_in_group
 
 PACKINGS = ("documents", "none")
@@ -63,7 +63,7 @@ def test_stored_rows_equal_rows_built_in_memory(config: TokenizeConfig, packing:
 
 def test_stored_rows_are_built_once(config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch):
     first = contents(tokenize(config)[1])
-    monkeypatch.setattr(document_rows, "DOCUMENT_ROWS", {"documents": fail_packing})
+    monkeypatch.setattr(document_rows, "write_rows", fail_packing)
     assert contents(tokenize(config)[1]) == first
     opened = open_tokens(config, rows_folder(config).parent.name, note=print)
     assert opened.rows is not None
@@ -80,7 +80,6 @@ def test_stored_rows_of_other_settings_are_kept(config: TokenizeConfig):
 
 
 def test_store_with_rows_is_complete(config: TokenizeConfig):
-    """Earlier versions read a store with rows: they check only the files in its metadata."""
     tokenize(config)
     assert read_meta(rows_folder(config).parent).n_documents == 9
 
@@ -102,7 +101,7 @@ def test_damaged_rows_are_rebuilt(config: TokenizeConfig, name: str, damage: str
     assert not [*config.cache.rglob("*.partial")]
 
 
-@pytest.mark.parametrize("key", ["seq_length", "max_length", "n_pieces", "n_rows"])
+@pytest.mark.parametrize("key", ["seq_length", "max_length", "n_rows"])
 def test_rows_with_wrong_metadata_are_rebuilt(config: TokenizeConfig, key: str):
     """The metadata has no digest of its own."""
     first = contents(tokenize(config)[1])
@@ -114,15 +113,33 @@ def test_rows_with_wrong_metadata_are_rebuilt(config: TokenizeConfig, key: str):
     assert any("they are rebuilt" in note for note in notes)
 
 
+def test_rows_in_the_form_of_earlier_versions_are_made_again(config: TokenizeConfig):
+    first = contents(tokenize(config)[1])
+    path = rows_folder(config) / "rows.json"
+    for file in rows_folder(config).glob("*.bin"):
+        file.unlink()
+    digests: dict[str, str] = {}
+    for name in ("starts.bin", "lengths.bin", "ends.bin"):
+        path.with_name(name).write_bytes(b"12345678")
+        digests[name] = file_digest(path.with_name(name))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "digests": digests}))
+    _, rows, notes = tokenize(config)
+    assert contents(rows) == first
+    assert not any("rebuilt" in note for note in notes)
+    names = {file.name for file in rows_folder(config).iterdir()}
+    assert names == {"windows.bin", "assignments.bin", "rows.json"}
+
+
 def test_rows_of_changed_documents_are_not_used(config: TokenizeConfig):
     """The identity of rows has the digest of the ends of documents."""
     tokenize(config)
-    meta_path = rows_folder(config).parent / "meta.json"
+    meta_path = rows_folder(config).parent / "store.json"
     meta = json.loads(meta_path.read_text())
-    ends = np.fromfile(meta_path.with_name("documents.bin"), "<u8")
+    path = meta_path.parent / "00000" / "documents.bin"
+    ends = np.fromfile(path, "<u8")
     ends[0] += 1
-    ends.tofile(meta_path.with_name("documents.bin"))
-    meta["digests"] = {}
+    ends.tofile(path)
+    meta["shards"][0]["digests"] = {}
     meta_path.write_text(json.dumps(meta))
     tokens, rows, _ = tokenize(config)
     assert contents(rows) == contents(make_rows(tokens, "documents"))
@@ -134,11 +151,11 @@ def test_rows_that_cannot_be_stored_are_built_in_memory(
     def fail(path: Path, *args: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(document_rows, "_write_rows", fail)
+    monkeypatch.setattr(document_rows, "_build_rows", fail)
     tokens, rows, notes = tokenize(config)
     assert contents(rows) == contents(make_rows(tokens, "documents"))
     assert any("made in memory" in note for note in notes)
-    assert [path.name for path in config.cache.glob("*/*") if path.is_dir()] == []
+    assert [path.name for path in config.cache.glob("*/*") if path.is_dir()] == ["00000"]
 
 
 def test_scratch_dir_gets_the_rows_of_a_cached_store(config: TokenizeConfig, tmp_path: Path):
@@ -150,13 +167,12 @@ def test_scratch_dir_gets_the_rows_of_a_cached_store(config: TokenizeConfig, tmp
     assert contents(rows) == contents(make_rows(tokens, "documents"))
     assert sorted(config.cache.rglob("*")) == before
     assert [*tmp_path.glob("scratch/*/rows.json")]
-    assert not (tmp_path / "lock").exists()
 
 
 def test_abandoned_rows_are_removed(config: TokenizeConfig):
     tokenize(config)
     folder = rows_folder(config)
-    abandoned = folder.with_name(unowned_partial_name(folder.name))
+    abandoned = folder.with_name(f"{folder.name}.0123456789ab.partial")
     folder.rename(abandoned)
     tokenize(config)
     assert rows_folder(config) == folder
@@ -176,11 +192,9 @@ def test_processes_share_the_rows(config: TokenizeConfig):
 
 
 def test_processes_that_build_rows_at_once_agree(
-    config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
+    config: TokenizeConfig,
 ):
-    """The processes have no locks, as on some file systems of clusters."""
     tokenize(change(config, packing="none"))
-    monkeypatch.setattr("fcntl.flock", lambda *args: None)
     results = run_group(4, lambda process: contents(tokenize(config)[1]))
     assert results == [results[0]] * 4
     assert not [*config.cache.rglob("*.partial")]

@@ -13,7 +13,7 @@ from prepcli.core.errors import PrepError
 from tests.helpers.corpus import TEXT, make_tokenizer
 from tests.helpers.corpus import encode as encode_text
 from trainer.data import encode
-from trainer.data.encode import BATCHES_AHEAD, Batch, encode_batches
+from trainer.data.encode import BATCHES_AHEAD, ExampleBatch, encode_batches
 from trainer.data.examples import Example, Segment
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -30,7 +30,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 
 @given(st.lists(st.integers(0, 2 * encode.ENCODE_BATCH_NBYTES)))
 def test_batch_examples_keeps_order_and_bounds_size(sizes: list[int]):
-    batches = list(encode.batch_examples(Example((), nbytes) for nbytes in sizes))
+    examples = ((0, Example((), nbytes)) for nbytes in sizes)
+    batches = [batch.examples for batch in encode.batch_examples(examples)]
     assert [example.nbytes for batch in batches for example in batch] == sizes
     totals = [sum(example.nbytes for example in batch) for batch in batches]
     assert all(
@@ -38,6 +39,14 @@ def test_batch_examples_keeps_order_and_bounds_size(sizes: list[int]):
         for batch, total in zip(batches, totals)
     )
     assert all(batches)
+
+
+@given(st.lists(st.integers(0, 3)))
+def test_batch_examples_separates_shards(shards: list[int]):
+    shards.sort()
+    examples = [(shard, Example((), number)) for number, shard in enumerate(shards)]
+    batches = encode.batch_examples(iter(examples))
+    assert [(batch.shard, example) for batch in batches for example in batch.examples] == examples
 
 
 def make_segments(parts: list[tuple[str | list[int], int]]) -> tuple[Segment, ...]:
@@ -97,11 +106,11 @@ def test_text_with_weight_1_has_no_weights(tokenizer: TextTokenizer):
     assert encode.encode_batch([Example((Segment(TEXT),), 0)], tokenizer).weights is None
 
 
-def make_batches(count: int, read: list[int]) -> Iterator[Batch]:
+def make_batches(count: int, read: list[int]) -> Iterator[ExampleBatch]:
     """Yield batches of one text each, and record their numbers when they are read."""
     for number in range(count):
         read.append(number)
-        yield [Example((Segment(f"the cat {number}"),), nbytes=1)]
+        yield ExampleBatch(0, [Example((Segment(f"the cat {number}"),), nbytes=1)])
 
 
 @pytest.mark.parametrize("count", [0, 1, BATCHES_AHEAD, 9])
@@ -124,7 +133,7 @@ def test_encode_batches_reads_a_constant_number_ahead(tokenizer: TextTokenizer):
 def test_encode_batches_raises_errors_of_threads(
     tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ):
-    def fails(batch: Batch, _: TextTokenizer) -> None:
+    def fails(batch: list[Example], _: TextTokenizer) -> None:
         raise PrepError(str(batch[0].target[0].content))
 
     monkeypatch.setattr(encode, "encode_batch", fails)

@@ -281,7 +281,7 @@ def test_dataset_saved_by_the_library_is_read(tmp_path: Path):
     lines = tokenize_quietly(
         make_config(tmp_path, tmp_path / "a.jsonl", type="auto", fields="text")
     )
-    assert saved.ids.tolist() == lines.ids.tolist()
+    assert saved.ids[:].tolist() == lines.ids[:].tolist()
 
 
 @pytest.mark.parametrize(

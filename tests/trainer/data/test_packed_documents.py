@@ -32,7 +32,7 @@ def expected_pieces(dataset: DocumentDataset) -> list[list[tuple[int, int, int]]
     """Return token, target and weight of the tokens of each piece of a document, from the store."""
     tokens, pieces, low = dataset.tokens, [], 0
     assert tokens.weight_codes is not None
-    for end in tokens.ends.tolist():
+    for end in tokens.ends[:].tolist():
         for start in range(low, end, dataset.seq_length):
             stop = min(end, start + dataset.seq_length)
             ids, weights = tokens.ids[start:stop].tolist(), tokens.weight_codes[start:stop].tolist()

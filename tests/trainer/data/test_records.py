@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from prepcli.core.errors import PrepError
 from tests.helpers.corpus import write_json
 from trainer.data.example_settings import ExampleSettings
+from trainer.data.examples import Example
 from trainer.data.fields import compile_fields
 from trainer.data.files import hash_file
-from trainer.data.records import RecordSettings, read_examples
+from trainer.data.records import RecordSettings, ShardReader, divide_files
+from trainer.recipe.text_fields import FileType
 
 
 def write_files(folder: Path) -> list[Path]:
@@ -27,12 +30,21 @@ def settings(limit: int) -> RecordSettings:
     return RecordSettings(vocab=9, limit=limit)
 
 
+def read_examples(paths: Sequence[Path], file_type: FileType, limit: int) -> Iterator[Example]:
+    """Yield the examples of files, in one shard."""
+    files = [hash_file(path) for path in paths]
+    layout = divide_files(files, file_type, min_nbytes=1 << 20, max_shards=1)
+    settings_of_examples = ExampleSettings(fields="text" if file_type == "json" else "")
+    builder = compile_fields(settings_of_examples, vocab=9)
+    reader = ShardReader(files, file_type, builder, settings(limit), layout, print)
+    for shard, example in reader.read(lambda shard: True):
+        assert shard == 0
+        yield example
+
+
 def read_texts(paths: list[Path], limit: int) -> list[object]:
     """Return the texts of the examples of files."""
-    builder = compile_fields(ExampleSettings(fields="text"), vocab=9)
-    examples = read_examples(
-        [hash_file(path) for path in paths], "json", builder, settings=settings(limit), note=print
-    )
+    examples = read_examples(paths, "json", limit)
     return [segment.content for example in examples for segment in example.target]
 
 
@@ -45,8 +57,7 @@ def test_read_examples_stops_at_the_limit(tmp_path: Path, limit: int, texts: str
 
 def test_file_that_is_not_read_to_its_end_is_checked(tmp_path: Path):
     path = write_files(tmp_path)[0]
-    builder = compile_fields(ExampleSettings(fields="text"), vocab=9)
-    examples = read_examples([hash_file(path)], "json", builder, settings=settings(1), note=print)
+    examples = read_examples([path], "json", 1)
     next(examples)
     path.write_text(path.read_text().replace("c", "x"))
     with pytest.raises(PrepError, match=r"a\.jsonl changed while it was read"):
@@ -57,9 +68,8 @@ def test_limit_counts_a_long_text_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("trainer.data.readers.text_file.TEXT_CHUNK_NBYTES", 40)
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("word\n" * 50)
-    files = [hash_file(tmp_path / name) for name in ("a.txt", "b.txt")]
-    builder = compile_fields(ExampleSettings(), vocab=9)
-    examples = list(read_examples(files, "text", builder, settings=settings(1), note=print))
+    paths = [tmp_path / name for name in ("a.txt", "b.txt")]
+    examples = list(read_examples(paths, "text", 1))
     assert (
         "".join(str(part.content) for example in examples for part in example.target)
         == "word\n" * 50

@@ -119,8 +119,8 @@ def test_tokenize_files_reads_pairs(tmp_path: Path):
     tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
     texts = ["do: the hat that", "that", "do:  hat", "hat"]
     ids = [[*encode(config.tokenizer, text), EOS] for text in texts]
-    assert tokens.ids.tolist() == [token_id for document in ids for token_id in document]
-    assert np.diff(tokens.ends, prepend=0).tolist() == [len(document) for document in ids]
+    assert tokens.ids[:].tolist() == [token_id for document in ids for token_id in document]
+    assert np.diff(tokens.ends[:], prepend=0).tolist() == [len(document) for document in ids]
     n_truncated = sum(len(document) > 4 for document in ids[::2])
     assert f"in 2 pairs: {n_truncated} source" in notes[-1]
 

@@ -16,7 +16,7 @@ from trainer.data.chat_template import ChatTemplate
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.files import DataFile
 from trainer.data.token_changes import IdentityChange
-from trainer.data.tokenize import TokenizeConfig, store_identity
+from trainer.data.tokenize_config import TokenizeConfig, store_identity
 
 FILES = [DataFile(Path("a"), 10, "d1"), DataFile(Path("b"), 20, "d2")]
 

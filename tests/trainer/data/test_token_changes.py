@@ -12,8 +12,8 @@ from prepcli.core.errors import PrepError
 from tests.helpers.corpus import change, make_config, write_json
 from tests.helpers.earlier_tokens import BOS, chat_config, make_earlier_tokens, recorded_identity
 from trainer.data.token_changes import IdentityChange, RecordedTokens
-from trainer.data.token_shards import tokenize_share
-from trainer.data.tokenize import TokenizeConfig, tokenize_files
+from trainer.data.tokenize import tokenize_files, tokenize_share
+from trainer.data.tokenize_config import TokenizeConfig
 
 VERSION_HINT = "the earlier version finishes the run; `--restart` starts again from step 0"
 
@@ -34,11 +34,10 @@ def refusal(config: TokenizeConfig, recorded: str, add_bos: bool | None) -> Prep
 
     with pytest.raises(PrepError) as caught:
         tokenize_files(resumed, progress=fail, note=lambda line: None)
-    # Several processes make a plan first.
     with pytest.raises(PrepError) as shared:
         tokenize_share(resumed, 0, 2, progress=fail, note=lambda line: None)
     assert str(shared.value) == str(caught.value)
-    assert not [path for path in config.cache.iterdir() if path.is_dir()]
+    assert not config.cache.exists()
     assert caught.value.what == "the data has changed since the run began"
     return caught.value
 

@@ -22,16 +22,18 @@ from tests.helpers.corpus import (
     tokenize_quietly,
     write_json,
 )
+from tests.helpers.token_stores import read_files
 from trainer.data import encode as encode_module
 from trainer.data.packing import PackedDataset
 from trainer.data.readers import text_file
-from trainer.data.tokenize import TokenizeConfig, tokenize_files
+from trainer.data.tokenize import tokenize_files
+from trainer.data.tokenize_config import TokenizeConfig
 
 KILL_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 from tests.helpers.corpus import make_config
-from trainer.data import encode, store_writer, tokenize
+from trainer.data import encode, new_folders, tokenize
 from trainer.data.readers import text_file
 
 text_file.TEXT_CHUNK_NBYTES, encode.ENCODE_BATCH_NBYTES = 1000, 2000
@@ -45,34 +47,9 @@ def progress(done, total, n_tokens):
         kill()
 
 if moment == "synced":
-    store_writer.Path.rename = kill
+    new_folders._rename = kill
 tokenize.tokenize_files(make_config(folder, folder / "a.txt"), progress=progress, note=print)
 """
-
-NO_LOCKS_SCRIPT = """
-import errno, sys, time
-from pathlib import Path
-from tests.helpers.corpus import make_config
-from trainer.data import store_writer, tokenize
-
-def no_locks(*_):
-    raise OSError(errno.ENOSYS, "Function not implemented")
-
-def progress(done, total, n_tokens):
-    if not done:
-        print("started", flush=True)
-        sys.stdin.readline()
-
-store_writer.fcntl.flock = no_locks
-folder = Path(sys.argv[1])
-config = make_config(folder, folder / "a.txt")
-print(tokenize.tokenize_files(config, progress=progress, note=lambda text: None).n_tokens)
-"""
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of each file of a folder."""
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def stores(config: TokenizeConfig) -> list[Path]:
@@ -98,8 +75,8 @@ def test_tokenize_files_concatenates_documents_with_eos(tmp_path: Path, eos_id: 
         encode(config.tokenizer, text) + [EOS] * (eos_id is not None) for text in texts
     ]
     ids = [*chain(*documents_ids)]
-    assert tokens.ids.tolist() == ids
-    assert tokens.ends.tolist() == [sum(map(len, documents_ids[: i + 1])) for i in range(4)]
+    assert tokens.ids[:].tolist() == ids
+    assert tokens.ends[:].tolist() == [sum(map(len, documents_ids[: i + 1])) for i in range(4)]
     dataset = PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks)
     assert dataset.get_batch([1])["tokens"].tolist() == [ids[8:16]]
 
@@ -109,7 +86,7 @@ def test_tokenize_files_reads_files_in_order(tmp_path: Path):
         (tmp_path / name).write_text(text)
     config = make_config(tmp_path, tmp_path)
     ids = [*encode(config.tokenizer, TEXT), EOS, *encode(config.tokenizer, "the hat "), EOS]
-    assert tokenize_quietly(config).ids.tolist() == ids
+    assert tokenize_quietly(config).ids[:].tolist() == ids
 
 
 def test_long_text_gives_tokens_of_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -121,8 +98,8 @@ def test_long_text_gives_tokens_of_whole_text(tmp_path: Path, monkeypatch: pytes
     tokens = tokenize_files(
         config, progress=lambda *counts: reports.append(counts), note=lambda text: None
     )
-    assert tokens.ids.tolist() == [*encode(config.tokenizer, TEXT * 100), EOS]
-    assert tokens.ends.tolist() == [tokens.n_tokens]
+    assert tokens.ids[:].tolist() == [*encode(config.tokenizer, TEXT * 100), EOS]
+    assert tokens.ends[:].tolist() == [tokens.n_tokens]
     assert len(reports) > 5
     assert reports == sorted(reports)
     assert {total for _, total, _ in reports} == {len(TEXT) * 100} == {reports[-1][0]}
@@ -138,7 +115,7 @@ def test_second_run_uses_the_cache(tmp_path: Path):
         change(config, seq_length=5), progress=lambda *sizes: calls.append(sizes), note=notes.append
     )
     n = first.n_tokens
-    assert again.ids.tolist() == first.ids.tolist()
+    assert again.ids[:].tolist() == first.ids[:].tolist()
     assert calls == []
     assert notes == [
         f"using the tokens of an earlier run: {config.cache / first.identity}",
@@ -146,20 +123,21 @@ def test_second_run_uses_the_cache(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "meta.json"])
+@pytest.mark.parametrize("name", ["00000/tokens.bin", "00000/documents.bin", "store.json"])
 def test_damaged_store_is_built_again(tmp_path: Path, name: str):
     (tmp_path / "a.txt").write_text(TEXT)
     config = make_config(tmp_path, tmp_path / "a.txt")
-    ids = tokenize_quietly(config).ids.tolist()
+    ids = tokenize_quietly(config).ids[:].tolist()
     (folder,) = stores(config)
     before = read_files(folder)
     (folder / name).write_bytes(bytes([before[name][0] ^ 1]) + before[name][1:])
     notes: list[str] = []
     assert (
-        tokenize_files(config, progress=lambda *sizes: None, note=notes.append).ids.tolist() == ids
+        tokenize_files(config, progress=lambda *sizes: None, note=notes.append).ids[:].tolist()
+        == ids
     )
     assert read_files(folder) == before
-    assert [path.name for path in config.cache.iterdir() if path.is_dir()] == [folder.name]
+    assert stores(config) == [folder]
     assert notes[0].startswith(f"the tokens in {folder} are damaged ({name} ")
     assert notes[0].endswith("): they are rebuilt")
     assert len(notes) == 2
@@ -168,11 +146,12 @@ def test_damaged_store_is_built_again(tmp_path: Path, name: str):
 def test_scratch_dir_leaves_damaged_store_alone(tmp_path: Path):
     (tmp_path / "a.txt").write_text(TEXT)
     config = make_config(tmp_path, tmp_path / "a.txt")
-    ids = tokenize_quietly(config).ids.tolist()
+    ids = tokenize_quietly(config).ids[:].tolist()
     (folder,) = stores(config)
-    (folder / "tokens.bin").write_bytes(b"\0" * len((folder / "tokens.bin").read_bytes()))
+    path = folder / "00000" / "tokens.bin"
+    path.write_bytes(bytes(len(path.read_bytes())))
     before = read_files(folder)
-    assert tokenize_quietly(change(config, scratch_dir=tmp_path / "scratch")).ids.tolist() == ids
+    assert tokenize_quietly(change(config, scratch_dir=tmp_path / "scratch")).ids[:].tolist() == ids
     assert read_files(folder) == before
 
 
@@ -227,32 +206,15 @@ def test_killed_tokenization_leaves_no_store(tmp_path: Path, moment: str):
         [sys.executable, "-c", KILL_SCRIPT, moment, str(tmp_path)], check=False, capture_output=True
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert [path.suffix for path in stores(config)] == [".partial"]
     tokens = tokenize_quietly(config)
     assert [path.name for path in stores(config)] == [tokens.identity]
-    assert tokens.ids.tolist() == [*encode(config.tokenizer, TEXT * 100), EOS]
-
-
-def test_runs_without_locks_share_a_cache(tmp_path: Path):
-    """Two processes build the same store at the same time; neither removes the folder of the other."""
-    (tmp_path / "a.txt").write_text(TEXT * 100)
-    config = make_config(tmp_path, tmp_path / "a.txt")
-    running = [start_without_locks(tmp_path) for _ in range(2)]
-    assert len(stores(config)) == 2
-    outputs = [process.communicate("\n") for process in running]
-    tokens = tokenize_quietly(config)
-    assert outputs == [(f"{tokens.n_tokens}\n", "")] * 2
-    assert [path.name for path in stores(config)] == [tokens.identity]
-
-
-def start_without_locks(folder: Path) -> subprocess.Popen[str]:
-    """Start a process that tokenizes `folder/a.txt` without locks; it waits for a line before it ends."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", NO_LOCKS_SCRIPT, str(folder)]
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    assert process.stdout
-    assert process.stdout.readline() == "started\n"
-    return process
+    assert sorted(read_files(stores(config)[0])) == [
+        "00000/documents.bin",
+        "00000/meta.json",
+        "00000/tokens.bin",
+        "store.json",
+    ]
+    assert tokens.ids[:].tolist() == [*encode(config.tokenizer, TEXT * 100), EOS]
 
 
 @pytest.mark.parametrize("switch", ["true", "false"])
@@ -311,8 +273,8 @@ def test_ids_beyond_uint16_use_uint32(tmp_path: Path):
     tokens = tokenize_quietly(
         make_config(tmp_path, tmp_path / "a.txt", eos_id=70_000, vocab=70_001)
     )
-    assert tokens.ids.dtype == "uint32"
-    assert tokens.ids[-1] == 70_000
+    assert tokens.ids[:].dtype == "uint32"
+    assert tokens.ids[:][-1] == 70_000
 
 
 def test_scratch_dir_is_used_only_without_cached_store(tmp_path: Path):
@@ -332,7 +294,7 @@ def test_progress_ends_with_all_bytes_if_examples_are_limited(tmp_path: Path):
     tokens = tokenize_files(
         config, progress=lambda *counts: reports.append(counts), note=lambda text: None
     )
-    assert tokens.ids.tolist() == [*encode(config.tokenizer, TEXT), EOS] * 2
+    assert tokens.ids[:].tolist() == [*encode(config.tokenizer, TEXT), EOS] * 2
     assert reports[-1] == (path.stat().st_size, path.stat().st_size, tokens.n_tokens)
 
 
@@ -357,7 +319,7 @@ def test_tokens_in_brackets_have_no_loss(tmp_path: Path):
         expected += [(token_id, 0) for token_id in (1, *ids, 9, *encode(config.tokenizer, a))]
         expected += [(token_id, 1) for token_id in (*encode(config.tokenizer, b), EOS)]
     assert tokens.weight_codes is not None
-    assert list(zip(tokens.ids.tolist(), tokens.weight_codes.tolist())) == expected
+    assert list(zip(tokens.ids[:].tolist(), tokens.weight_codes[:].tolist())) == expected
     share = 100 * sum(weight for _, weight in expected) / len(expected)
     assert f" in 2 documents, {share:.0f} % with loss: " in notes[-1]
 

@@ -49,7 +49,7 @@ def tokenized_words(*overrides: str) -> set[str]:
     report = prep.tokenize_shard("recipe.toml", overrides=settings)
     (part,) = (part for part in report.data if part.name == "train")
     assert part.path is not None
-    return used_words(np.fromfile(part.path / "tokens.bin", "<u2"))
+    return used_words(np.fromfile(part.path / "00000" / "tokens.bin", "<u2"))
 
 
 @pytest.mark.parametrize("read", [batch_words, tokenized_words])

@@ -23,10 +23,9 @@ from prepcli.execution.training_folder import FolderStorage
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
-from tests.helpers.token_stores import NAME, fill
+from tests.helpers.token_stores import NAME, fill, write_shards, write_store
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from tests.helpers.waiting import MAX_S
-from trainer.data.store_writer import TokenWriter, build_store
 from trainer.run.observe import tokenize_progress
 from trainer.run.storage import describe_saved_progress
 from trainer.training.metrics import METRICS_FILE, read_metrics
@@ -449,25 +448,16 @@ def test_tokenize_progress_shows_bytes_and_tokens(monkeypatch: pytest.MonkeyPatc
     assert calls == [*first, ("tokenize", 5, 3), ("90 M tokens",), (0,)]
 
 
-@pytest.mark.parametrize("whole", [(), ("data/f0",), ("data/f0.partial",)])
-def test_kept_data_note_omits_unfinished_folders(tmp_path: Path, whole: Sequence[str]):
-    for name in whole:
-        (tmp_path / "run" / name).mkdir(parents=True)
-    expected = "the tokens" if "data/f0" in whole else ""
-    note = describe_saved_progress(FolderStorage(tmp_path / "run"))
-    assert note == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")
+def test_saved_progress_mentions_complete_tokens(tmp_path: Path):
+    assert describe_saved_progress(FolderStorage(tmp_path)) == ""
+    write_store(tmp_path / "data" / NAME)
+    expected = f"kept in {tmp_path}: the tokens"
+    assert describe_saved_progress(FolderStorage(tmp_path)) == expected
 
 
 def test_saved_progress_mentions_incomplete_token_store(tmp_path: Path):
-    def fill_and_interrupt(writer: TokenWriter) -> None:
-        fill(writer)
-        writer.start_save()
-        raise KeyboardInterrupt
-
-    (tmp_path / "data").mkdir()
-    with pytest.raises(KeyboardInterrupt):
-        build_store(tmp_path / "data" / NAME, "uint16", fill_and_interrupt)
-    assert (
-        describe_saved_progress(FolderStorage(tmp_path))
-        == f"kept in {tmp_path}: a part of the tokens"
-    )
+    (tmp_path / "data" / f"{NAME}.partial").mkdir(parents=True)
+    assert describe_saved_progress(FolderStorage(tmp_path)) == ""
+    write_shards(tmp_path / "data" / NAME, [fill])
+    expected = f"kept in {tmp_path}: a part of the tokens"
+    assert describe_saved_progress(FolderStorage(tmp_path)) == expected

@@ -174,4 +174,4 @@ def _row_values(place: str, header: Sequence[str], row: Sequence[str]) -> dict[s
     return dict(zip(header, row))
 
 
-CSV_READER = Reader((".csv", ".tsv"), _read_rows, is_compressible=True)
+CSV_READER = Reader((".csv", ".tsv"), _read_rows, is_compressible=True, is_divisible=True)

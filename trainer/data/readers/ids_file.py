@@ -128,4 +128,4 @@ def _read_chunks(
         )
 
 
-IDS_READER = Reader((".npy", ".bin"), _read_ids, has_ids=True)
+IDS_READER = Reader((".npy", ".bin"), _read_ids, is_divisible=True, has_ids=True)

@@ -52,8 +52,13 @@ def _parse_texts(
     The bytes of blank lines and of invalid texts count for the next valid one.
     """
     hint = ELEMENT_HINT if is_list else LINE_HINT
+    done_nbytes = 0
     skipped_nbytes = 0
     for number, line in enumerate(texts, start=1):
+        done_nbytes += line.nbytes
+        if done_nbytes <= options.start:
+            skipped_nbytes += line.nbytes
+            continue
         values = None
         place = f"{place_prefix}{number}"
         try:
@@ -100,5 +105,9 @@ def _parse_json(place: str, text: str, hint: str) -> Any:
 
 
 JSON_READER = Reader(
-    (".jsonl",), _read_file, other_suffixes=(".json", ".ndjson"), is_compressible=True
+    (".jsonl",),
+    _read_file,
+    other_suffixes=(".json", ".ndjson"),
+    is_compressible=True,
+    is_divisible=True,
 )

@@ -89,11 +89,13 @@ class ReadOptions:
         on_error: Called with the error of an invalid record. If it returns, the record is skipped.
         ids_dtype: Dtype of ids in files without a recorded dtype.
         max_document_nbytes: Maximum bytes of a line, a row or a value.
+        start: Byte of the file. What ends before it is not needed, and a reader may skip it unparsed.
     """
 
     on_error: ErrorHandler = raise_error
     ids_dtype: str = DEFAULT_IDS_DTYPE
     max_document_nbytes: int = DEFAULT_MAX_DOCUMENT_NBYTES
+    start: int = 0
 
 
 DEFAULT_OPTIONS = ReadOptions()
@@ -112,6 +114,7 @@ class Reader:
         read_file: Reads a file, see `read`.
         other_suffixes: More suffixes for files named in the recipe, outside of folders.
         is_compressible: Whether files may be compressed as a whole, with a suffix more.
+        is_divisible: Whether the bytes of its results do not depend on settings, so that a file can be divided.
         has_ids: Whether files have token ids instead of texts.
         companion_suffix: Suffix of a second file with the rest of the content, in the same folder.
     """
@@ -120,6 +123,7 @@ class Reader:
     read_file: ReadFunction
     other_suffixes: tuple[str, ...] = ()
     is_compressible: bool = False
+    is_divisible: bool = False
     has_ids: bool = False
     companion_suffix: str = ""
 
@@ -131,6 +135,10 @@ class Reader:
                 line, the row or the byte offset.
         """
         return self.read_file(file, options)
+
+    def divides(self, file: DataFile) -> bool:
+        """Return whether a file can be divided into shards. A compressed one cannot."""
+        return self.is_divisible and not split_compression(str(file.path))[1]
 
     def matches_folder_file(self, name: str) -> bool:
         """Return whether a file in a folder belongs to this reader, by its suffix."""

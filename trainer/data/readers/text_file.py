@@ -96,4 +96,4 @@ def _cut_length(data: bytes) -> int:
     return next(character_starts, TEXT_CHUNK_NBYTES)
 
 
-TEXT_READER = Reader((".txt",), _read_text, is_compressible=True)
+TEXT_READER = Reader((".txt",), _read_text, is_compressible=True, is_divisible=True)

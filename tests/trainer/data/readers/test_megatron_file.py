@@ -55,7 +55,7 @@ def read_index(path: Path) -> tuple[str, list[int], list[int], list[int]]:
 
 
 def documents_of(tokens: MappedTokens) -> list[list[int]]:
-    bounds = [0, *tokens.ends.tolist()]
+    bounds = [0, *tokens.ends[:].tolist()]
     return [tokens.ids[low:high].tolist() for low, high in itertools.pairwise(bounds)]
 
 
@@ -263,7 +263,9 @@ def test_loss_weights_are_refused_by_megatron_only(tmp_path: Path):
     table = pq.read_table(path).to_pydict()
     assert table["input_ids"] == documents_of(tokens)
     assert tokens.weight_codes is not None
-    assert [weight for row in table["loss_mask"] for weight in row] == tokens.weight_codes.tolist()
+    assert [weight for row in table["loss_mask"] for weight in row] == tokens.weight_codes[
+        :
+    ].tolist()
 
 
 def test_parquet_is_read_back_equal(tmp_path: Path):

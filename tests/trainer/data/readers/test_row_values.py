@@ -161,7 +161,9 @@ def tokens_digest(folder: Path, path: Path, file_type: FileType) -> str:
     store = config.cache / tokenize_quietly(config).identity
     assert read_meta(store).n_documents == len(CHATS)
     files = (TOKENS_FILE, DOCUMENTS_FILE, WEIGHTS_FILE)
-    return xxhash.xxh3_128_hexdigest(b"".join((store / file).read_bytes() for file in files))
+    return xxhash.xxh3_128_hexdigest(
+        b"".join((store / "00000" / file).read_bytes() for file in files)
+    )
 
 
 @pytest.mark.parametrize("template", [ALL_VALUES, LAST_REASONS], ids=["values", "chat"])
