@@ -242,7 +242,7 @@ class JsonRecord(dict[str, Any]):
                 is_lenient = annotation.startswith("Lenient[")
             setattr(cls, key, _attribute(key, getattr(cls, key), is_lenient=is_lenient))
 
-    def __or__(self, other: Mapping[str, Any]) -> Self:
+    def __or__(self, other: Mapping[str, Any]) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return both objects in one. As in a dict, a key of both keeps its place and has the value of `other`."""
         return type(self)(**{**self, **other})
 

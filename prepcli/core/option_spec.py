@@ -157,7 +157,9 @@ def format_command_line(
     'prep pad-vocab m --size 8 --drop a --drop b'
     """
     specs = option_specs(options)
-    places = {name: spec.record for name, spec in specs.items() if spec.record is not NOT_RECORDED}
+    places = {
+        name: each.record or 0 for name, each in specs.items() if each.record is not NOT_RECORDED
+    }
     # The sort is stable: equal places keep the order of the TypedDict. An existing output is recognised by this line,
     # so its order may not change between versions.
     recorded = sorted(places, key=places.__getitem__)

@@ -143,7 +143,8 @@ def locate(
     if manifest is not None and not isinstance(reference, HubRepo) and not files.path.is_file():
         name = manifest.name
         # Outputs are called after it.
-        model_name = name if isinstance(name, str) and name and not name_fault(name) else model_name
+        if isinstance(name, str) and name and not name_fault(name):
+            model_name = name
     return LocatedCheckpoint(
         display_name=reference.display_name,
         model_name=model_name,

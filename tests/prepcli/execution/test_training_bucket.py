@@ -200,7 +200,7 @@ def test_a_take_over_during_a_save_leaves_no_damaged_step(
     old.save(1, host_leaves(state), {})
     write = bucket_step.write_last_files
 
-    def take_over(*args: Any, **options: Any) -> bytes:
+    def take_over(*args: Any, **options: Any) -> Manifest:
         new.acquire(lambda text: None)
         return write(*args, **options)
 
