@@ -177,7 +177,7 @@ def test_conversions_import_no_framework():
 
 def test_loading_parameters_imports_no_training_loop():
     unused = {"trainer.training.loop", "trainer.training.evaluation", "tokenizers"}
-    for module in ("trainer.run.params", "trainer.run.random_params"):
+    for module in ("trainer.run.params",):
         reached = reachable(module)
         assert not unused & reached, module
         assert "trainer.generation" not in set(map(package_of, reached)), module
@@ -227,7 +227,7 @@ READS_ENVIRONMENT = {
 # Modules with settings under JAX's names, or with the devices of a mesh.
 NAMES_PROCESSES = {
     "trainer.recipe.run_tables",
-    *(f"trainer.run.{name}" for name in ("checks", "params", "verbatim_params")),
+    *(f"trainer.run.{name}" for name in ("checks", "params")),
 }
 
 

@@ -21,7 +21,7 @@ from trainer.run.storage import store_at_end, write_run_file
 
 if TYPE_CHECKING:
     from trainer.recipe.run_tables import Log
-    from trainer.training.best_metric import Patience
+    from trainer.training.eval_metrics import Patience
     from trainer.training.events import MissingEvents
     from trainer.training.loop_config import LoopConfig
     from trainer.training.metrics import LogKey, MetricsLog
@@ -110,7 +110,7 @@ def find_patience(run: Run, loop: LoopConfig, manifest: Manifest, step: int) -> 
     Raises:
         PrepError: A log cannot be read.
     """
-    from trainer.training.best_metric import NO_EVALUATIONS, Patience
+    from trainer.training.eval_metrics import NO_EVALUATIONS, Patience
     from trainer.training.metrics import METRICS_FILE, logged_evaluation
 
     if not step or not run.recipe.eval.patience:

@@ -25,12 +25,12 @@ from trainer.run.continued_state import (
     check_continued_start,
     unread_warning,
 )
+from trainer.run.display import tokenize_progress
 from trainer.run.environment import (
     environment_warning,
     rounding_environment,
 )
-from trainer.run.observe import tokenize_progress
-from trainer.run.remote_data import DataFinder
+from trainer.run.recipe_data import DataFinder
 from trainer.run.run import PreparedRun, Run
 from trainer.run.start import StartCheckpoint, choose_base_dtypes
 from trainer.run.storage import changed_keys
@@ -60,8 +60,8 @@ def prepare_run(
         PrepError: The recipe does not fit the model, the machine, the data or the run so far.
     """
     from trainer.distributed import hosts
-    from trainer.training import setup
-    from trainer.training.attention_choice import choose_kernel
+    from trainer.training.loop_config import build_loop_config
+    from trainer.training.setup import choose_kernel
 
     recipe = run.recipe
     manifest, model = _start_model(recipe, start, sharding)
@@ -93,7 +93,7 @@ def prepare_run(
         scratch_dir=scratch_dir,
         recorded=_recorded_tokens(run, start, changed),
     )
-    loop = setup.build_loop_config(
+    loop = build_loop_config(
         recipe,
         model,
         sharding=sharding,
@@ -128,8 +128,8 @@ def _start_model(
 
     The model is checked against the recipe.
     """
+    from trainer.nn.model_spec import model_from_manifest
     from trainer.training import setup
-    from trainer.training.manifest_model import model_from_manifest
     from trainer.training.recipe_checks import check_model
 
     manifest = start.manifest

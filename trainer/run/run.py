@@ -12,7 +12,7 @@ from prepcli.core.json_values import HFConfig
 from prepcli.core.observer import RunObserver
 from prepcli.execution.training_storage import RunStorage
 from trainer.recipe import LoadedRecipe, Recipe
-from trainer.training.token_functions import NO_TOKEN_FUNCTIONS, TokenFunctions
+from trainer.training.eval_metrics import NO_TOKEN_FUNCTIONS, TokenFunctions
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup

@@ -510,7 +510,7 @@ def base_facts(
         resumed run compares the first digest, and `prep merge` the second.
     """
     from prepcli.models.param_tree import flatten_tree
-    from trainer.training.base_digest import digest_base_params
+    from trainer.training.checkpoint import digest_base_params
 
     leaves = flatten_tree(state["params"])
     digest = digest_base_params({path: leaves[path] for path in model.base_paths})

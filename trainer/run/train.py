@@ -31,6 +31,7 @@ from prepcli.sources.folders import make_access
 from trainer.recipe import LoadedRecipe, recipe_to_toml
 from trainer.run.checks import check_config
 from trainer.run.continued_state import load_continued_state
+from trainer.run.display import RunDisplay, make_profiler, open_display
 from trainer.run.environment import write_environment
 from trainer.run.export import (
     check_repository,
@@ -48,7 +49,6 @@ from trainer.run.metrics import (
     open_metrics,
     open_sample_log,
 )
-from trainer.run.observe import RunDisplay, make_profiler, open_display
 from trainer.run.prepare import prepare_run
 from trainer.run.processes import (
     compare_settings,
@@ -57,7 +57,7 @@ from trainer.run.processes import (
     run_together,
 )
 from trainer.run.random_start import RandomReader
-from trainer.run.remote_data import DataFinder
+from trainer.run.recipe_data import DataFinder
 from trainer.run.run import PreparedRun, Run, StepExporter, TrainRequest, TrainResult
 from trainer.run.start import (
     StartCheckpoint,
@@ -82,7 +82,7 @@ from trainer.run.summary import rounding_text, run_summary_lines
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
-    from trainer.training.best_metric import Patience
+    from trainer.training.eval_metrics import Patience
     from trainer.training.events import MissingEvents
     from trainer.training.loop import LoopResult
     from trainer.training.step import TrainState

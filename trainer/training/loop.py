@@ -19,20 +19,24 @@ from prepcli.engine.checkpoint_store import CheckpointStore, PendingSave
 from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import eval_batches
 from trainer.distributed.mesh_devices import peak_memory_nbytes
-from trainer.training.best_metric import NO_EVALUATIONS, Patience, check_metric_name
 from trainer.training.callbacks import Callbacks
-from trainer.training.checkpoint import host_leaves
+from trainer.training.checkpoint import count_changed_values, host_leaves
+from trainer.training.eval_metrics import NO_EVALUATIONS, Patience, check_metric_name
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
-from trainer.training.events import NO_MISSING_EVENTS, EventTimes, MissingEvents
+from trainer.training.events import (
+    NO_MISSING_EVENTS,
+    EventStoppedError,
+    EventTimes,
+    MissingEvents,
+    StepProfiler,
+    StopSignals,
+)
 from trainer.training.feed import batch_shapes, load_batch
 from trainer.training.log_lines import evaluation_line, sample_line, speed_fields, step_line
 from trainer.training.loop_config import LoopConfig
 from trainer.training.metrics import NO_LOG, MetricsLog, StepTimer
-from trainer.training.param_casts import count_changed_values
-from trainer.training.profiling import StepProfiler
 from trainer.training.source_datasets import tokens_by_source
 from trainer.training.step import StepSetup, TrainState, jit_train_step
-from trainer.training.stop import EventStoppedError, StopSignals
 
 # Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.
 METRICS_LAG = 2

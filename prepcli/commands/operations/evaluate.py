@@ -45,9 +45,9 @@ from trainer.recipe import Recipe
 from trainer.recipe.loading import complete_recipe
 from trainer.recipe.raw_recipe import RawRecipe
 from trainer.recipe.toml_values import TomlTable
-from trainer.run.observe import tokenize_progress
+from trainer.run.display import tokenize_progress
 from trainer.run.params import OpenedModel
-from trainer.run.remote_data import DataFinder
+from trainer.run.recipe_data import DataFinder
 
 if TYPE_CHECKING:
     from prepcli.models.param_tree import Tree
@@ -164,8 +164,8 @@ def load_model(
     from trainer.nn.kernels.options import AttentionOptions
     from trainer.nn.model_spec import ForwardConfig
     from trainer.planning.step_inputs import check_token_split, chunk_sizes
-    from trainer.training.attention_choice import choose_kernel
     from trainer.training.evaluation import jit_eval_step, jit_row_eval_step
+    from trainer.training.setup import choose_kernel
 
     sharding = opened.sharding
     check_token_split(recipe, sharding.sequence_parallel_size)
@@ -252,7 +252,7 @@ def target_metrics(
     from trainer.generation.text_metrics import score_texts
     from trainer.nn.model_spec import ForwardConfig
     from trainer.training.datasets import decoder_start_token_id
-    from trainer.training.target_generation import generate_targets
+    from trainer.training.samples import generate_targets
 
     model = opened.model
     config = source.config

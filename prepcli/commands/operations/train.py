@@ -22,7 +22,7 @@ from prepcli.core.option_spec import PathLike, as_tuple
 from trainer.recipe import load_recipe
 from trainer.run.run import TrainRequest, TrainResult
 from trainer.run.train import train_run
-from trainer.training.token_functions import TokenFunctions, TokenLoss, TokenMetrics
+from trainer.training.eval_metrics import TokenFunctions, TokenLoss, TokenMetrics
 
 
 @public

@@ -11,8 +11,7 @@ import pytest
 
 from prepcli.commands.console.ui import Ui
 from prepcli.core.observer import Line
-from trainer.run.observe import LineDisplay, LiveDisplay
-from trainer.run.run_status import RunStatus
+from trainer.run.display import LineDisplay, LiveDisplay, RunStatus
 from trainer.training.evaluation import EvaluationResult
 from trainer.training.log_lines import StepLine
 from trainer.training.samples import Sample

@@ -15,11 +15,10 @@ import pytest
 from prepcli.core.errors import PrepError
 from tests.helpers import runs
 from trainer.training import loop as loop_module
-from trainer.training.events import is_due
+from trainer.training.checkpoint import count_changed_values
+from trainer.training.events import StepProfiler, is_due
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter
-from trainer.training.param_casts import count_changed_values
-from trainer.training.profiling import StepProfiler
 
 
 def run_loop(
