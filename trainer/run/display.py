@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from prepcli.core.formatting import (
     format_bytes,
@@ -31,14 +31,12 @@ from prepcli.core.observer import (
     Segment,
     ticking,
 )
-from trainer.run.run import PreparedRun
-from trainer.training.callbacks import Callbacks
+from trainer.run.run import Run
+from trainer.training.logs import RunLog
 
 if TYPE_CHECKING:
-    from trainer.run.run import Run
     from trainer.training.evaluation import EvaluationResult
-    from trainer.training.events import StepProfiler
-    from trainer.training.log_lines import StepLine
+    from trainer.training.logs import StepLine
     from trainer.training.samples import Sample
 
 SPARK_LEVELS = "▁▂▃▄▅▆▇█"
@@ -243,28 +241,25 @@ PHASES = {
 }
 
 
-class RunDisplay(Callbacks, Protocol):
-    """Receiver of events in a run, including the callbacks of the training loop."""
-
-    def on_phase(self, phase: str) -> None:
-        """Show the start of a phase such as `compile`, `step 12` or `save 12`."""
-        ...
-
-
 @contextmanager
-def open_display(prepared: PreparedRun) -> Iterator[RunDisplay]:
-    """Open the display of a run, and close it after the block. Messages appear above a live display."""
-    run = prepared.run
-    steps = prepared.loop.steps
+def open_display(
+    run: Run, step: int, *, steps: int, memory: Mapping[str, int | None]
+) -> Iterator[RunLog]:
+    """Open the display of a run, and close it after the block. Messages appear above a live display.
+
+    Args:
+        run: The run.
+        step: Step to continue after.
+        steps: Number of the last step.
+        memory: Memory estimate of the run, with the memory `available` on a device.
+    """
     block = run.observer.open_live_block()
     if block is None:
         lines = LineDisplay(run.observer, steps)
         with ticking(lines.tick):
             yield lines
         return
-    status = RunStatus(
-        run.recipe.name, steps, prepared.step, memory_limit_nbytes=prepared.memory["available"]
-    )
+    status = RunStatus(run.recipe.name, steps, step, memory_limit_nbytes=memory["available"])
     display = LiveDisplay(block, status)
     display.draw()
     try:
@@ -277,16 +272,18 @@ def open_display(prepared: PreparedRun) -> Iterator[RunDisplay]:
     display.close()
 
 
-class LineDisplay:
+class LineDisplay(RunLog):
     """Display of one line per event, for logs. After ten seconds without one, a line shows what the run does."""
 
     def __init__(self, observer: Observer, steps: int, clock: Clock = time.monotonic) -> None:
         self.steps = steps
         self.notes = PacedNotes(observer, clock=clock)
-        # `evaluating at step 288: 12/40, 31 s left` or `compiling, 20 s`, if the last line is ten seconds old
-        self.on_progress = self.notes.on_progress
         self.tick = self.notes.tick
         self.on_phase("load")
+
+    def on_progress(self, done: int, total: int) -> None:
+        """Print `evaluating at step 288: 12/40, 31 s left` if the last line is ten seconds old."""
+        self.notes.on_progress(done, total)
 
     def on_phase(self, phase: str) -> None:
         """Print nothing. Later lines name the phase."""
@@ -334,7 +331,7 @@ class LineDisplay:
             f"evaluated at step {step}: {_evaluation_text(result)}  tokens {result.num_tokens:,}"
         )
 
-    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def on_samples(self, step: int, samples: Sequence[Sample], num_new: int) -> None:
         """Print `sample of step 288: Once upon a time -> there was a queen`, one line per prompt."""
         for sample in samples:
             self.notes.note(f"sample of step {step}: {_sample_text(sample)}")
@@ -344,7 +341,7 @@ class LineDisplay:
         self.notes.note(f"saved step {step} in {format_duration(seconds)}")
 
 
-class LiveDisplay:
+class LiveDisplay(RunLog):
     """Display redrawn in place: every second, at each event, and at most ten times per second at steps and batches.
 
     The thread of `ticking` draws too, so that the clock advances while the main thread compiles.
@@ -415,7 +412,7 @@ class LiveDisplay:
         self.status.evaluation = f"{_evaluation_text(result)}  at step {step:,}"
         self.draw()
 
-    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def on_samples(self, step: int, samples: Sequence[Sample], num_new: int) -> None:
         """Show the first sample."""
         self.status.sample = _sample_text(samples[0])
         self.draw()
@@ -471,56 +468,3 @@ def _one_line(text: str) -> str:
     # `printable` keeps newlines and tabs, so whitespace is joined first.
     # A newline would break the line of the sample in two.
     return printable(" ".join(text.split()))
-
-
-def _format_tokens(count: int) -> str:
-    """Format as `3.1 M tokens` or `310 M tokens`."""
-    decimals = 1
-    if count >= 10_000_000:
-        decimals = 0
-    return f"{count / 1e6:,.{decimals}f} M tokens"
-
-
-def tokenize_progress(observer: Observer) -> Callable[[int, int, int], None]:
-    """Return a callback that shows the progress of tokenizing, one bar per dataset.
-
-    It takes the bytes done, the total bytes, and the tokens made. The first call for a dataset has the bytes and tokens
-    of an interrupted run.
-    """
-    progress = observer.progress()
-    done_nbytes = -1  # -1: no dataset is in progress
-    shown_tokens = ""
-
-    def report_progress(nbytes: int, total: int, n_tokens: int) -> None:
-        nonlocal done_nbytes, shown_tokens
-        if done_nbytes < 0:
-            progress.begin("tokenize", total, nbytes)
-            done_nbytes = nbytes
-        tokens = _format_tokens(n_tokens)
-        # `--progress json` prints an event per note, without a minimum interval.
-        # The text changes at most once per 0.1 M tokens, and only a changed text is passed on.
-        if n_tokens and tokens != shown_tokens:
-            progress.note(tokens)
-            shown_tokens = tokens
-        progress.advance(nbytes - done_nbytes)
-        done_nbytes = nbytes
-        if nbytes >= total:
-            progress.end()
-            done_nbytes = -1
-
-    return report_progress
-
-
-def make_profiler(run: Run) -> StepProfiler | None:
-    """Return the profiler of process 0.
-
-    None if the recipe records no steps.
-    """
-    from trainer.training.events import PROFILE_FOLDER, StepProfiler
-
-    profile = run.recipe.train.profile
-    if profile is None or not run.is_first:
-        return None
-    return StepProfiler(
-        profile["start"], profile["steps"], run.folder / PROFILE_FOLDER, run.observer.warn
-    )

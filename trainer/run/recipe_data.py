@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
+from prepcli.core.json_values import HFConfig
 from prepcli.core.observer import NullProgress, Observer
 from prepcli.execution.training_storage import TOKENS_FOLDER
 from prepcli.formats.lock_file import Lock
@@ -49,13 +50,19 @@ from trainer.data.files import DataFile
 from trainer.data.remote_files import GLOB_SIGNS, Selection
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.recipe import Recipe, batch_shape
-from trainer.run.display import tokenize_progress
-from trainer.run.random_start import random_config
-from trainer.run.start import checkpoint_tokenizer_folder, read_recipe_lock
+from trainer.run.run import Run
+from trainer.run.start import (
+    StartCheckpoint,
+    checkpoint_tokenizer_folder,
+    random_config,
+    read_recipe_lock,
+)
 from trainer.run.storage import RUNS_FOLDER
 
 if TYPE_CHECKING:
+    from trainer.data.token_changes import RecordedTokens
     from trainer.data.tokenize import TokenizeConfig
+    from trainer.training.datasets import DataModel
     from trainer.training.source_datasets import Datasets
 
 HUB_HINT = "`hf://datasets/OWNER/NAME`, or `hf://datasets/OWNER/NAME/FILE`"
@@ -356,6 +363,67 @@ def open_datasets(
     )
 
 
+def open_run_datasets(
+    run: Run,
+    start: StartCheckpoint,
+    model: DataModel,
+    *,
+    model_config: HFConfig,
+    changed: Mapping[str, tuple[Any, Any]],
+    scratch_dir: Path | None,
+) -> Datasets:
+    """Tokenize the data of a run with progress, or map the tokens of an earlier start.
+
+    This can take hours. The next start continues it after an interruption. All processes of a job call it together.
+
+    Args:
+        run: The run.
+        start: Open start checkpoint.
+        model: The model to train.
+        model_config: config.json of the model, with the recipe's changes.
+        changed: Changed recipe keys of a resumed run, as (value when the run began, value now).
+        scratch_dir: Folder for missing tokens in a dry run, which must not write to the run's folder. None
+            if it is not a dry run.
+
+    Raises:
+        PrepError: The data is invalid, or does not fit the model.
+    """
+    from trainer.training.datasets import build_datasets
+
+    observer = run.observer
+    folders = {"tokenizer": start.tokenizer_folder, "cache": run.folder / TOKENS_FOLDER}
+    if scratch_dir is not None:
+        folders["spare"] = scratch_dir
+    return build_datasets(
+        run.recipe,
+        model,
+        model_config=model_config,
+        folders=folders,
+        stop_ids=folder_generation_defaults(
+            model_config, start.tokenizer_folder, model.true_vocab_size
+        ).eos_token_ids,
+        group=run.group,
+        remote=DataFinder(make_access(observer, offline=run.options.offline), observer.note),
+        recorded=_recorded_tokens(run, start, changed),
+        progress=tokenize_progress(observer),
+        note=observer.note,
+    )
+
+
+def _recorded_tokens(
+    run: Run, start: StartCheckpoint, changed: Mapping[str, tuple[Any, Any]]
+) -> RecordedTokens | None:
+    """Return the tokens with which a resumed run began. None for a new run, and on other processes."""
+    from trainer.data.token_changes import BOS_KEY, RecordedTokens
+
+    if not run.is_first or not start.resume_step:
+        return None
+    add_bos = run.recipe.data.add_bos
+    if BOS_KEY in changed:
+        add_bos, _ = changed[BOS_KEY]
+    return RecordedTokens(tuple(start.step_reader.manifest.data.split()), add_bos)
+
+
 def open_token_configs(
     recipe: Recipe, *, out: Path | None, offline: bool, observer: Observer
 ) -> dict[str, TokenizeConfig]:
@@ -391,7 +459,7 @@ def _open_checked_model(
     recipe: Recipe, remote: DataFinder, *, offline: bool, observer: Observer
 ) -> RecipeModel:
     """Return the model of a recipe, after the checks of both. See `open_recipe_model`."""
-    from trainer.training.recipe_checks import check_inputs, check_model
+    from trainer.run.checks import check_inputs, check_model
 
     # A missing data file is found before a model is located, which may read a remote one.
     check_inputs(recipe, remote)
@@ -411,7 +479,7 @@ def check_planned_recipe(recipe: Recipe, model: PlannedModel, *, names_data: boo
     Raises:
         PrepError: The recipe does not fit its model, or the inputs that are on this machine.
     """
-    from trainer.training.recipe_checks import check_inputs, check_model
+    from trainer.run.checks import check_inputs, check_model
 
     if names_data:
         check_inputs(recipe, may_be_absent=True)
@@ -468,3 +536,41 @@ def run_batch_size(recipe: Recipe) -> int:
     mesh = parse_mesh(recipe.mesh, Key("mesh"))
     n_replicas = mesh.size("dp") * mesh.size("fsdp")
     return batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas).size
+
+
+def _format_tokens(count: int) -> str:
+    """Format as `3.1 M tokens` or `310 M tokens`."""
+    decimals = 1
+    if count >= 10_000_000:
+        decimals = 0
+    return f"{count / 1e6:,.{decimals}f} M tokens"
+
+
+def tokenize_progress(observer: Observer) -> Callable[[int, int, int], None]:
+    """Return a callback that shows the progress of tokenizing, one bar per dataset.
+
+    It takes the bytes done, the total bytes, and the tokens made. The first call for a dataset has the bytes and tokens
+    of an interrupted run.
+    """
+    progress = observer.progress()
+    done_nbytes = -1  # -1: no dataset is in progress
+    shown_tokens = ""
+
+    def report_progress(nbytes: int, total: int, n_tokens: int) -> None:
+        nonlocal done_nbytes, shown_tokens
+        if done_nbytes < 0:
+            progress.begin("tokenize", total, nbytes)
+            done_nbytes = nbytes
+        tokens = _format_tokens(n_tokens)
+        # `--progress json` prints an event per note, without a minimum interval.
+        # The text changes at most once per 0.1 M tokens, and only a changed text is passed on.
+        if n_tokens and tokens != shown_tokens:
+            progress.note(tokens)
+            shown_tokens = tokens
+        progress.advance(nbytes - done_nbytes)
+        done_nbytes = nbytes
+        if nbytes >= total:
+            progress.end()
+            done_nbytes = -1
+
+    return report_progress

@@ -154,6 +154,49 @@ class StopSignals:
         return self._agreed
 
 
+@dataclass(slots=True)
+class StepTimer:
+    """Timer of training steps alone: paused while the loop compiles, evaluates, samples or saves.
+
+    Attributes:
+        clock: Returns the time in seconds.
+        started_at: Time of the last `resume`. None while paused.
+        seconds: Seconds of the current lap, up to the last `pause`.
+        steps: Steps of the current lap.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    started_at: float | None = None
+    seconds: float = 0.0
+    steps: int = 0
+
+    def resume(self) -> None:
+        """Start or restart the clock, before training steps."""
+        self.started_at = self.clock()
+
+    def pause(self) -> None:
+        """Stop the clock, before work that is not a training step."""
+        if self.started_at is not None:
+            self.seconds += self.clock() - self.started_at
+        self.started_at = None
+
+    def count_step(self) -> None:
+        """Count a finished step."""
+        self.steps += 1
+
+    def lap(self) -> float | None:
+        """Start a new lap, and return the seconds per step of the last one.
+
+        The result is None if the lap had no steps.
+        """
+        self.pause()
+        self.resume()
+        step_s = self.seconds / self.steps if self.steps else None
+        self.seconds = 0.0
+        self.steps = 0
+        return step_s
+
+
 # Name of the folder in the folder of a run.
 PROFILE_FOLDER = "profile"
 

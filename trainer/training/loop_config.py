@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from prepcli.core.errors import Key, text, usage_error
-from prepcli.models.dropout_config import DropoutConfig
 from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import RowOrder, num_eval_batches
 from trainer.data.packing import Dataset
-from trainer.distributed.sharding import ShardingContext
-from trainer.nn.model_spec import ModelSpec
-from trainer.planning.optimizer_state import check_patterns
-from trainer.recipe import Recipe, batch_shape
-from trainer.recipe.resolve import MAX_INT32
-from trainer.training.eval_metrics import (
-    NO_TOKEN_FUNCTIONS,
-    BestMetric,
-    TokenFunctions,
-    best_metric,
-)
+from trainer.recipe import Recipe
+from trainer.training.eval_metrics import BestMetric, Patience, best_metric
 from trainer.training.events import Interval, is_due, num_due
 from trainer.training.samples import Sampler
-from trainer.training.setup import build_step_setup, peak_step_s
-from trainer.training.source_datasets import Datasets, make_order
 from trainer.training.step import StepSetup
 
 # The forward pass takes about a third of the operations of a training step: the backward pass takes twice as many.
@@ -108,6 +95,12 @@ class LoopConfig:
         """Return whether a step is saved, whatever its loss is."""
         return step == self.steps or any(is_due(step, every) for every in self.save_intervals)
 
+    def end_reason(self, step: int, patience: Patience) -> str:
+        """Return why a run ends with a step before its last one, or an empty text. See `Patience`."""
+        if step >= self.steps:
+            return ""
+        return patience.end_reason(self.recipe.eval.patience, self.best_metric)
+
     @property
     def saves_best(self) -> bool:
         """Whether each step with the best evaluation so far is saved, with its value in the manifest."""
@@ -168,113 +161,3 @@ class LoopConfig:
         total_s += seconds.get("save", 0.0) * num_saves
         # The run waits for the last save, which is written in the background.
         return total_s + seconds.get("write", 0.0)
-
-
-def build_loop_config(
-    recipe: Recipe,
-    model: ModelSpec,
-    *,
-    sharding: ShardingContext,
-    kernel: str,
-    datasets: Datasets,
-    dropout: DropoutConfig,
-    manifest_fields: Manifest,
-    token_functions: TokenFunctions = NO_TOKEN_FUNCTIONS,
-    stop_after: int = 0,
-    base_dtypes: Mapping[str, str] | None = None,
-    sampler: Sampler | None = None,
-) -> LoopConfig:
-    """Build the configuration of a run.
-
-    Args:
-        recipe: The recipe.
-        model: The model to train.
-        sharding: The mesh of devices and its partition rules.
-        kernel: Name of the attention kernel.
-        datasets: Training and evaluation data.
-        dropout: Rates of dropout and forgetful causal masking.
-        manifest_fields: Extra entries for the manifest of every checkpoint.
-        token_functions: A user's loss and metrics.
-        stop_after: Steps after which this process stops. 0 means no limit.
-        base_dtypes: Dtype of each parameter of the base of adapters, by path. None means float32.
-        sampler: Generates texts from the prompts of the recipe.
-
-    Raises:
-        UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too
-            many steps.
-    """
-    assert sharding.mesh is not None
-    _check_stride(recipe, datasets)
-    check_patterns(recipe.optimizer, model.saved_leaves)
-    shape = batch_shape(
-        recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size
-    )
-    n_rows = datasets.train.n_rows
-    order = make_order(datasets, shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
-    steps = recipe.train.steps or order.steps_for_epochs(recipe.train.epochs or 0)
-    if steps > MAX_INT32:
-        why = f"{recipe.train.epochs:g} epochs of {n_rows:,} sequences; a run has at most {MAX_INT32:,} steps"
-        raise usage_error(
-            "`train.epochs` is too large", why, text("{}", Key("train.epochs", 3, is_override=True))
-        )
-    setup = build_step_setup(
-        recipe,
-        model,
-        sharding=sharding,
-        kernel=kernel,
-        steps=steps,
-        dropout=dropout,
-        token_functions=token_functions,
-    )
-    setup = replace(setup, base_dtypes=base_dtypes or {})
-    return LoopConfig(
-        setup=setup,
-        recipe=recipe,
-        steps=steps,
-        order=order,
-        train=datasets.train,
-        evaluation=datasets.evaluation,
-        eval_every=_make_interval(recipe.train.eval_every, recipe.train.eval_every_epochs, order),
-        save_every=_make_interval(recipe.checkpoint.every, recipe.checkpoint.every_epochs, order),
-        manifest_fields=manifest_fields
-        | token_functions.manifest_fields
-        | Manifest(
-            data=datasets.identity,
-            batch_size=shape.size,
-            rate=setup.optimizer.lr_schedule.manifest_fields(),
-        )
-        | _evaluation_fields(recipe, datasets),
-        stop_after=stop_after,
-        peak_step_s=peak_step_s(recipe, model, sharding),
-        sampler=sampler,
-    )
-
-
-def _check_stride(recipe: Recipe, datasets: Datasets) -> None:
-    """Raise UsageError if a recipe sets the stride of an evaluation that has no data."""
-    if recipe.eval.stride is not None and datasets.evaluation is None:
-        why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
-        hint = text("{}", Key("data.holdout", 0.05, is_override=True))
-        raise usage_error(f"`eval.stride` is {recipe.eval.stride}", why, hint)
-
-
-def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> Manifest:
-    """Return the manifest entries that tell which evaluations of saved steps are comparable.
-
-    The data is fixed in a run.
-    """
-    is_recorded = recipe.checkpoint.best is not None or recipe.eval.patience
-    if not is_recorded or datasets.evaluation is None:
-        return Manifest()
-    n_rows = datasets.evaluation.n_rows
-    fields = Manifest(eval_sequences=min(n_rows, recipe.eval.limit or n_rows))
-    if recipe.eval.stride is not None:
-        fields |= Manifest(eval_stride=recipe.eval.stride)
-    return fields
-
-
-def _make_interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:
-    """Return an interval in steps. Epochs are converted if they are set."""
-    if epochs is None:
-        return steps
-    return order.unrounded_steps_for_epochs(epochs)

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
-from prepcli.core.json_values import JsonObject
+from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.models.param_tree import Tree
 from prepcli.models.token_rules import NO_RULES, TokenRules
+from prepcli.sources.generation_config import folder_generation_defaults
 from trainer.data.chat_prompts import MESSAGES_KEY, TOOLS_KEY, Prompt, PromptEncoder, chat_prompt
 from trainer.data.order import eval_batches
 from trainer.data.packing import Arrays, Dataset, RowIndices
 from trainer.data.seq2seq import Seq2SeqDataset
 from trainer.data.stop_texts import StopFinder
-from trainer.data.tokenizer import TextTokenizer
+from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator, check_prompts, max_fitting_new_tokens
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
+from trainer.recipe import Recipe
+from trainer.training.datasets import decoder_start_token_id
 
 SAMPLES_KEY = "log.samples"
 
@@ -165,6 +169,60 @@ class Sampler:
         for prompt, preceding_ids, ids in zip(self.prompts, preceding, outputs, strict=True):
             samples.append(Sample(prompt, self._tokenizer.decode(ids, preceding_ids)))
         return samples
+
+
+def build_sampler(
+    recipe: Recipe,
+    model: ModelSpec,
+    config: HFConfig,
+    *,
+    files: Path,
+    sharding: ShardingContext,
+    note: Callable[[str], None] = lambda line: None,
+) -> Sampler | None:
+    """Build the sampler of a run.
+
+    None without prompts.
+
+    Args:
+        recipe: The recipe.
+        model: The model.
+        config: Its config.json.
+        files: Folder of its tokenizer and of generation_config.json.
+        sharding: Mesh and rules of the run.
+        note: Called with lines about the rules of generation.
+
+    Raises:
+        PrepError: There is no tokenizer, or the model cannot generate from the prompts.
+    """
+    if recipe.log.samples is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(Path(recipe.data.tokenizer) if recipe.data.tokenizer else files)
+    except PrepError as error:
+        what = text("{} needs a tokenizer", Key(SAMPLES_KEY))
+        why = text("{}: {}", error.what, error.why)
+        hint = text("set {}, or remove {}", Key("data.tokenizer"), Key(SAMPLES_KEY))
+        raise PrepError(what, why, hint) from error
+    vocab = model.true_vocab_size
+    defaults = folder_generation_defaults(config, files, vocab)
+    for line in defaults.notes:
+        note(line)
+    decoder_start_id = None
+    if model.arch_config.encoder is not None:
+        decoder_start_id = decoder_start_token_id(config, vocab)
+    return Sampler(
+        recipe.log.samples,
+        tokenizer,
+        model,
+        sharding=sharding,
+        dtype=recipe.model.dtype,
+        max_new_tokens=recipe.log.sample_tokens,
+        eos_token_ids=defaults.eos_token_ids,
+        rules=defaults.rules,
+        stop_texts=defaults.stop_texts,
+        decoder_start_id=decoder_start_id,
+    )
 
 
 def _sample_prompt(prompt: str | JsonObject) -> Prompt:

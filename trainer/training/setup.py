@@ -36,8 +36,10 @@ from trainer.planning.step_inputs import (
     ModelShapes,
     Shapes,
     attention_needs,
+    check_token_split,
     chunk_sizes,
     longest_sequence,
+    run_dropout,
     step_inputs,
     with_adapters,
 )
@@ -94,6 +96,15 @@ def _read_rope(config: HFConfig) -> Rope | None:
     return family_of(config).arch_config(config).rope
 
 
+def dropout_rates(recipe: Recipe, config: HFConfig, model: ModelSpec) -> DropoutConfig:
+    """Return the dropout of a run."""
+    dropout = run_dropout(recipe, config)
+    if model.adapters is None:
+        return dropout
+    # The rate of adapters of a file is in their settings.
+    return replace(dropout, adapters=model.adapters.config.dropout)
+
+
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:
     """Check the layout of the model against the recipe: layers to scan, and the mesh.
 
@@ -110,6 +121,16 @@ def partition_rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:
     if recipe.rules is None:
         return rules_from_manifest(manifest)
     return merge_rules(recipe.rules, origin=Key("rules"))
+
+
+def check_batch(recipe: Recipe, sharding: ShardingContext) -> None:
+    """Raise UsageError if the batch of a recipe, its logical shards, or its tokens do not divide among the devices."""
+    assert sharding.mesh is not None
+    mesh = sharding.mesh
+    n_replicas = sharding.data_parallel_size
+    shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas)
+    reduction_shards(recipe, shape, mesh=mesh, rules=sharding.rules)
+    check_token_split(recipe, sharding.sequence_parallel_size)
 
 
 def build_step_setup(

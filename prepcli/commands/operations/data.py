@@ -39,8 +39,12 @@ from trainer.data.token_shards import ShardedTokens, tokenize_share
 from trainer.data.tokenize import TokenizeConfig
 from trainer.data.tokenizer import load_tokenizer
 from trainer.recipe import Recipe, load_recipe
-from trainer.run.display import tokenize_progress
-from trainer.run.recipe_data import open_datasets, open_token_configs, run_batch_size
+from trainer.run.recipe_data import (
+    open_datasets,
+    open_token_configs,
+    run_batch_size,
+    tokenize_progress,
+)
 
 __all__ = [
     "BatchDigest",

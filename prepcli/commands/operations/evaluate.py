@@ -45,9 +45,8 @@ from trainer.recipe import Recipe
 from trainer.recipe.loading import complete_recipe
 from trainer.recipe.raw_recipe import RawRecipe
 from trainer.recipe.toml_values import TomlTable
-from trainer.run.display import tokenize_progress
 from trainer.run.params import OpenedModel
-from trainer.run.recipe_data import DataFinder
+from trainer.run.recipe_data import DataFinder, tokenize_progress
 
 if TYPE_CHECKING:
     from prepcli.models.param_tree import Tree
@@ -491,7 +490,7 @@ def _make_recipes(
     remote: DataFinder,
 ) -> dict[str, Recipe]:
     """Return the checked recipe of each source of data: the settings that reading and computing need."""
-    from trainer.training.recipe_checks import check_inputs, check_model
+    from trainer.run.checks import check_inputs, check_model
 
     dtype = resolve_compute_dtype(options["dtype"], opened)
     recipes: dict[str, Recipe] = {}

@@ -27,7 +27,7 @@ from tests.helpers.token_stores import NAME, fill
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from tests.helpers.waiting import MAX_S
 from trainer.data.store_writer import TokenWriter, build_store
-from trainer.run.display import tokenize_progress
+from trainer.run.recipe_data import tokenize_progress
 from trainer.run.storage import describe_saved_progress
 from trainer.training.metrics import METRICS_FILE, read_metrics
 

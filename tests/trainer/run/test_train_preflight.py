@@ -255,7 +255,7 @@ def test_start_warns_like_dry_run(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainer.run.train._load_train_state", stop)
+    monkeypatch.setattr("trainer.run.train.load_state", stop)
     capsys.readouterr()
     code, report = train_json(capsys, "--set", "checkpoint.every=500")
     assert (code, report["error"]["what"]) == (130, "interrupted")

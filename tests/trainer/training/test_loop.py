@@ -19,9 +19,10 @@ from tests.helpers.slow_cases import slow_except
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.training import loop
 from trainer.training.loading import restore_state
+from trainer.training.logs import MetricsFileLog
 from trainer.training.loop import Loop
 from trainer.training.loop_config import LoopConfig
-from trainer.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
+from trainer.training.metrics import METRICS_FILE, read_metrics
 from trainer.training.step import TrainState
 
 STEPS = 20
@@ -40,7 +41,7 @@ class FinishedRun:
         store: runs.MemoryStore | None = None,
         state: TrainState | None = None,
     ) -> None:
-        self.store, self.callbacks = store or runs.MemoryStore(), runs.RecordingCallbacks()
+        self.store, self.callbacks = store or runs.MemoryStore(), runs.RecordingLog()
         steps = self.store.steps()
         if state is None:
             state = (
@@ -53,11 +54,11 @@ class FinishedRun:
             job,
             state,
             store=self.store,
-            metrics=MetricsWriter(self.metrics_path, int(state["step"])),
-            callbacks=self.callbacks,
+            logs=[MetricsFileLog(self.metrics_path, int(state["step"])), self.callbacks],
             poll_stop_reason=runs.never_stop,
         )
-        self.result = self.loop.run()
+        self.loop.run()
+        self.result = self.loop
 
     def losses(self) -> list[float]:
         """Return the logged loss of each step."""
@@ -176,16 +177,15 @@ def test_loop_of_finished_run_does_nothing(
 
 def test_loop_stopped_before_first_step_saves_nothing(setup: runs.StepSetup, tmp_path: Path):
     store = runs.MemoryStore()
-    metrics = MetricsWriter(tmp_path / METRICS_FILE, 0)
-    result = Loop(
+    stopped = Loop(
         runs.make_job(setup),
         runs.make_state(setup),
         store=store,
-        metrics=metrics,
-        callbacks=runs.RecordingCallbacks(),
+        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0)],
         poll_stop_reason=lambda: "SIGTERM",
-    ).run()
-    assert (result.step, result.stop_reason, store.steps()) == (0, "SIGTERM", [])
+    )
+    stopped.run()
+    assert (stopped.step, stopped.stop_reason, store.steps()) == (0, "SIGTERM", [])
 
 
 def test_eval_limit_takes_the_first_sequences(setup: runs.StepSetup, tmp_path: Path):
@@ -271,13 +271,12 @@ def test_loop_logs_time_mfu_and_memory_of_steps(
     """The first line has them too, and so have lines just before a checkpoint, when no further step is in flight."""
     job = replace(runs.make_job(setup, steps=7, save_every=3), peak_step_s=0.4)
     monkeypatch.setattr(loop, "peak_memory_nbytes", lambda sharding: 7 << 30)
-    callbacks = runs.RecordingCallbacks()
+    callbacks = runs.RecordingLog()
     loop_run = Loop(
         job,
         runs.make_state(setup),
         store=runs.MemoryStore(),
-        metrics=MetricsWriter(tmp_path / METRICS_FILE, 0),
-        callbacks=callbacks,
+        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), callbacks],
         poll_stop_reason=runs.never_stop,
     )
     assert loop_run.metrics_lag == loop.CPU_METRICS_LAG
@@ -327,7 +326,7 @@ def test_loop_takes_steps_during_a_save(
 ):
     reports: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        runs.RecordingCallbacks,
+        runs.RecordingLog,
         "on_save",
         lambda self, step, seconds: reports.append((step, self.lines[-1]["step"])),
     )

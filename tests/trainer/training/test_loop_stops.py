@@ -24,9 +24,10 @@ from trainer.training.events import (
     num_due,
 )
 from trainer.training.loading import restore_state
+from trainer.training.logs import MetricsFileLog, SamplesFileLog
 from trainer.training.loop import Loop
 from trainer.training.loop_config import LoopConfig
-from trainer.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
+from trainer.training.metrics import METRICS_FILE, read_metrics
 from trainer.training.samples import Sampler
 
 STEPS = 6
@@ -34,7 +35,7 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 @dataclass
-class StoppingCallbacks(runs.RecordingCallbacks):
+class StoppingLog(runs.RecordingLog):
     """Callbacks that give the reason of a stop from an event on.
 
     Attributes:
@@ -49,7 +50,7 @@ class StoppingCallbacks(runs.RecordingCallbacks):
     phase: str = ""
     events: list[str] = field(default_factory=list)
 
-    def enter_phase(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         self.phase = phase
         self.events.append(phase)
         if phase == self.stop_phase and not self.stop_done:
@@ -74,26 +75,28 @@ class StartedRun:
         *,
         stop: tuple[str, int] = ("", 0),
         missing: MissingEvents = NO_MISSING_EVENTS,
-    ) -> StoppingCallbacks:
+    ) -> StoppingLog:
         """Start or resume the run, up to a stop at a phase and its progress. Return its callbacks."""
         steps = self.store.steps()
         state = runs.make_state(job.setup)
         if steps:
             state = restore_state(self.store.open(steps[-1]), job.setup)
-        callbacks = StoppingCallbacks(stop_phase=stop[0], stop_done=stop[1])
+        callbacks = StoppingLog(stop_phase=stop[0], stop_done=stop[1])
         step = int(state["step"])
         self.loop = Loop(
             job,
             state,
             store=self.store,
-            metrics=MetricsWriter(self.folder / METRICS_FILE, step),
-            sample_log=MetricsWriter(self.folder / SAMPLES_FILE, step),
-            callbacks=callbacks,
-            enter_phase=callbacks.enter_phase,
+            logs=[
+                MetricsFileLog(self.folder / METRICS_FILE, step),
+                SamplesFileLog(self.folder / SAMPLES_FILE, step),
+                callbacks,
+            ],
             poll_stop_reason=lambda: callbacks.reason,
             missing_events=missing,
         )
-        self.result = self.loop.run()
+        self.loop.run()
+        self.result = self.loop
         return callbacks
 
     def lines(self, name: str = METRICS_FILE) -> list[dict[str, Any]]:
@@ -201,15 +204,13 @@ def test_run_that_lacks_an_evaluation_compiles_no_step(tmp_path: Path):
 def test_missing_evaluation_is_compiled_once(tmp_path: Path):
     run = StartedRun(tmp_path)
     run.start(make_job(), stop=("evaluate 6", 1))
-    callbacks = StoppingCallbacks()
+    callbacks = StoppingLog()
     job = make_job()
     loop = Loop(
         job,
         restore_state(run.store.open(6), job.setup),
         store=run.store,
-        metrics=MetricsWriter(tmp_path / METRICS_FILE, 6),
-        callbacks=callbacks,
-        enter_phase=callbacks.enter_phase,
+        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 6), callbacks],
         poll_stop_reason=runs.never_stop,
         missing_events=MissingEvents(evaluation=True),
     )
@@ -221,14 +222,12 @@ def test_missing_evaluation_is_compiled_once(tmp_path: Path):
 def test_evaluation_is_compiled_before_the_first_step(tmp_path: Path):
     """A later compilation could outlast the time between a stop signal and a kill."""
     job = make_job(eval_at_start=False)
-    callbacks = StoppingCallbacks()
+    callbacks = StoppingLog()
     loop = Loop(
         job,
         runs.make_state(job.setup),
         store=runs.MemoryStore(),
-        metrics=MetricsWriter(tmp_path / METRICS_FILE, 0),
-        callbacks=callbacks,
-        enter_phase=callbacks.enter_phase,
+        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), callbacks],
         poll_stop_reason=runs.never_stop,
     )
     eval_step, phases = loop.eval_step, list[str]()
