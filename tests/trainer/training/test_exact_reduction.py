@@ -91,17 +91,17 @@ class FinishedRun:
 
 def run(setup: StepSetup, folder: Path) -> FinishedRun:
     """Run ten steps of 16 sequences, with evaluations."""
-    state, callbacks = runs.make_state(setup), runs.RecordingLog()
+    state, recording = runs.make_state(setup), runs.RecordingLog()
     loop = Loop(
         runs.make_job(setup, batch_size=16, steps=10, eval_every=5),
         state,
         store=runs.MemoryStore(),
-        logs=[MetricsFileLog(folder / METRICS_FILE, 0), callbacks],
+        logs=[MetricsFileLog(folder / METRICS_FILE, 0), recording],
         poll_stop_reason=runs.never_stop,
     )
     loop.run()
-    lines = [{key: line[key] for key in line if key not in TIMINGS} for line in callbacks.lines]
-    return FinishedRun(runs.state_bytes(loop.state), [*lines, *map(dict, callbacks.evaluations)])
+    lines = [{key: line[key] for key in line if key not in TIMINGS} for line in recording.lines]
+    return FinishedRun(runs.state_bytes(loop.state), [*lines, *map(dict, recording.evaluations)])
 
 
 def check_equal_runs(result: FinishedRun, expected: FinishedRun, variant: Variant) -> None:

@@ -59,9 +59,9 @@ def test_unrounded_steps_for_epochs_are_exact_fractions():
 def test_loop_saves_and_evaluates_by_epochs(tmp_path: Path):
     store, loop = run_loop(tmp_path, save_every=Fraction(45, 8), eval_every=Fraction(45, 16))
     assert store.steps() == [6, 12]
-    callbacks = loop.logs[-1]
-    assert isinstance(callbacks, runs.RecordingLog)
-    assert [line["step"] for line in callbacks.evaluations] == [0, 3, 6, 9, 12]
+    recording = loop.logs[-1]
+    assert isinstance(recording, runs.RecordingLog)
+    assert [line["step"] for line in recording.evaluations] == [0, 3, 6, 9, 12]
 
 
 def test_loop_saves_milestones_beside_the_interval(tmp_path: Path):
@@ -70,9 +70,9 @@ def test_loop_saves_milestones_beside_the_interval(tmp_path: Path):
 
 def test_loop_saves_each_step_with_a_lower_loss(tmp_path: Path):
     store, loop = run_loop(tmp_path, eval_every=2, saves_best=True)
-    callbacks = loop.logs[-1]
-    assert isinstance(callbacks, runs.RecordingLog)
-    losses = {line["step"]: line["eval_loss"] for line in callbacks.evaluations if line["step"]}
+    recording = loop.logs[-1]
+    assert isinstance(recording, runs.RecordingLog)
+    losses = {line["step"]: line["eval_loss"] for line in recording.evaluations if line["step"]}
     expected, best = [], math.inf
     for step, loss in losses.items():
         if loss < best:

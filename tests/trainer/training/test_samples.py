@@ -176,14 +176,14 @@ def test_loop_samples_at_its_interval_and_at_the_end(tokenizer: TextTokenizer, t
     setup, log = runs.make_setup(), tmp_path / "samples.jsonl"
     sampler = make_sampler(tokenizer, setup)
     loop = run_loop(setup, log, sampler=sampler, sample_every=2)
-    callbacks = loop.logs[-1]
-    assert isinstance(callbacks, runs.RecordingLog)
-    assert [step for step, _ in callbacks.samples] == [0, 2, 4, 5]
+    recording = loop.logs[-1]
+    assert isinstance(recording, runs.RecordingLog)
+    assert [step for step, _ in recording.samples] == [0, 2, 4, 5]
     assert read_metrics(log) == [
-        sample_line(step, sample) for step, samples in callbacks.samples for sample in samples
+        sample_line(step, sample) for step, samples in recording.samples for sample in samples
     ]
-    assert callbacks.samples[-1][1] == sampler.generate(loop.state["params"])
-    assert callbacks.samples[0][1] != callbacks.samples[-1][1]
+    assert recording.samples[-1][1] == sampler.generate(loop.state["params"])
+    assert recording.samples[0][1] != recording.samples[-1][1]
 
 
 def test_samples_do_not_change_the_run(tokenizer: TextTokenizer, tmp_path: Path):
