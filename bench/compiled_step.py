@@ -122,9 +122,9 @@ def report_lines(plan: CompiledPlan, estimated_nbytes: int) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the plan of one step."""
     from prepcli.models.rules import DEFAULT_RULES
+    from trainer.nn.model_spec import model_from_manifest
     from trainer.planning.step_inputs import step_inputs
     from trainer.training.compiled_plan import compiled_plan
-    from trainer.training.manifest_model import model_from_manifest
 
     options = make_parser().parse_args(arguments)
     mesh = parse_mesh(options.mesh)

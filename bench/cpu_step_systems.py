@@ -134,8 +134,7 @@ def _prep_setup(options: argparse.Namespace) -> Any:
     from trainer.distributed.mesh_devices import device_kind
     from trainer.distributed.sharding import make_sharding_context
     from trainer.nn.model_spec import build_model
-    from trainer.training.attention_choice import preferred_kernel
-    from trainer.training.setup import build_step_setup
+    from trainer.training.setup import build_step_setup, preferred_kernel
 
     recipe, config = make_recipe(options), json.loads((options.model / "config.json").read_bytes())
     model = build_model(FAMILIES["llama"], config, is_tied=False)

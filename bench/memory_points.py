@@ -254,7 +254,7 @@ def _gradients_nbytes(point: MemoryPoint) -> int:
 
     from bench.compiled_memory import compile_step
     from trainer.distributed.sharding import make_sharding_context
-    from trainer.training.manifest_model import model_from_manifest
+    from trainer.nn.model_spec import model_from_manifest
     from trainer.training.setup import build_step_setup
 
     recipe, mesh = point.recipe, point.mesh

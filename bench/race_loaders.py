@@ -36,7 +36,7 @@ PREP_MODULES = (
     "prepcli.sources.openers.hf_folder",
     "prepcli.models.families.llama",
     "trainer.training.loading",
-    "trainer.training.manifest_model",
+    "trainer.nn.model_spec",
     "obstore.store",
 )
 MAX_ERROR_CHARS = 200

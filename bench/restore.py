@@ -108,9 +108,8 @@ def make_setup(reader: Any, mesh: str) -> Any:
     """Return the StepSetup of a checkpoint's model with AdamW on a mesh."""
     from prepcli.models.mesh import parse_mesh
     from trainer.distributed.sharding import make_sharding_context
-    from trainer.nn.model_spec import ForwardConfig
+    from trainer.nn.model_spec import ForwardConfig, model_from_manifest, rules_from_manifest
     from trainer.recipe.optimizer_tables import AdamWTable
-    from trainer.training.manifest_model import model_from_manifest, rules_from_manifest
     from trainer.training.optimizers.optimizer import build_optimizer
     from trainer.training.step import StepSetup
 

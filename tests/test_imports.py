@@ -177,7 +177,7 @@ def test_conversions_import_no_framework():
 
 def test_loading_parameters_imports_no_training_loop():
     unused = {"trainer.training.loop", "trainer.training.evaluation", "tokenizers"}
-    for module in ("trainer.run.params", "trainer.run.random_params"):
+    for module in ("trainer.run.params",):
         reached = reachable(module)
         assert not unused & reached, module
         assert "trainer.generation" not in set(map(package_of, reached)), module
@@ -222,12 +222,12 @@ ENVIRONMENT = {"environ", "getenv"}
 # Loading a recipe expands `${NAME}` in paths. A run reads the retries of requests and the variables of launchers.
 READS_ENVIRONMENT = {
     "trainer.recipe.loading",
-    *(f"trainer.run.{name}" for name in ("export", "processes", "storage")),
+    *(f"trainer.run.{name}" for name in ("processes", "storage")),
 }
 # Modules with settings under JAX's names, or with the devices of a mesh.
 NAMES_PROCESSES = {
     "trainer.recipe.tables",
-    *(f"trainer.run.{name}" for name in ("checks", "params", "verbatim_params")),
+    *(f"trainer.run.{name}" for name in ("checks", "params")),
 }
 
 

@@ -30,7 +30,7 @@ from trainer.recipe.optimizer_tables import AdamWTable
 from trainer.recipe.tables import Checkpoint, Eval, Log, Recipe, Train
 from trainer.training.evaluation import EvaluationResult
 from trainer.training.loading import round_params
-from trainer.training.log_lines import StepLine, evaluation_line
+from trainer.training.logs import RunLog, StepLine, evaluation_line
 from trainer.training.loop_config import LoopConfig
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.samples import Sample
@@ -226,8 +226,8 @@ class MemoryStore:
 
 
 @dataclass
-class RecordingCallbacks:
-    """Callbacks that record all reports."""
+class RecordingLog(RunLog):
+    """Log that records all events."""
 
     lines: list[StepLine] = field(default_factory=list)
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
@@ -251,7 +251,7 @@ class RecordingCallbacks:
     def on_evaluate(self, step: int, result: EvaluationResult) -> None:
         self.evaluations.append(evaluation_line(step, result))
 
-    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def on_samples(self, step: int, samples: Sequence[Sample], num_new: int) -> None:
         self.samples.append((step, list(samples)))
 
     def on_save(self, step: int, seconds: float) -> None:

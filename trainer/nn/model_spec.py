@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from prepcli.core.errors import (
-    Command,
-    Key,
-    Option,
-    PrepError,
-    text,
-    usage_error,
-)
+from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import check_saved_scores, check_split_sequence
 from prepcli.models.lora import Adapters, build_adapters
-from prepcli.models.lora_config import LoraConfig
+from prepcli.models.lora_config import LoraConfig, lora_from_manifest
 from prepcli.models.param_tree import ParamLeaf, param_leaves
 from prepcli.models.parameters import Family, HFConfig, true_vocab_size
+from prepcli.models.registry import family_of
 from prepcli.models.remat import OFFLOAD_NONE, REMAT_NONE, RematPolicy, check_remat
+from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import Rules, check_leaf_rules
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.kernels.options import AttentionOptions
 
@@ -143,3 +140,50 @@ def unscannable_error() -> PrepError:
     reshard = Command("reshard", Option("scan", True))
     hint = text("{}, or {}", Key("model.scan_layers", False), reshard)
     return usage_error("layers cannot be scanned", "the checkpoint stores one leaf per layer", hint)
+
+
+def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
+    """Build the ModelSpec of a checkpoint's manifest.
+
+    Layers are stacked as in the checkpoint.
+    """
+    config = manifest["config"]
+    return build_model(
+        family_of(config),
+        config,
+        manifest["tied"],
+        scan=manifest["scan"],
+        scan_axis=manifest["scan_axis"],
+        lora=lora_from_manifest(manifest),
+    )
+
+
+def rules_from_manifest(manifest: Mapping[str, Any]) -> Rules:
+    """Return the partition rules of a checkpoint."""
+    return merge_rules(manifest["rules"])
+
+
+def check_mesh_divides(model: ModelSpec, sharding: ShardingContext) -> None:
+    """Check that the mesh divides every parameter, and that each rule of leaves is for some of them.
+
+    Raises:
+        UsageError: The mesh does not divide a parameter, or a rule of leaves does not fit the parameters.
+    """
+    check_leaf_rules(sharding.rules, {path: leaf.dims for path, leaf in model.leaves.items()})
+    for leaf in model.leaves.values():
+        try:
+            sharding.param_spec(leaf)
+        except PrepError as error:
+            command = Command(
+                "save-init",
+                "MODEL",
+                Option("mesh", str(sharding.mesh)),
+                Option("pad_vocab", "auto"),
+            )
+            hint = text(
+                "another mesh, or a checkpoint made for this one: {}, or with {} of {}",
+                command,
+                Option("rules"),
+                Command("save-init"),
+            )
+            raise usage_error(error.what, error.why, hint) from error

@@ -1,4 +1,10 @@
-"""Checks of a run before it reads data: the memory of the devices, and the disk space of its folder."""
+"""The checks of a run, in the order in which they are made. Each raises the first problem, with what fixes it.
+
+1. `check_inputs` and `check_devices`: the recipe alone, before a model is located.
+2. `check_config`: the memory of a step, before the tensors of a model are matched.
+3. `check_model` and `check_machine`: model, memory and disk, before data is tokenized.
+4. `check_before_steps`: the data, the earlier steps of the run, and warnings.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +15,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.core.errors import Key, Option, PrepError, text
+from prepcli.core.errors import Key, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.json_values import HFConfig
 from prepcli.core.observer import Observer
 from prepcli.engine.machine import cgroup_memory_limit, system_memory
+from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU
+from prepcli.models.lora import Adapters, num_features, rank_axis
 from prepcli.models.param_tree import ParamLeaf
+from prepcli.models.remat import OFFLOAD_NONE, saved_activations
 from prepcli.planning.tensors import itemsize
-from trainer.planning.model_shapes import PlannedModel, model_of_config
+from trainer.data.files import DataFile, EmptyFileError, check_not_empty, check_readable
+from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, has_local_files, resolve_type
+from trainer.data.remote_files import RemoteFiles, Selection
+from trainer.data.tokenizer import check_tokenizer_exists
+from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.planning.step_inputs import context_warnings, state_leaves
 from trainer.planning.training_plan import (
     TrainingPlan,
@@ -27,28 +40,224 @@ from trainer.planning.training_plan import (
     with_overrides,
 )
 from trainer.recipe import Recipe
+from trainer.recipe.conflicts import check_packing, check_source_length
+from trainer.recipe.data_table import Data, split_sources
+from trainer.recipe.text_fields import DataType
+from trainer.run.resume import (
+    cast_warning,
+    check_continued_start,
+    check_resumable,
+    environment_warning,
+    unread_warning,
+)
 from trainer.run.run import Run
+from trainer.training.source_datasets import eval_selection, train_selection
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
+    from trainer.run.start import StartCheckpoint
+    from trainer.training.datasets import DataModel
+    from trainer.training.loop_config import LoopConfig
+
+
+def check_inputs(
+    recipe: Recipe, remote: RemoteFiles = NO_REMOTE_FILES, *, may_be_absent: bool = False
+) -> None:
+    """Check the inputs of a recipe that need neither the model nor the content of the data.
+
+    Args:
+        recipe: The recipe.
+        remote: Finds the data files of URLs.
+        may_be_absent: Check only inputs that are on this machine. A plan needs none of them.
+
+    Raises:
+        PrepError: A data file or the tokenizer is missing, unreadable or empty, the type of a file is unknown, or
+            the data has no such split, configuration or revision.
+    """
+    for _, data in split_sources(recipe.data):
+        for paths, selection in (
+            (data.path, train_selection(data)),
+            (data.eval_paths, eval_selection(data)),
+        ):
+            # `eval_paths` is None if the evaluation takes held-out sequences, or if there is none.
+            if paths is not None and (not may_be_absent or has_local_files(paths)):
+                _check_files(paths, data.type, selection, remote)
+    tokenizer = recipe.data.tokenizer
+    if tokenizer and not (may_be_absent and not os.path.exists(tokenizer)):
+        check_tokenizer_exists(Path(tokenizer))
+
+
+def _check_files(
+    paths: Sequence[str], data_type: DataType, selection: Selection, remote: RemoteFiles
+) -> None:
+    """Raise PrepError if the type of files is not clear, a local one cannot be read, or all are empty."""
+    files = find_data_files(paths, data_type, selection, remote=remote)
+    if files:
+        resolve_type(files, data_type)
+    empty: list[EmptyFileError] = []
+    for file in files:
+        try:
+            _check_file(file)
+        except EmptyFileError as error:
+            empty.append(error)
+    if empty and len(empty) == len(files):
+        raise empty[0]
+
+
+def _check_file(file: Path | DataFile) -> None:
+    if isinstance(file, Path):
+        check_readable(file)
+    else:
+        check_not_empty(file)
+
+
+def check_model(recipe: Recipe, model: DataModel) -> None:
+    """Check a recipe against the architecture of its model.
+
+    Raises:
+        UsageError: `data.seq_length` exceeds the positions, `data.packing` does not fit an encoder,
+            sources of an encoder have no maximum length, or `remat_policy` names the hidden units of experts.
+    """
+    has_encoder = model.arch_config.encoder is not None
+    for _, data in split_sources(recipe.data):
+        check_packing(data, has_encoder=has_encoder)
+        check_source_length(data, has_encoder=has_encoder)
+    _check_seq_length(recipe.data, model.arch_config)
+    saved = saved_activations(recipe.model.remat_policy, has_experts=True)
+    if model.arch_config.experts_per_token and "mlp_hidden" in saved:
+        why = f"the experts of {model.family.name} compute their hidden units again"
+        raise usage_error("`model.remat_policy` has mlp_hidden", why, "remove it from the list")
+
+
+def _check_seq_length(data: Data, arch_config: ArchConfig) -> None:
+    """Raise UsageError if sequences are longer than a model with limited positions computes."""
+    max_positions = arch_config.max_positions
+    if arch_config.has_limited_positions and data.seq_length > max_positions:
+        why = f"the model has {max_positions} positions"
+        raise usage_error(
+            f"`data.seq_length` is {data.seq_length}",
+            why,
+            text("{}", Key("data.seq_length", max_positions, is_override=True)),
+        )
+
+
+MANY_EPOCHS = 1000  # a run of more epochs gets a warning
+
+
+def check_devices(recipe: Recipe, sharding: ShardingContext) -> None:
+    """Raise UsageError if `model.offload` is set and the devices have no host memory to move arrays to."""
+    if recipe.model.offload != OFFLOAD_NONE:
+        sharding.check_host_memory()
+
+
+def check_before_steps(
+    run: Run,
+    start: StartCheckpoint,
+    config: LoopConfig,
+    changed: Mapping[str, tuple[Any, Any]],
+) -> None:
+    """Check whether the run may continue with this recipe, and print warnings about the recipe and the disk.
+
+    Args:
+        run: The run. Process 0 checks it, as another process may not see its folder.
+        start: Open start checkpoint.
+        config: Configuration of the loop.
+        changed: Recipe keys whose values differ, as (value when the run began, value now).
+
+    Raises:
+        PrepError: The data, the batch size, the schedule or the training state do not fit the earlier steps.
+    """
+    if not run.is_first:
+        return
+    step = start.resume_step
+    manifest = start.step_reader.manifest
+    warnings: list[str] = []
+    if step:
+        check_resumable(manifest, config, changed=changed, step=step)
+    elif run.recipe.model.training_state:
+        check_continued_start(start, config)
+        warnings += [cast_warning(start, config), unread_warning(start, config)]
+    if 0 < step < config.steps:
+        now = config.manifest_fields.environment or {}
+        warnings.append(environment_warning(manifest.environment, now, step=step))
+    warnings += run_warnings(run.recipe, config, last_step=step)
+    if run.storage.is_on_disk:
+        leaves = config.setup.model.saved_leaves
+        warnings += disk_warnings(run.folder, run.recipe, leaves, config.steps - step)
+    for warning in filter(None, warnings):
+        run.observer.warn(warning)
+
+
+def run_warnings(recipe: Recipe, config: LoopConfig, *, last_step: int = 0) -> Iterator[str]:
+    """Yield a warning for each setting in conflict with the data or the number of steps.
+
+    Args:
+        recipe: The recipe.
+        config: Configuration of its loop.
+        last_step: The step to resume from. 0 without one.
+    """
+    n_rows = config.train.n_rows
+    batch_size = config.order.batch_size
+    steps = config.steps
+    if n_rows < batch_size:
+        yield f"a batch of {batch_size:,} takes sequences more than once: the data has {n_rows:,}"
+    if recipe.train.epochs and recipe.train.epochs * n_rows < batch_size:
+        epochs_text = f"{recipe.train.epochs:g} of {n_rows:,} sequences"
+        yield f"`train.epochs` {epochs_text} is less than one step of {batch_size:,}"
+    epochs = steps * batch_size / n_rows
+    if epochs > MANY_EPOCHS:
+        yield f"{steps:,} steps are {epochs:,.0f} epochs of {n_rows:,} sequences"
+    if config.evaluation is not None:
+        n_evaluated = min(
+            config.evaluation.n_rows, config.recipe.eval.limit or config.evaluation.n_rows
+        )
+        if n_evaluated > n_rows:
+            yield (
+                f"{n_evaluated:,} sequences are evaluated, more than the {n_rows:,} that are trained on; "
+                "`eval.limit` takes fewer"
+            )
+    for key, interval in (
+        ("train.eval_every", config.eval_every),
+        ("checkpoint.every", config.save_every),
+    ):
+        if interval > steps:
+            every = f"{float(interval):,g} steps"
+            if isinstance(interval, int):
+                every = f"{interval:,}"
+            yield f"`{key}` is {every}, but the run has {steps:,} steps: it happens only at the end"
+    if recipe.train.profile is not None:
+        what = f"`train.profile` starts at step {recipe.train.profile['start']:,}"
+        if recipe.train.profile["start"] > steps:
+            yield f"{what}, but the run has {steps:,} steps: nothing is recorded"
+        elif recipe.train.profile["start"] <= last_step:
+            yield f"{what}, but the run resumes after step {last_step:,}: nothing is recorded"
+    if config.setup.model.adapters is not None:
+        yield from _rank_warnings(config.setup.model.adapters)
+
+
+def _rank_warnings(adapters: Adapters) -> Iterator[str]:
+    """Yield a warning if the rank of adapters is larger than the smallest dimension of a projection."""
+    sizes: list[tuple[int, int, str]] = []
+    for leaf in adapters.matrices.values():
+        size = num_features(leaf)
+        sizes.append((size - leaf.shape[rank_axis(leaf)], size, leaf.path))
+    spare, size, path = min(sizes)
+    if spare < 0:
+        target = path.rpartition(".")[0]
+        what = f"`lora.rank` is {size - spare:,}, but `{target}` has a dimension of {size:,}"
+        yield f"{what}: a higher rank learns nothing more"
 
 
 def check_machine(
-    run: Run,
-    recipe: Recipe,
-    model: PlannedModel,
-    sharding: ShardingContext,
-    *,
-    processes_per_host: int,
+    run: Run, manifest: Mapping[str, Any], sharding: ShardingContext, *, kernel: str
 ) -> dict[str, int | None]:
     """Check memory and disk for a run, print warnings, and print the memory estimate of a dry run.
 
     Args:
         run: The run. Process 0 checks the disk.
-        recipe: The recipe of the run, with the attention kernel that was chosen.
-        model: The model to train.
+        manifest: Manifest of the model to train, with the changes of the recipe.
         sharding: Mesh and devices.
-        processes_per_host: Processes of the run on one host, which share its memory.
+        kernel: Name of the attention kernel.
 
     Returns:
         The memory estimate for the result.
@@ -57,8 +266,10 @@ def check_machine(
         PrepError: The run cannot work on this machine.
     """
     observer = run.observer
-    plan, available = plan_run(recipe, model, sharding, num_processes=processes_per_host)
-    if run.request.dry_run:
+    recipe = with_overrides(run.recipe, {"model.attention_kernel": kernel})
+    model = model_of_manifest(manifest)
+    plan, available = plan_run(recipe, model, sharding, num_processes=run.processes_per_host)
+    if run.options.dry_run:
         available_text = "unknown"
         if available:
             available_text = format_bytes(available)
@@ -66,27 +277,23 @@ def check_machine(
     if run.is_first:
         for warning in context_warnings(recipe, plan.inputs):
             observer.warn(warning)
-    check_memory(plan, available_nbytes=available, observer=observer, force=run.request.force)
+    check_memory(plan, available_nbytes=available, observer=observer, force=run.options.force)
     if run.is_first and run.storage.is_on_disk and not run.storage.steps():
         check_disk(run.folder, checkpoint_nbytes(recipe, plan.inputs.saved_leaves))
     return memory_fields(plan.memory, available)
 
 
-def check_config(
-    config: HFConfig,
-    *,
-    recipe: Recipe,
-    sharding: ShardingContext,
-    observer: Observer,
-    force: bool,
-) -> None:
-    """Check, before a Hugging Face model is converted, that a step of it fits into memory.
+def check_config(config: HFConfig, *, run: Run, sharding: ShardingContext) -> None:
+    """Check, before the tensors of a model are matched, that a step of it fits into memory. See `check_memory`.
 
-    See `check_memory`.
+    Args:
+        config: config.json of the model, with the recipe's rotary embedding.
+        run: The run.
+        sharding: Mesh and rules of the recipe.
     """
     model = model_of_config(config)
-    plan, available = plan_run(recipe, model, sharding)
-    check_memory(plan, available_nbytes=available, observer=observer, force=force)
+    plan, available = plan_run(run.recipe, model, sharding)
+    check_memory(plan, available_nbytes=available, observer=run.observer, force=run.options.force)
 
 
 def plan_run(

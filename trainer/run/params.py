@@ -1,23 +1,36 @@
-"""Read the parameters of any checkpoint onto a device mesh."""
+"""Read the parameters of any checkpoint onto a device mesh, or draw random ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from prepcli.algebra.boxes import full_box
 from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text, usage_error
+from prepcli.core.json_values import HFConfig
+from prepcli.engine.fills import numpy_dtype
 from prepcli.models.mesh import Mesh
+from prepcli.models.param_tree import ParamLeaf, param_leaves
+from prepcli.models.parameters import parameter_rows
 from prepcli.models.partition import vocab_multiple
-from prepcli.models.rule_text import merge_rules
-from prepcli.models.rules import Rules
+from prepcli.models.registry import family_of
+from prepcli.models.rule_text import merge_rules, with_default_preset
+from prepcli.models.rules import Rules, check_leaf_rules
+from prepcli.planning.tensors import cast_dtype, itemsize
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import Source, source_axis_maps
+from prepcli.sources.tensor_match import Vocabulary, read_vocabulary, with_vocabulary
 from prepcli.stores.paths import AnyPath
 
 if TYPE_CHECKING:
+    import jax
+
+    from prepcli.engine.checkpoint_store import CheckpointReader
     from prepcli.models.param_tree import Tree
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
@@ -91,7 +104,7 @@ def open_model(
         PrepError: JAX has no devices, or the mesh is invalid or does not divide a parameter.
     """
     from trainer.distributed.devices import local_devices
-    from trainer.training.manifest_model import check_mesh_divides, model_from_manifest
+    from trainer.nn.model_spec import check_mesh_divides, model_from_manifest
 
     if source.tree_manifest.is_adapter:
         export = Command("export", source.display_name, Option("out", "ADAPTER"))
@@ -149,3 +162,120 @@ def make_sharding(mesh: str | None, rules: Sequence[str]) -> ShardingContext:
     if mesh is None:
         return ShardingContext()
     return make_sharding_context(parse_mesh(mesh), merge_rules(rules), origin=Option("mesh"))
+
+
+def model_of_config(config: HFConfig, mesh: str | None) -> tuple[ModelSpec, ShardingContext]:
+    """Return the model of a config, with stacked layers and a vocabulary padded to the size that a mesh divides.
+
+    Args:
+        config: Content of a config.json.
+        mesh: `dp,fsdp,mp` sizes or named axes, or None for the first device.
+
+    Raises:
+        PrepError: The config or the mesh is invalid, or the mesh does not divide a parameter.
+    """
+    from trainer.nn.model_spec import build_model, check_mesh_divides
+
+    family = family_of(config)
+    sharding = make_sharding(mesh, ())
+    vocabulary = read_vocabulary(config, family.sizes(config)["vocab"])
+    dims = {path: row.leaf_dims for path, row in parameter_rows(family, config).items()}
+    multiple = vocab_multiple(dims, sharding.mesh, sharding.rules)
+    padded = Vocabulary(vocabulary.true_size, -(-vocabulary.stored_size // multiple) * multiple)
+    model = build_model(family, with_vocabulary(config, padded), family.is_tied(config))
+    check_mesh_divides(model, sharding)
+    return model, sharding
+
+
+def init_random_params(
+    model: ModelSpec, sharding: ShardingContext, *, seed: int, dtype: str
+) -> Tree:
+    """Return random parameters in shards of a mesh. Each device computes its shards.
+
+    Args:
+        model: The model.
+        sharding: The mesh and its rules.
+        seed: Seed of the random key.
+        dtype: Dtype of the arrays.
+    """
+    import jax
+
+    from prepcli.models.param_tree import unflatten_tree
+    from trainer.nn.initialization import init_params
+
+    def make_params() -> Tree:
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(model, seed))
+
+    # One compiled program makes all leaves in their shards: no device or host holds a whole leaf.
+    shardings = {path: sharding.param_sharding(leaf) for path, leaf in model.leaves.items()}
+    return jax.jit(make_params, out_shardings=unflatten_tree(shardings))()
+
+
+# JAX stores 64-bit values in 32 bits, unless a setting of the process says otherwise.
+MAX_JAX_ITEM_NBYTES = 4
+
+
+def load_verbatim_params(
+    source: Source,
+    path: AnyPath,
+    mesh: str | None,
+    *,
+    dtype: str | None,
+    verify: bool,
+    on_unchecked: Callable[[], None],
+) -> dict[str, jax.Array | np.ndarray]:
+    """Return the leaves of a checkpoint by path. 64-bit leaves, and leaves without elements, are NumPy arrays.
+
+    Args:
+        source: A source of the verbatim family.
+        path: Its folder.
+        mesh: `dp,fsdp,mp` sizes or named axes, or None for the first device.
+        dtype: Dtype of the floating-point leaves of 16, 32 and 64 bits, or None for the stored one.
+        verify: Compare every byte with the checksums or digests of the checkpoint.
+        on_unchecked: Called for a checkpoint without checksums of its parts, if `verify` is set.
+
+    Raises:
+        PrepError: JAX has no devices, or the mesh is invalid or does not divide a leaf.
+    """
+    from trainer.distributed.devices import local_devices
+    from trainer.distributed.sharding import local_device_sharding
+    from trainer.training.loading import make_loader
+
+    local_devices()
+    leaves = param_leaves(source.family, source.config, tied=False)
+    arrays: dict[str, jax.Array | np.ndarray] = {}
+    for tensor in source.tensors:
+        if tensor.nbytes == 0:
+            arrays[tensor.name] = np.empty(tensor.shape, numpy_dtype(tensor.dtype))
+    with open_checked_reader(source, path, mesh, verify, on_unchecked) as reader:
+        sharding = make_sharding(mesh, _partition_rules(source))
+        check_leaf_rules(sharding.rules, {name: leaf.dims for name, leaf in leaves.items()})
+        loader = make_loader(reader)
+        for name, leaf in leaves.items():
+            leaf_dtype = cast_dtype(reader.leaves[f"params.{name}"].dtype, dtype)
+            if itemsize(leaf_dtype) > MAX_JAX_ITEM_NBYTES:
+                arrays[name] = _read_array(reader, leaf, leaf_dtype)
+                continue
+            placement = sharding.param_sharding(leaf) or local_device_sharding()
+            arrays[name] = loader.load(
+                f"params.{name}", _load_target(leaf, numpy_dtype(leaf_dtype), placement)
+            )
+    return arrays
+
+
+def _partition_rules(source: Source) -> tuple[str, ...]:
+    return with_default_preset(source.tree_manifest.rules)
+
+
+def _load_target(leaf: ParamLeaf, dtype: np.dtype, sharding: Any) -> jax.ShapeDtypeStruct:
+    import jax
+
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
+
+def _read_array(reader: CheckpointReader, leaf: ParamLeaf, dtype: str) -> np.ndarray:
+    """Read a whole leaf into host memory."""
+    array = np.empty(leaf.shape, numpy_dtype(dtype))
+    parts: Mapping[Any, np.ndarray] = {full_box(leaf.shape): array}
+    reader.read(f"params.{leaf.path}", parts)
+    return array

@@ -1,80 +1,73 @@
-"""The preparation of a run: its model, its attention kernel, its tokens, and the configuration of its loop."""
+"""The preparation of a run: the configuration of its loop, and the state that it starts from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from prepcli.core.errors import Key, PrepError, text
-from prepcli.core.json_values import HFConfig
-from prepcli.execution.training_storage import TOKENS_FOLDER
-from prepcli.formats.run_steps import RECIPE_FILE
+from prepcli.core.errors import Key, text, usage_error
+from prepcli.formats.manifest import SAMPLE_DIGEST_KEY
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.sources.folders import make_access
-from prepcli.sources.generation_config import folder_generation_defaults
-from prepcli.stores.paths import create_temporary_folder
-from trainer.planning.model_shapes import model_of_manifest
-from trainer.planning.step_inputs import run_dropout
-from trainer.planning.training_plan import with_overrides
-from trainer.recipe import LoadedRecipe, Recipe, recipe_to_toml
-from trainer.run.checks import check_machine, disk_warnings
-from trainer.run.continued_state import (
-    cast_warning,
-    check_continued_start,
-    unread_warning,
-)
-from trainer.run.environment import (
-    environment_warning,
-    rounding_environment,
-)
-from trainer.run.observe import tokenize_progress
-from trainer.run.remote_data import DataFinder
-from trainer.run.run import PreparedRun, Run
-from trainer.run.start import StartCheckpoint, choose_base_dtypes
-from trainer.run.storage import changed_keys
+from prepcli.restore.item_reader import ItemReader
+from trainer.planning.step_inputs import check_patterns
+from trainer.recipe import Recipe, batch_shape, recipe_to_toml
+from trainer.recipe.key_types import MAX_INT32
+from trainer.run.checks import check_before_steps, check_machine, check_model
+from trainer.run.processes import compare_start
+from trainer.run.recipe_data import open_run_datasets
+from trainer.run.resume import check_base, check_resumable_step, read_changed_keys
+from trainer.run.run import Run
+from trainer.run.start import RandomReader, StartCheckpoint
+from trainer.run.storage import explain_removed_step
+from trainer.run.summary import rounding_environment, rounding_text, run_summary_lines
 
 if TYPE_CHECKING:
     from prepcli.models.dropout_config import DropoutConfig
-    from trainer.data.token_changes import RecordedTokens
+    from trainer.data.order import RowOrder
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
+    from trainer.training.events import Interval
+    from trainer.training.loop_config import LoopConfig
     from trainer.training.samples import Sampler
     from trainer.training.source_datasets import Datasets
+    from trainer.training.step import TrainState
+
+FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 
-def prepare_run(
-    run: Run, start: StartCheckpoint, sharding: ShardingContext, *, scratch_dir: Path | None
-) -> PreparedRun:
+def configure(
+    run: Run, start: StartCheckpoint, sharding: ShardingContext, stack: ExitStack
+) -> tuple[LoopConfig, Mapping[str, int | None]]:
     """Check the recipe against the model and the machine, tokenize the data, and configure the loop.
 
     Args:
         run: The run.
         start: Open start checkpoint.
         sharding: Devices and rules of the run.
-        scratch_dir: Folder for missing tokens in a dry run. It must not write to the run's folder. None
-            if it is not a dry run.
+        stack: Removes the tokens of a dry run at its end.
+
+    Returns:
+        The configuration, and the memory estimate of a step.
 
     Raises:
         PrepError: The recipe does not fit the model, the machine, the data or the run so far.
     """
-    from trainer.distributed import hosts
-    from trainer.training import setup
-    from trainer.training.attention_choice import choose_kernel
+    from trainer.nn.model_spec import model_from_manifest
+    from trainer.training.samples import build_sampler
+    from trainer.training.setup import check_model_layout, choose_kernel, dropout_rates
 
     recipe = run.recipe
-    manifest, model = _start_model(recipe, start, sharding)
-    dropout = _dropout_rates(recipe, manifest["config"], model)
+    manifest = start.model_manifest(recipe)
+    model = model_from_manifest(manifest)
+    check_model(recipe, model)
+    check_model_layout(recipe, model, sharding)
+    dropout = dropout_rates(recipe, manifest["config"], model)
     kernel = choose_kernel(recipe, model, sharding, warn=run.observer.warn, dropout=dropout)
-    processes_per_host = hosts.processes_per_host(run.group)
-    memory = check_machine(
-        run,
-        with_overrides(recipe, {"model.attention_kernel": kernel.name}),
-        model_of_manifest(manifest),
-        sharding,
-        processes_per_host=processes_per_host,
-    )
+    memory = check_machine(run, manifest, sharding, kernel=kernel.name)
     # Before the data is tokenized, which may take hours: a prompt or tokenizer that cannot work is found here.
     sampler = build_sampler(
         recipe,
@@ -84,231 +77,224 @@ def prepare_run(
         sharding=sharding,
         note=run.observer.note,
     )
-    changed = _check_changed_keys(run, start)
-    datasets = _tokenize_data(
+    changed = read_changed_keys(run, start)
+    scratch_dir: Path | None = None
+    if run.options.dry_run:
+        # A dry run must not write to the run's folder, so missing tokens go to a temporary one.
+        scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
+    datasets = open_run_datasets(
         run,
         start,
         model,
         model_config=manifest["config"],
+        changed=changed,
         scratch_dir=scratch_dir,
-        recorded=_recorded_tokens(run, start, changed),
     )
-    loop = setup.build_loop_config(
-        recipe,
+    config = build_loop_config(
+        run,
+        start,
         model,
         sharding=sharding,
         kernel=kernel.name,
-        datasets=datasets,
         dropout=dropout,
-        manifest_fields=_manifest_fields(run.loaded, sharding),
-        token_functions=run.request.token_functions,
-        stop_after=run.request.stop_after,
-        base_dtypes=_base_dtypes(recipe, start, model),
+        datasets=datasets,
         sampler=sampler,
     )
-    prepared = PreparedRun(
-        run,
-        start,
-        model_config=manifest["config"],
-        loop=loop,
-        kernel=kernel,
-        memory=memory,
-        processes_per_host=processes_per_host,
+    check_before_steps(run, start, config, changed)
+    compare_start(
+        run.group,
+        start.manifest,
+        step=start.resume_step,
+        data_identity=datasets.identity,
+        kernel=kernel.name,
     )
-    # Another process may not see the run's folder.
-    if run.is_first:
-        _check_loop(prepared, model, changed)
-    return prepared
+    for line in run_summary_lines(run, start, config, kernel):
+        run.observer.note(line)
+    return config, memory
 
 
-def _start_model(
-    recipe: Recipe, start: StartCheckpoint, sharding: ShardingContext
-) -> tuple[Mapping[str, Any], ModelSpec]:
-    """Return the manifest of the start checkpoint, with the recipe's changes, and its model.
-
-    The model is checked against the recipe.
-    """
-    from trainer.training import setup
-    from trainer.training.manifest_model import model_from_manifest
-    from trainer.training.recipe_checks import check_model
-
-    manifest = start.manifest
-    # The manifest of a step of the run has the recipe's changes already. The base of a LoRA run has not.
-    if not start.resume_step or start.lora is not None:
-        manifest = setup.override_config(manifest, recipe)
-    model = model_from_manifest(manifest)
-    check_model(recipe, model)
-    setup.check_model_layout(recipe, model, sharding)
-    return manifest, model
-
-
-def build_sampler(
-    recipe: Recipe,
-    model: ModelSpec,
-    config: HFConfig,
-    *,
-    files: Path,
-    sharding: ShardingContext,
-    note: Callable[[str], None] = lambda line: None,
-) -> Sampler | None:
-    """Build the sampler of a run.
-
-    None without prompts.
-
-    Args:
-        recipe: The recipe.
-        model: The model.
-        config: Its config.json.
-        files: Folder of its tokenizer and of generation_config.json.
-        sharding: Mesh and rules of the run.
-        note: Called with lines about the rules of generation.
-
-    Raises:
-        PrepError: There is no tokenizer, or the model cannot generate from the prompts.
-    """
-    from trainer.data.tokenizer import load_tokenizer
-    from trainer.training.datasets import decoder_start_token_id
-    from trainer.training.samples import SAMPLES_KEY, Sampler
-
-    if recipe.log.samples is None:
-        return None
-    try:
-        tokenizer = load_tokenizer(Path(recipe.data.tokenizer) if recipe.data.tokenizer else files)
-    except PrepError as error:
-        what = text("{} needs a tokenizer", Key(SAMPLES_KEY))
-        why = text("{}: {}", error.what, error.why)
-        hint = text("set {}, or remove {}", Key("data.tokenizer"), Key(SAMPLES_KEY))
-        raise PrepError(what, why, hint) from error
-    vocab = model.true_vocab_size
-    defaults = folder_generation_defaults(config, files, vocab)
-    for line in defaults.notes:
-        note(line)
-    decoder_start_id = None
-    if model.arch_config.encoder is not None:
-        decoder_start_id = decoder_start_token_id(config, vocab)
-    return Sampler(
-        recipe.log.samples,
-        tokenizer,
-        model,
-        sharding=sharding,
-        dtype=recipe.model.dtype,
-        max_new_tokens=recipe.log.sample_tokens,
-        eos_token_ids=defaults.eos_token_ids,
-        rules=defaults.rules,
-        stop_texts=defaults.stop_texts,
-        decoder_start_id=decoder_start_id,
-    )
-
-
-def _manifest_fields(loaded: LoadedRecipe, sharding: ShardingContext) -> Manifest:
-    """Return the entries with equal values in the manifests of all steps."""
-    text = recipe_to_toml(loaded.recipe, loaded.origins)
-    return Manifest(recipe=text, environment=rounding_environment(sharding))
-
-
-def _dropout_rates(recipe: Recipe, config: HFConfig, model: ModelSpec) -> DropoutConfig:
-    """Return the dropout of a run."""
-    dropout = run_dropout(recipe, config)
-    if model.adapters is None:
-        return dropout
-    # The rate of adapters of a file is in their settings.
-    return replace(dropout, adapters=model.adapters.config.dropout)
-
-
-def _base_dtypes(recipe: Recipe, start: StartCheckpoint, model: ModelSpec) -> Mapping[str, str]:
-    """Return the dtype of each parameter of the base of adapters. Empty without adapters."""
-    if start.lora is None:
-        return {}
-    return choose_base_dtypes(start, model, recipe.lora.base_dtype)
-
-
-def _check_changed_keys(run: Run, start: StartCheckpoint) -> dict[str, tuple[Any, Any]]:
-    """Return the changed recipe keys of a resumed run, after the check whether they may change.
-
-    Empty for a new run, and on other processes, which may not see the run's folder.
-    """
-    from trainer.training.resume import check_changed_keys
-
-    if not run.is_first or not start.resume_step:
-        return {}
-    # A dry run must not write to the run's folder: a bucket's recipe is downloaded to a temporary folder.
-    recipe_file = run.storage.fetch_file(RECIPE_FILE, create_temporary_folder())
-    changed = changed_keys(recipe_file, run.recipe)
-    check_changed_keys(changed)
-    return changed
-
-
-def _recorded_tokens(
-    run: Run, start: StartCheckpoint, changed: Mapping[str, tuple[Any, Any]]
-) -> RecordedTokens | None:
-    """Return the tokens with which a resumed run began. None for a new run, and on other processes."""
-    from trainer.data.token_changes import BOS_KEY, RecordedTokens
-
-    if not run.is_first or not start.resume_step:
-        return None
-    add_bos = run.recipe.data.add_bos
-    if BOS_KEY in changed:
-        add_bos, _ = changed[BOS_KEY]
-    return RecordedTokens(tuple(start.step_reader.manifest.data.split()), add_bos)
-
-
-def _tokenize_data(
+def build_loop_config(
     run: Run,
     start: StartCheckpoint,
     model: ModelSpec,
     *,
-    model_config: HFConfig,
-    scratch_dir: Path | None,
-    recorded: RecordedTokens | None,
-) -> Datasets:
-    """Tokenize the data with progress, or map the tokens of an earlier run."""
-    from trainer.training.datasets import build_datasets
+    sharding: ShardingContext,
+    kernel: str,
+    dropout: DropoutConfig,
+    datasets: Datasets,
+    sampler: Sampler | None,
+) -> LoopConfig:
+    """Build the configuration of the loop.
 
-    observer = run.observer
-    folders = {"tokenizer": start.tokenizer_folder, "cache": run.folder / TOKENS_FOLDER}
-    if scratch_dir is not None:
-        folders["spare"] = scratch_dir
-    return build_datasets(
-        run.recipe,
+    Args:
+        run: The run.
+        start: Open start checkpoint.
+        model: The model to train.
+        sharding: The mesh of devices and its partition rules.
+        kernel: Name of the attention kernel.
+        dropout: Rates of dropout and forgetful causal masking.
+        datasets: Training and evaluation data.
+        sampler: Generates texts from the prompts of the recipe.
+
+    Raises:
+        UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too
+            many steps.
+    """
+    from trainer.training.loop_config import LoopConfig
+    from trainer.training.setup import build_step_setup, peak_step_s
+    from trainer.training.source_datasets import make_order
+
+    recipe = run.recipe
+    assert sharding.mesh is not None
+    _check_stride(recipe, datasets)
+    check_patterns(recipe.optimizer, model.saved_leaves)
+    shape = batch_shape(
+        recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size
+    )
+    order = make_order(datasets, shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    steps = _num_steps(recipe, datasets.train.n_rows, order)
+    setup = build_step_setup(
+        recipe,
         model,
-        model_config=model_config,
-        folders=folders,
-        stop_ids=folder_generation_defaults(
-            model_config, start.tokenizer_folder, model.true_vocab_size
-        ).eos_token_ids,
-        group=run.group,
-        remote=DataFinder(make_access(observer, offline=run.request.offline), observer.note),
-        recorded=recorded,
-        progress=tokenize_progress(observer),
-        note=observer.note,
+        sharding=sharding,
+        kernel=kernel,
+        steps=steps,
+        dropout=dropout,
+        token_functions=run.options.token_functions,
+    )
+    setup = replace(setup, base_dtypes=_base_dtypes(recipe, start, model))
+    return LoopConfig(
+        setup=setup,
+        recipe=recipe,
+        steps=steps,
+        order=order,
+        train=datasets.train,
+        evaluation=datasets.evaluation,
+        eval_every=_make_interval(recipe.train.eval_every, recipe.train.eval_every_epochs, order),
+        save_every=_make_interval(recipe.checkpoint.every, recipe.checkpoint.every_epochs, order),
+        manifest_fields=Manifest(
+            recipe=recipe_to_toml(recipe, run.loaded.origins),
+            environment=rounding_environment(sharding),
+        )
+        | run.options.token_functions.manifest_fields
+        | Manifest(
+            data=datasets.identity,
+            batch_size=shape.size,
+            rate=setup.optimizer.lr_schedule.manifest_fields(),
+        )
+        | _evaluation_fields(recipe, datasets),
+        stop_after=run.options.stop_after,
+        peak_step_s=peak_step_s(recipe, model, sharding),
+        sampler=sampler,
     )
 
 
-def _check_loop(
-    prepared: PreparedRun, model: ModelSpec, changed: Mapping[str, tuple[Any, Any]]
-) -> None:
-    """Check whether the run may continue with this recipe, and print warnings about the recipe and the disk."""
-    from trainer.training.preflight import run_warnings
-    from trainer.training.resume import check_resumable
+def _num_steps(recipe: Recipe, n_rows: int, order: RowOrder) -> int:
+    """Return the number of steps of a run. Raise UsageError if they are too many."""
+    steps = recipe.train.steps or order.steps_for_epochs(recipe.train.epochs or 0)
+    if steps > MAX_INT32:
+        why = f"{recipe.train.epochs:g} epochs of {n_rows:,} sequences; a run has at most {MAX_INT32:,} steps"
+        raise usage_error(
+            "`train.epochs` is too large", why, text("{}", Key("train.epochs", 3, is_override=True))
+        )
+    return steps
 
-    run = prepared.run
-    loop = prepared.loop
-    step = prepared.step
-    manifest = prepared.start.step_reader.manifest
-    if step:
-        check_resumable(manifest, loop, changed=changed, step=step)
-    elif run.recipe.model.training_state:
-        check_continued_start(prepared.start, loop)
-        for describe in (cast_warning, unread_warning):
-            if warning := describe(prepared.start, loop):
-                run.observer.warn(warning)
-    if 0 < step < loop.steps:
-        now = loop.manifest_fields.environment or {}
-        if warning := environment_warning(manifest.environment, now, step=step):
-            run.observer.warn(warning)
-    for warning in run_warnings(run.recipe, loop, last_step=step):
-        run.observer.warn(warning)
-    if run.storage.is_on_disk:
-        steps_left = loop.steps - step
-        for warning in disk_warnings(run.folder, run.recipe, model.saved_leaves, steps_left):
-            run.observer.warn(warning)
+
+def _check_stride(recipe: Recipe, datasets: Datasets) -> None:
+    """Raise UsageError if a recipe sets the stride of an evaluation that has no data."""
+    if recipe.eval.stride is not None and datasets.evaluation is None:
+        why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
+        hint = text("{}", Key("data.holdout", 0.05, is_override=True))
+        raise usage_error(f"`eval.stride` is {recipe.eval.stride}", why, hint)
+
+
+def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> Manifest:
+    """Return the manifest entries that tell which evaluations of saved steps are comparable.
+
+    The data is fixed in a run.
+    """
+    is_recorded = recipe.checkpoint.best is not None or recipe.eval.patience
+    if not is_recorded or datasets.evaluation is None:
+        return Manifest()
+    n_rows = datasets.evaluation.n_rows
+    fields = Manifest(eval_sequences=min(n_rows, recipe.eval.limit or n_rows))
+    if recipe.eval.stride is not None:
+        fields |= Manifest(eval_stride=recipe.eval.stride)
+    return fields
+
+
+def _make_interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:
+    """Return an interval in steps. Epochs are converted if they are set."""
+    if epochs is None:
+        return steps
+    return order.unrounded_steps_for_epochs(epochs)
+
+
+def _base_dtypes(recipe: Recipe, start: StartCheckpoint, model: ModelSpec) -> Mapping[str, str]:
+    """Return the dtype of each base parameter in device memory, by path. Empty without adapters."""
+    if start.lora is None:
+        return {}
+    if recipe.lora.base_dtype != "stored":
+        return dict.fromkeys(model.base_paths, recipe.lora.base_dtype)
+    dtypes: dict[str, str] = {}
+    for path in model.base_paths:
+        dtype = start.model_reader.leaves[f"params.{path}"].dtype
+        # Devices do not compute in float8.
+        if dtype not in FLOAT_DTYPES:
+            dtype = "float32"
+        dtypes[path] = dtype
+    return dtypes
+
+
+def load_state(run: Run, start: StartCheckpoint, config: LoopConfig) -> TrainState:
+    """Read the state to resume from, or initialize it with the start checkpoint's parameters or random ones.
+
+    Each process reads the byte ranges of its own shards. Digests are checked during the read.
+
+    Raises:
+        PrepError: The state is damaged or cannot be resumed, or another process has removed the step meanwhile.
+    """
+    from trainer.training.loading import init_state, random_state, restore_state
+
+    setup = config.setup
+    with explain_removed_step(run.storage, start.resume_step):
+        if isinstance(start.model_reader, RandomReader):
+            return random_state(setup, run.recipe.seed)
+        if not start.resume_step and run.recipe.model.training_state:
+            # The step of another run, with its moments. `check_continued_start` has checked it.
+            assert isinstance(start.model_reader, ItemReader)
+            return restore_state(start.model_reader, setup)
+        if not start.resume_step:
+            return init_state(
+                start.model_reader,
+                setup,
+                start.adapter_reader,
+                on_rounding=lambda counts: run.observer.note(rounding_text(counts)),
+            )
+        check_resumable_step(run, start, config)
+        if start.adapter_reader is None:
+            return restore_state(start.model_reader, setup, None)
+        return restore_state(start.adapter_reader, setup, start.model_reader)
+
+
+def with_base_facts(
+    run: Run, start: StartCheckpoint, config: LoopConfig, state: TrainState
+) -> LoopConfig:
+    """Return the config of a LoRA run that records its base in each manifest: its name and its digests.
+
+    The first digest is of all frozen parameters on the devices. A resumed run compares it here. The second one is the
+    `sample_digest` of the checkpoint, which `prep merge` compares.
+    """
+    from prepcli.models.param_tree import flatten_tree
+    from trainer.training.checkpoint import digest_base_params
+
+    if start.lora is None:
+        return config
+    name = run.recipe.model.path
+    assert name is not None
+    leaves = flatten_tree(state["params"])
+    digest = digest_base_params({path: leaves[path] for path in config.setup.model.base_paths})
+    base = {"name": name, "digest": digest, SAMPLE_DIGEST_KEY: start.sample_digest()}
+    if start.resume_step:
+        check_base(start.step_reader.manifest, base)
+    return replace(config, manifest_fields=config.manifest_fields | Manifest(base=base))

@@ -1,32 +1,31 @@
-"""The parts of a training run: the request, the context in this process, and the result."""
+"""A training run in this process: what the user asked for, the storage and the processes, and the result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_values import HFConfig
 from prepcli.core.observer import RunObserver
 from prepcli.execution.training_storage import RunStorage
 from trainer.recipe import LoadedRecipe, Recipe
-from trainer.training.token_functions import NO_TOKEN_FUNCTIONS, TokenFunctions
+from trainer.training.eval_metrics import NO_TOKEN_FUNCTIONS, TokenFunctions
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup
-    from prepcli.models.attention_kernels import KernelChoice
-    from trainer.run.start import StartCheckpoint
-    from trainer.training.loop_config import LoopConfig
+
+# Exports a step to a folder, and uploads it if a repository of the hub is named:
+# (path or URL of the step, folder, repository) -> `repo`, `revision` and `commit` of the upload
+ExportStep: TypeAlias = Callable[[str, Path, str | None], Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class TrainRequest:
-    """Request to train with a recipe."""
+class TrainSettings:
+    """The options of `prep train`."""
 
     recipe: Path  # as the user named it
-    overrides: tuple[str, ...] = ()  # `KEY=VALUE`
     # Folder or URL of the run. The default is `runs/NAME`.
     out: Path | None = None
     restart: bool = False  # delete the run's steps and start again
@@ -41,54 +40,29 @@ class TrainRequest:
     force: bool = False
 
 
-class StepExporter(Protocol):
-    """Exporter of saved steps to Hugging Face folders.
-
-    The caller passes it, because operations lie above this package.
-    """
-
-    def export(self, step: str, out: Path) -> None:
-        """Export a step.
-
-        Args:
-            step: Path or URL of the step.
-            out: Folder to create. A complete folder is left as it is.
-
-        Raises:
-            PrepError: The step cannot be exported.
-        """
-        ...
-
-    def push(self, step: str, out: Path, repository: str) -> Mapping[str, str]:
-        """Export a step, upload it to the hub, and return `repo`, `revision` and `commit` of the upload.
-
-        Raises:
-            PrepError: The step cannot be exported or uploaded.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """A run in this process, from the time when the processes are connected.
 
     Attributes:
         loaded: The recipe, and the origins of its values.
-        request: The request.
+        options: The options of the user.
         storage: Folder or bucket of the run.
         group: Processes of the run.
         observer: Receives notes, warnings and progress of this process.
-        exporter: Exports steps.
+        export: Exports a step.
         enter_phase: Sets the phase of this process, such as `load` or `step 12`, for the watchdog of the run.
+        processes_per_host: Largest number of processes of the run on one host.
     """
 
     loaded: LoadedRecipe
-    request: TrainRequest
+    options: TrainSettings
     storage: RunStorage
     group: ProcessGroup
     observer: RunObserver
-    exporter: StepExporter
+    export: ExportStep
     enter_phase: Callable[[str], None] = lambda phase: None
+    processes_per_host: int = 1
 
     @property
     def recipe(self) -> Recipe:
@@ -107,36 +81,8 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedRun:
-    """A run that is ready to start, or to resume at `step`.
-
-    Attributes:
-        run: The run.
-        start: Open checkpoint with the initial parameters, or with the state to resume from.
-        model_config: config.json of the model, with the recipe's rotary embedding.
-        loop: Configuration of the training loop.
-        kernel: Attention kernel, and the reason for it.
-        memory: Memory estimate in bytes.
-        processes_per_host: Largest number of processes of the run on one host.
-    """
-
-    run: Run
-    start: StartCheckpoint
-    model_config: HFConfig
-    loop: LoopConfig
-    kernel: KernelChoice
-    memory: Mapping[str, int | None]
-    processes_per_host: int
-
-    @property
-    def step(self) -> int:
-        """Step to resume from, 0 in a new run."""
-        return self.start.resume_step
-
-
-@dataclass(frozen=True, slots=True)
 class TrainResult:
-    """Result of `train_run` in one process.
+    """Result of a run in one process.
 
     Attributes:
         run: Path or URL of the run.

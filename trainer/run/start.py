@@ -8,26 +8,27 @@ A run with LoRA has two: the frozen base and the adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.core.observer import Observer
+from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.execution.training_storage import RunStorage
 from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
     RECREATE_HINT,
-    SAMPLE_DIGEST_KEY,
     find_manifest_folder,
     origin_record,
     read_manifest,
 )
 from prepcli.formats.orbax import find_item
 from prepcli.models.lora_config import lora_from_manifest
-from prepcli.models.parameters import VERBATIM
+from prepcli.models.parameters import VERBATIM, read_size
 from prepcli.models.registry import family_of
 from prepcli.models.rule_text import merge_rules
 from prepcli.models.text_part import text_section
@@ -50,29 +51,136 @@ from prepcli.sources.recorded_sources import apply_lock, pinned_revision
 from prepcli.sources.references import CONFIG, advise_conversion
 from prepcli.sources.side_files import find_side_files, local_folder
 from prepcli.sources.source import HF_FOLDER, Source, read_config
-from prepcli.sources.tensor_match import Vocabulary, read_vocabulary, with_vocabulary
+from prepcli.sources.tensor_match import (
+    TRUE_VOCAB_SIZE_KEY,
+    Vocabulary,
+    read_vocabulary,
+    with_vocabulary,
+)
 from prepcli.stores.addresses import is_url, parse_url
 from prepcli.stores.paths import AnyPath
 from prepcli.targets.hf_folder import (
     copied_files,
     copied_small_files,
     output_config,
+    random_start_files,
     tokenizer_folder,
     with_tokenizer,
 )
 from prepcli.targets.training_step import StartModel
-from trainer.planning.model_shapes import recipe_config
+from trainer.planning.config_overrides import override_fields
+from trainer.planning.model_shapes import PlannedModel, model_of_config, recipe_config
 from trainer.recipe import Recipe
-from trainer.recipe.model_table import Lora
+from trainer.recipe.model_table import Lora, Model
 from trainer.run.params import check_lock_verified, open_weights
-from trainer.run.random_start import RandomReader, random_config, random_start
 
 if TYPE_CHECKING:
+    from prepcli.models.mesh import Mesh
     from trainer.distributed.sharding import ShardingContext
-    from trainer.nn.model_spec import ModelSpec
-    from trainer.training.step import TrainState
 
-FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+
+@dataclass(frozen=True, slots=True)
+class RandomReader:
+    """A CheckpointReader without leaves: the parameters are initialized on the devices.
+
+    Attributes:
+        manifest: The manifest that an init of the model would have.
+    """
+
+    manifest: Manifest
+    is_remote = False
+
+    @property
+    def leaves(self) -> Mapping[str, LeafSpec]:
+        """No leaves."""
+        return {}
+
+    def __enter__(self) -> RandomReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Do nothing: no file is open."""
+
+
+def random_config(table: Model) -> JsonObject:
+    """Return the config.json of a random start, with the overrides of the recipe.
+
+    Raises:
+        PrepError: The preset is unknown, the file is missing or invalid, or a field or its value is invalid.
+    """
+    if table.preset is not None:
+        from prepcli.models.presets import find_preset
+
+        return override_fields(find_preset(table.preset), table.overrides)
+    assert table.config is not None
+    path = Path(table.config)
+    if path.is_dir():
+        path = path / CONFIG
+    return override_fields(read_config(path), table.overrides)
+
+
+def random_start(recipe: Recipe, mesh: Mesh, rules: Sequence[str]) -> StartModel:
+    """Return the settings and files of a random start.
+
+    Args:
+        recipe: A recipe whose `model.init` is random.
+        mesh: Mesh without axes of size -1. The vocabulary is padded to a size that it divides.
+        rules: Partition rules.
+
+    Raises:
+        PrepError: The config is invalid or not supported, or there is no tokenizer.
+    """
+    model = model_of_config(random_config(recipe.model))
+    manifest = _model_manifest(model, mesh, rules)
+    manifest |= Manifest(name=_model_name(recipe.model))
+    files = random_start_files(recipe.data.tokenizer, recipe.model.config)
+    return StartModel(manifest, files)
+
+
+def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> Manifest:
+    """Return the entries of the manifest that `prep save-init` would write for a model."""
+    family = family_of(model.config)
+    described = model.manifest(mesh, merge_rules(rules))
+    config: HFConfig = described["config"]
+    padded_size = family.sizes(config)["vocab"]
+    return Manifest(
+        config=config,
+        tied=described["tied"],
+        scan=described["scan"],
+        scan_axis=described["scan_axis"],
+        kind="init",
+        family=family.name,
+        vocab={
+            "true": read_size(config, TRUE_VOCAB_SIZE_KEY, padded_size),
+            "padded": padded_size,
+        },
+        layout="native",
+        # No checkpoint shows how its tensors are named. A complete model with its head has the prefix,
+        # e.g. `model.layers.0` of Llama.
+        prefixed=True,
+        mesh=str(mesh),
+        rules=list(rules),
+    )
+
+
+def _model_name(table: Model) -> str:
+    """Return the name of the model: its preset, or the folder of its config."""
+    if table.preset:
+        return table.preset
+    # `Path('.').name` is empty, and the resolved path ends with the name of the folder.
+    path = Path(table.config or "").resolve()
+    if path.is_dir():
+        return path.name
+    return path.parent.name
+
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# A reader has the manifest of a complete model, so its optional keys exist.
 
 
 def damage_hint(storage: RunStorage, step: int) -> str:
@@ -145,6 +253,15 @@ class StartCheckpoint:
         if self.lora is None:
             return manifest
         return manifest | Manifest(lora=self.lora)
+
+    def model_manifest(self, recipe: Recipe) -> Mapping[str, Any]:
+        """Return the manifest of the model, with the recipe's changes of its config."""
+        from trainer.training.setup import override_config
+
+        # The manifest of a step of the run has the recipe's changes already. The base of a LoRA run has not.
+        if self.resume_step and self.lora is None:
+            return self.manifest
+        return override_config(self.manifest, recipe)
 
     @property
     def step_reader(self) -> ItemReader | WeightsReader | RandomReader:
@@ -316,7 +433,7 @@ def open_model_start(
     Raises:
         PrepError: There is no checkpoint, it does not fit its family, or `check_config` raises.
     """
-    from trainer.training.preflight import check_batch
+    from trainer.training.setup import check_batch
 
     if recipe.model.path is None:
         return _open_random_start(recipe, sharding, check_config)
@@ -479,52 +596,3 @@ def with_adapters(
     source = open_adapter(adapter, adapter_family, true_config)
     reader = WeightsReader(source, vocab_multiple=vocabulary.stored_size, verify=verify)
     return replace(start, lora=lora.manifest_entry(), adapter_reader=reader)
-
-
-def choose_base_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str) -> dict[str, str]:
-    """Return the dtype of each base parameter in device memory, by path."""
-    if base_dtype != "stored":
-        return dict.fromkeys(model.base_paths, base_dtype)
-    dtypes: dict[str, str] = {}
-    for path in model.base_paths:
-        dtype = start.model_reader.leaves[f"params.{path}"].dtype
-        # Devices do not compute in float8.
-        if dtype not in FLOAT_DTYPES:
-            dtype = "float32"
-        dtypes[path] = dtype
-    return dtypes
-
-
-def base_facts(
-    state: TrainState, model: ModelSpec, start: StartCheckpoint, *, name: str
-) -> dict[str, str]:
-    """Return the manifest's entry for the frozen parameters.
-
-    Args:
-        state: State of the run, with the frozen parameters in the device memory.
-        model: The model.
-        start: Open checkpoint of the frozen parameters.
-        name: Name of the checkpoint.
-
-    Returns:
-        The name, the digest of all frozen parameters on the devices, and the `sample_digest` of the checkpoint. A
-        resumed run compares the first digest, and `prep merge` the second.
-    """
-    from prepcli.models.param_tree import flatten_tree
-    from trainer.training.base_digest import digest_base_params
-
-    leaves = flatten_tree(state["params"])
-    digest = digest_base_params({path: leaves[path] for path in model.base_paths})
-    return {"name": name, "digest": digest, SAMPLE_DIGEST_KEY: start.sample_digest()}
-
-
-def check_base(manifest: Manifest, base: Mapping[str, str]) -> None:
-    """Raise PrepError if the frozen parameters have changed since the adapters were trained."""
-    # The names are not compared: a copy of the base at another path resumes the run.
-    before = manifest.base
-    if before.get("digest") == base["digest"]:
-        return
-    what = f"{base['name']} differs from the checkpoint that the run began with"
-    why = f"its parameters have the digest {base['digest']}, {before.get('name')} had {before.get('digest')}"
-    hint = text("set {} to the checkpoint that the run began with", Key("model.path"))
-    raise PrepError(what, why, hint)

@@ -1,15 +1,23 @@
-"""The description of a run before its first step: mesh, model, attention, batch and evaluation as text."""
+"""The description of a run: lines before its first step, and the machine and versions that its files record."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import platform
+import socket
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.algebra.axis_map import dim_name
 from prepcli.core.errors import Command, Option, text
 from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.json_values import JsonObject
+from prepcli.engine.machine import package_versions
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import KernelChoice
 from prepcli.models.chunk_sizes import WHOLE
@@ -19,14 +27,86 @@ from prepcli.models.rule_text import rule_texts
 from prepcli.planning.manifest_fields import CastCounts
 from trainer.data.sample_text import counts_table, sample_line
 from trainer.recipe.description import data_lines, evaluation_text, schedule_text
-from trainer.run.run import PreparedRun
+from trainer.run.run import Run
+from trainer.run.run_record import ENVIRONMENT_FILE
+from trainer.run.storage import write_run_file
 
 if TYPE_CHECKING:
+    from prepcli.models.param_tree import ParamLeaf
+    from trainer.data.packing import Dataset
+    from trainer.distributed.sharding import ShardingContext
     from trainer.nn.kernels.options import AttentionOptions
     from trainer.nn.model_spec import ModelSpec
+    from trainer.run.start import StartCheckpoint
     from trainer.training.loop_config import LoopConfig
     from trainer.training.source_datasets import TokenStore
     from trainer.training.step import StepSetup
+
+# Left out of the recorded flags: the mesh has the number of devices already.
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+def write_environment(run: Run, config: LoopConfig, step: int) -> None:
+    """Write the environment of the current start of a run, which continues after a step.
+
+    Raise PrepError if it cannot be written.
+    """
+    text = json.dumps(environment_fields(run, config, step), indent=1) + "\n"
+    write_run_file(run, ENVIRONMENT_FILE, text)
+
+
+def environment_fields(run: Run, config: LoopConfig, step: int) -> JsonObject:
+    """Return the environment of a run, for JSON."""
+    forward_config = config.setup.forward_config
+    sharding = config.setup.sharding
+    assert sharding.device_mesh is not None
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "resumed_at": step,
+        "steps": config.steps,
+        "host": socket.gethostname(),
+        "processes": run.group.count,
+        "devices": sharding.device_mesh.size,
+        "device_kind": sharding.device_mesh.devices.flat[0].device_kind,
+        "mesh": str(sharding.mesh),
+        "attention_kernel": forward_config.attention_options.kernel,
+        "parameters": _num_elements(config.setup.model.leaves),
+        "trained_parameters": _num_elements(config.setup.trained_leaves),
+        "data": {
+            "train_sequences": config.train.n_rows,
+            "eval_sequences": config.evaluation.n_rows if config.evaluation else 0,
+            "batch_sequences": config.order.batch_size,
+            "tokens_per_step": config.tokens_per_step,
+            "digest": config.manifest_fields.data,
+        },
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: version for name, version in package_versions().items() if version},
+    }
+
+
+def _num_elements(leaves: Mapping[str, ParamLeaf]) -> int:
+    return sum(math.prod(leaf.shape) for leaf in leaves.values())
+
+
+def rounding_environment(sharding: ShardingContext) -> dict[str, str | int]:
+    """Return the kind of device, the versions of JAX, XLA's flags and, for CPUs, the cores of this process."""
+    from trainer.distributed.exact_backend import xla_flags
+
+    assert sharding.device_mesh is not None
+    device = sharding.device_mesh.devices.flat[0]
+    flags = [flag for flag in xla_flags().split() if not flag.startswith(DEVICE_COUNT_FLAG)]
+    environment: dict[str, str | int] = {
+        "device": device.device_kind,
+        "jax": metadata.version("jax"),
+        "jaxlib": metadata.version("jaxlib"),
+        "xla_flags": " ".join(sorted(flags)),
+    }
+    if device.platform == "cpu":
+        # XLA splits a CPU's matrix products among the cores, and the split changes the order of its sums.
+        environment["cores"] = len(os.sched_getaffinity(0))
+    return environment
+
 
 # First samples, one of each source of a mixture.
 MAX_SAMPLES = 4
@@ -36,10 +116,11 @@ MAX_SAMPLE_CHARS = 540
 SAMPLE_TOKENS = (256, 128, 64, 32, 16, 8)
 
 
-def run_summary_lines(prepared: PreparedRun) -> Iterator[str]:
+def run_summary_lines(
+    run: Run, start: StartCheckpoint, config: LoopConfig, kernel: KernelChoice
+) -> Iterator[str]:
     """Yield lines that describe a run: mesh, rules, model, attention kernel, batch, evaluation and first step."""
-    loop = prepared.loop
-    setup = loop.setup
+    setup = config.setup
     yield from _mesh_lines(setup)
     for line in (
         adapters_text(setup.model),
@@ -48,21 +129,22 @@ def run_summary_lines(prepared: PreparedRun) -> Iterator[str]:
     ):
         if line:
             yield line
-    yield attention_text(prepared.kernel, setup.forward_config.attention_options)
-    yield _batch_text(loop)
+    yield attention_text(kernel, setup.forward_config.attention_options)
+    yield _batch_text(config)
     yield schedule_text(setup.optimizer.lr_schedule)
-    if loop.evaluation is not None:
-        n_rows = loop.evaluation.n_rows
-        limit = prepared.run.recipe.eval.limit or n_rows
-        yield evaluation_text(prepared.run.recipe, min(n_rows, limit))
-    yield from data_lines(prepared.run.recipe.data, is_read=True)
-    if prepared.run.is_first:
-        yield from _sample_counts_lines(prepared)
-    if prepared.step:
-        yield f"resuming at step {prepared.step}"
+    if config.evaluation is not None:
+        n_rows = config.evaluation.n_rows
+        limit = run.recipe.eval.limit or n_rows
+        yield evaluation_text(run.recipe, min(n_rows, limit))
+    yield from data_lines(run.recipe.data, is_read=True)
+    if run.is_first:
+        folder = run.recipe.data.tokenizer or start.tokenizer_folder
+        yield from _sample_counts_lines(config.train, Path(folder))
+    if start.resume_step:
+        yield f"resuming at step {start.resume_step}"
 
 
-def _sample_counts_lines(prepared: PreparedRun) -> Iterator[str]:
+def _sample_counts_lines(train: Dataset, tokenizer: Path) -> Iterator[str]:
     """Yield the counts of the training data, and the first sample of each source with its tokens with loss marked.
 
     Data without loss weights has none: the line of its tokens says all.
@@ -70,7 +152,7 @@ def _sample_counts_lines(prepared: PreparedRun) -> Iterator[str]:
     from trainer.data.token_samples import count_samples
     from trainer.training.source_datasets import token_stores
 
-    stores = token_stores(prepared.loop.train)
+    stores = token_stores(train)
     weighted = {name: part for name, part in stores.items() if part.tokens.weight_codes is not None}
     if not weighted:
         return
@@ -81,8 +163,7 @@ def _sample_counts_lines(prepared: PreparedRun) -> Iterator[str]:
         for name, part in stores.items()
     }
     yield from counts_table(counts, None).split("\n")
-    folder = prepared.run.recipe.data.tokenizer or prepared.start.tokenizer_folder
-    yield from _sample_lines(weighted, Path(folder), is_mixture=len(stores) > 1)
+    yield from _sample_lines(weighted, tokenizer, is_mixture=len(stores) > 1)
 
 
 def _sample_lines(
@@ -147,17 +228,17 @@ def _mesh_lines(setup: StepSetup) -> Iterator[str]:
     yield f"rules {', '.join(rule_texts(sharding.rules, dims))}"
 
 
-def _batch_text(loop: LoopConfig) -> str:
+def _batch_text(config: LoopConfig) -> str:
     """Return the batch, the steps and the epochs of a run as text."""
-    size = loop.order.batch_size
-    length = loop.tokens_per_step // size
+    size = config.order.batch_size
+    length = config.tokens_per_step // size
     parts = ""
-    if loop.setup.accumulate > 1:
-        parts = f" in {loop.setup.accumulate} parts"
-    epochs = loop.steps / loop.order.steps_per_epoch
+    if config.setup.accumulate > 1:
+        parts = f" in {config.setup.accumulate} parts"
+    epochs = config.steps / config.order.steps_per_epoch
     return (
-        f"batch {size} x {length} = {count_text(loop.tokens_per_step, 'token')} per step{parts};"
-        f" {count_text(loop.steps, 'step')} = {epochs:.2f} epochs of {count_text(loop.train.n_rows, 'sequence')}"
+        f"batch {size} x {length} = {count_text(config.tokens_per_step, 'token')} per step{parts};"
+        f" {count_text(config.steps, 'step')} = {epochs:.2f} epochs of {count_text(config.train.n_rows, 'sequence')}"
     )
 
 

@@ -1,18 +1,24 @@
-"""Convert a training state to the leaves of a checkpoint. They are copied to the host one at a time."""
+"""Leaves of a checkpoint: copied from the devices one at a time, cast, and digested."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 
+from prepcli.core.errors import Key, PrepError, text
 from prepcli.engine.checkpoint_store import HostLeaf, HostShard
-from prepcli.models.param_tree import Tree
+from prepcli.models.param_tree import Tree, flatten_tree
+from prepcli.planning.manifest_fields import CastCounts
 from trainer.distributed.leaf_slices import index_box
+from trainer.training.optimizers.rounding import LOW_BITS
 from trainer.training.step import TrainState, leaf_name
 
 OPT_STATE = "opt_state"
@@ -90,3 +96,156 @@ def _fetch_shard(shard: jax.Shard) -> np.ndarray:
     # The shard is on a device of this process, so it has data.
     assert data is not None
     return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
+
+
+# The bits that bfloat16 cuts off.
+LOW_MASK = 2**LOW_BITS - 1
+# All bits except the sign. Without the sign, float32 values have the same order as their bits read
+# as integers.
+ABS_MASK = 0x7FFFFFFF
+INFINITY = 0x7F800000
+# The smallest float32 that rounds to an infinite bfloat16: halfway between the largest bfloat16,
+# 0x7F7F0000, and infinity, 0x7F800000. The tie goes to the even one, infinity.
+FIRST_OVERFLOW = 0x7F7F8000
+
+
+def count_changed_values(params: Tree, dtype: str, frozen: Collection[str] = ()) -> CastCounts:
+    """Count the values changed by a cast of the parameters.
+
+    All processes of a run call it.
+
+    Args:
+        params: The parameters.
+        dtype: Dtype of the cast.
+        frozen: Paths of parameters that are not saved.
+
+    Returns:
+        The dtypes `from` and `to`, and the numbers of all `values` and of the `changed` ones.
+
+    Raises:
+        PrepError: A finite value is too large for the dtype.
+    """
+    dtypes: set[str] = set()
+    num_values = 0
+    num_changed = 0
+    overflowed: list[str] = []
+    for path, leaf in flatten_tree(params).items():
+        if path in frozen:
+            continue
+        leaf_changed, leaf_overflows = count_leaf_changes(leaf, dtype)
+        dtypes.add(str(leaf.dtype))
+        num_values += leaf.size
+        num_changed += leaf_changed
+        if leaf_overflows:
+            overflowed.append(path)
+    if overflowed:
+        hint = text("{}", Key("checkpoint.dtype", "float32", is_override=True))
+        raise PrepError(f"parameters cannot be saved in {dtype}", overflow_text(overflowed), hint)
+    return {
+        "from": ", ".join(sorted(dtypes)),
+        "to": dtype,
+        "values": num_values,
+        "changed": num_changed,
+    }
+
+
+def overflow_text(paths: Sequence[str]) -> str:
+    """Return why the parameters with these paths cannot be cast."""
+    subject = f"{paths[0]} has"
+    if len(paths) > 1:
+        subject = f"{len(paths)} parameters, {paths[0]} first, have"
+    return f"{subject} values that are too large for it"
+
+
+def count_leaf_changes(leaf: Array, dtype: str) -> tuple[int, int]:
+    """Return the numbers of values that a cast changes, and of finite ones that it makes infinite.
+
+    NaN stays NaN.
+    """
+    sharding = leaf.sharding
+    # Replicated counts are addressable by every process of a run.
+    replicated: NamedSharding | None = None
+    if isinstance(sharding, NamedSharding):
+        replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    count_rows = jax.jit(_count_rows, static_argnames="dtype", out_shardings=replicated)
+    changed, overflowed = count_rows(leaf, dtype=dtype)
+    return _sum_counts(changed), _sum_counts(overflowed)
+
+
+def _sum_counts(row_counts: Array) -> int:
+    # A leaf may have more than 2^32 values. JAX has no 64-bit integers by default, NumPy has.
+    return int(np.asarray(row_counts).sum(dtype=np.int64))
+
+
+def _count_rows(leaf: Array, dtype: str) -> tuple[Array, Array]:
+    """Count the changed and the overflowed values in each row of the first axis, as two uint32 arrays.
+
+    The bits are compared: devices may flush subnormal values.
+    """
+    values = leaf.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    magnitude = bits & ABS_MASK
+    if dtype == "bfloat16":
+        changed = bits & LOW_MASK != 0
+        overflowed = magnitude >= FIRST_OVERFLOW
+    else:
+        cast = values.astype(dtype).astype(jnp.float32)
+        changed = lax.bitcast_convert_type(cast, jnp.uint32) != bits
+        overflowed = jnp.isinf(cast)
+    # Magnitudes above INFINITY are NaN. INFINITY itself is no overflow: it was infinite before.
+    changed &= magnitude <= INFINITY
+    overflowed &= magnitude < INFINITY
+    axes = tuple(range(1, leaf.ndim))
+    return changed.sum(axis=axes, dtype=jnp.uint32), overflowed.sum(axis=axes, dtype=jnp.uint32)
+
+
+UINT_BY_ITEMSIZE = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+# One seed for each half of a digest.
+SEEDS = (0x9E3779B9, 0x85EBCA6B)
+
+
+def digest_base_params(leaves: Mapping[str, Array]) -> str:
+    """Return the digest of parameters by path, as 16 hexadecimal digits.
+
+    All processes of a job call it together.
+
+    Args:
+        leaves: Arrays of elements of at most 4 bytes.
+    """
+    halves = np.asarray(_sum_leaves(dict(sorted(leaves.items()))))
+    return "".join(f"{int(half):08x}" for half in halves)
+
+
+@jax.jit
+def _sum_leaves(leaves: dict[str, Array]) -> Array:
+    """Return both halves of the digest, uint32 [2]."""
+    total = jnp.zeros(len(SEEDS), jnp.uint32)
+    for number, leaf in enumerate(leaves.values()):
+        sums = [_weighted_sum(leaf, seed) for seed in SEEDS]
+        # `number + 1` ties each sum to the position of its leaf, so two leaves with exchanged
+        # values change the digest.
+        total = total + _mix_bits(jnp.stack(sums) + jnp.uint32(number + 1))
+    return total
+
+
+def _weighted_sum(leaf: Array, seed: int) -> Array:
+    """Sum the bits of all elements, each times an odd number that depends on its position."""
+    bits = lax.bitcast_convert_type(leaf, UINT_BY_ITEMSIZE[leaf.dtype.itemsize]).astype(jnp.uint32)
+    # The position is the row-major index plus the seed. For shape [2, 3] the strides are 3 and 1,
+    # and element [1, 2] has index 1 * 3 + 2 * 1 = 5. A global index does not depend on the
+    # sharding.
+    position = jnp.full(leaf.shape, seed, jnp.uint32)
+    for axis in range(leaf.ndim):
+        stride = math.prod(leaf.shape[axis + 1 :]) % 2**32
+        position = position + lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(
+            stride
+        )
+    # An odd factor is invertible modulo 2^32: a change of one element always changes the sum.
+    return jnp.sum(bits * (2 * _mix_bits(position) + 1), dtype=jnp.uint32)
+
+
+def _mix_bits(x: Array) -> Array:
+    """Mix the bits of uint32 numbers (the finalizer of MurmurHash3)."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return x ^ (x >> 16)

@@ -32,17 +32,17 @@ from trainer.distributed.compile_process import (
 from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import catch_out_of_memory, make_sharding_context
 from trainer.distributed.topology import libtpu_version, tpu_devices
+from trainer.nn.model_spec import model_from_manifest
 from trainer.planning.compiled_plan import CompiledPlan, read_collectives
 from trainer.planning.step_inputs import has_segments, run_dropout
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.key_types import MAX_INT32
-from trainer.training.attention_choice import preferred_kernel
 from trainer.training.feed import column_shapes
-from trainer.training.manifest_model import model_from_manifest
 from trainer.training.setup import (
     build_step_setup,
     check_model_layout,
     partition_rules,
+    preferred_kernel,
 )
 from trainer.training.step import StepSetup, jit_train_step, state_shapes
 

@@ -1,12 +1,26 @@
-"""The events between training steps: when they are due, and how long they take."""
+"""Events between training steps: when they are due, how long they take, the profile of steps, and stop signals.
+
+With several processes each batch carries the stop signal of each process, in one int32 per device. The training step
+returns the largest, so that all processes read the same signal at the same step, without an exchange of their own.
+Between the batches of an evaluation and the tokens of a sample, `agree` exchanges the signals.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from trainer.distributed.sharding import ShardingContext
 
 # Steps. 0 means never.
 Interval = int | Fraction
@@ -64,3 +78,178 @@ class EventTimes:
         started_s = self.clock()
         yield
         self.seconds[kind] = self.clock() - started_s
+
+
+# Name of the entry in batches and in metrics.
+STOP = "stop"
+# The index of a reason is its value in a batch. Among several, the largest one wins.
+STOP_REASONS = ("", "SIGUSR1", "SIGTERM", "SIGINT")
+
+
+class EventStoppedError(Exception):
+    """A stop signal ended an event between two steps, such as an evaluation, before it was complete."""
+
+
+class StopSignals:
+    """Stop signals of all processes of a run."""
+
+    def __init__(self, poll_stop_reason: Callable[[], str], sharding: ShardingContext) -> None:
+        """Create the signals of a run.
+
+        Args:
+            poll_stop_reason: Returns the name of the signal that this process received. Empty if
+                there is none.
+            sharding: Devices of the run.
+        """
+        self._poll = poll_stop_reason
+        self._agreed = ""
+        self._sharding: NamedSharding | None = None
+        self._largest: Callable[[Array], Array] | None = None
+        self._shape = (sharding.num_devices,)
+        if sharding.device_mesh is not None and sharding.has_other_processes:
+            self._sharding = NamedSharding(
+                sharding.device_mesh, PartitionSpec(sharding.device_mesh.axis_names)
+            )
+            self._largest = jax.jit(jnp.max, out_shardings=sharding.replicated_sharding())
+
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shape of each array of `batch_entry`, by name. Empty in a run of one process."""
+        if self._sharding is None:
+            return {}
+        return {STOP: jax.ShapeDtypeStruct(self._shape, np.int32, sharding=self._sharding)}
+
+    def batch_entry(self) -> dict[str, Array]:
+        """Return the entry of the next batch: the signal of this process on each of its devices."""
+        if self._sharding is None:
+            return {}
+        # One int32 per device: shape [1] on each of n devices, [n] in total.
+        value = np.full(1, STOP_REASONS.index(self._poll()), np.int32)
+        return {STOP: jax.make_array_from_callback(self._shape, self._sharding, lambda _: value)}
+
+    def update_from_metrics(self, metrics: Mapping[str, Array]) -> None:
+        """Store the strongest signal of all processes, from the metrics of a step."""
+        if STOP in metrics:
+            self._update(metrics[STOP])
+
+    def agree(self) -> str:
+        """Exchange the signals of all processes, and return the strongest one. All processes call it together."""
+        if self._largest is not None:
+            self._update(self._largest(self.batch_entry()[STOP]))
+        return self.reason()
+
+    def _update(self, largest: Array) -> None:
+        # The maximum over all devices is equal in all processes, so they stop at the same point. A
+        # process that stopped alone would leave the next collectives waiting.
+        self._agreed = max(self._agreed, STOP_REASONS[int(largest)], key=STOP_REASONS.index)
+
+    def reason(self) -> str:
+        """Return the name of the signal.
+
+        Empty if there is none.
+        """
+        # With several processes, a local signal counts only after a step has carried it to all of
+        # them.
+        if self._sharding is None:
+            return self._poll()
+        return self._agreed
+
+
+@dataclass(slots=True)
+class StepTimer:
+    """Timer of training steps alone: paused while the loop compiles, evaluates, samples or saves.
+
+    Attributes:
+        clock: Returns the time in seconds.
+        started_at: Time of the last `resume`. None while paused.
+        seconds: Seconds of the current lap, up to the last `pause`.
+        steps: Steps of the current lap.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    started_at: float | None = None
+    seconds: float = 0.0
+    steps: int = 0
+
+    def resume(self) -> None:
+        """Start or restart the clock, before training steps."""
+        self.started_at = self.clock()
+
+    def pause(self) -> None:
+        """Stop the clock, before work that is not a training step."""
+        if self.started_at is not None:
+            self.seconds += self.clock() - self.started_at
+        self.started_at = None
+
+    def count_step(self) -> None:
+        """Count a finished step."""
+        self.steps += 1
+
+    def lap(self) -> float | None:
+        """Start a new lap, and return the seconds per step of the last one.
+
+        The result is None if the lap had no steps.
+        """
+        self.pause()
+        self.resume()
+        step_s = self.seconds / self.steps if self.steps else None
+        self.seconds = 0.0
+        self.steps = 0
+        return step_s
+
+
+# Name of the folder in the folder of a run.
+PROFILE_FOLDER = "profile"
+
+
+@dataclass(slots=True)
+class StepProfiler:
+    """Records a trace of consecutive steps with JAX's profiler.
+
+    An error of the profiler gives a warning and does not end the run.
+
+    Attributes:
+        first_step: The first recorded step, counted from 1.
+        num_steps: Number of recorded steps.
+        folder: Receives the trace.
+        warn: Called with a message if the profiler fails.
+        is_recording: Whether a trace has begun.
+    """
+
+    first_step: int
+    num_steps: int
+    folder: Path
+    warn: Callable[[str], None]
+    is_recording: bool = False
+
+    def before_step(self, step: int, wait_for_steps: Callable[[], None]) -> None:
+        """Begin or end the trace before a step.
+
+        Args:
+            step: The step to be taken.
+            wait_for_steps: Waits until all earlier steps are done.
+        """
+        if self.is_recording and step == self.first_step + self.num_steps:
+            wait_for_steps()
+            self.stop()
+        elif step == self.first_step:
+            wait_for_steps()
+            self.is_recording = self._try_profiler(self._start)
+
+    def stop(self) -> None:
+        """Write the trace if one has begun."""
+        if self.is_recording:
+            self.is_recording = False
+            self._try_profiler(jax.profiler.stop_trace)
+
+    def _start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        jax.profiler.start_trace(self.folder)
+
+    def _try_profiler(self, function: Callable[[], None]) -> bool:
+        """Return whether a function of the profiler succeeded."""
+        try:
+            function()
+        except (OSError, RuntimeError) as error:
+            self.warn(f"no profile was recorded: {error}")
+            return False
+        return True

@@ -16,9 +16,9 @@ from trainer.distributed.leaf_slices import exchange_is_faster
 from trainer.distributed.sharding import ShardingContext, local_device_sharding
 from trainer.nn.initialization import init_adapters, init_params
 from trainer.nn.model_spec import ModelSpec
+from trainer.training.checkpoint import count_leaf_changes, overflow_text
 from trainer.training.leaf_loading import LeafLoader
 from trainer.training.optimizers.rounding import round_to_nearest
-from trainer.training.param_casts import count_leaf_changes, overflow_text
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
 

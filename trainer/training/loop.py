@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +19,30 @@ from prepcli.engine.checkpoint_store import CheckpointStore, PendingSave
 from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import eval_batches
 from trainer.distributed.mesh_devices import peak_memory_nbytes
-from trainer.training.best_metric import NO_EVALUATIONS, Patience, check_metric_name
-from trainer.training.callbacks import Callbacks
-from trainer.training.checkpoint import host_leaves
+from trainer.training.checkpoint import count_changed_values, host_leaves
+from trainer.training.eval_metrics import NO_EVALUATIONS, Patience, check_metric_name
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
-from trainer.training.events import NO_MISSING_EVENTS, EventTimes, MissingEvents
+from trainer.training.events import (
+    NO_MISSING_EVENTS,
+    EventStoppedError,
+    EventTimes,
+    MissingEvents,
+    StepProfiler,
+    StepTimer,
+    StopSignals,
+)
 from trainer.training.feed import batch_shapes, load_batch
-from trainer.training.log_lines import evaluation_line, sample_line, speed_fields, step_line
+from trainer.training.logs import (
+    RunLog,
+    StepLine,
+    evaluation_line,
+    sample_line,
+    speed_fields,
+    step_line,
+)
 from trainer.training.loop_config import LoopConfig
-from trainer.training.metrics import NO_LOG, MetricsLog, StepTimer
-from trainer.training.param_casts import count_changed_values
-from trainer.training.profiling import StepProfiler
 from trainer.training.source_datasets import tokens_by_source
 from trainer.training.step import StepSetup, TrainState, jit_train_step
-from trainer.training.stop import EventStoppedError, StopSignals
 
 # Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.
 METRICS_LAG = 2
@@ -44,9 +54,10 @@ RESULT_EVAL_METRICS = ("eval_loss", "eval_perplexity", "eval_tokens")
 CompiledStep = Callable[..., tuple[TrainState, dict[str, Array]]]
 
 
-@dataclass(frozen=True, slots=True)
-class LoopResult:
-    """The last step of a run, and the reason of a stop or of an early end.
+class Loop:
+    """A run in progress.
+
+    Apart from the training state, all its values can be rebuilt from the config and the step.
 
     Attributes:
         step: The last step taken.
@@ -55,29 +66,14 @@ class LoopResult:
         end_reason: Why the run ended before its last step, by `eval.patience`. Empty if it did not.
     """
 
-    step: int
-    metrics: Mapping[str, object]
-    stop_reason: str = ""
-    end_reason: str = ""
-
-
-class Loop:
-    """A run in progress.
-
-    Apart from the training state, all its values can be rebuilt from the config and the step.
-    """
-
     def __init__(
         self,
         config: LoopConfig,
         state: TrainState,
         *,
         store: CheckpointStore,
-        metrics: MetricsLog,
-        sample_log: MetricsLog = NO_LOG,
-        callbacks: Callbacks,
-        poll_stop_reason: Callable[[], str],
-        enter_phase: Callable[[str], None] = lambda _: None,
+        logs: Sequence[RunLog] = (),
+        poll_stop_reason: Callable[[], str] = lambda: "",
         lowest_cost: float = math.inf,
         patience: Patience = NO_EVALUATIONS,
         missing_events: MissingEvents = NO_MISSING_EVENTS,
@@ -90,13 +86,9 @@ class Loop:
             config: The run.
             state: Training state to start from.
             store: Receives the checkpoints.
-            metrics: Receives the log lines.
-            sample_log: Receives the lines of samples.
-            callbacks: Receives progress reports.
+            logs: Receive the events of the run, in this order.
             poll_stop_reason: Called before every step. A non-empty reason stops the run, in all
                 processes.
-            enter_phase: Called with the name of each phase, such as `compile`,
-                `step 12` or `save 12`.
             lowest_cost: Lowest cost of the evaluations of saved steps. See `BestMetric`.
             patience: The evaluations up to the start step.
             missing_events: Events of a start step that was saved, and stopped or killed before its events had ended.
@@ -106,11 +98,8 @@ class Loop:
         self.config = config
         self.state = state
         self.store = store
-        self.callbacks = callbacks
-        self.metrics = metrics
-        self.sample_log = sample_log
+        self.logs = logs
         self.stop_signals = StopSignals(poll_stop_reason, config.setup.sharding)
-        self.enter_phase = enter_phase
         self.profiler = profiler
         self.warn = warn
         self.lowest_cost = lowest_cost
@@ -122,7 +111,9 @@ class Loop:
         self.start_step = self.last_saved_step = self.step
         self.pending_save: tuple[int, PendingSave] | None = None
         self.pending_metrics: deque[tuple[int, dict[str, Array]]] = deque()
-        self.last_metrics: dict[str, object] = {}
+        self.metrics: dict[str, object] = {}
+        self.stop_reason = ""
+        self.end_reason = ""
         self.timer = StepTimer()
         self.event_times = EventTimes()
         self.step_s: float | None = None
@@ -138,7 +129,7 @@ class Loop:
         Nothing can be lost here, because the state is as it was loaded. Later compilations could outlast the time
         between a stop signal and a kill.
         """
-        self.enter_phase("compile")
+        self._enter_phase("compile")
         # XLA compiles for minutes in one call, during which this thread could handle no signal.
         run_abandonable(self._compile)
         self.is_compiled = True
@@ -158,7 +149,7 @@ class Loop:
         if config.sampler is not None and config.recipe.log.sample_every:
             config.sampler.compile(self.state["params"])
 
-    def run(self) -> LoopResult:
+    def run(self) -> None:
         """Take the remaining steps, or stop early for a stop reason.
 
         Save the last step in both cases.
@@ -170,44 +161,22 @@ class Loop:
         if not self.is_compiled:
             self.compile()
         try:
-            reason = self._take_steps()
+            self.stop_reason = self._take_steps()
         finally:
             if self.profiler is not None:
                 self.profiler.stop()
         self._save()
         self._wait_for_save()
-        end_reason = ""
-        if not reason:
-            end_reason = self._end_reason()
-        return LoopResult(self.step, self.last_metrics, reason, end_reason)
+        if not self.stop_reason:
+            self.end_reason = self.config.end_reason(self.step, self.patience)
 
     def _take_steps(self) -> str:
         """Take the remaining steps, and return the reason of an early stop."""
-        config = self.config
         reason = ""
         has_all_events = self._run_start_events()
         self.timer.resume()
-        while not self._has_ended() and not (reason := self._stop_reason()):
-            assert self.compiled_step is not None
-            self.enter_phase(f"step {self.step + 1}")
-            if self.profiler is not None:
-                # The profiler waits for all steps in flight: a trace begins and ends between steps.
-                self.profiler.before_step(self.step + 1, lambda: self._drain_metrics(0))
-            batch = load_batch(
-                config.train,
-                config.order.rows(self.step),
-                config.setup.sharding,
-                epochs=config.order.epochs(self.step),
-            )
-            self.state, metrics = self.compiled_step(
-                self.state, batch | self.stop_signals.batch_entry()
-            )
-            self.step += 1
-            # The dispatch is asynchronous: `metrics` are arrays that may not be computed yet. They
-            # are read METRICS_LAG steps later.
-            self.pending_metrics.append((self.step, metrics))
-            self._drain_metrics(self.metrics_lag)
-            self._report_finished_save()
+        while not self._has_ended() and not (reason := self._find_stop_reason()):
+            self._take_step()
             has_all_events = self._run_due_events()
         self._drain_metrics(0)
         if not has_all_events:
@@ -215,17 +184,37 @@ class Loop:
             reason = self.stop_signals.reason()
         return reason
 
+    def _take_step(self) -> None:
+        """Start the next step on the devices, and log the steps that have ended."""
+        config = self.config
+        assert self.compiled_step is not None
+        self._enter_phase(f"step {self.step + 1}")
+        if self.profiler is not None:
+            # The profiler waits for all steps in flight: a trace begins and ends between steps.
+            self.profiler.before_step(self.step + 1, lambda: self._drain_metrics(0))
+        batch = load_batch(
+            config.train,
+            config.order.rows(self.step),
+            config.setup.sharding,
+            epochs=config.order.epochs(self.step),
+        )
+        self.state, metrics = self.compiled_step(
+            self.state, batch | self.stop_signals.batch_entry()
+        )
+        self.step += 1
+        # The dispatch is asynchronous: `metrics` are arrays that may not be computed yet. They
+        # are read METRICS_LAG steps later.
+        self.pending_metrics.append((self.step, metrics))
+        self._drain_metrics(self.metrics_lag)
+        self._report_finished_save()
+
     def _has_ended(self) -> bool:
         """Return whether this is the last step of the run."""
-        return self.step >= self.config.steps or bool(self._end_reason())
+        return self.step >= self.config.steps or bool(
+            self.config.end_reason(self.step, self.patience)
+        )
 
-    def _end_reason(self) -> str:
-        """Return why the run ends before its last step, or an empty text."""
-        if self.step >= self.config.steps:
-            return ""
-        return self.patience.end_reason(self.config.recipe.eval.patience, self.config.best_metric)
-
-    def _stop_reason(self) -> str:
+    def _find_stop_reason(self) -> str:
         """Return why the run stops after this step, or an empty text."""
         if self.config.stop_after and self.step - self.start_step >= self.config.stop_after:
             return text("{}", Option("stop_after", self.config.stop_after))
@@ -246,8 +235,9 @@ class Loop:
         batch |= self.stop_signals.batch_shapes()
         compiled = jit_train_step(setup).lower(shapes, batch).compile()
         compile_s = self.timer.clock() - start_s
-        self.last_metrics["compile_seconds"] = round(compile_s, 3)
-        self.callbacks.on_compile(compile_s)
+        self.metrics["compile_seconds"] = round(compile_s, 3)
+        for log in self.logs:
+            log.on_compile(compile_s)
         return compiled
 
     def _run_start_events(self) -> bool:
@@ -283,7 +273,7 @@ class Loop:
                 self._save()
             if is_evaluation_due:
                 self._evaluate()
-            ends_early = bool(self._end_reason())
+            ends_early = bool(self.config.end_reason(self.step, self.patience))
             if is_save_due or ends_early or self._is_best():
                 self._save()
             self._log_samples(config.num_samples_due(self.step, ends_early=ends_early))
@@ -319,7 +309,9 @@ class Loop:
             consecutive_skips = int(metrics["in_row"])
             self.stop_signals.update_from_metrics(metrics)
             self.timer.count_step()
-            self.callbacks.on_step(step, self._remaining_s(step))
+            remaining_s = self._remaining_s(step)
+            for log in self.logs:
+                log.on_step(step, remaining_s)
             if step % config.recipe.train.log_every == 0 or step in (1, config.steps):
                 self._log_step(step, metrics)
             if consecutive_skips >= config.recipe.train.max_skipped:
@@ -328,8 +320,8 @@ class Loop:
     def _log_step(self, step: int, metrics: Mapping[str, Array]) -> None:
         """Write the metrics of a step to the log."""
         config = self.config
-        values = {name: float(np.asarray(value)) for name, value in metrics.items()}
-        line = step_line(step, values, tokens=step * config.tokens_per_step)
+        numbers = {name: float(np.asarray(value)) for name, value in metrics.items()}
+        line = step_line(step, numbers, tokens=step * config.tokens_per_step)
         tokens_per_row = config.tokens_per_step // config.order.batch_size
         source_tokens = tokens_by_source(
             config.order, config.train, step, tokens_per_row=tokens_per_row
@@ -342,10 +334,13 @@ class Loop:
         memory_nbytes = peak_memory_nbytes(config.setup.sharding)
         if memory_nbytes is not None:
             speed["memory_bytes"] = memory_nbytes
-        logged: dict[str, object] = {**line, **source_tokens, **speed}
-        self.metrics.write(logged)
-        self.last_metrics |= {key: logged[key] for key in RESULT_METRICS if key in logged}
-        self.callbacks.on_log({**line, **speed}, self._remaining_s(step))
+        values = {**line, **source_tokens, **speed}
+        self.metrics |= {key: values[key] for key in RESULT_METRICS if key in values}
+        # The type of a line does not name the sources of a mixture.
+        logged = cast(StepLine, values)
+        remaining_s = self._remaining_s(step)
+        for log in self.logs:
+            log.on_log(logged, remaining_s)
 
     def _remaining_s(self, step: int) -> float | None:
         """Estimate the seconds from a step to the end of the run. None before a step was timed."""
@@ -375,13 +370,14 @@ class Loop:
             cost = config.best_metric.cost(line)
             self.eval_costs = {self.step: cost}
             self.patience = self.patience.after(self.step, cost)
-            self.metrics.write(line)
-            self.last_metrics |= {key: line[key] for key in RESULT_EVAL_METRICS}
-        self.callbacks.on_evaluate(self.step, result)
+            self.metrics |= {key: line[key] for key in RESULT_EVAL_METRICS}
+            for log in self.logs:
+                log.on_evaluate(self.step, result)
 
     def _report_progress(self, done: int, total: int) -> None:
         """Report the progress of an event, and end it after a stop signal unless it is complete."""
-        self.callbacks.on_progress(done, total)
+        for log in self.logs:
+            log.on_progress(done, total)
         if done < total:
             self._check_stop()
 
@@ -399,16 +395,19 @@ class Loop:
                 self.state["params"],
                 lambda done: self._report_progress(done, sampler.max_new_tokens),
             )
-            lines = [sample_line(self.step, sample) for sample in samples]
-            for line in lines[-num_samples:]:
-                self.sample_log.write(line)
-            self.last_metrics["samples"] = lines
-        self.callbacks.on_samples(self.step, samples)
+            self.metrics["samples"] = [sample_line(self.step, sample) for sample in samples]
+            for log in self.logs:
+                log.on_samples(self.step, samples, num_samples)
+
+    def _enter_phase(self, phase: str) -> None:
+        """Report the begin of a phase."""
+        for log in self.logs:
+            log.on_phase(phase)
 
     @contextmanager
     def _event(self, kind: str) -> Iterator[None]:
         """Enter the phase of an event, and measure its time apart from the steps."""
-        self.enter_phase(f"{kind} {self.step}")
+        self._enter_phase(f"{kind} {self.step}")
         self._drain_metrics(0)
         self.timer.pause()
         try:
@@ -483,7 +482,8 @@ class Loop:
             self.pending_save = None
             write_s = save.wait()
             self.event_times.seconds["write"] = write_s
-            self.callbacks.on_save(step, write_s)
+            for log in self.logs:
+                log.on_save(step, write_s)
 
     def _divergence_error(self, step: int, consecutive_skips: int) -> PrepError:
         what = f"{consecutive_skips} steps in a row were skipped, up to step {step}"

@@ -9,7 +9,7 @@ from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import RowOrder, num_eval_batches
 from trainer.data.packing import Dataset
 from trainer.recipe import Recipe
-from trainer.training.best_metric import BestMetric, best_metric
+from trainer.training.eval_metrics import BestMetric, Patience, best_metric
 from trainer.training.events import Interval, is_due, num_due
 from trainer.training.samples import Sampler
 from trainer.training.step import StepSetup
@@ -94,6 +94,12 @@ class LoopConfig:
     def is_save_due(self, step: int) -> bool:
         """Return whether a step is saved, whatever its loss is."""
         return step == self.steps or any(is_due(step, every) for every in self.save_intervals)
+
+    def end_reason(self, step: int, patience: Patience) -> str:
+        """Return why a run ends with a step before its last one, or an empty text. See `Patience`."""
+        if step >= self.steps:
+            return ""
+        return patience.end_reason(self.recipe.eval.patience, self.best_metric)
 
     @property
     def saves_best(self) -> bool:

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object per line in `metrics.jsonl`, and a timer of steps.
+"""Metrics of a run: one JSON object per line in `metrics.jsonl`.
 
 Process 0 writes that file. With `log.all_workers` every other process writes a separate file, such as
 `metrics.1.jsonl`.
@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import JsonObject
@@ -195,29 +193,6 @@ def logged_evaluation(path: Path, step: int) -> JsonObject | None:
     return None
 
 
-class MetricsLog(Protocol):
-    """Receiver of the log lines of a run."""
-
-    def write(self, line: MetricsLine) -> None:
-        """Append a line."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsLogs:
-    """MetricsLog that passes each line to several logs, or drops it without any."""
-
-    logs: tuple[MetricsLog, ...]
-
-    def write(self, line: MetricsLine) -> None:
-        """Append a line to each log."""
-        for log in self.logs:
-            log.write(line)
-
-
-NO_LOG = MetricsLogs(())
-
-
 class MetricsWriter:
     """Writer that appends lines to a file of JSON objects, each with its step."""
 
@@ -274,46 +249,3 @@ class MetricsWriter:
 def _to_json(line: MetricsLine) -> str:
     # NaN and Infinity are not JSON, and many readers reject them.
     return json.dumps(line, allow_nan=False)
-
-
-@dataclass(slots=True)
-class StepTimer:
-    """Timer of training steps alone: paused while the loop compiles, evaluates, samples or saves.
-
-    Attributes:
-        clock: Returns the time in seconds.
-        started_at: Time of the last `resume`. None while paused.
-        seconds: Seconds of the current lap, up to the last `pause`.
-        steps: Steps of the current lap.
-    """
-
-    clock: Callable[[], float] = time.monotonic
-    started_at: float | None = None
-    seconds: float = 0.0
-    steps: int = 0
-
-    def resume(self) -> None:
-        """Start or restart the clock, before training steps."""
-        self.started_at = self.clock()
-
-    def pause(self) -> None:
-        """Stop the clock, before work that is not a training step."""
-        if self.started_at is not None:
-            self.seconds += self.clock() - self.started_at
-        self.started_at = None
-
-    def count_step(self) -> None:
-        """Count a finished step."""
-        self.steps += 1
-
-    def lap(self) -> float | None:
-        """Start a new lap, and return the seconds per step of the last one.
-
-        The result is None if the lap had no steps.
-        """
-        self.pause()
-        self.resume()
-        step_s = self.seconds / self.steps if self.steps else None
-        self.seconds = 0.0
-        self.steps = 0
-        return step_s

@@ -1,22 +1,31 @@
-"""Texts that a run generates from the same prompts with the parameters of different steps."""
+"""Texts that a model generates: samples of a run from its prompts, and the targets of a dataset of pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
-from prepcli.core.json_values import JsonObject
+from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.models.param_tree import Tree
 from prepcli.models.token_rules import NO_RULES, TokenRules
+from prepcli.sources.generation_config import folder_generation_defaults
 from trainer.data.chat_prompts import MESSAGES_KEY, TOOLS_KEY, Prompt, PromptEncoder, chat_prompt
+from trainer.data.order import eval_batches
+from trainer.data.packing import Arrays, Dataset, RowIndices
+from trainer.data.seq2seq import Seq2SeqDataset
 from trainer.data.stop_texts import StopFinder
-from trainer.data.tokenizer import TextTokenizer
+from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator, check_prompts, max_fitting_new_tokens
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
+from trainer.recipe import Recipe
+from trainer.training.datasets import decoder_start_token_id
 
 SAMPLES_KEY = "log.samples"
 
@@ -162,6 +171,60 @@ class Sampler:
         return samples
 
 
+def build_sampler(
+    recipe: Recipe,
+    model: ModelSpec,
+    config: HFConfig,
+    *,
+    files: Path,
+    sharding: ShardingContext,
+    note: Callable[[str], None] = lambda line: None,
+) -> Sampler | None:
+    """Build the sampler of a run.
+
+    None without prompts.
+
+    Args:
+        recipe: The recipe.
+        model: The model.
+        config: Its config.json.
+        files: Folder of its tokenizer and of generation_config.json.
+        sharding: Mesh and rules of the run.
+        note: Called with lines about the rules of generation.
+
+    Raises:
+        PrepError: There is no tokenizer, or the model cannot generate from the prompts.
+    """
+    if recipe.log.samples is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(Path(recipe.data.tokenizer) if recipe.data.tokenizer else files)
+    except PrepError as error:
+        what = text("{} needs a tokenizer", Key(SAMPLES_KEY))
+        why = text("{}: {}", error.what, error.why)
+        hint = text("set {}, or remove {}", Key("data.tokenizer"), Key(SAMPLES_KEY))
+        raise PrepError(what, why, hint) from error
+    vocab = model.true_vocab_size
+    defaults = folder_generation_defaults(config, files, vocab)
+    for line in defaults.notes:
+        note(line)
+    decoder_start_id = None
+    if model.arch_config.encoder is not None:
+        decoder_start_id = decoder_start_token_id(config, vocab)
+    return Sampler(
+        recipe.log.samples,
+        tokenizer,
+        model,
+        sharding=sharding,
+        dtype=recipe.model.dtype,
+        max_new_tokens=recipe.log.sample_tokens,
+        eos_token_ids=defaults.eos_token_ids,
+        rules=defaults.rules,
+        stop_texts=defaults.stop_texts,
+        decoder_start_id=decoder_start_id,
+    )
+
+
 def _sample_prompt(prompt: str | JsonObject) -> Prompt:
     """Return a prompt of the recipe: its text, or its conversation. Raise PrepError for an invalid one."""
     if isinstance(prompt, str):
@@ -189,3 +252,63 @@ def _recipe_keys_in_errors() -> Iterator[None]:
         what = text("{}: {}", Key(SAMPLES_KEY), error.what)
         hint = text("change {} or {}", Key(SAMPLES_KEY), Key("log.sample_tokens"))
         raise error.with_texts(what=what, hint=hint) from error.__cause__
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedTarget:
+    """The text generated for a source, and the reference.
+
+    Attributes:
+        text: The generated text, of at most as many tokens as a sequence has.
+        reference: The whole target in the data.
+        is_longer: Whether the reference has more tokens than a sequence, end token excluded.
+    """
+
+    text: str
+    reference: str
+    is_longer: bool
+
+
+def generate_targets(
+    generator: Generator,
+    dataset: Dataset,
+    tokenizer: TextTokenizer,
+    *,
+    decoder_start_id: int,
+    batch_size: int,
+    limit: int = 0,
+) -> Iterator[GeneratedTarget]:
+    """Generate a target for each pair of a dataset, in order.
+
+    Args:
+        generator: The model, which has an encoder.
+        dataset: The pairs.
+        tokenizer: Decodes the generated and the reference tokens.
+        decoder_start_id: First token of the decoder.
+        batch_size: Pairs per batch.
+        limit: Number of pairs, from the first. 0 means all.
+    """
+    end_id: int | None = None
+    if isinstance(dataset, Seq2SeqDataset):
+        end_id = dataset.eos_id
+    for rows in eval_batches(dataset.n_rows, batch_size, limit=limit):
+        present = rows[rows >= 0]
+        batch = dataset.get_batch(present)
+        sources = [ids[mask].tolist() for ids, mask in zip(batch["source"], batch["present"])]
+        references = _reference_ids(dataset, present, batch)
+        outputs = generator.generate(
+            [[decoder_start_id]] * len(present),
+            sources,
+            first_row=int(np.min(present)),
+            min_rows=batch_size,
+        )
+        for output, reference in zip(outputs, references, strict=True):
+            is_longer = len(reference) - (reference[-1:] == [end_id]) > dataset.seq_length
+            yield GeneratedTarget(tokenizer.decode(output), tokenizer.decode(reference), is_longer)
+
+
+def _reference_ids(dataset: Dataset, rows: RowIndices, batch: Arrays) -> list[list[int]]:
+    """Return the tokens of references: whole targets, also of pairs that are cut in a batch."""
+    if isinstance(dataset, Seq2SeqDataset):
+        return [dataset.target_ids(int(row)).tolist() for row in rows]
+    return [ids[mask > 0].tolist() for ids, mask in zip(batch["targets"], batch["weights"])]

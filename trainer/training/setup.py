@@ -1,51 +1,54 @@
-"""Build the configuration of the training loop from a recipe, a checkpoint manifest and devices."""
+"""Build the static parts of the training step from a recipe, a model and devices. Choose its attention kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from prepcli.core.errors import Key, text, usage_error
+from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.json_values import HFConfig
-from prepcli.models.attention_kernels import DeviceKind
+from prepcli.models.attention_kernels import AUTO, DeviceKind, KernelChoice, rank_kernels
+from prepcli.models.attention_needs import AttentionNeeds
 from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.models.registry import family_of
 from prepcli.models.rope_config import Rope
 from prepcli.models.rule_text import merge_rules
 from prepcli.models.rules import Rules
-from prepcli.planning.manifest_fields import Manifest
-from trainer.data.order import RowOrder
 from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.kernels.probe import find_mismatch
 from trainer.nn.loss_terms import LossTerms
-from trainer.nn.model_spec import ForwardConfig, ModelSpec, unscannable_error
+from trainer.nn.model_spec import (
+    ForwardConfig,
+    ModelSpec,
+    check_mesh_divides,
+    rules_from_manifest,
+    unscannable_error,
+)
 from trainer.planning.accelerators import accelerator_of
 from trainer.planning.exact_reduction import check_exact_model, reduction_shards, rows_per_device
 from trainer.planning.model_shapes import recipe_config
 from trainer.planning.step_flops import count_step_flops
 from trainer.planning.step_inputs import (
     ModelShapes,
-    check_patterns,
+    Shapes,
+    attention_needs,
+    check_token_split,
     chunk_sizes,
+    longest_sequence,
+    run_dropout,
     step_inputs,
     with_adapters,
 )
 from trainer.recipe import Recipe, batch_shape
-from trainer.recipe.key_types import MAX_INT32
 from trainer.recipe.rope_overrides import SCALING_KEY, THETA_KEY, override_rope
 from trainer.recipe.tables import Model
-from trainer.training.events import Interval
-from trainer.training.loop_config import LoopConfig
-from trainer.training.loss_scale import LossScale
-from trainer.training.manifest_model import check_mesh_divides, rules_from_manifest
+from trainer.training.eval_metrics import NO_TOKEN_FUNCTIONS, TokenFunctions
 from trainer.training.optimizers.optimizer import build_optimizer
-from trainer.training.samples import Sampler
-from trainer.training.source_datasets import Datasets, make_order
-from trainer.training.step import StepSetup
-from trainer.training.token_functions import NO_TOKEN_FUNCTIONS, TokenFunctions
+from trainer.training.step import LossScale, StepSetup
 
 
 def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
@@ -93,6 +96,15 @@ def _read_rope(config: HFConfig) -> Rope | None:
     return family_of(config).arch_config(config).rope
 
 
+def dropout_rates(recipe: Recipe, config: HFConfig, model: ModelSpec) -> DropoutConfig:
+    """Return the dropout of a run."""
+    dropout = run_dropout(recipe, config)
+    if model.adapters is None:
+        return dropout
+    # The rate of adapters of a file is in their settings.
+    return replace(dropout, adapters=model.adapters.config.dropout)
+
+
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:
     """Check the layout of the model against the recipe: layers to scan, and the mesh.
 
@@ -111,114 +123,14 @@ def partition_rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:
     return merge_rules(recipe.rules, origin=Key("rules"))
 
 
-def build_loop_config(
-    recipe: Recipe,
-    model: ModelSpec,
-    *,
-    sharding: ShardingContext,
-    kernel: str,
-    datasets: Datasets,
-    dropout: DropoutConfig,
-    manifest_fields: Manifest,
-    token_functions: TokenFunctions = NO_TOKEN_FUNCTIONS,
-    stop_after: int = 0,
-    base_dtypes: Mapping[str, str] | None = None,
-    sampler: Sampler | None = None,
-) -> LoopConfig:
-    """Build the configuration of a run.
-
-    Args:
-        recipe: The recipe.
-        model: The model to train.
-        sharding: The mesh of devices and its partition rules.
-        kernel: Name of the attention kernel.
-        datasets: Training and evaluation data.
-        dropout: Rates of dropout and forgetful causal masking.
-        manifest_fields: Extra entries for the manifest of every checkpoint.
-        token_functions: A user's loss and metrics.
-        stop_after: Steps after which this process stops. 0 means no limit.
-        base_dtypes: Dtype of each parameter of the base of adapters, by path. None means float32.
-        sampler: Generates texts from the prompts of the recipe.
-
-    Raises:
-        UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too
-            many steps.
-    """
+def check_batch(recipe: Recipe, sharding: ShardingContext) -> None:
+    """Raise UsageError if the batch of a recipe, its logical shards, or its tokens do not divide among the devices."""
     assert sharding.mesh is not None
-    _check_stride(recipe, datasets)
-    check_patterns(recipe.optimizer, model.saved_leaves)
-    shape = batch_shape(
-        recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size
-    )
-    n_rows = datasets.train.n_rows
-    order = make_order(datasets, shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
-    steps = recipe.train.steps or order.steps_for_epochs(recipe.train.epochs or 0)
-    if steps > MAX_INT32:
-        why = f"{recipe.train.epochs:g} epochs of {n_rows:,} sequences; a run has at most {MAX_INT32:,} steps"
-        raise usage_error(
-            "`train.epochs` is too large", why, text("{}", Key("train.epochs", 3, is_override=True))
-        )
-    setup = build_step_setup(
-        recipe,
-        model,
-        sharding=sharding,
-        kernel=kernel,
-        steps=steps,
-        dropout=dropout,
-        token_functions=token_functions,
-    )
-    setup = replace(setup, base_dtypes=base_dtypes or {})
-    return LoopConfig(
-        setup=setup,
-        recipe=recipe,
-        steps=steps,
-        order=order,
-        train=datasets.train,
-        evaluation=datasets.evaluation,
-        eval_every=_make_interval(recipe.train.eval_every, recipe.train.eval_every_epochs, order),
-        save_every=_make_interval(recipe.checkpoint.every, recipe.checkpoint.every_epochs, order),
-        manifest_fields=manifest_fields
-        | token_functions.manifest_fields
-        | Manifest(
-            data=datasets.identity,
-            batch_size=shape.size,
-            rate=setup.optimizer.lr_schedule.manifest_fields(),
-        )
-        | _evaluation_fields(recipe, datasets),
-        stop_after=stop_after,
-        peak_step_s=peak_step_s(recipe, model, sharding),
-        sampler=sampler,
-    )
-
-
-def _check_stride(recipe: Recipe, datasets: Datasets) -> None:
-    """Raise UsageError if a recipe sets the stride of an evaluation that has no data."""
-    if recipe.eval.stride is not None and datasets.evaluation is None:
-        why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
-        hint = text("{}", Key("data.holdout", 0.05, is_override=True))
-        raise usage_error(f"`eval.stride` is {recipe.eval.stride}", why, hint)
-
-
-def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> Manifest:
-    """Return the manifest entries that tell which evaluations of saved steps are comparable.
-
-    The data is fixed in a run.
-    """
-    is_recorded = recipe.checkpoint.best is not None or recipe.eval.patience
-    if not is_recorded or datasets.evaluation is None:
-        return Manifest()
-    n_rows = datasets.evaluation.n_rows
-    fields = Manifest(eval_sequences=min(n_rows, recipe.eval.limit or n_rows))
-    if recipe.eval.stride is not None:
-        fields |= Manifest(eval_stride=recipe.eval.stride)
-    return fields
-
-
-def _make_interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:
-    """Return an interval in steps. Epochs are converted if they are set."""
-    if epochs is None:
-        return steps
-    return order.unrounded_steps_for_epochs(epochs)
+    mesh = sharding.mesh
+    n_replicas = sharding.data_parallel_size
+    shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas)
+    reduction_shards(recipe, shape, mesh=mesh, rules=sharding.rules)
+    check_token_split(recipe, sharding.sequence_parallel_size)
 
 
 def build_step_setup(
@@ -328,4 +240,116 @@ def peak_step_s(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> 
         inputs = with_adapters(inputs, recipe, adapters)
     return count_step_flops(inputs).model_flops_of_all_pairs / (
         sharding.mesh.n_devices * kind.peak_flops
+    )
+
+
+# The reference kernel is the standard of the comparison, so it is never compared with itself.
+UNCHECKED = "reference"
+
+
+def choose_kernel(
+    recipe: Recipe,
+    model: Shapes,
+    sharding: ShardingContext,
+    *,
+    warn: Callable[[str], None],
+    dropout: DropoutConfig = NO_DROPOUT,
+) -> KernelChoice:
+    """Choose the attention kernel of a run, and compare it with the reference kernel on a small random case.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+        sharding: The mesh of devices and its rules.
+        warn: Called with a message for each kernel that `auto` skips because it failed the comparison.
+        dropout: Rates of dropout and forgetful causal masking.
+
+    Returns:
+        The kernel, and the reason for it.
+
+    Raises:
+        UsageError: The recipe names a kernel that cannot compute the model's attention on these devices.
+        PrepError: The recipe names a kernel that failed the comparison.
+    """
+    device = device_kind(sharding)
+    needs, choices = _ranked_kernels(recipe, model, sharding, device=device, dropout=dropout)
+    return first_correct(
+        choices, needs, device, is_auto=recipe.model.attention_kernel == AUTO, warn=warn
+    )
+
+
+def preferred_kernel(
+    recipe: Recipe,
+    model: Shapes,
+    sharding: ShardingContext,
+    *,
+    device: DeviceKind,
+    dropout: DropoutConfig = NO_DROPOUT,
+) -> KernelChoice:
+    """Return the kernel that `choose_kernel` compares first, for devices that only compile.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+        sharding: The mesh of devices and its rules.
+        device: Kind of the devices to plan for.
+        dropout: Rates of dropout and forgetful causal masking.
+
+    Raises:
+        UsageError: No kernel, or not the one that the recipe names, can compute the model's attention on these devices.
+    """
+    return _ranked_kernels(recipe, model, sharding, device=device, dropout=dropout)[1][0]
+
+
+def _ranked_kernels(
+    recipe: Recipe,
+    model: Shapes,
+    sharding: ShardingContext,
+    *,
+    device: DeviceKind,
+    dropout: DropoutConfig,
+) -> tuple[AttentionNeeds, tuple[KernelChoice, ...]]:
+    """Return the needs of attention, and the kernels from best to worst."""
+    needs = attention_needs(recipe, model, sharding.mesh, sharding.rules, dropout)
+    requested = recipe.model.attention_kernel
+    length = longest_sequence(recipe)
+    return needs, rank_kernels(requested, needs, device=device, length=length)
+
+
+def first_correct(
+    choices: Sequence[KernelChoice],
+    needs: AttentionNeeds,
+    device: DeviceKind,
+    *,
+    is_auto: bool,
+    warn: Callable[[str], None],
+) -> KernelChoice:
+    """Return the first kernel with the results of the reference kernel.
+
+    Args:
+        choices: Kernels in order of preference, at least one.
+        needs: Requirements of the run.
+        device: Kind of the devices.
+        is_auto: Whether to go on to the next kernel after a failure.
+        warn: Called with a message for each failure of `auto`.
+
+    Raises:
+        PrepError: The requested kernel failed, or all kernels.
+    """
+    failures: list[str] = []
+    for choice in choices:
+        failure = ""
+        if choice.name != UNCHECKED:
+            failure = find_mismatch(choice.name, needs, device)
+        if not failure:
+            return KernelChoice(choice.name, "; ".join([choice.reason, *failures]))
+        what = f"attention kernel `{choice.name}` failed its numeric check"
+        if not is_auto:
+            raise PrepError(what, failure, text("{}", Key("model.attention_kernel", AUTO)))
+        warn(f"{what}: {failure}")
+        failures.append(f"{choice.name} failed its numeric check")
+    raise PrepError(
+        "all attention kernels failed their numeric check",
+        "; ".join(failures),
+        "use a `mesh` without sp",
     )

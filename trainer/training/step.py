@@ -1,6 +1,7 @@
 """The training step: accumulated gradients, a guard against non-finite values, clipping and the optimizer update.
 
-Gradients are sums over all tokens of the batch, divided once by the summed token weights.
+Gradients are sums over all tokens of the batch, divided once by the summed token weights. In float16, `LossScale` keeps
+them in range.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,87 @@ from trainer.nn import transformer
 from trainer.nn.dropout import Dropout, step_dropout
 from trainer.nn.loss_terms import NO_LOSS_TERMS, LossTerms, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
+from trainer.training.events import STOP
 from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch
-from trainer.training.loss_scale import LossScale, ScaleState
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.rounding import RoundingKey, bfloat16_to_float32
-from trainer.training.stop import STOP
+
+# Positive float16 values reach from 2^-24 to 65504, just below 2^16. The gradients of a mean over
+# tokens are often below 2^-24 and become 0. Scales are powers of two, which change no other bit.
+# Halving after an overflow and doubling after 2,000 steps without one follow Micikevicius et al.,
+# "Mixed Precision Training" (arXiv:1710.03740, section 3.2) and torch.amp.GradScaler, which begins
+# at 2^16 and doubles as often.
+INITIAL_SCALE = 2.0**15
+# The limit of NVIDIA apex too. Without one, a model with tiny gradients would double the scale until
+# it overflows float32.
+MAX_SCALE = 2.0**24
+GROWTH_STEPS = 2000
+
+
+class ScaleState(TypedDict, total=False):
+    """The entries of the training state for a dynamic loss scale. A static scale has none.
+
+    Attributes:
+        loss_scale: The scale, float32 [].
+        loss_scale_steps: Steps since the last overflow or doubling, int32 [].
+    """
+
+    loss_scale: Array
+    loss_scale_steps: Array
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """A loss scale.
+
+    Attributes:
+        initial: The scale of the first step.
+        is_dynamic: Whether an overflow halves it, and GROWTH_STEPS steps without one double it.
+    """
+
+    initial: float = INITIAL_SCALE
+    is_dynamic: bool = True
+
+    def init(self) -> ScaleState:
+        """Return the entries before the first step."""
+        if not self.is_dynamic:
+            return {}
+        return {"loss_scale": jnp.float32(self.initial), "loss_scale_steps": jnp.int32(0)}
+
+    def factor(self, state: ScaleState, num_tokens: int) -> Array:
+        """Return the factor of the summed loss, float32 [].
+
+        Args:
+            state: The training state.
+            num_tokens: Tokens of the batch, including tokens without weight.
+        """
+        scale = state.get("loss_scale", jnp.float32(self.initial))
+        # The largest power of two up to num_tokens: 1000 tokens have 10 bits, so the divisor is 2^9
+        # = 512. Division by a power of two changes only the exponent, without rounding.
+        return scale / (1 << (num_tokens.bit_length() - 1))
+
+    def next_state(self, state: ScaleState, is_finite: Array) -> ScaleState:
+        """Return the entries after a training step.
+
+        Args:
+            state: The training state before the step.
+            is_finite: Whether all gradients were finite.
+        """
+        if not self.is_dynamic:
+            return {}
+        assert "loss_scale" in state
+        assert "loss_scale_steps" in state
+        scale = state["loss_scale"]
+        steps = state["loss_scale_steps"] + 1
+        grows = steps == GROWTH_STEPS
+        grown = jnp.where(grows, jnp.minimum(2 * scale, MAX_SCALE), scale)
+        return {
+            # The floor of 1 keeps a series of overflows from scaling the loss to 0.
+            "loss_scale": jnp.where(is_finite, grown, jnp.maximum(scale / 2, 1.0)),
+            "loss_scale_steps": jnp.where(is_finite & ~grows, steps, 0),
+        }
+
 
 # Entry of a batch with dropout: the index of each row in the step's batch, uint32 [batch]
 ROW_IDS = "row_ids"

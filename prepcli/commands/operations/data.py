@@ -39,8 +39,12 @@ from trainer.data.tokenize import TokenizedShare, tokenize_share
 from trainer.data.tokenize_config import TokenizeConfig
 from trainer.data.tokenizer import load_tokenizer
 from trainer.recipe import Recipe, load_recipe
-from trainer.run.observe import tokenize_progress
-from trainer.run.recipe_data import open_datasets, open_token_configs, run_batch_size
+from trainer.run.recipe_data import (
+    open_datasets,
+    open_token_configs,
+    run_batch_size,
+    tokenize_progress,
+)
 
 __all__ = [
     "BatchDigest",

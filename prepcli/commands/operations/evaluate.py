@@ -44,9 +44,8 @@ from prepcli.sources.source import Source
 from trainer.recipe import Recipe
 from trainer.recipe.formatting import TomlTable
 from trainer.recipe.loading import RawRecipe, complete_recipe
-from trainer.run.observe import tokenize_progress
 from trainer.run.params import OpenedModel
-from trainer.run.remote_data import DataFinder
+from trainer.run.recipe_data import DataFinder, tokenize_progress
 
 if TYPE_CHECKING:
     from prepcli.models.param_tree import Tree
@@ -163,8 +162,8 @@ def load_model(
     from trainer.nn.kernels.options import AttentionOptions
     from trainer.nn.model_spec import ForwardConfig
     from trainer.planning.step_inputs import check_token_split, chunk_sizes
-    from trainer.training.attention_choice import choose_kernel
     from trainer.training.evaluation import jit_eval_step, jit_row_eval_step
+    from trainer.training.setup import choose_kernel
 
     sharding = opened.sharding
     check_token_split(recipe, sharding.sequence_parallel_size)
@@ -251,7 +250,7 @@ def target_metrics(
     from trainer.generation.text_metrics import score_texts
     from trainer.nn.model_spec import ForwardConfig
     from trainer.training.datasets import decoder_start_token_id
-    from trainer.training.target_generation import generate_targets
+    from trainer.training.samples import generate_targets
 
     model = opened.model
     config = source.config
@@ -490,7 +489,7 @@ def _make_recipes(
     remote: DataFinder,
 ) -> dict[str, Recipe]:
     """Return the checked recipe of each source of data: the settings that reading and computing need."""
-    from trainer.training.recipe_checks import check_inputs, check_model
+    from trainer.run.checks import check_inputs, check_model
 
     dtype = resolve_compute_dtype(options["dtype"], opened)
     recipes: dict[str, Recipe] = {}

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from trainer.generation.decode import GenerationConfig
     from trainer.generation.generator import Generator
     from trainer.nn.model_spec import ForwardConfig
-    from trainer.training.evaluation import EvalStep
-    from trainer.training.scoring import Score, ScoreRequest
+    from trainer.training.evaluation import EvalStep, Score, ScoreRequest
 
 DEFAULT_LENGTH = 2048  # for models without a limit of positions in their config
 DEFAULT_NEW_TOKENS = 256
@@ -109,7 +108,7 @@ class HarnessMethods:
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """Return the log likelihood of each text. Each token is predicted once."""
-        from trainer.training.scoring import rolling_requests
+        from trainer.training.evaluation import rolling_requests
 
         # A text longer than the model is scored in windows. All windows are scored in the same batches.
         windows: list[ScoreRequest] = []
@@ -147,7 +146,7 @@ class HarnessMethods:
 
         Spaces at the end of the context belong to the continuation.
         """
-        from trainer.training.scoring import ScoreRequest
+        from trainer.training.evaluation import ScoreRequest
 
         # Tokens such as " cat" begin with the space. The context "the " would end with a lone space token, which texts
         # of training rarely have.
@@ -174,7 +173,7 @@ class HarnessMethods:
         return ScoreRequest(whole[-(self.max_length + 1) :], num_scored)
 
     def _score_requests(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        from trainer.training.scoring import score_sequences
+        from trainer.training.evaluation import score_sequences
 
         return score_sequences(
             self.params,

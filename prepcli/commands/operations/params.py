@@ -38,9 +38,8 @@ from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_small_files, settings_files
 from prepcli.targets.training_step import plan_training_step
-from trainer.run.random_params import init_random_params, model_of_config
+from trainer.run.params import init_random_params, load_verbatim_params, model_of_config
 from trainer.run.start import start_manifest, stored_towers
-from trainer.run.verbatim_params import load_verbatim_params
 
 LoadDtype = Literal["float32", "bfloat16", "keep"]
 

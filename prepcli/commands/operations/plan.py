@@ -54,8 +54,8 @@ from trainer.recipe.description import recipe_lines
 from trainer.recipe.formatting import TomlTable
 from trainer.recipe.loading import RawRecipe
 from trainer.recipe.model_table import Model
-from trainer.run.random_start import random_config
 from trainer.run.recipe_data import check_planned_recipe
+from trainer.run.start import random_config
 
 RECIPE_SUFFIX = ".toml"
 NAME_SIGNS = frozenset("/@:~")  # signs of paths, hub ids, revisions and URLs

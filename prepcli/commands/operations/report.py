@@ -23,8 +23,7 @@ from prepcli.core.option_spec import PathLike
 from prepcli.execution.output_paths import parse_out_url
 from prepcli.stores.byte_ranges import retry_policy_from_env
 from prepcli.stores.object_store import Bucket
-from trainer.run.bucket_record import read_bucket_run
-from trainer.run.run_record import RunRecord, read_run
+from trainer.run.run_record import RunRecord, read_bucket_run, read_run
 
 PAGE = "report.html"
 

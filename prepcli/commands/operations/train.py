@@ -20,9 +20,9 @@ from prepcli.commands.operations.results import TrainingRun
 from prepcli.core.observer import Observer, Progress, SilentCommandObserver
 from prepcli.core.option_spec import PathLike, as_tuple
 from trainer.recipe import load_recipe
-from trainer.run.run import TrainRequest, TrainResult
-from trainer.run.train import train_run
-from trainer.training.token_functions import TokenFunctions, TokenLoss, TokenMetrics
+from trainer.run.run import TrainResult, TrainSettings
+from trainer.run.train import train as run_training
+from trainer.training.eval_metrics import TokenFunctions, TokenLoss, TokenMetrics
 
 
 @public
@@ -67,9 +67,8 @@ def train(
         PrepError: Training failed.
     """
     started_s = time.monotonic()
-    request = TrainRequest(
+    settings = TrainSettings(
         Path(recipe),
-        as_tuple(options["overrides"]),
         Path(out) if out is not None else None,
         restart=options["restart"],
         stop_after=options["stop_after"],
@@ -80,11 +79,11 @@ def train(
         force=options["force"],
         token_functions=TokenFunctions(loss_fn, metric_fn),
     )
-    loaded = load_recipe(find_training_recipe(request.recipe), request.overrides)
-    request.token_functions.check(loaded.recipe)
+    loaded = load_recipe(find_training_recipe(Path(recipe)), as_tuple(options["overrides"]))
+    settings.token_functions.check(loaded.recipe)
     observer = run_observer_of(progress)
     silence_jax(observer)
-    result = train_run(loaded, request, observer, CheckpointExporter())
+    result = run_training(loaded, settings, observer, _export_step)
     return TrainingRun(
         path=Path(result.run),
         step=result.step,
@@ -96,18 +95,13 @@ def train(
     )
 
 
-class CheckpointExporter:
-    """StepExporter that exports without messages. Its errors are reported by the run."""
-
-    def export(self, step: str, out: Path) -> None:
-        """Export a step to a folder."""
-        export(step, out, progress=SilentCommandObserver(command="export"))
-
-    def push(self, step: str, out: Path, repository: str) -> Mapping[str, str]:
-        """Export a step to a folder and upload it."""
-        observer = SilentCommandObserver(command="export")
-        conversion = export(step, out, progress=observer, push=repository)
-        return conversion.details["pushed"]
+def _export_step(step: str, out: Path, repository: str | None) -> Mapping[str, str]:
+    """Export a step to a folder without messages, and upload it. See `ExportStep`. The run reports the errors."""
+    observer = SilentCommandObserver(command="export")
+    if repository is None:
+        export(step, out, progress=observer)
+        return {}
+    return export(step, out, progress=observer, push=repository).details["pushed"]
 
 
 def _result_details(result: TrainResult) -> dict[str, object]:

@@ -27,7 +27,7 @@ from tests.helpers.tiny_checkpoints import (
     make_checkpoint,
     write_checkpoint,
 )
-from trainer.training.manifest_model import model_from_manifest
+from trainer.nn.model_spec import model_from_manifest
 
 Box = tuple[tuple[int, int], ...]
 

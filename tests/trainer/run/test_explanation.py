@@ -15,9 +15,9 @@ from trainer import run
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "a-training-run.md"
 NAME = re.compile(r"`([a-z_]+(?:\.\w+)+)`")
 STAGES = {module.name for module in pkgutil.iter_modules(run.__path__)}
-PARTS_OF_STAGES = {"random_start", "recipe_data", "remote_data", "run_status", "summary"}
+PARTS_OF_STAGES = {"checks", "summary"}
 # They load the arrays of a model, and read the records of a run that has ended.
-WITHOUT_A_RUN = {"params", "random_params", "verbatim_params", "run_record", "bucket_record"}
+WITHOUT_A_RUN = {"params", "run_record"}
 
 
 def named_objects() -> list[str]:

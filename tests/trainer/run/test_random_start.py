@@ -15,7 +15,7 @@ from prepcli.models.mesh import parse_mesh
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 from tests.helpers.training_folder import RECIPE, make_training_folder, write_tokenizer
 from trainer.recipe import load_recipe
-from trainer.run.random_start import random_start
+from trainer.run.start import random_start
 
 RANDOM = RECIPE.replace(
     'path = "tiny-init"',

@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from prepcli.core.observer import Line
-from trainer.run.run_status import RunStatus, sparkline, status_lines
+from trainer.run.display import RunStatus, sparkline, status_lines
 
 GIB = 1 << 30
 

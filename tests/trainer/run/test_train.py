@@ -26,7 +26,7 @@ from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensor
 from tests.helpers.token_stores import NAME, fill, write_shards, write_store
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from tests.helpers.waiting import MAX_S
-from trainer.run.observe import tokenize_progress
+from trainer.run.recipe_data import tokenize_progress
 from trainer.run.storage import describe_saved_progress
 from trainer.training.metrics import METRICS_FILE, read_metrics
 

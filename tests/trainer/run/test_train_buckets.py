@@ -22,11 +22,11 @@ from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.training_folder import make_training_folder
 from tests.helpers.waiting import wait_until
-from tests.trainer.training.test_wandb_log import FakeWandb
+from tests.trainer.run.test_wandb_log import FakeWandb
 from trainer.run import train as train_command
+from trainer.run.logs import ID_FILE
 from trainer.run.run_record import ENVIRONMENT_FILE
 from trainer.training.metrics import METRICS_FILE, read_metrics
-from trainer.training.wandb_log import ID_FILE
 
 ROOT = Path(__file__).parents[3]
 URL = "gs://bucket/runs/tiny"
@@ -129,17 +129,17 @@ def test_start_that_another_has_overtaken_changes_nothing(
 ):
     """An object store has no lock: another start trains the run after this one has listed its steps."""
     assert train("--out", URL, "--stop-after", "2", "-q") == STOPPED
-    prepare_run = train_command.prepare_run
+    configure = train_command.configure
     objects: dict[str, bytes] = {}
 
     def prepare_after_another(*arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr(train_command, "prepare_run", prepare_run)
+        monkeypatch.setattr(train_command, "configure", configure)
         assert train("--out", URL, "-q") == OK
         objects.update(store.objects)
         capsys.readouterr()
-        return prepare_run(*arguments, **options)
+        return configure(*arguments, **options)
 
-    monkeypatch.setattr(train_command, "prepare_run", prepare_after_another)
+    monkeypatch.setattr(train_command, "configure", prepare_after_another)
     assert train("--out", URL, "--json") == STOPPED
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["what"] == f"{URL} is at step 4, and this process has read step 2"

@@ -14,12 +14,7 @@ from prepcli.core.formatting import count_text
 from prepcli.models.param_tree import ParamLeaf
 from trainer.recipe import Recipe, load_recipe
 from trainer.run import checks as train_checks
-from trainer.run.checks import (
-    check_disk,
-    checkpoint_nbytes,
-    device_memory_nbytes,
-    disk_warnings,
-)
+from trainer.run.checks import check_disk, checkpoint_nbytes, device_memory_nbytes, disk_warnings
 
 GIB = 1 << 30
 

@@ -11,10 +11,9 @@ import pytest
 
 from prepcli.commands.console.ui import Ui
 from prepcli.core.observer import Line
-from trainer.run.observe import LineDisplay, LiveDisplay
-from trainer.run.run_status import RunStatus
+from trainer.run.display import LineDisplay, LiveDisplay, RunStatus
 from trainer.training.evaluation import EvaluationResult
-from trainer.training.log_lines import StepLine
+from trainer.training.logs import StepLine
 from trainer.training.samples import Sample
 
 LOG_LINE: StepLine = {
@@ -207,7 +206,7 @@ def shown_samples(samples: list[Sample]) -> tuple[list[str], str]:
     """Return the lines of samples without a live view, and the last line of a live view."""
     stream, (display, block, _) = io.StringIO(), make_display()
     for shown in (LineDisplay(Ui("train", err=stream), 100), display):
-        shown.on_samples(20, samples)
+        shown.on_samples(20, samples, len(samples))
     lines = [line.partition("sample of step 20: ")[2] for line in stream.getvalue().splitlines()]
     return lines, block.drawings[-1].splitlines()[-1]
 

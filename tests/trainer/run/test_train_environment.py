@@ -11,7 +11,8 @@ import pytest
 
 from prepcli.models.mesh import parse_mesh
 from trainer.distributed.sharding import make_sharding_context
-from trainer.run.environment import environment_warning, rounding_environment
+from trainer.run.resume import environment_warning
+from trainer.run.summary import rounding_environment
 
 BEFORE = {"device": "cpu", "jax": "0.10.2", "jaxlib": "0.10.2", "xla_flags": "", "cores": 2}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.run.export import EXPORTS_FOLDER, remove_exports
+from trainer.run.storage import EXPORTS_FOLDER, remove_exports
 
 
 @pytest.mark.parametrize(("process", "is_kept"), [(0, False), (1, True)])

@@ -13,7 +13,8 @@ import pytest
 from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.errors import PrepError
 from trainer.recipe import load_recipe
-from trainer.run.storage import changed_keys, write_run_file
+from trainer.run.resume import changed_keys
+from trainer.run.storage import write_run_file
 
 
 def make_run(folder: Path) -> Any:

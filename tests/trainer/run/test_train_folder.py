@@ -16,12 +16,7 @@ from prepcli.execution.training_folder import FolderStorage
 from tests.helpers.thread_groups import run_together
 from trainer.distributed.hosts import PROBE_PREFIX
 from trainer.recipe import load_recipe
-from trainer.run.storage import (
-    check_last_step,
-    check_shared_folder,
-    hold_run,
-    open_run_storage,
-)
+from trainer.run.storage import check_last_step, check_shared_folder, hold_run, open_run_storage
 
 
 def test_check_shared_folder_creates_the_folder(tmp_path: Path):

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import PrepError, UsageError
-from tests.trainer.training.test_wandb_log import FakeWandb
-from trainer.run.metrics import check_logs, open_metrics
+from tests.trainer.run.test_wandb_log import FakeWandb
+from trainer.run.logs import ID_FILE, check_logs, open_logs
+from trainer.training.logs import MetricsLog
 from trainer.training.metrics import METRICS_FILE, read_metrics
-from trainer.training.wandb_log import ID_FILE
 
 TABLE = {"project": "p", "offline": True}
 
@@ -51,9 +51,11 @@ def make_run(folder: Path, **log: Any) -> Any:
 
 
 def fail_at_step_3(run: Any, *, breaks_storage: bool = False) -> None:
-    with open_metrics(run, 0) as metrics:
-        metrics.write({"step": 1, "loss": 1.0})
-        metrics.write({"step": 2, "loss": 1.0})
+    with open_logs(run, 0, has_sampler=False) as logs:
+        for log in logs:
+            assert isinstance(log, MetricsLog)
+            log.write({"step": 1, "loss": 1.0})
+            log.write({"step": 2, "loss": 1.0})
         run.storage.is_broken = breaks_storage
         raise RuntimeError("step 3")
 
@@ -70,7 +72,7 @@ def test_first_error_is_kept_if_metrics_cannot_be_stored(tmp_path: Path):
     with pytest.raises(RuntimeError, match="step 3"):
         fail_at_step_3(run, breaks_storage=True)
     run.storage.is_broken = False
-    with pytest.raises(PrepError, match="cannot reach"), open_metrics(run, 0):
+    with pytest.raises(PrepError, match="cannot reach"), open_logs(run, 0, has_sampler=False):
         run.storage.is_broken = True
 
 
@@ -80,7 +82,7 @@ def test_failed_run_is_failed_in_wandb(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="step 3"):
         fail_at_step_3(make_run(tmp_path, wandb=TABLE))
     assert wandb.exit_codes == [1]
-    with open_metrics(make_run(tmp_path, wandb=TABLE), 0):
+    with open_logs(make_run(tmp_path, wandb=TABLE), 0, has_sampler=False):
         pass
     assert wandb.exit_codes == [1, 0]
     assert (tmp_path / ID_FILE).read_text() == "new2\n"

@@ -139,7 +139,7 @@ def test_dry_run_estimates_device_memory(capsys: pytest.CaptureFixture[str]):
 def test_dry_run_has_tiles_and_head_chunks_for_the_cpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("trainer.training.attention_choice.find_mismatch", lambda *_: "")
+    monkeypatch.setattr("trainer.training.setup.find_mismatch", lambda *_: "")
     report, err = dry_run(capsys, "data.seq_length=256")
     assert report["memory"]["scores"] == 4 * 2 * 64 * 64 * 4
     assert (
@@ -245,7 +245,7 @@ def test_start_warns_like_dry_run(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainer.run.train._load_train_state", stop)
+    monkeypatch.setattr("trainer.run.train.load_state", stop)
     capsys.readouterr()
     code, report = train_json(capsys, "--set", "checkpoint.every=500")
     assert (code, report["error"]["what"]) == (130, "interrupted")

@@ -27,15 +27,15 @@ from pathlib import Path
 
 from trainer.run import train
 
-prepare_run = train.prepare_run
+configure = train.configure
 
-def prepare_later(*arguments, **options):
+def configure_later(*arguments, **options):
     Path("waiting").touch()
     while not Path("continue").exists():
         time.sleep(0.01)
-    return prepare_run(*arguments, **options)
+    return configure(*arguments, **options)
 
-train.prepare_run = prepare_later
+train.configure = configure_later
 {PREP}
 """
 

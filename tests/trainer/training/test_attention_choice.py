@@ -18,8 +18,8 @@ from tests.trainer.training.test_preflight import RECIPE
 from trainer.distributed.sharding import ShardingContext
 from trainer.planning.step_inputs import attention_needs
 from trainer.recipe import Recipe, load_recipe
-from trainer.training import attention_choice
-from trainer.training.attention_choice import choose_kernel, first_correct
+from trainer.training import setup as step_setup
+from trainer.training.setup import choose_kernel, first_correct
 
 HOPPER = DeviceKind("cuda", (9, 0))
 NEEDS = AttentionNeeds(frozenset({AttentionFeature.CAUSAL}), "bfloat16", 64)
@@ -39,7 +39,7 @@ def load(*overrides: str) -> Recipe:
 def fail_checks(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Let the numeric check of some kernels fail, and that of all others pass."""
     monkeypatch.setattr(
-        attention_choice, "find_mismatch", lambda name, *_: "it is wrong" if name in names else ""
+        step_setup, "find_mismatch", lambda name, *_: "it is wrong" if name in names else ""
     )
 
 
@@ -137,5 +137,5 @@ def test_reference_kernel_is_not_checked(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: Any) -> str:
         raise AssertionError("checked")
 
-    monkeypatch.setattr(attention_choice, "find_mismatch", refuse)
+    monkeypatch.setattr(step_setup, "find_mismatch", refuse)
     assert choose_kernel(load(), llama(), ShardingContext(), warn=pytest.fail).name == "reference"

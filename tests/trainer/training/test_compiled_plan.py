@@ -12,10 +12,10 @@ from prepcli.core.errors import USAGE, PrepError
 from prepcli.models.mesh import parse_mesh
 from tests.helpers import runs
 from trainer.distributed.sharding import make_sharding_context
+from trainer.nn.model_spec import model_from_manifest
 from trainer.recipe import Recipe
 from trainer.training.compiled_plan import compile_plan, compiled_plan
 from trainer.training.feed import batch_shapes
-from trainer.training.manifest_model import model_from_manifest
 from trainer.training.setup import build_step_setup
 
 MESH = "1,2,4"

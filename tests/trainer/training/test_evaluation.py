@@ -28,8 +28,9 @@ from trainer.training.evaluation import (
     jit_row_eval_step,
 )
 from trainer.training.feed import place_batch
+from trainer.training.logs import MetricsFileLog
 from trainer.training.loop import Loop
-from trainer.training.metrics import METRICS_FILE, MetricsWriter
+from trainer.training.metrics import METRICS_FILE
 from trainer.training.step import StepSetup
 
 
@@ -90,16 +91,15 @@ def test_evaluate_takes_the_first_rows():
 def test_loss_terms_and_dropout_do_not_change_evaluation(tmp_path: Path):
     def first_line_and_evaluation(name: str, **changes: Any) -> tuple[Mapping[str, Any], float]:
         setup = replace(runs.make_setup(), **changes)
-        callbacks = runs.RecordingCallbacks()
+        recording = runs.RecordingLog()
         Loop(
             runs.make_job(setup, batch_size=4, steps=1, eval_every=1, stop_after=1),
             runs.make_state(setup),
             store=runs.MemoryStore(),
-            metrics=MetricsWriter(tmp_path / name, 0),
-            callbacks=callbacks,
+            logs=[MetricsFileLog(tmp_path / name, 0), recording],
             poll_stop_reason=runs.never_stop,
         ).run()
-        return callbacks.lines[0], callbacks.evaluations[0]["eval_loss"]
+        return recording.lines[0], recording.evaluations[0]["eval_loss"]
 
     plain, evaluation = first_line_and_evaluation("plain")
     changes = {
@@ -138,27 +138,27 @@ def test_perplexity_of_a_huge_loss_is_finite():
 def test_loop_evaluates_at_the_start_if_asked_to(
     tmp_path: Path, at_start: bool | None, eval_every: int, steps: list[int]
 ):
-    setup, callbacks = runs.make_setup(), runs.RecordingCallbacks()
+    setup, recording = runs.make_setup(), runs.RecordingLog()
     job = runs.make_job(setup, batch_size=4, steps=1, eval_every=eval_every, eval_at_start=at_start)
-    metrics = MetricsWriter(tmp_path / METRICS_FILE, 0)
     Loop(
-        *(job, runs.make_state(setup)), store=runs.MemoryStore(), metrics=metrics, callbacks=callbacks,
+        job,
+        runs.make_state(setup),
+        store=runs.MemoryStore(),
+        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), recording],
         poll_stop_reason=runs.never_stop,
-    ).run()  # fmt: skip
-    assert [line["step"] for line in callbacks.evaluations] == steps
+    ).run()
+    assert [line["step"] for line in recording.evaluations] == steps
 
 
 def test_loop_logs_the_result_of_evaluate(tmp_path: Path):
     setup = runs.make_setup()
     job = runs.make_job(setup, batch_size=4, steps=1, eval_every=1, stop_after=1)
-    metrics = MetricsWriter(tmp_path / METRICS_FILE, 0)
-    state, callbacks = runs.make_state(setup), runs.RecordingCallbacks()
+    state, recording = runs.make_state(setup), runs.RecordingLog()
     Loop(
         job,
         state,
         store=runs.MemoryStore(),
-        metrics=metrics,
-        callbacks=callbacks,
+        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), recording],
         poll_stop_reason=runs.never_stop,
     ).run()
     result = run_evaluate(setup)
@@ -169,7 +169,7 @@ def test_loop_logs_the_result_of_evaluate(tmp_path: Path):
         "eval_accuracy": result.accuracy,
         "eval_tokens": result.num_tokens,
     }
-    assert callbacks.evaluations[0] == expected
+    assert recording.evaluations[0] == expected
     assert (tmp_path / METRICS_FILE).read_text().splitlines()[0] == json.dumps(expected)
 
 

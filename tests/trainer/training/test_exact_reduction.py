@@ -19,8 +19,9 @@ from tests.helpers import runs
 from tests.helpers.optimizers import make_optimizer
 from trainer.distributed.sharding import make_sharding_context
 from trainer.nn.kernels.options import AttentionOptions
+from trainer.training.logs import MetricsFileLog
 from trainer.training.loop import Loop
-from trainer.training.metrics import METRICS_FILE, MetricsWriter
+from trainer.training.metrics import METRICS_FILE
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.step import StepSetup
 
@@ -90,18 +91,17 @@ class FinishedRun:
 
 def run(setup: StepSetup, folder: Path) -> FinishedRun:
     """Run ten steps of 16 sequences, with evaluations."""
-    state, callbacks = runs.make_state(setup), runs.RecordingCallbacks()
+    state, recording = runs.make_state(setup), runs.RecordingLog()
     loop = Loop(
         runs.make_job(setup, batch_size=16, steps=10, eval_every=5),
         state,
         store=runs.MemoryStore(),
-        metrics=MetricsWriter(folder / METRICS_FILE, 0),
-        callbacks=callbacks,
+        logs=[MetricsFileLog(folder / METRICS_FILE, 0), recording],
         poll_stop_reason=runs.never_stop,
     )
     loop.run()
-    lines = [{key: line[key] for key in line if key not in TIMINGS} for line in callbacks.lines]
-    return FinishedRun(runs.state_bytes(loop.state), [*lines, *map(dict, callbacks.evaluations)])
+    lines = [{key: line[key] for key in line if key not in TIMINGS} for line in recording.lines]
+    return FinishedRun(runs.state_bytes(loop.state), [*lines, *map(dict, recording.evaluations)])
 
 
 def check_equal_runs(result: FinishedRun, expected: FinishedRun, variant: Variant) -> None:

@@ -19,16 +19,17 @@ from tests.helpers.slow_cases import slow_except
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.training import loop
 from trainer.training.loading import restore_state
+from trainer.training.logs import MetricsFileLog
 from trainer.training.loop import Loop
 from trainer.training.loop_config import LoopConfig
-from trainer.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
+from trainer.training.metrics import METRICS_FILE, read_metrics
 from trainer.training.step import TrainState
 
 STEPS = 20
 
 
 class FinishedRun:
-    """A finished run of `Loop`, with its store, callbacks and metrics.
+    """A finished run of `Loop`, with its store, recording and metrics.
 
     It resumes from the last step of `store` unless `state` is given.
     """
@@ -40,7 +41,7 @@ class FinishedRun:
         store: runs.MemoryStore | None = None,
         state: TrainState | None = None,
     ) -> None:
-        self.store, self.callbacks = store or runs.MemoryStore(), runs.RecordingCallbacks()
+        self.store, self.recording = store or runs.MemoryStore(), runs.RecordingLog()
         steps = self.store.steps()
         if state is None:
             state = (
@@ -53,11 +54,11 @@ class FinishedRun:
             job,
             state,
             store=self.store,
-            metrics=MetricsWriter(self.metrics_path, int(state["step"])),
-            callbacks=self.callbacks,
+            logs=[MetricsFileLog(self.metrics_path, int(state["step"])), self.recording],
             poll_stop_reason=runs.never_stop,
         )
-        self.result = self.loop.run()
+        self.loop.run()
+        self.result = self.loop
 
     def losses(self) -> list[float]:
         """Return the logged loss of each step."""
@@ -98,10 +99,10 @@ def test_loop_takes_all_steps(uninterrupted: FinishedRun):
     assert uninterrupted.result.step == STEPS
     assert not uninterrupted.result.stop_reason
     assert uninterrupted.store.steps() == [STEPS], "with `save_every` 0 only the last step is saved"
-    assert [line["step"] for line in uninterrupted.callbacks.lines] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in uninterrupted.recording.lines] == list(range(1, STEPS + 1))
     assert uninterrupted.losses()[-1] < uninterrupted.losses()[0] - 1
-    assert [line["step"] for line in uninterrupted.callbacks.evaluations] == [STEPS]
-    assert uninterrupted.callbacks.lines[-1]["tokens"] == STEPS * 8 * runs.LENGTH
+    assert [line["step"] for line in uninterrupted.recording.evaluations] == [STEPS]
+    assert uninterrupted.recording.lines[-1]["tokens"] == STEPS * 8 * runs.LENGTH
 
 
 # An epoch ends in step 6.
@@ -135,7 +136,7 @@ def test_loop_resumes_bit_exactly_where_sp_splits_tokens(
     setup = runs.make_setup(runs.LLAMA, mesh="fsdp:2,mp:2,sp:2", dropout=runs.DROPOUT, **options)
     whole = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS))
     np.testing.assert_allclose(whole.losses(), uninterrupted.losses(), rtol=1e-5)
-    (evaluation,), (expected,) = whole.callbacks.evaluations, uninterrupted.callbacks.evaluations
+    (evaluation,), (expected,) = whole.recording.evaluations, uninterrupted.recording.evaluations
     assert evaluation["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
     first = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS, stop_after=7))
     second = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), first.store)
@@ -158,9 +159,9 @@ def test_loop_evaluates_saves_and_logs_at_intervals(setup: runs.StepSetup, tmp_p
     run = FinishedRun(
         tmp_path, runs.make_job(setup, steps=7, eval_every=3, save_every=2, log_every=5)
     )
-    assert [line["step"] for line in run.callbacks.evaluations] == [0, 3, 6, 7]
-    assert run.callbacks.steps == [2, 4, 6, 7] == run.store.steps()
-    assert [line["step"] for line in run.callbacks.lines] == [1, 5, 7]
+    assert [line["step"] for line in run.recording.evaluations] == [0, 3, 6, 7]
+    assert run.recording.steps == [2, 4, 6, 7] == run.store.steps()
+    assert [line["step"] for line in run.recording.lines] == [1, 5, 7]
     assert [line["step"] for line in read_metrics(run.metrics_path)] == [0, 1, 3, 5, 6, 7, 7]
 
 
@@ -169,28 +170,27 @@ def test_loop_of_finished_run_does_nothing(
 ):
     repeated = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), uninterrupted.store)
     assert repeated.result.step == STEPS
-    assert not repeated.callbacks.lines
-    assert not repeated.callbacks.evaluations
-    assert not repeated.callbacks.steps
+    assert not repeated.recording.lines
+    assert not repeated.recording.evaluations
+    assert not repeated.recording.steps
 
 
 def test_loop_stopped_before_first_step_saves_nothing(setup: runs.StepSetup, tmp_path: Path):
     store = runs.MemoryStore()
-    metrics = MetricsWriter(tmp_path / METRICS_FILE, 0)
-    result = Loop(
+    stopped = Loop(
         runs.make_job(setup),
         runs.make_state(setup),
         store=store,
-        metrics=metrics,
-        callbacks=runs.RecordingCallbacks(),
+        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0)],
         poll_stop_reason=lambda: "SIGTERM",
-    ).run()
-    assert (result.step, result.stop_reason, store.steps()) == (0, "SIGTERM", [])
+    )
+    stopped.run()
+    assert (stopped.step, stopped.stop_reason, store.steps()) == (0, "SIGTERM", [])
 
 
 def test_eval_limit_takes_the_first_sequences(setup: runs.StepSetup, tmp_path: Path):
     run = FinishedRun(tmp_path, runs.make_job(setup, steps=1, eval_limit=2))
-    assert run.callbacks.evaluations[0]["eval_tokens"] == 2 * (runs.LENGTH - 1)
+    assert run.recording.evaluations[0]["eval_tokens"] == 2 * (runs.LENGTH - 1)
 
 
 def with_nan_params(state: TrainState) -> TrainState:
@@ -271,13 +271,12 @@ def test_loop_logs_time_mfu_and_memory_of_steps(
     """The first line has them too, and so have lines just before a checkpoint, when no further step is in flight."""
     job = replace(runs.make_job(setup, steps=7, save_every=3), peak_step_s=0.4)
     monkeypatch.setattr(loop, "peak_memory_nbytes", lambda sharding: 7 << 30)
-    callbacks = runs.RecordingCallbacks()
+    recording = runs.RecordingLog()
     loop_run = Loop(
         job,
         runs.make_state(setup),
         store=runs.MemoryStore(),
-        metrics=MetricsWriter(tmp_path / METRICS_FILE, 0),
-        callbacks=callbacks,
+        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), recording],
         poll_stop_reason=runs.never_stop,
     )
     assert loop_run.metrics_lag == loop.CPU_METRICS_LAG
@@ -290,7 +289,7 @@ def test_loop_logs_time_mfu_and_memory_of_steps(
     lines = [line for line in read_metrics(tmp_path / METRICS_FILE) if "loss" in line]
     assert [line["seconds"] for line in lines] == [1.0] * 7
     assert [(line["mfu"], line["memory_bytes"]) for line in lines] == [(0.4, 7 << 30)] * 7
-    assert callbacks.finished_steps == [*range(1, 8)]
+    assert recording.finished_steps == [*range(1, 8)]
 
 
 class DelayedSave:
@@ -327,7 +326,7 @@ def test_loop_takes_steps_during_a_save(
 ):
     reports: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        runs.RecordingCallbacks,
+        runs.RecordingLog,
         "on_save",
         lambda self, step, seconds: reports.append((step, self.lines[-1]["step"])),
     )

@@ -15,11 +15,11 @@ import pytest
 from prepcli.core.errors import PrepError
 from tests.helpers import runs
 from trainer.training import loop as loop_module
-from trainer.training.events import is_due
+from trainer.training.checkpoint import count_changed_values
+from trainer.training.events import StepProfiler, is_due
+from trainer.training.logs import MetricsFileLog
 from trainer.training.loop import Loop
-from trainer.training.metrics import METRICS_FILE, MetricsWriter
-from trainer.training.param_casts import count_changed_values
-from trainer.training.profiling import StepProfiler
+from trainer.training.metrics import METRICS_FILE
 
 
 def run_loop(
@@ -32,8 +32,7 @@ def run_loop(
         runs.make_job(setup, steps=12, **changes),
         runs.make_state(setup),
         store=store,
-        metrics=MetricsWriter(tmp_path / METRICS_FILE, 0),
-        callbacks=runs.RecordingCallbacks(),
+        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), runs.RecordingLog()],
         poll_stop_reason=runs.never_stop,
         **(options or {}),
     )
@@ -60,9 +59,9 @@ def test_unrounded_steps_for_epochs_are_exact_fractions():
 def test_loop_saves_and_evaluates_by_epochs(tmp_path: Path):
     store, loop = run_loop(tmp_path, save_every=Fraction(45, 8), eval_every=Fraction(45, 16))
     assert store.steps() == [6, 12]
-    callbacks = loop.callbacks
-    assert isinstance(callbacks, runs.RecordingCallbacks)
-    assert [line["step"] for line in callbacks.evaluations] == [0, 3, 6, 9, 12]
+    recording = loop.logs[-1]
+    assert isinstance(recording, runs.RecordingLog)
+    assert [line["step"] for line in recording.evaluations] == [0, 3, 6, 9, 12]
 
 
 def test_loop_saves_milestones_beside_the_interval(tmp_path: Path):
@@ -71,9 +70,9 @@ def test_loop_saves_milestones_beside_the_interval(tmp_path: Path):
 
 def test_loop_saves_each_step_with_a_lower_loss(tmp_path: Path):
     store, loop = run_loop(tmp_path, eval_every=2, saves_best=True)
-    callbacks = loop.callbacks
-    assert isinstance(callbacks, runs.RecordingCallbacks)
-    losses = {line["step"]: line["eval_loss"] for line in callbacks.evaluations if line["step"]}
+    recording = loop.logs[-1]
+    assert isinstance(recording, runs.RecordingLog)
+    losses = {line["step"]: line["eval_loss"] for line in recording.evaluations if line["step"]}
     expected, best = [], math.inf
     for step, loss in losses.items():
         if loss < best:
@@ -213,7 +212,7 @@ def test_profile_ends_with_a_failed_run(
         if step == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs.RecordingCallbacks, "on_step", lambda self, step, _: fail(step))
+    monkeypatch.setattr(runs.RecordingLog, "on_step", lambda self, step, _: fail(step))
     with pytest.raises(KeyboardInterrupt):
         run_loop(tmp_path, options={"profiler": profiler})
     assert not profiler.is_recording

@@ -24,9 +24,10 @@ from trainer.training.events import (
     num_due,
 )
 from trainer.training.loading import restore_state
+from trainer.training.logs import MetricsFileLog, SamplesFileLog
 from trainer.training.loop import Loop
 from trainer.training.loop_config import LoopConfig
-from trainer.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
+from trainer.training.metrics import METRICS_FILE, read_metrics
 from trainer.training.samples import Sampler
 
 STEPS = 6
@@ -34,8 +35,8 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 @dataclass
-class StoppingCallbacks(runs.RecordingCallbacks):
-    """Callbacks that give the reason of a stop from an event on.
+class StoppingLog(runs.RecordingLog):
+    """Log that gives the reason of a stop from an event on.
 
     Attributes:
         stop_phase: The phase of the event, e.g. `evaluate 4`.
@@ -49,7 +50,7 @@ class StoppingCallbacks(runs.RecordingCallbacks):
     phase: str = ""
     events: list[str] = field(default_factory=list)
 
-    def enter_phase(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         self.phase = phase
         self.events.append(phase)
         if phase == self.stop_phase and not self.stop_done:
@@ -74,27 +75,29 @@ class StartedRun:
         *,
         stop: tuple[str, int] = ("", 0),
         missing: MissingEvents = NO_MISSING_EVENTS,
-    ) -> StoppingCallbacks:
-        """Start or resume the run, up to a stop at a phase and its progress. Return its callbacks."""
+    ) -> StoppingLog:
+        """Start or resume the run, up to a stop at a phase and its progress. Return its recording."""
         steps = self.store.steps()
         state = runs.make_state(job.setup)
         if steps:
             state = restore_state(self.store.open(steps[-1]), job.setup)
-        callbacks = StoppingCallbacks(stop_phase=stop[0], stop_done=stop[1])
+        recording = StoppingLog(stop_phase=stop[0], stop_done=stop[1])
         step = int(state["step"])
         self.loop = Loop(
             job,
             state,
             store=self.store,
-            metrics=MetricsWriter(self.folder / METRICS_FILE, step),
-            sample_log=MetricsWriter(self.folder / SAMPLES_FILE, step),
-            callbacks=callbacks,
-            enter_phase=callbacks.enter_phase,
-            poll_stop_reason=lambda: callbacks.reason,
+            logs=[
+                MetricsFileLog(self.folder / METRICS_FILE, step),
+                SamplesFileLog(self.folder / SAMPLES_FILE, step),
+                recording,
+            ],
+            poll_stop_reason=lambda: recording.reason,
             missing_events=missing,
         )
-        self.result = self.loop.run()
-        return callbacks
+        self.loop.run()
+        self.result = self.loop
+        return recording
 
     def lines(self, name: str = METRICS_FILE) -> list[dict[str, Any]]:
         """Return the log lines without the values that are measured."""
@@ -127,12 +130,12 @@ def test_stop_in_an_evaluation_keeps_all_steps(tmp_path: Path, stop: tuple[str, 
         run.folder.mkdir()
     whole.start(make_job())
     step = int(stop[0].split()[1])
-    callbacks = cut.start(make_job(), stop=stop)
+    recording = cut.start(make_job(), stop=stop)
     assert (cut.result.step, cut.result.stop_reason) == (step, "SIGTERM")
     assert cut.store.steps() == [step]
     # No batch is computed after the signal.
-    assert callbacks.progress[-1] == (stop[1], 5)
-    assert [line["step"] for line in callbacks.evaluations] == list(range(0, step, 2))
+    assert recording.progress[-1] == (stop[1], 5)
+    assert [line["step"] for line in recording.evaluations] == list(range(0, step, 2))
     cut.start(make_job(), missing=MissingEvents(evaluation=True))
     assert not cut.result.stop_reason
     assert cut.lines() == whole.lines()
@@ -141,11 +144,11 @@ def test_stop_in_an_evaluation_keeps_all_steps(tmp_path: Path, stop: tuple[str, 
 
 def test_due_step_is_saved_before_its_evaluation(tmp_path: Path):
     run = StartedRun(tmp_path)
-    callbacks = run.start(make_job(save_every=2))
+    recording = run.start(make_job(save_every=2))
     for step in (2, 4, 6):
-        events = callbacks.events
+        events = recording.events
         assert events.index(f"save {step}") < events.index(f"evaluate {step}")
-    assert callbacks.steps == [2, 4, 6]
+    assert recording.steps == [2, 4, 6]
 
 
 def test_best_step_is_saved_after_its_evaluation(tmp_path: Path):
@@ -160,9 +163,9 @@ def test_best_step_is_saved_after_its_evaluation(tmp_path: Path):
 
 def test_pending_stop_skips_the_first_evaluation(tmp_path: Path):
     run = StartedRun(tmp_path)
-    callbacks = run.start(make_job(), stop=("compile", 0))
+    recording = run.start(make_job(), stop=("compile", 0))
     assert (run.result.step, run.result.stop_reason) == (0, "SIGTERM")
-    assert not callbacks.evaluations
+    assert not recording.evaluations
     assert not run.store.steps()
 
 
@@ -192,49 +195,45 @@ def test_resumed_run_logs_only_missing_samples(tmp_path: Path, sampler: Sampler)
 def test_run_that_lacks_an_evaluation_compiles_no_step(tmp_path: Path):
     run = StartedRun(tmp_path)
     run.start(make_job(), stop=("evaluate 6", 1))
-    callbacks = run.start(make_job(), missing=MissingEvents(evaluation=True))
+    recording = run.start(make_job(), missing=MissingEvents(evaluation=True))
     assert run.loop.compiled_step is None
-    assert [line["step"] for line in callbacks.evaluations] == [6]
+    assert [line["step"] for line in recording.evaluations] == [6]
     assert run.store.steps() == [6]
 
 
 def test_missing_evaluation_is_compiled_once(tmp_path: Path):
     run = StartedRun(tmp_path)
     run.start(make_job(), stop=("evaluate 6", 1))
-    callbacks = StoppingCallbacks()
+    recording = StoppingLog()
     job = make_job()
     loop = Loop(
         job,
         restore_state(run.store.open(6), job.setup),
         store=run.store,
-        metrics=MetricsWriter(tmp_path / METRICS_FILE, 6),
-        callbacks=callbacks,
-        enter_phase=callbacks.enter_phase,
+        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 6), recording],
         poll_stop_reason=runs.never_stop,
         missing_events=MissingEvents(evaluation=True),
     )
     loop.compile()
     loop.run()
-    assert callbacks.events.count("compile") == 1
+    assert recording.events.count("compile") == 1
 
 
 def test_evaluation_is_compiled_before_the_first_step(tmp_path: Path):
     """A later compilation could outlast the time between a stop signal and a kill."""
     job = make_job(eval_at_start=False)
-    callbacks = StoppingCallbacks()
+    recording = StoppingLog()
     loop = Loop(
         job,
         runs.make_state(job.setup),
         store=runs.MemoryStore(),
-        metrics=MetricsWriter(tmp_path / METRICS_FILE, 0),
-        callbacks=callbacks,
-        enter_phase=callbacks.enter_phase,
+        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), recording],
         poll_stop_reason=runs.never_stop,
     )
     eval_step, phases = loop.eval_step, list[str]()
 
     def record_phase(*arguments: Any) -> Any:
-        phases.append(callbacks.phase)
+        phases.append(recording.phase)
         return eval_step(*arguments)
 
     loop.eval_step = record_phase

@@ -21,7 +21,7 @@ from trainer.nn import transformer
 from trainer.nn.initialization import init_adapters, init_params
 from trainer.nn.model_spec import build_model
 from trainer.training import feed
-from trainer.training.base_digest import digest_base_params
+from trainer.training.checkpoint import digest_base_params
 from trainer.training.step import StepSetup, TrainState, init_train_state, state_shapes
 
 LORA = LoraConfig(4, 8.0, ("attn.*", "mlp.*"))

@@ -16,8 +16,7 @@ from tests.helpers.optimizers import compile_step, take_steps
 from trainer.training import feed
 from trainer.training.checkpoint import host_leaves
 from trainer.training.loading import restore_state
-from trainer.training.loss_scale import GROWTH_STEPS, MAX_SCALE, LossScale, ScaleState
-from trainer.training.step import StepSetup
+from trainer.training.step import GROWTH_STEPS, MAX_SCALE, LossScale, ScaleState, StepSetup
 
 DYNAMIC = LossScale()
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import PrepError
+from trainer.training.events import StepTimer
 from trainer.training.metrics import (
     MetricsWriter,
-    StepTimer,
     metrics_file_name,
     read_metrics,
     remove_other_metrics,

@@ -18,7 +18,8 @@ from tests.helpers.runs import LLAMA, make_job, make_setup
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.model_spec import build_model
 from trainer.recipe import Recipe, load_recipe
-from trainer.training.preflight import check_batch, check_devices, run_warnings
+from trainer.run.checks import check_devices, run_warnings
+from trainer.training.setup import check_batch
 
 SHARDING = ShardingContext(parse_mesh("1,2,4"))
 RECIPE = """\

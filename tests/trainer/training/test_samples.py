@@ -16,9 +16,9 @@ from tests.trainer.training import test_lora_step
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.nn.initialization import init_params
 from trainer.nn.kernels.options import AttentionOptions
-from trainer.training.log_lines import sample_line
+from trainer.training.logs import MetricsFileLog, SamplesFileLog, sample_line
 from trainer.training.loop import Loop
-from trainer.training.metrics import MetricsWriter, read_metrics
+from trainer.training.metrics import read_metrics
 from trainer.training.samples import Sampler
 from trainer.training.step import StepSetup
 
@@ -161,9 +161,11 @@ def run_loop(setup: StepSetup, log: Path, **changes: Any) -> Loop:
         runs.make_job(setup, steps=5, **changes),
         runs.make_state(setup),
         store=runs.MemoryStore(),
-        metrics=MetricsWriter(log.with_name("metrics.jsonl"), 0),
-        sample_log=MetricsWriter(log, 0),
-        callbacks=runs.RecordingCallbacks(),
+        logs=[
+            MetricsFileLog(log.with_name("metrics.jsonl"), 0),
+            SamplesFileLog(log, 0),
+            runs.RecordingLog(),
+        ],
         poll_stop_reason=runs.never_stop,
     )
     loop.run()
@@ -174,14 +176,14 @@ def test_loop_samples_at_its_interval_and_at_the_end(tokenizer: TextTokenizer, t
     setup, log = runs.make_setup(), tmp_path / "samples.jsonl"
     sampler = make_sampler(tokenizer, setup)
     loop = run_loop(setup, log, sampler=sampler, sample_every=2)
-    callbacks = loop.callbacks
-    assert isinstance(callbacks, runs.RecordingCallbacks)
-    assert [step for step, _ in callbacks.samples] == [0, 2, 4, 5]
+    recording = loop.logs[-1]
+    assert isinstance(recording, runs.RecordingLog)
+    assert [step for step, _ in recording.samples] == [0, 2, 4, 5]
     assert read_metrics(log) == [
-        sample_line(step, sample) for step, samples in callbacks.samples for sample in samples
+        sample_line(step, sample) for step, samples in recording.samples for sample in samples
     ]
-    assert callbacks.samples[-1][1] == sampler.generate(loop.state["params"])
-    assert callbacks.samples[0][1] != callbacks.samples[-1][1]
+    assert recording.samples[-1][1] == sampler.generate(loop.state["params"])
+    assert recording.samples[0][1] != recording.samples[-1][1]
 
 
 def test_samples_do_not_change_the_run(tokenizer: TextTokenizer, tmp_path: Path):

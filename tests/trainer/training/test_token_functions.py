@@ -25,9 +25,9 @@ from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.lm_head import LMHead, loss_sums
 from trainer.nn.loss_terms import LossTerms
 from trainer.training import feed
+from trainer.training.eval_metrics import TokenFunctions, function_name
 from trainer.training.evaluation import evaluate, jit_eval_step
 from trainer.training.step import StepSetup, TrainState, leaf_name
-from trainer.training.token_functions import TokenFunctions, function_name
 
 
 def focal_loss(logits: Array, targets: Array) -> Array:

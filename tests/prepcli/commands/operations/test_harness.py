@@ -24,7 +24,7 @@ from tests.helpers.training_folder import WORDS, write_tokenizer
 from trainer.distributed import exact_backend
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig
-from trainer.training import scoring
+from trainer.training import evaluation
 
 EOS = 2
 MAX_LENGTH = 12
@@ -158,7 +158,7 @@ def test_loglikelihood_does_not_depend_on_batch_size(
 ):
     monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
     # With lengths rounded up to 64, all rows of the tiny model would have one length.
-    monkeypatch.setattr(scoring, "LENGTH_MULTIPLE", 8)
+    monkeypatch.setattr(evaluation, "LENGTH_MULTIPLE", 8)
     lengths = (3, 7, 12, 20, 30)
     texts = [
         [(5 * length + 7 * number) % 120 + 3 for number in range(length)] for length in lengths

@@ -31,8 +31,7 @@ from tests.helpers.training_states import (
     same_state,
     save_steps,
 )
-from trainer.nn.model_spec import ForwardConfig
-from trainer.training.manifest_model import model_from_manifest
+from trainer.nn.model_spec import ForwardConfig, model_from_manifest
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.step import StepSetup, leaf_name, state_shapes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import PrepError
-from trainer.training.tensorboard_log import TensorBoardLog
+from trainer.run.logs import TensorBoardLog
 
 
 def write_lines(folder: Path, start: int, stop: int) -> None:

@@ -16,7 +16,7 @@ from trainer.data.files import DataFile
 from trainer.data.remote_files import RemoteFiles
 from trainer.planning.model_shapes import model_of_config
 from trainer.recipe import Recipe, load_recipe
-from trainer.training.recipe_checks import check_inputs, check_model
+from trainer.run.checks import check_inputs, check_model
 
 SPANS = ["data.objective=span_corruption", "data.source_length=40"]
 MIXTURE = ["data.path=", 'data.sources=[{name = "a", path = "train.txt"}]']

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from prepcli.core.formatting import (
+    format_bytes,
+    format_bytes_of,
+    format_clock,
     format_duration,
     format_number,
     format_time_left,
@@ -16,17 +21,212 @@ from prepcli.core.formatting import (
     printable,
     shorten,
 )
-from prepcli.core.observer import REDRAW_INTERVAL_S, Block, Clock, Observer, PacedNotes, ticking
-from trainer.run.run import PreparedRun
-from trainer.run.run_status import RunStatus, status_lines
-from trainer.training.callbacks import Callbacks
+from prepcli.core.observer import (
+    REDRAW_INTERVAL_S,
+    Block,
+    Clock,
+    Line,
+    Observer,
+    PacedNotes,
+    Segment,
+    ticking,
+)
+from trainer.run.run import Run
+from trainer.training.logs import RunLog
 
 if TYPE_CHECKING:
-    from trainer.run.run import Run
     from trainer.training.evaluation import EvaluationResult
-    from trainer.training.log_lines import StepLine
-    from trainer.training.profiling import StepProfiler
+    from trainer.training.logs import StepLine
     from trainer.training.samples import Sample
+
+SPARK_LEVELS = "▁▂▃▄▅▆▇█"
+SPARK_CELLS = 24
+MAX_BAR_CELLS = 40
+MIN_BAR_CELLS = 8
+GAP = "  "
+
+
+@dataclass(slots=True)
+class RunStatus:
+    """State of a run as it is shown. None and empty texts are unknown values.
+
+    Attributes:
+        name: Name of the run.
+        steps: Number of the last step.
+        step: The last finished step.
+        phase: Current activity, such as `training` or `saving`.
+        phase_progress: Progress of the activity, e.g. `12/40` batches of an evaluation.
+        elapsed_s: Seconds since the start of this process.
+        remaining_s: Estimated seconds to the last step.
+        log_step: Step of the last log line, and so of the values from `losses` to `memory_nbytes`.
+        losses: Losses of the last log lines, or None if one is not finite.
+        z_loss: Z-loss, or None without this term.
+        lr: Learning rate.
+        grad_norm: Norm of the gradients.
+        tokens_per_s: Tokens of all devices per second.
+        step_s: Seconds of a step.
+        mfu: Model FLOPs utilization.
+        memory_nbytes: Highest memory in use on a device.
+        memory_limit_nbytes: Memory of a device.
+        evaluation: The last evaluation.
+        sample: The last generated text, with its prompt.
+        save: The last saved step.
+        skipped: Number of skipped steps.
+    """
+
+    name: str
+    steps: int
+    step: int = 0
+    phase: str = "loading"
+    phase_progress: str = ""
+    elapsed_s: float = 0.0
+    remaining_s: float | None = None
+    log_step: int | None = None
+    losses: deque[float | None] = field(default_factory=lambda: deque(maxlen=SPARK_CELLS))
+    z_loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    mfu: float | None = None
+    memory_nbytes: int | None = None
+    memory_limit_nbytes: int | None = None
+    evaluation: str = ""
+    sample: str = ""
+    save: str = ""
+    skipped: int = 0
+
+
+def status_lines(status: RunStatus, width: int) -> list[Line]:
+    """Return the state of a run as lines of at most `width` columns, without the items that do not fit.
+
+    Args:
+        status: The state.
+        width: Columns of the terminal.
+    """
+    # In the order of importance: a low terminal crops the last lines.
+    rows = (
+        ("loss", _loss_items(status)),
+        ("lr", _optimizer_items(status)),
+        ("speed", _speed_items(status)),
+        ("memory", _memory_items(status)),
+        ("eval", [(status.evaluation, "")]),
+        ("sample", [(status.sample, "")]),
+        ("saved", [(status.save, "")]),
+    )
+    lines = [*_header_lines(status, width)]
+    for label, items in rows:
+        known = [item for item in items if item[0]]
+        if known:
+            lines.append(_format_row(label, known, width))
+    return lines
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """Return values as bars of eight heights between the minimum and the maximum.
+
+    None is a space.
+    """
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return ""
+    # Equal values have a span of 0. 1.0 avoids the division by zero, and all bars are the lowest.
+    low = min(known)
+    span = (max(known) - min(known)) or 1.0
+    top = len(SPARK_LEVELS) - 1
+    bars = ""
+    for value in values:
+        if value is None:
+            bars += " "
+        else:
+            # E.g. losses 3.0, 2.5, 2.0: round(7 * 1.0) = 7, round(7 * 0.5) = 4 and 0 give `█▅▁`.
+            bars += SPARK_LEVELS[round(top * (value - low) / span)]
+    return bars
+
+
+def _header_lines(status: RunStatus, width: int) -> Iterator[Line]:
+    """Yield the line with the name, the phase and the times, and the line with the bar and the step."""
+    times = [format_clock(status.elapsed_s)]
+    if status.remaining_s is not None and status.step < status.steps:
+        times.append(format_time_left(status.remaining_s))
+    phase = f"{status.phase} {status.phase_progress}".rstrip()
+    items = [(status.name, "bold"), (phase, "cyan")]
+    items += [(text, "") for text in times]
+    yield _fitting_items(items, width)
+    percent = 100 * status.step // max(status.steps, 1)
+    count = f"{status.step:,}/{status.steps:,}{GAP}{percent}%"
+    cells = min(MAX_BAR_CELLS, width - len(count) - len(GAP))
+    if cells < MIN_BAR_CELLS:
+        yield _fitting_items([(count, "")], width)
+        return
+    # Rounded down: the bar is full only after the last step.
+    done = cells * status.step // max(status.steps, 1)
+    yield [("━" * done, "green"), ("─" * (cells - done), "dim"), (GAP + count, "")]
+
+
+def _loss_items(status: RunStatus) -> list[Segment]:
+    if not status.losses:
+        return []
+    items = [(format_number(status.losses[-1]), "bold")]
+    if status.z_loss is not None:
+        items.append((f"z-loss {format_number(status.z_loss)}", ""))
+    items.append((sparkline(status.losses), "cyan"))
+    if status.skipped:
+        items.append((f"{status.skipped} skipped", "yellow"))
+    return [*items, *_log_step_items(status)]
+
+
+def _optimizer_items(status: RunStatus) -> list[Segment]:
+    if status.lr is None:
+        return []
+    items = [(f"{status.lr:.2e}", "")]
+    if status.grad_norm is not None:
+        items.append((f"grad norm {status.grad_norm:.3g}", ""))
+    return [*items, *_log_step_items(status)]
+
+
+def _log_step_items(status: RunStatus) -> list[Segment]:
+    """Return the step of the logged values if it is not the step shown at the top."""
+    if status.log_step in (None, status.step):
+        return []
+    return [(f"at step {status.log_step:,}", "dim")]
+
+
+def _speed_items(status: RunStatus) -> list[Segment]:
+    if status.tokens_per_s is None or status.step_s is None:
+        return []
+    items = [(format_token_rate(status.tokens_per_s), ""), (f"{status.step_s:.2f} s/step", "")]
+    if status.mfu is not None:
+        items.append((f"MFU {status.mfu:.1%}", ""))
+    return items
+
+
+def _memory_items(status: RunStatus) -> list[Segment]:
+    if status.memory_nbytes is None:
+        return []
+    limit = status.memory_limit_nbytes
+    text = format_bytes(status.memory_nbytes)
+    if limit:
+        text = format_bytes_of(status.memory_nbytes, limit)
+    return [(f"peak {text} per device", "")]
+
+
+def _format_row(label: str, items: Sequence[Segment], width: int) -> Line:
+    head = f"{label:<8}"
+    return [(head, "dim"), *_fitting_items(items, width - len(head))]
+
+
+def _fitting_items(items: Sequence[Segment], width: int) -> list[Segment]:
+    """Return the first items that fit, separated by a gap. The first one is always among them."""
+    fitting = [items[0]]
+    used = len(items[0][0])
+    for text, style in items[1:]:
+        used += len(GAP) + len(text)
+        if used > width:
+            break
+        fitting += [(GAP, ""), (text, style)]
+    return fitting
+
 
 # Characters of a sample, which is shown on one line
 MAX_PROMPT_WIDTH = 40
@@ -41,28 +241,25 @@ PHASES = {
 }
 
 
-class RunDisplay(Callbacks, Protocol):
-    """Receiver of events in a run, including the callbacks of the training loop."""
-
-    def on_phase(self, phase: str) -> None:
-        """Show the start of a phase such as `compile`, `step 12` or `save 12`."""
-        ...
-
-
 @contextmanager
-def open_display(prepared: PreparedRun) -> Iterator[RunDisplay]:
-    """Open the display of a run, and close it after the block. Messages appear above a live display."""
-    run = prepared.run
-    steps = prepared.loop.steps
+def open_display(
+    run: Run, step: int, *, steps: int, memory: Mapping[str, int | None]
+) -> Iterator[RunLog]:
+    """Open the display of a run, and close it after the block. Messages appear above a live display.
+
+    Args:
+        run: The run.
+        step: Step to continue after.
+        steps: Number of the last step.
+        memory: Memory estimate of the run, with the memory `available` on a device.
+    """
     block = run.observer.open_live_block()
     if block is None:
         lines = LineDisplay(run.observer, steps)
         with ticking(lines.tick):
             yield lines
         return
-    status = RunStatus(
-        run.recipe.name, steps, prepared.step, memory_limit_nbytes=prepared.memory["available"]
-    )
+    status = RunStatus(run.recipe.name, steps, step, memory_limit_nbytes=memory["available"])
     display = LiveDisplay(block, status)
     display.draw()
     try:
@@ -75,16 +272,18 @@ def open_display(prepared: PreparedRun) -> Iterator[RunDisplay]:
     display.close()
 
 
-class LineDisplay:
+class LineDisplay(RunLog):
     """Display of one line per event, for logs. After ten seconds without one, a line shows what the run does."""
 
     def __init__(self, observer: Observer, steps: int, clock: Clock = time.monotonic) -> None:
         self.steps = steps
         self.notes = PacedNotes(observer, clock=clock)
-        # `evaluating at step 288: 12/40, 31 s left` or `compiling, 20 s`, if the last line is ten seconds old
-        self.on_progress = self.notes.on_progress
         self.tick = self.notes.tick
         self.on_phase("load")
+
+    def on_progress(self, done: int, total: int) -> None:
+        """Print `evaluating at step 288: 12/40, 31 s left` if the last line is ten seconds old."""
+        self.notes.on_progress(done, total)
 
     def on_phase(self, phase: str) -> None:
         """Print nothing. Later lines name the phase."""
@@ -132,7 +331,7 @@ class LineDisplay:
             f"evaluated at step {step}: {_evaluation_text(result)}  tokens {result.num_tokens:,}"
         )
 
-    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def on_samples(self, step: int, samples: Sequence[Sample], num_new: int) -> None:
         """Print `sample of step 288: Once upon a time -> there was a queen`, one line per prompt."""
         for sample in samples:
             self.notes.note(f"sample of step {step}: {_sample_text(sample)}")
@@ -142,7 +341,7 @@ class LineDisplay:
         self.notes.note(f"saved step {step} in {format_duration(seconds)}")
 
 
-class LiveDisplay:
+class LiveDisplay(RunLog):
     """Display redrawn in place: every second, at each event, and at most ten times per second at steps and batches.
 
     The thread of `ticking` draws too, so that the clock advances while the main thread compiles.
@@ -213,7 +412,7 @@ class LiveDisplay:
         self.status.evaluation = f"{_evaluation_text(result)}  at step {step:,}"
         self.draw()
 
-    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def on_samples(self, step: int, samples: Sequence[Sample], num_new: int) -> None:
         """Show the first sample."""
         self.status.sample = _sample_text(samples[0])
         self.draw()
@@ -269,56 +468,3 @@ def _one_line(text: str) -> str:
     # `printable` keeps newlines and tabs, so whitespace is joined first.
     # A newline would break the line of the sample in two.
     return printable(" ".join(text.split()))
-
-
-def _format_tokens(count: int) -> str:
-    """Format as `3.1 M tokens` or `310 M tokens`."""
-    decimals = 1
-    if count >= 10_000_000:
-        decimals = 0
-    return f"{count / 1e6:,.{decimals}f} M tokens"
-
-
-def tokenize_progress(observer: Observer) -> Callable[[int, int, int], None]:
-    """Return a callback that shows the progress of tokenizing, one bar per dataset.
-
-    It takes the bytes done, the total bytes, and the tokens made. The first call for a dataset has the bytes and tokens
-    of an interrupted run.
-    """
-    progress = observer.progress()
-    done_nbytes = -1  # -1: no dataset is in progress
-    shown_tokens = ""
-
-    def report_progress(nbytes: int, total: int, n_tokens: int) -> None:
-        nonlocal done_nbytes, shown_tokens
-        if done_nbytes < 0:
-            progress.begin("tokenize", total, nbytes)
-            done_nbytes = nbytes
-        tokens = _format_tokens(n_tokens)
-        # `--progress json` prints an event per note, without a minimum interval.
-        # The text changes at most once per 0.1 M tokens, and only a changed text is passed on.
-        if n_tokens and tokens != shown_tokens:
-            progress.note(tokens)
-            shown_tokens = tokens
-        progress.advance(nbytes - done_nbytes)
-        done_nbytes = nbytes
-        if nbytes >= total:
-            progress.end()
-            done_nbytes = -1
-
-    return report_progress
-
-
-def make_profiler(run: Run) -> StepProfiler | None:
-    """Return the profiler of process 0.
-
-    None if the recipe records no steps.
-    """
-    from trainer.training.profiling import PROFILE_FOLDER, StepProfiler
-
-    profile = run.recipe.train.profile
-    if profile is None or not run.is_first:
-        return None
-    return StepProfiler(
-        profile["start"], profile["steps"], run.folder / PROFILE_FOLDER, run.observer.warn
-    )

@@ -1,14 +1,18 @@
-"""The lines of a run's metrics and samples, as JSON values."""
+"""The events of a run and their receivers: lines of metrics and samples, as JSON values and as files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
 
 from prepcli.core.json_values import JsonObject
-from trainer.training.evaluation import EvaluationResult
-from trainer.training.samples import Sample
+from trainer.training.metrics import MetricsLine, MetricsWriter
+
+if TYPE_CHECKING:
+    from trainer.training.evaluation import EvaluationResult
+    from trainer.training.samples import Sample
 
 
 class ZLossField(TypedDict, total=False):
@@ -35,6 +39,8 @@ class SpeedFields(TypedDict, total=False):
 
 class StepLine(ZLossField, SpeedFields):
     """The line of a training step. A value is None if it is not finite.
+
+    The line of a mixture also has the tokens of each source, e.g. `tokens.web`.
 
     Attributes:
         step: The step.
@@ -126,3 +132,83 @@ def finite_or_none(value: float) -> float | None:
     if math.isfinite(value):
         return value
     return None
+
+
+class RunLog:
+    """A receiver of the events of a run. A subclass overrides the methods of the events that it shows or stores."""
+
+    def on_phase(self, phase: str) -> None:
+        """Begin a phase such as `compile`, `step 12` or `save 12`."""
+
+    def on_compile(self, seconds: float) -> None:
+        """Report the seconds of compiling the step."""
+
+    def on_step(self, step: int, remaining_s: float | None) -> None:
+        """Report a finished step, and an estimate of the remaining seconds."""
+
+    def on_progress(self, done: int, total: int) -> None:
+        """Report the progress of an evaluation in batches, or of samples in tokens."""
+
+    def on_log(self, line: StepLine, remaining_s: float | None) -> None:
+        """Report the line of a step, and an estimate of the remaining seconds."""
+
+    def on_evaluate(self, step: int, result: EvaluationResult) -> None:
+        """Report an evaluation after a step."""
+
+    def on_samples(self, step: int, samples: Sequence[Sample], num_new: int) -> None:
+        """Report the texts generated after a step, of which no earlier start has logged the last `num_new`."""
+
+    def on_save(self, step: int, seconds: float) -> None:
+        """Report a durable checkpoint, its step, and the seconds of saving it."""
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """End the log, after an error if `has_failed`."""
+
+
+class MetricsLog(RunLog):
+    """A log of the lines of steps and evaluations. A subclass writes them."""
+
+    def write(self, line: MetricsLine) -> None:
+        """Append a line."""
+        raise NotImplementedError
+
+    def on_log(self, line: StepLine, remaining_s: float | None) -> None:
+        """Write the line of a step."""
+        self.write(line)
+
+    def on_evaluate(self, step: int, result: EvaluationResult) -> None:
+        """Write the line of an evaluation."""
+        self.write(evaluation_line(step, result))
+
+
+class MetricsFileLog(MetricsLog):
+    """The metrics file of a process."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Open the file to continue after a step. See `MetricsWriter`."""
+        self._writer = MetricsWriter(path, step)
+
+    def write(self, line: MetricsLine) -> None:
+        """Append a line."""
+        self._writer.write(line)
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class SamplesFileLog(RunLog):
+    """The file of generated texts."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Open the file to continue after a step. See `MetricsWriter`."""
+        self._writer = MetricsWriter(path, step)
+
+    def on_samples(self, step: int, samples: Sequence[Sample], num_new: int) -> None:
+        """Append a line for each text that no earlier start has logged."""
+        for sample in samples[-num_new:]:
+            self._writer.write(sample_line(step, sample))
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Close the file."""
+        self._writer.close()

@@ -10,7 +10,7 @@ import pytest
 from prepcli.core.errors import PrepError
 from tests.helpers.runs import make_job, make_setup
 from trainer.recipe.lr_schedule import LRSchedule
-from trainer.training.resume import check_changed_keys, check_resumable
+from trainer.run.resume import check_changed_keys, check_resumable
 
 STEPS, MORE_STEPS = 20, 30
 

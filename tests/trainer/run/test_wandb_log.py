@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import PrepError
-from trainer.training.wandb_log import ID_FILE, WandbLog
+from trainer.run.logs import ID_FILE, WandbLog
 
 TABLE = {"project": "p", "group": "g", "offline": True}
 

@@ -1,0 +1,477 @@
+"""What an earlier start of a run leaves to the next one: the checks of what may change, and its events so far."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
+from prepcli.core.formatting import count_text
+from prepcli.formats.run_steps import RECIPE_FILE, score_group
+from prepcli.planning.manifest_fields import Manifest
+from prepcli.restore.item_reader import ItemReader
+from prepcli.sources.source import AVERAGE_SLOT
+from prepcli.stores.files import not_regular_error
+from prepcli.stores.paths import create_temporary_folder
+from trainer.data.token_changes import BOS_KEY, restart_hint
+from trainer.recipe import Recipe, load_recipe
+from trainer.recipe.data_table import SOURCE_PATHS, SOURCES_KEY
+from trainer.recipe.formatting import change_text
+from trainer.recipe.lr_schedule import changed_fields
+from trainer.recipe.tables import keys_of, value_of
+from trainer.run.logs import make_folder
+from trainer.run.run import Run
+from trainer.run.run_record import SAMPLES_FILE
+from trainer.run.start import StartCheckpoint
+
+if TYPE_CHECKING:
+    from prepcli.execution.checkpoint_manager import CheckpointManager
+    from trainer.training.eval_metrics import Patience
+    from trainer.training.events import MissingEvents
+    from trainer.training.loop_config import LoopConfig
+
+# Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
+# The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked
+# through the learning rate schedule that they produce, batch keys through the batch size, and the paths of data and
+# tokenizer, the first token and the limit of documents through the identity of the tokens (FIXED_ON_RESUME).
+CHANGEABLE_ON_RESUME = frozenset(
+    {
+        "name",
+        "mesh",
+        "rules",
+        "model.path",
+        "model.lock",
+        "model.scan_layers",
+        "model.remat_policy",
+        "model.offload",
+        "model.head_chunk_size",
+        "model.ffn_chunk_size",
+        "model.attention_kernel",
+        "model.q_chunk_size",
+        "model.k_chunk_size",
+        "data.path",
+        "data.eval_path",
+        "data.tokenizer",
+        BOS_KEY,
+        "data.cache",
+        "data.max_document_bytes",
+        "batch.size",
+        "batch.per_device",
+        "batch.per_replica",
+        "batch.accumulate",
+        "optimizer.warmup_steps",
+        "optimizer.warmup_ratio",
+        "optimizer.decay_steps",
+        "train.steps",
+        "train.epochs",
+        "train.log_every",
+        "train.eval_every",
+        "train.eval_every_epochs",
+        "train.profile",
+        "train.max_skipped",
+        "eval.limit",
+        "eval.at_start",
+        "eval.patience",
+        "eval.stride",
+        "checkpoint.every",
+        "checkpoint.every_epochs",
+        "checkpoint.keep",
+        "checkpoint.milestones",
+        "checkpoint.best",
+        "checkpoint.best_is",
+        "checkpoint.optimizer_state",
+        "checkpoint.dtype",
+        "checkpoint.storage",
+        "checkpoint.export_every",
+        "checkpoint.push",
+        "log.all_workers",
+        "log.tensorboard",
+        "log.wandb",
+        "log.samples",
+        "log.sample_every",
+        "log.sample_tokens",
+        "cluster.host0_address",
+        "cluster.host0_port",
+        "cluster.n_processes",
+        "cluster.process_id",
+        "cluster.n_local_devices",
+        "cluster.dcn_mesh",
+        "cluster.start_timeout",
+        "cluster.heartbeat_timeout",
+        "cluster.step_timeout",
+    }
+)
+# Keys that change the schedule, and are no errors of their own.
+SCHEDULE_KEYS = (
+    *("train.steps", "train.epochs"),
+    *("optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps"),
+)
+# Manifest keys that must be equal on resume, and their names in error messages.
+FIXED_ON_RESUME = {
+    "data": "the data",
+    "batch_size": "the batch size",
+    "loss_fn": "the loss function",
+}
+
+
+def read_changed_keys(run: Run, start: StartCheckpoint) -> dict[str, tuple[Any, Any]]:
+    """Return the changed recipe keys of a resumed run, after the check whether they may change.
+
+    Empty for a new run, and on other processes, which may not see the run's folder.
+    """
+    if not run.is_first or not start.resume_step:
+        return {}
+    # A dry run must not write to the run's folder: a bucket's recipe is downloaded to a temporary folder.
+    recipe_file = run.storage.fetch_file(RECIPE_FILE, create_temporary_folder())
+    changed = changed_keys(recipe_file, run.recipe)
+    check_changed_keys(changed)
+    return changed
+
+
+def check_changed_keys(changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Check whether a run may resume with changed recipe keys. The data is not read yet.
+
+    Args:
+        changed: Recipe keys whose values differ, as (value when the run began, value now).
+
+    Raises:
+        PrepError: A key changed that must not.
+    """
+    changes: list[str] = []
+    for key, values in sorted(changed.items()):
+        # The data is compared by content, so its files may move.
+        has_moved = key == SOURCES_KEY and _have_moved(*values)
+        if key not in CHANGEABLE_ON_RESUME and not has_moved:
+            changes.append(f"{key}: {change_text(values)}")
+    if changes:
+        raise PrepError("the run began with another recipe", ", ".join(changes), restart_hint())
+
+
+def check_resumable(
+    manifest: Mapping[str, Any],
+    config: LoopConfig,
+    *,
+    changed: Mapping[str, tuple[Any, Any]],
+    step: int,
+) -> None:
+    """Check whether a run may resume from a checkpoint.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        config: The resuming run.
+        changed: Recipe keys whose values differ, as (value when the run began, value now).
+        step: Step of the checkpoint.
+
+    Raises:
+        PrepError: The data, the batch size or the schedule changed, or `step` is past the last step.
+    """
+    hint = restart_hint()
+    for key, label in FIXED_ON_RESUME.items():
+        before = manifest.get(key)
+        after = config.manifest_fields.get(key)
+        if before != after:
+            why = f"{before}, now {after}"
+            raise PrepError(f"{label} has changed since the run began", why, hint)
+    rates = changed_fields(manifest.get("rate", {}), config.manifest_fields.get("rate", {}))
+    if rates:
+        # Both fields follow from the number of steps.
+        if "decay" in rates and {*rates} <= {"decay", "cooldown"}:
+            decay_steps = Key("optimizer.decay_steps", rates["decay"][0], is_override=True)
+            hint = text("{} keeps it; {}", decay_steps, hint)
+        why = _schedule_change(rates, changed)
+        raise PrepError("the learning rate schedule has changed since the run began", why, hint)
+    if step > config.steps:
+        raise PrepError(
+            f"the run is at step {step}", f"the recipe has only {config.steps} steps", hint
+        )
+
+
+def _schedule_change(
+    rates: Mapping[str, tuple[Any, Any]], changed: Mapping[str, tuple[Any, Any]]
+) -> str:
+    """Return the changed keys of the schedule, and the resulting changes of the schedule."""
+    causes: list[str] = []
+    for key in SCHEDULE_KEYS:
+        if key in changed:
+            causes.append(f"{key}: {change_text(changed[key])}")
+    effects = ", ".join(f"{name} {change_text(values)}" for name, values in rates.items())
+    if not causes:
+        return effects
+    return f"{', '.join(causes)} (of the schedule: {effects})"
+
+
+def _have_moved(
+    before: Sequence[Mapping[str, object]] | None, after: Sequence[Mapping[str, object]] | None
+) -> bool:
+    """Return whether the sources of a mixture differ only in the paths of their data."""
+    return _without_paths(before or ()) == _without_paths(after or ())
+
+
+def _without_paths(sources: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Return sources of data without their paths."""
+    kept: list[dict[str, object]] = []
+    for source in sources:
+        kept.append({key: value for key, value in source.items() if key not in SOURCE_PATHS})
+    return kept
+
+
+def check_continued_start(start: StartCheckpoint, config: LoopConfig) -> None:
+    """Check the training state in the start checkpoint of a run.
+
+    Raises:
+        UsageError: The checkpoint has no training state.
+        PrepError: Its state is of another optimizer, or the run has no step after it.
+    """
+    from trainer.training.step import leaf_names
+
+    path = config.recipe.model.path
+    reader = start.model_reader
+    step = None
+    if isinstance(reader, ItemReader):
+        step = reader.manifest.step
+    if not isinstance(reader, ItemReader) or step is None:
+        option = Option("training_state", True)
+        raise usage_error(
+            text("{} has no effect for {}", Key("model.training_state", True), path),
+            "it is no step of a run of prep",
+            text(
+                "{} makes one from a checkpoint with moments",
+                Command("save-init", path or "", option),
+            ),
+        )
+    missing = sorted(leaf_names(config.setup) - reader.leaves.keys())
+    if missing and all(name.startswith(f"{AVERAGE_SLOT}.") for name in missing):
+        raise PrepError(
+            text("{} has no averages for {}", path, Key("optimizer.ema")),
+            "its run has kept none",
+            text("{}", Key("optimizer.ema", 0, is_override=True)),
+        )
+    if missing:
+        raise PrepError(
+            f"{path} has another optimizer state than the recipe",
+            f"it lacks {missing[0]}, one of {len(missing):,} leaves",
+            text("{} chooses the optimizer", Key("optimizer.type")),
+        )
+    if step >= config.steps:
+        raise PrepError(
+            f"{path} is at step {step}",
+            f"the recipe has only {config.steps} steps",
+            text("{}", Key("train.steps", 2 * step, is_override=True)),
+        )
+
+
+def cast_warning(start: StartCheckpoint, config: LoopConfig) -> str:
+    """Return a warning about leaves of the state with another dtype in the run. Empty if there are none."""
+    import jax
+
+    from trainer.training.step import leaf_name, state_shapes
+
+    reader = start.model_reader
+    casts: list[str] = []
+    for path, shape in jax.tree_util.tree_leaves_with_path(state_shapes(config.setup)):
+        name = leaf_name(path)
+        stored = reader.leaves[name].dtype
+        if stored != shape.dtype.name:
+            casts.append(f"{name} from {stored} to {shape.dtype.name}")
+    if not casts:
+        return ""
+    verb = "is" if len(casts) == 1 else "are"
+    return f"{count_text(len(casts), 'leaf', 'leaves')} of {config.recipe.model.path} {verb} cast, e.g. {casts[0]}"
+
+
+def unread_warning(start: StartCheckpoint, config: LoopConfig) -> str:
+    """Return a warning about unused leaves of the state. Empty if there are none."""
+    from trainer.training.step import leaf_names
+
+    unread = sorted(start.model_reader.leaves.keys() - leaf_names(config.setup))
+    if not unread:
+        return ""
+    path = config.recipe.model.path
+    verb = "is" if len(unread) == 1 else "are"
+    return (
+        f"{count_text(len(unread), 'leaf', 'leaves')} of {path} {verb} not used, e.g. {unread[0]}"
+    )
+
+
+def changed_keys(recipe_file: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Return the recipe keys with changed values since the run began, as (value then, value now)."""
+    if recipe_file.exists() and not recipe_file.is_file():
+        raise not_regular_error(recipe_file)
+    earlier_recipe = load_recipe(recipe_file).recipe
+    changed: dict[str, tuple[Any, Any]] = {}
+    for key in sorted({*keys_of(earlier_recipe)} & {*keys_of(recipe)}):
+        before = value_of(earlier_recipe, key)
+        now = value_of(recipe, key)
+        if before != now:
+            changed[key] = (before, now)
+    return changed
+
+
+NAME_BY_KEY = {
+    "device": "device",
+    "jax": "jax",
+    "jaxlib": "jaxlib",
+    "xla_flags": "XLA_FLAGS",
+    "cores": "cores",
+}
+
+
+def environment_warning(
+    before: Mapping[str, object] | None, now: Mapping[str, object], *, step: int
+) -> str:
+    """Return a warning about the differences between two environments.
+
+    Empty without a difference.
+
+    Args:
+        before: Environment in the manifest of a step. None in a step of an earlier prep.
+        now: Environment of this process.
+        step: The step.
+    """
+    if before is None:
+        return ""
+    changes: list[str] = []
+    for key, name in NAME_BY_KEY.items():
+        if before.get(key) != now.get(key):
+            changes.append(f"{name} {_value_text(before.get(key))} -> {_value_text(now.get(key))}")
+    if not changes:
+        return ""
+    return f"results may differ in the last bits: since step {step}, {', '.join(changes)}"
+
+
+def _value_text(value: object) -> str:
+    if value in (None, ""):
+        return "none"
+    return str(value)
+
+
+def check_base(manifest: Manifest, base: Mapping[str, str]) -> None:
+    """Raise PrepError if the frozen parameters have changed since the adapters were trained."""
+    # The names are not compared: a copy of the base at another path resumes the run.
+    before = manifest.base
+    if before.get("digest") == base["digest"]:
+        return
+    what = f"{base['name']} differs from the checkpoint that the run began with"
+    why = f"its parameters have the digest {base['digest']}, {before.get('name')} had {before.get('digest')}"
+    hint = text("set {} to the checkpoint that the run began with", Key("model.path"))
+    raise PrepError(what, why, hint)
+
+
+def check_resumable_step(run: Run, start: StartCheckpoint, config: LoopConfig) -> None:
+    """Check that the step to resume from has the optimizer state, and parameters in the run's dtype.
+
+    Raises:
+        PrepError: It has no optimizer state, or its parameters were cast.
+    """
+    from trainer.training.step import has_optimizer_state
+
+    reader = start.step_reader
+    step = start.resume_step
+    step_name = run.storage.step_name(step)
+    hint = text(
+        "pass {}, or start another run: set another {}, and {}",
+        Option("restart", True),
+        Key("name"),
+        Key("model.path", step_name, is_override=True),
+    )
+    is_saved = any(name.startswith("opt_state.") for name in reader.leaves)
+    if not is_saved and has_optimizer_state(config.setup):
+        what = f"step {step} has no optimizer state to resume from"
+        why = text("it was saved with {}", Key("checkpoint.optimizer_state", False))
+        raise PrepError(what, why, hint)
+    cast = reader.manifest.param_cast
+    if cast is not None and cast["to"] != run.recipe.model.param_dtype:
+        what = f"step {step} has no exact parameters to resume from"
+        why = text("they were cast to {}, the {} of the run", cast["to"], Key("checkpoint.dtype"))
+        raise PrepError(what, why, hint)
+
+
+def find_missing_events(
+    run: Run, config: LoopConfig, step: int, *, ends_early: bool = False
+) -> MissingEvents:
+    """Return the events of a saved step that were stopped or killed before their end, as process 0 sees the logs.
+
+    Args:
+        run: The run.
+        config: Configuration of the training loop.
+        step: Step to continue after. 0 means a new run, in which no event is missing.
+        ends_early: Whether the run has ended early with this step.
+
+    Raises:
+        PrepError: A log cannot be read.
+    """
+    from trainer.training.events import NO_MISSING_EVENTS, MissingEvents
+    from trainer.training.metrics import METRICS_FILE, num_logged_events
+
+    missing = NO_MISSING_EVENTS
+    if run.is_first and step:
+        make_folder(run)
+        metrics = run.storage.fetch_file(METRICS_FILE, run.folder)
+        samples = run.storage.fetch_file(SAMPLES_FILE, run.folder)
+        # The parameters of a finished run may be saved in a form that cannot be loaded for training. A run without its
+        # log was moved without it. In both cases no event is repeated.
+        is_loadable = run.recipe.checkpoint.optimizer_state and config.saved_dtype is None
+        is_finished = ends_early or step == config.steps
+        if metrics.exists() and (is_loadable or not is_finished):
+            missing = MissingEvents(
+                config.is_evaluation_due(step) and not num_logged_events(metrics, step),
+                max(
+                    0,
+                    config.num_samples_due(step, ends_early=ends_early)
+                    - num_logged_events(samples, step),
+                ),
+            )
+    # All processes evaluate and sample together, or none.
+    words = run.group.broadcast(
+        "missing events", f"{int(missing.evaluation)} {missing.num_samples}"
+    ).split()
+    return MissingEvents(bool(int(words[0])), int(words[1]))
+
+
+def find_patience(run: Run, config: LoopConfig, start: StartCheckpoint) -> Patience:
+    """Return the evaluations up to a saved step that count for `eval.patience`, as process 0 sees them.
+
+    Args:
+        run: The run.
+        config: Configuration of the training loop.
+        start: The step, or the start checkpoint of a new run.
+
+    Raises:
+        PrepError: A log cannot be read.
+    """
+    from trainer.training.eval_metrics import NO_EVALUATIONS, Patience
+    from trainer.training.metrics import METRICS_FILE, logged_evaluation
+
+    step = start.resume_step
+    if not step or not run.recipe.eval.patience:
+        return NO_EVALUATIONS
+    metric = config.best_metric
+    recorded = Patience.of_manifest(start.step_reader.manifest, config.manifest_fields, metric.name)
+    patience = recorded or NO_EVALUATIONS
+    if run.is_first and recorded is not None and recorded.last_step != step:
+        # A signal had stopped the evaluation of this step, and a later start has repeated it without a save.
+        make_folder(run)
+        line = logged_evaluation(run.storage.fetch_file(METRICS_FILE, run.folder), step)
+        if line is not None:
+            patience = patience.after(step, metric.cost(line))
+    words = run.group.broadcast("patience", json.dumps(patience.to_json()))
+    return Patience.from_json(json.loads(words))
+
+
+def find_lowest_cost(run: Run, config: LoopConfig, checkpoints: CheckpointManager) -> float:
+    """Return the lowest comparable cost of a saved step, as process 0 sees the run. See `BestMetric`.
+
+    The result is infinite without a saved step.
+    """
+    if not config.saves_best:
+        return math.inf
+    lowest = math.inf
+    if run.is_first:
+        metric = config.best_metric
+        lowest = checkpoints.lowest_cost(score_group(metric.name, config.manifest_fields))
+    # `repr` of a float is exact: all processes compare later values with the same one, and so
+    # save the same steps.
+    return float(run.group.broadcast("lowest cost", repr(lowest)))
