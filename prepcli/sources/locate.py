@@ -141,10 +141,10 @@ def locate(
     model_name = reference.model_name
     # A model of the hub has the name of its repository, and a single file its own.
     if manifest is not None and not isinstance(reference, HubRepo) and not files.path.is_file():
-        name = manifest.name
+        recorded_name: object = manifest.name
         # Outputs are called after it.
-        if isinstance(name, str) and name and not name_fault(name):
-            model_name = name
+        if isinstance(recorded_name, str) and recorded_name and not name_fault(recorded_name):
+            model_name = recorded_name
     return LocatedCheckpoint(
         display_name=reference.display_name,
         model_name=model_name,
