@@ -31,6 +31,7 @@ from prepcli.commands.demo.tiny_model import VOCABULARY, write_tiny_model
 from prepcli.core.tables import format_table
 from prepcli.execution.folder_store import is_locked
 from prepcli.formats.run_steps import saved_steps
+from tests.helpers.adapters import make_adapter
 
 INIT_COMMAND = ("save-init", "./model", "--pad-vocab", "8")
 COMMANDS = {
@@ -59,9 +60,15 @@ COMMANDS = {
         "zstd",
     ),
     "reshard": ("reshard", "init", "--mesh", "1,4,8"),
+    "reshard --storage": ("reshard", "init", "--mesh", "1,2,4", "--storage", "zarr3"),
     "export": ("export", "init"),
+    "add-tokens": ("add-tokens", "./model", "--tokens", "tokens.txt"),
+    "remove-tokens": ("remove-tokens", "./added"),
+    "merge": ("merge", "./adapter", "./model"),
     "train": ("train", "recipe.toml"),
 }
+# Of the tiny model.
+NUM_LAYERS, WIDTH = 4, 512
 TRAIN = "train"
 TRAIN_SHARE = 0.1
 DAMAGED_SHARE = 0.5
@@ -122,6 +129,8 @@ def _run(folder: Path, command: Sequence[str]) -> None:
     for number, name in ((1, "stdout.txt"), (2, "stderr.txt")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
     if command[0] == TRAIN:  # JAX does not support fork
+        # The package of the tests sets 8 devices, which do not divide the batch.
+        os.environ["JAX_NUM_CPU_DEVICES"] = "1"
         os.execv(sys.executable, [sys.executable, "-m", "prepcli", *command])
     sys.exit(prep(list(command)))
 
@@ -133,7 +142,11 @@ def make_bench(folder: Path, names: Sequence[str]) -> KillBench:
     rng = random.Random(0)
     (folder / "text.txt").write_text(" ".join(rng.choice(VOCABULARY[2:]) for _ in range(2000)))
     (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "tokens.txt").write_text("<first>\n<second>\n")
+    modules = [f"transformer.h.{layer}.attn.attention.q_proj" for layer in range(NUM_LAYERS)]
+    make_adapter(folder / "adapter", dict.fromkeys(modules, (WIDTH, WIDTH)))
     _run_to_end(folder, [*INIT_COMMAND, "--out", "init", "-q"])
+    _run_to_end(folder, [*COMMANDS["add-tokens"], "--out", "added", "-q"])
     bench = KillBench(folder, {}, {})
     for name in names:
         start = time.monotonic()
