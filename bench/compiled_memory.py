@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.model_configs import MODEL_SIZES
 from prepcli.models import mesh as meshes
-from prepcli.models.remat import ACTIVATION_NAMES, RematPolicy
+from prepcli.models.activation_memory import ACTIVATION_NAMES, RematPolicy
 
 if TYPE_CHECKING:
     from jax.stages import Lowered
@@ -176,8 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
     from prepcli.models.registry import FAMILIES
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
-    from trainer.nn.kernels.options import AttentionOptions
-    from trainer.nn.model_spec import ForwardConfig, build_model
+    from trainer.nn.model_spec import AttentionOptions, ForwardConfig, build_model
 
     sharding = make_sharding_context(mesh) if mesh.n_devices > 1 else ShardingContext()
     if options.topology:

@@ -56,8 +56,7 @@ class ContextRow:
 
 def method_config(method: str, dtype: str = "float32") -> ForwardConfig:
     """Return the execution options of a method: which of attention, MLP and head compute in chunks."""
-    from trainer.nn.kernels.options import AttentionOptions
-    from trainer.nn.model_spec import ForwardConfig
+    from trainer.nn.model_spec import AttentionOptions, ForwardConfig
 
     return ForwardConfig(
         dtype=dtype,

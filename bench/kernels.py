@@ -22,15 +22,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prepcli.models.attention_kernels import KERNEL_NAMES, KERNEL_SPECS, unmet_needs
-from prepcli.models.attention_needs import AttentionFeature, AttentionNeeds
+from prepcli.models.attention_kernels import (
+    KERNEL_NAMES,
+    KERNEL_SPECS,
+    AttentionFeature,
+    AttentionNeeds,
+    unmet_needs,
+)
 from prepcli.models.registry import FAMILIES
 from trainer.distributed.mesh_devices import kind_of_device
 from trainer.nn.attention_mask import AttentionMask
 from trainer.nn.block import BLOCKS
 from trainer.nn.context import LayerContext
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.layer_weights import BlockWeights
+from trainer.nn.model_spec import AttentionOptions
+from trainer.nn.projections import BlockWeights
 
 SHAPES: Mapping[str, tuple[int, int, int]] = {  # width, heads, width of the MLP
     "tiny": (64, 4, 128),

@@ -22,16 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, nn
 
+from prepcli.models.activation_memory import expert_block_length
 from prepcli.models.architecture import ArchConfig
-from prepcli.models.chunk_sizes import expert_block_length
 from prepcli.models.registry import FAMILIES
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.expert_blocks import Routing
-from trainer.nn.expert_sharding import ExpertSharding
-from trainer.nn.linear import linear
+from trainer.nn.experts import ExpertSharding, Routing
 from trainer.nn.mlp import mlp_hidden
-from trainer.nn.moe import moe_mlp
-from trainer.nn.router import route
+from trainer.nn.moe import moe_mlp, route
+from trainer.nn.projections import linear
 
 WIDTH = 512  # width of the residual stream. The published models have 4096 and 2048.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -35,7 +35,7 @@ from prepcli.launch.job import (
     fill_template,
     yaml_text,
 )
-from prepcli.models.slices import num_slices
+from prepcli.models.mesh import num_slices
 
 # Folder of the recipe and the start script in a container.
 FILES_FOLDER = "/etc/prep"

@@ -29,8 +29,15 @@ from prepcli.core.errors import (
     usage_error,
 )
 from prepcli.launch.job import LaunchedCommand
-from prepcli.models.mesh import MESH_KEY, Mesh, resolve_mesh
-from prepcli.models.slices import DCN_KEY, SliceCounts, check_slices, num_slices
+from prepcli.models.mesh import (
+    DCN_KEY,
+    MESH_KEY,
+    Mesh,
+    SliceCounts,
+    check_slices,
+    num_slices,
+    resolve_mesh,
+)
 
 # Largest v5e or v6e slice with one host.
 _MAX_HOST_CHIPS = 8

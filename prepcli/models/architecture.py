@@ -12,10 +12,17 @@ from typing import Any, Literal, NamedTuple
 from prepcli.algebra.axis_map import ATTENTION_LAYERS, DENSE_LAYERS, MIXER_LAYERS, SPARSE_LAYERS
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.core.json_values import HFConfig, JsonValue
-from prepcli.models.layer_groups import LayerSchedule, group_indices, layer_schedule
-from prepcli.models.mixer_config import Mixer
-from prepcli.models.moe_config import SOFTMAX_ROUTER, ClampedSwiglu, Router
-from prepcli.models.position_bias import Alibi, RelativePositionBias
+from prepcli.models.layer_config import (
+    SOFTMAX_ROUTER,
+    Alibi,
+    ClampedSwiglu,
+    LayerSchedule,
+    Mixer,
+    RelativePositionBias,
+    Router,
+    group_indices,
+    layer_schedule,
+)
 from prepcli.models.rope_config import MAX_FLOAT32, QueryScale, Rope
 
 ACTIVATIONS = (
@@ -164,7 +171,7 @@ class ArchConfig:
         reusing_layers: Numbers of the layers that attend to the keys and values of the last earlier layer with their
             window and keys and values of its own (cross-layer attention, arXiv:2405.12981).
         shape_groups: Groups of layers with parameters of other shapes than other layers -> numbers of their layers.
-        has_layer_inputs: Whether each layer has an input from the tokens of its own (`trainer.nn.layer_inputs`).
+        has_layer_inputs: Whether each layer has an input from the tokens of its own (`trainer.nn.embedding`).
         qkv_clip: Bound of the elements of queries, keys and values, or NO_CLIP.
         attn_logit_softcap: Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
         final_logit_softcap: Bound of the logits, in the same form.

@@ -10,12 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prepcli.algebra.axis_map import dim_name
+from prepcli.models.activation_memory import (
+    OFFLOAD_NONE,
+    SAVES_ALL,
+    SAVES_DOTS,
+    chunk_length,
+    expert_block_length,
+    saved_activations,
+)
 from prepcli.models.architecture import NO_SOFTCAP, ArchConfig, BlockType
-from prepcli.models.chunk_sizes import chunk_length, expert_block_length
 from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
 from prepcli.models.mixer_memory import MixerMemory
 from prepcli.models.param_tree import HEAD_WIDTH_DIMS, KV_HEAD_DIMS, ParamLeaf
-from prepcli.models.remat import OFFLOAD_NONE, SAVES_ALL, SAVES_DOTS, saved_activations
 
 # Outputs of experts, and their gradients.
 ROW_COPIES = 2

@@ -77,7 +77,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from prepcli.algebra.axis_map import DENSE_LAYERS, LAYERS, MIXER_LAYERS, WIDE_LAYERS
-from prepcli.models.chunk_sizes import chunk_length
+from prepcli.models.activation_memory import chunk_length
 from prepcli.models.layer_memory import LayerStack
 from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
 from prepcli.models.parameters import DECODER, ENCODER

@@ -7,8 +7,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from prepcli.models.activation_memory import (
+    OFFLOAD_NONE,
+    REMAT_NONE,
+    RING_BLOCKS,
+    WHOLE,
+    RematPolicy,
+    chunk_length,
+)
 from prepcli.models.architecture import ArchConfig
-from prepcli.models.chunk_sizes import RING_BLOCKS, WHOLE, chunk_length
 from prepcli.models.mesh import Mesh
 from prepcli.models.param_tree import ParamLeaf, dim_extent
 from prepcli.models.partition import (
@@ -17,7 +24,6 @@ from prepcli.models.partition import (
     num_batch_shards,
     num_sequence_shards,
 )
-from prepcli.models.remat import OFFLOAD_NONE, REMAT_NONE, RematPolicy
 from prepcli.models.rules import Rules
 
 FLOAT32 = 4

@@ -9,10 +9,14 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from prepcli.models.chunk_sizes import SCAN_CHUNK_SIZE, SELECTIVE_SCAN_CHUNK_SIZE
+from prepcli.models.activation_memory import (
+    SAVES_DOTS,
+    SAVES_WEIGHT_DOTS,
+    SCAN_CHUNK_SIZE,
+    SELECTIVE_SCAN_CHUNK_SIZE,
+)
+from prepcli.models.layer_config import Mixer
 from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
-from prepcli.models.mixer_config import Mixer
-from prepcli.models.remat import SAVES_DOTS, SAVES_WEIGHT_DOTS
 
 # Arrays [B, T, C] that the backward pass of a short convolution reads: three projections, and the input and the
 # output of the convolution.
@@ -22,7 +26,7 @@ STATE_ARRAYS = 6
 # Arrays [B, T, C] of the backward pass of Mamba in addition to those that its forward pass saves: inputs and outputs of
 # the scan in chunks, and the gradients of both.
 SELECTIVE_ARRAYS = 9
-# Float32 products [B, T, V] of `trainer.nn.chunked_scan`, and those that the gated delta net has in addition.
+# Float32 products [B, T, V] of `trainer.nn.scans`, and those that the gated delta net has in addition.
 SCAN_PRODUCTS = 4
 DELTA_PRODUCTS = 2
 

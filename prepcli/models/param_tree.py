@@ -1,14 +1,27 @@
-"""The parameter tree of a model: path, shape, logical dims and role of each leaf. No I/O, no jax."""
+"""The parameter tree of a model: path, shape, logical dims and role of each leaf, and selections of leaves. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from prepcli.algebra.axis_map import AxisMap, SizedAxis, bind_row, dim_name, stack_axis
+from prepcli.algebra.axis_map import (
+    GROUP_ATOMS,
+    LAYER_ATOMS,
+    LAYERS,
+    AxisMap,
+    SizedAxis,
+    bind_row,
+    dim_name,
+    stack_axis,
+)
+from prepcli.core.errors import Command, text, usage_error
+from prepcli.core.formatting import did_you_mean
 from prepcli.models.parameters import EMBEDDING_PATH_PARTS, Family, HFConfig, parameter_rows
+from prepcli.models.rules import LEAF_PREFIX, path_without_layers
 
 T = TypeVar("T")
 # Nested dicts. Every other value is a leaf.
@@ -151,3 +164,263 @@ def flatten_tree(tree: Tree, prefix: str = "") -> dict[str, Any]:
             else {f"{prefix}{key}": value}
         )
     return flat
+
+
+# Patterns of leaves in a recipe: a path, or `re:` and a regular expression.
+#
+# A path selects the leaf and all leaves below it. Paths have no layer numbers, so that
+# patterns do not depend on whether layers are stacked.
+
+# Keys of the recipe's `[optimizer]`.
+PATTERN_KEYS = ("freeze", "decay_exclude", "decay_include")
+FREEZE_KEY = "optimizer.freeze"
+
+
+def matches_any(patterns: Iterable[str], path: str) -> bool:
+    """Return whether one of the patterns matches the dotted path of a leaf."""
+    return any(_pattern_matches(pattern, path_without_layers(path)) for pattern in patterns)
+
+
+def _pattern_matches(pattern: str, path: str) -> bool:
+    """Return whether a pattern is the path or the start of it, or an expression for it."""
+    if pattern.startswith(LEAF_PREFIX):
+        return re.search(pattern.removeprefix(LEAF_PREFIX), path) is not None
+    return path == pattern or path.startswith(f"{pattern}.")
+
+
+def check_regular_expressions(patterns: Iterable[str], key: str) -> None:
+    """Check the regular expressions of patterns.
+
+    Args:
+        patterns: The patterns.
+        key: Their recipe key, for messages.
+
+    Raises:
+        UsageError: An expression is invalid.
+    """
+    for pattern in patterns:
+        if pattern.startswith(LEAF_PREFIX):
+            try:
+                re.compile(pattern.removeprefix(LEAF_PREFIX))
+            except re.error as error:
+                hint = (
+                    f"`{LEAF_PREFIX}` and a regular expression, or a path without `{LEAF_PREFIX}`"
+                )
+                raise usage_error(
+                    f"`{key}` has the invalid pattern `{pattern}`", str(error), hint
+                ) from error
+
+
+def check_used(patterns: Iterable[str], paths: Mapping[str, object], key: str) -> None:
+    """Check that each pattern matches a leaf.
+
+    Args:
+        patterns: The patterns.
+        paths: Parameters by path.
+        key: The recipe key of the patterns, for messages.
+
+    Raises:
+        UsageError: A pattern matches no leaf.
+    """
+    known = list(dict.fromkeys(map(path_without_layers, paths)))
+    for pattern in patterns:
+        if not any(_pattern_matches(pattern, path) for path in known):
+            hint = did_you_mean(pattern.removeprefix(LEAF_PREFIX), known) or text(
+                "{} lists the leaves", Command("inspect", "CHECKPOINT")
+            )
+            raise usage_error(
+                f"`{pattern}` of `{key}` matches no leaf", f"the first leaf is {known[0]}", hint
+            )
+
+
+# Part of the path of relative position biases. They look like embeddings, but are added to attention scores.
+POSITION_BIASES = "relative_positions"
+# Logits of attention sinks. transformers' Trainer decays every parameter that is neither a norm nor a bias by its name.
+SINKS = "sinks"
+
+
+@dataclass(frozen=True, slots=True)
+class DecayRule:
+    """Rule for the leaves with weight decay.
+
+    Attributes:
+        includes_embeddings: Whether embeddings decay.
+        exclude: Patterns of leaves without decay.
+        include: Patterns of leaves with decay, whatever their role. `exclude` has priority.
+    """
+
+    includes_embeddings: bool = True
+    exclude: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+
+    def decays(self, leaf: ParamLeaf) -> bool:
+        """Return whether weight decay applies to a leaf."""
+        if matches_any(self.exclude, leaf.path):
+            return False
+        if matches_any(self.include, leaf.path):
+            return True
+        parts = leaf.path.split(".")
+        if POSITION_BIASES in parts:
+            return False
+        if SINKS in parts:
+            return True
+        return leaf.role == "matrix" or (leaf.role == "embedding" and self.includes_embeddings)
+
+
+# Parameters as matrices, layer by layer, and optimizer state without some axes of a parameter.
+#
+# Optimizers treat the weight of each layer as one matrix, whatever the dims of its leaf:
+# `layers heads head_dim embed` is one matrix of heads * head_dim rows and embed columns per layer.
+# Rows are output dims, as in PyTorch.
+#
+# A statistic over some axes of a parameter keeps these axes with extent 1. Its other axes, its shards
+# and its layers are therefore the same as for the parameter.
+
+# Adjacent axes of these names form one matrix dim.
+HEAD_DIMS = frozenset(
+    {
+        *("heads", "kv_heads", "head_dim", "kv_dim", "value_dim"),
+        *("full_kv_heads", "full_head_dim"),
+        *("mixer_groups", "group_heads", "mixer_head_dim", "mixer_state", "mixer_fused"),
+    }
+)
+EXPERTS = "experts"
+# A parameter of a layer has one of these parts in its path.
+LAYER_PARTS = frozenset({LAYERS, *GROUP_ATOMS})
+# Decay rates of recurrent mixers. Mamba has one per channel and state, and multiplies no vector by them.
+DECAY_RATES = "mixer.a_log.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixAxes:
+    """The axes of a leaf that form a matrix.
+
+    Attributes:
+        batch: Axes that count matrices: layers and experts.
+        rows: Axes of the output dims.
+        columns: Axes of the input dims.
+    """
+
+    batch: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+def matrix_axes(leaf: ParamLeaf) -> MatrixAxes | None:
+    """Return the axes of the matrices of a leaf, or None if it has a vector per layer, or more than two dims."""
+    # layers heads head_dim embed -> batch (0), groups (1, 2) and (3): rows and columns.
+    # layers experts mlp embed -> experts count matrices too, and join the batch.
+    batch = [leaf.stack_axis] if leaf.stack_axis is not None else []
+    groups = _dim_groups(leaf, batch)
+    if len(groups) == 3 and leaf.dims[groups[0][0]][:1] == (EXPERTS,):
+        batch = [*batch, *groups[0]]
+        groups = groups[1:]
+    if len(groups) != 2:
+        return None
+    return MatrixAxes(tuple(batch), tuple(groups[0]), tuple(groups[1]))
+
+
+def _dim_groups(leaf: ParamLeaf, excluded: Collection[int]) -> list[list[int]]:
+    """Return the axes of each matrix dim: neighbouring dims of attention heads are together."""
+    groups: list[list[int]] = []
+    for axis, dim in enumerate(leaf.dims):
+        if axis in excluded:
+            continue
+        is_head = dim_name(dim) in HEAD_DIMS
+        if groups and is_head and dim_name(leaf.dims[groups[-1][-1]]) in HEAD_DIMS:
+            groups[-1].append(axis)
+        else:
+            groups.append([axis])
+    return groups
+
+
+def is_layer_matrix(leaf: ParamLeaf) -> bool:
+    """Return whether a leaf is the weight matrix of a layer: no embedding, head, norm or bias."""
+    is_in_layer = not LAYER_PARTS.isdisjoint(leaf.path.split("."))
+    if not is_in_layer or leaf.path.endswith(DECAY_RATES):
+        return False
+    return leaf.role == "matrix" and matrix_axes(leaf) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class FactoredAxes:
+    """The axes over which the two statistics of a factored second moment are means.
+
+    Attributes:
+        row_mean: Axes of the larger dim of the matrix. `v_row` has a value per index of the other.
+        col_mean: Axes of the smaller dim.
+    """
+
+    row_mean: tuple[int, ...]
+    col_mean: tuple[int, ...]
+
+
+def factored_axes(leaf: ParamLeaf, min_dim_size: int) -> FactoredAxes | None:
+    """Return the axes of the statistics of a leaf's matrices, or None if they are not factored.
+
+    Args:
+        leaf: The parameter.
+        min_dim_size: Smallest dim of a matrix that is factored.
+    """
+    axes = matrix_axes(leaf)
+    if axes is None:
+        return None
+    rows = _product_of_extents(leaf, axes.rows)
+    columns = _product_of_extents(leaf, axes.columns)
+    if min(rows, columns) < min_dim_size:
+        return None
+    # The second moment is approximated by v_ij = r_i * c_j / mean(r), for means r over the columns and
+    # c over the rows (Adafactor, arXiv:1804.04235, section 3). Example: the leaf [12, 16, 64, 1024] of
+    # layers, heads, head_dim and embed has matrices [1024, 1024]. `v_row` is a mean over axis 3, of
+    # shape [12, 16, 64, 1], and `v_col` a mean over the axes 1 and 2, of shape [12, 1, 1, 1024].
+    # `v_row` is a mean over the larger dim, as in optax: it has as many values as the smaller one.
+    if columns >= rows:
+        return FactoredAxes(axes.columns, axes.rows)
+    return FactoredAxes(axes.rows, axes.columns)
+
+
+def _product_of_extents(leaf: ParamLeaf, axes: Sequence[int]) -> int:
+    """Return the product of the leaf's extents on some axes."""
+    extent = 1
+    for axis in axes:
+        extent *= leaf.shape[axis]
+    return extent
+
+
+def reduce_leaf(leaf: ParamLeaf, axes: Collection[int]) -> ParamLeaf:
+    """Return the leaf of a statistic over some axes of a parameter. Its other dims keep their names."""
+    shape = tuple(1 if axis in axes else extent for axis, extent in enumerate(leaf.shape))
+    dims = tuple(() if axis in axes else dim for axis, dim in enumerate(leaf.dims))
+    return replace(leaf, shape=shape, dims=dims)
+
+
+def reduced_axes(shape: Sequence[int], param_shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the axes that an optimizer statistic, such as a mean, reduces to extent 1.
+
+    >>> reduced_axes([12, 1, 64], [12, 32, 64])
+    (1,)
+
+    Args:
+        shape: Shape of the statistic.
+        param_shape: Shape of its parameter.
+
+    Returns:
+        The reduced axes, none of them if the shapes are equal. None if an axis has another extent, e.g. 2 of 32: the
+        leaf is not a statistic of the parameter.
+    """
+    if len(shape) != len(param_shape):
+        return None
+    differing = tuple(axis for axis, extent in enumerate(shape) if extent != param_shape[axis])
+    if all(shape[axis] == 1 for axis in differing):
+        return differing
+    return None
+
+
+def unstacked_path(path: str, layer: str) -> str:
+    """Return the path of one layer in a tree without stacking, e.g. `layers.3.attn.q.weight`."""
+    return path.replace("layers.", f"layers.{layer}.", 1)
+
+
+def counts_layers(dim: Sequence[str]) -> bool:
+    """Return whether a dim of a leaf stacks layers."""
+    return len(dim) == 1 and dim[0] in LAYER_ATOMS

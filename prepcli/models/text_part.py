@@ -16,14 +16,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TypeGuard
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import Command, Option, PrepError, text
 from prepcli.core.json_values import JsonObject, JsonValue
-from prepcli.models.name_patterns import matching_patterns, pattern_of_layers
 from prepcli.models.parameters import (
     Family,
     HFConfig,
@@ -33,6 +33,30 @@ from prepcli.models.parameters import (
 )
 from prepcli.models.prediction import prediction_names
 from prepcli.models.registry import FAMILIES
+
+
+def matching_patterns(
+    name: str, prefix: str, patterns: Iterable[str], *, wrapper: str = ""
+) -> list[str]:
+    """Return the patterns that match the whole name of a tensor, with or without the prefix of its family.
+
+    A pattern may also begin with the prefix that a wrapper of the model gave to all names, e.g. `_orig_mod.`.
+
+    >>> matching_patterns("model.layers.1.k_scale", "model.", ["layers.*.k_scale", "model.*", "k_scale"])
+    ['layers.*.k_scale', 'model.*']
+    """
+    names = {wrapper + name, name, name.removeprefix(prefix)}
+    return [pattern for pattern in patterns if any(fnmatchcase(each, pattern) for each in names)]
+
+
+def pattern_of_layers(name: str) -> str:
+    """Return a pattern that matches a tensor's name in every layer.
+
+    >>> pattern_of_layers("model.layers.1.k_scale")
+    'model.layers.*.k_scale'
+    """
+    return re.sub(r"\.\d+\.", ".*.", name)
+
 
 # `model_type` of a text config -> the fields that it has as the config of a family. With M-RoPE, all three positions
 # of a text token are equal (Qwen2-VL, https://arxiv.org/abs/2409.12191, section 2.1), as in the family.

@@ -18,7 +18,7 @@ from prepcli.engine.digest import TensorDigest
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.models.decayed_leaves import DecayRule
+from prepcli.models.param_tree import DecayRule
 from prepcli.planning.arrays import whole_array
 from prepcli.planning.libraries import AdamNumbers, AdamSettings, LayoutScale
 from prepcli.planning.plan import SourceFile, Stream

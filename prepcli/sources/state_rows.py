@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex, bind_row
-from prepcli.models.leaf_matrices import counts_layers, reduced_axes, unstacked_path
-from prepcli.models.param_tree import find_param_path
+from prepcli.models.param_tree import counts_layers, find_param_path, reduced_axes, unstacked_path
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.verbatim import TensorTypes, verbatim_family
 from prepcli.planning.tensors import OPT_STATE, QUANTIZATION, SEPARATOR, Shapes

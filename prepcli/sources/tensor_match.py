@@ -24,8 +24,8 @@ from prepcli.core.errors import (
 )
 from prepcli.core.formatting import MAX_CHARS, count_text, join_names
 from prepcli.core.json_values import HFConfig, JsonObject
-from prepcli.models.name_patterns import pattern_of_layers
 from prepcli.models.parameters import Family, dropped_patterns, read_size
+from prepcli.models.text_part import pattern_of_layers
 from prepcli.planning.manifest_fields import MAX_ROWS
 from prepcli.planning.plan import DroppedTensor, EqualityCheck
 

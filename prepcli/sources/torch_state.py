@@ -16,9 +16,8 @@ from prepcli.engine.digest import record_digest_of_pieces
 from prepcli.formats.manifest import NO_MANIFEST, bytes_between
 from prepcli.formats.torch_dcp import DcpFolder, read_dcp_folder, read_dcp_value
 from prepcli.formats.torch_files import TorchObject, read_torch_object
-from prepcli.models.decayed_leaves import DecayRule
 from prepcli.models.module_order import module_order, optimizer_groups
-from prepcli.models.param_tree import param_leaves
+from prepcli.models.param_tree import DecayRule, param_leaves
 from prepcli.planning.arrays import Array
 from prepcli.planning.libraries import AdamNumbers, AdamSettings, find_marked_library
 from prepcli.planning.plan import SourceFile

@@ -21,8 +21,8 @@ from prepcli.models.chunk_shapes import (
     read_amplification,
     reads_per_host,
 )
-from prepcli.models.leaf_matrices import reduced_axes
 from prepcli.models.mesh import Mesh
+from prepcli.models.param_tree import reduced_axes
 from prepcli.models.partition import Spec, leaf_spec, partition_spec
 from prepcli.models.rules import LeafDims, Rules
 from prepcli.models.verbatim import stacked_numbers

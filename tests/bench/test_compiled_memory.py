@@ -9,7 +9,7 @@ import pytest
 from bench import compiled_memory
 from bench.model_configs import MODEL_SIZES
 from prepcli.core.errors import PrepError
-from prepcli.models.remat import RematPolicy
+from prepcli.models.activation_memory import RematPolicy
 
 
 @pytest.mark.slow  # compiles training steps

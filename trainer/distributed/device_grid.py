@@ -9,8 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from prepcli.core.errors import Key, text, usage_error
-from prepcli.models.mesh import Mesh
-from prepcli.models.slices import DCN_KEY, ONE_SLICE, SliceCounts, num_slices
+from prepcli.models.mesh import DCN_KEY, ONE_SLICE, Mesh, SliceCounts, num_slices
 
 
 def arrange_devices(

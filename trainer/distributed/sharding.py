@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from prepcli.core.errors import Key, Option, PrepError, text, usage_error
 from prepcli.models import mesh as meshes
-from prepcli.models.mesh import Mesh, MeshAxes
+from prepcli.models.mesh import ONE_SLICE, Mesh, MeshAxes, SliceCounts, check_slices
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.models.partition import (
     Spec,
@@ -25,7 +25,6 @@ from prepcli.models.partition import (
     partition_spec,
 )
 from prepcli.models.rules import DEFAULT_RULES, Rules, activation_rules, unsplit_if_indivisible
-from prepcli.models.slices import ONE_SLICE, SliceCounts, check_slices
 from trainer.distributed.device_grid import arrange_devices
 from trainer.distributed.devices import all_devices, local_devices
 

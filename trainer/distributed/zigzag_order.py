@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jax import Array
 
-from prepcli.models.chunk_sizes import RING_BLOCKS, check_ring_blocks
+from prepcli.models.activation_memory import RING_BLOCKS, check_ring_blocks
 from trainer.distributed.sharding import ShardingContext
 
 

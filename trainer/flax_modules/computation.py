@@ -11,7 +11,7 @@ from prepcli.core.errors import Option, text, usage_error
 from prepcli.models.param_tree import Tree
 from trainer.nn import transformer
 from trainer.nn.attention_mask import EncoderOutput
-from trainer.nn.loss_terms import LossSums
+from trainer.nn.lm_head import LossSums
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
 

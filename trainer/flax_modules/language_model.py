@@ -7,7 +7,7 @@ from jax import Array
 
 from prepcli.models.param_tree import Tree
 from trainer.flax_modules.computation import Computation
-from trainer.nn.loss_terms import LossSums
+from trainer.nn.lm_head import LossSums
 
 
 class LanguageModel:

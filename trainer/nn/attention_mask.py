@@ -15,8 +15,7 @@ from jax import Array, lax
 
 from prepcli.models.architecture import FULL_ATTENTION, NO_CHUNK, LayerKind
 from trainer.nn.dropout import AttentionDropout
-from trainer.nn.position_encoding import CosSin
-from trainer.nn.score_bias import ScoreBias
+from trainer.nn.position_encoding import CosSin, ScoreBias
 
 KV_CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
 

@@ -1,31 +1,126 @@
-"""Transformer layers: attention and MLP around the residual stream.
+"""Transformer layers: attention, recurrent mixers and MLP around the residual stream.
 
 `BLOCKS` has a function for each `block_type` of an architecture. They differ in the order of norms
 and residual additions. Each reads top to bottom as the formula in its docstring.
 
-Axes: B rows of the batch, T tokens, D model width.
+Axes: B rows of the batch, T tokens, D model width, F hidden units, P width of the per-layer embedding.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from prepcli.models.architecture import BlockType
-from trainer.distributed.sharding import ShardingContext
+from trainer.distributed.sharding import UNSPLIT, ShardingContext
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput
+from trainer.nn.cache import KVCache
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
-from trainer.nn.feed_forward import feed_forward
-from trainer.nn.input_gate import input_update
-from trainer.nn.kv_cache import KVCache
-from trainer.nn.layer_weights import NO_PARAMETERS, BlockWeights, Leaves
-from trainer.nn.mixer import recurrent_mixer
-from trainer.nn.norms import norm
+from trainer.nn.mixers import recurrent_mixer
+from trainer.nn.mlp import ACTIVATION_FUNCTIONS, INPUT_NORM, chunk_input, mlp
+from trainer.nn.model_spec import name_activation
+from trainer.nn.moe import moe_mlp
+from trainer.nn.projections import (
+    NO_PARAMETERS,
+    BlockWeights,
+    Leaves,
+    MoeWeights,
+    Projections,
+    linear,
+    norm,
+)
+from trainer.nn.token_chunks import over_token_chunks
+
+# The feed-forward part of a layer: the MLP, or the experts of an MoE layer, after an optional norm.
+#
+# down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated (arXiv:2002.05202).
+
+
+def feed_forward(
+    x: Array,
+    weights: Projections | MoeWeights,
+    context: LayerContext,
+    *,
+    input_norm: Leaves | None = None,
+) -> Array:
+    """Compute the MLP or the experts of [B, T, D] in chunks of `context.ffn_chunk_size` tokens.
+
+    Args:
+        x: Input [B, T, D].
+        weights: Projections `up`, `down` and, if it is gated, `gate`. Experts have a `router` too.
+        context: Architecture and sharding of the layer.
+        input_norm: Weights of the norm of `x`. None skips the norm.
+
+    Returns:
+        [B, T, D].
+    """
+    arch_config = context.arch_config
+    sharding = context.sharding
+
+    def run_experts(x: Array, weights: MoeWeights, constants: None) -> Array:
+        normed = chunk_input(x, weights, arch_config, sharding)
+        router_input = x if arch_config.router.has_own_norm else normed
+        return moe_mlp(normed, weights, arch_config, sharding, router_input=router_input)
+
+    # A model with experts may have dense layers too.
+    if "router" in weights:
+        run_chunk = run_experts
+    else:
+        run_chunk = partial(mlp, arch_config=arch_config, sharding=sharding)
+    chunk_weights: Mapping[str, object] = weights
+    if input_norm is not None:
+        chunk_weights = {**weights, INPUT_NORM: input_norm}
+    run_tokens = over_token_chunks(
+        run_chunk,
+        x.shape[1],
+        context.ffn_chunk_size,
+        num_shards=sharding.sequence_parallel_size,
+    )
+    output = run_tokens(x, chunk_weights, None)
+    return name_activation(output, "mlp_output")
+
+
+# The gated per-layer embedding of Gemma 3n and Gemma 4: an input of each layer beside the residual stream.
+#
+# update = norm(W_out (activation(W_gate x) * per_layer_embedding))
+
+
+def input_update(x: Array, weights: Projections, context: LayerContext) -> Array:
+    """Compute the update [B, T, D] of the residual stream from the per-layer embeddings of the tokens.
+
+    Args:
+        x: Residual stream [B, T, D].
+        weights: Projections `gate` [P, D] and `output` [D, P], and the norm `output_norm`.
+        context: Architecture and sharding of the layer. `layer_input` has the per-layer embeddings [B, T, P].
+    """
+    arch_config = context.arch_config
+    sharding = context.sharding
+    activate = ACTIVATION_FUNCTIONS[arch_config.activation]
+
+    def run_chunk(inputs: list[Array], weights: Projections, constants: None) -> Array:
+        x, layer_input = inputs
+        x = sharding.constrain(x, "batch", "seq", "embed")
+        layer_input = sharding.constrain(layer_input, "batch", "seq", UNSPLIT)
+        gate = linear(x, weights["gate"], num_devices=sharding.num_devices)
+        hidden = activate(gate) * layer_input
+        update = linear(hidden, weights["output"], num_devices=sharding.num_devices)
+        return norm(update, weights["output_norm"], arch_config)
+
+    assert context.layer_input is not None
+    run_tokens = over_token_chunks(
+        run_chunk,
+        x.shape[1],
+        context.ffn_chunk_size,
+        num_shards=sharding.sequence_parallel_size,
+    )
+    return run_tokens([x, context.layer_input], weights, None)
+
 
 # (residual stream [B, T, D], weights of the layer, context) -> the stream after the layer, and the
 # KV cache with the keys and values of the layer

@@ -1,30 +1,34 @@
 """The inputs of a stack of layers and of one of its layers, in addition to weights and the residual stream.
 
-Axes: B rows of the batch, T tokens, D model width.
+Axes: B rows of the batch, T tokens, S source tokens, D model width.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from prepcli.models.architecture import ArchConfig, KeyValueRole, LayerKind
+from prepcli.models.layer_config import Alibi, RelativePositionBias
+from prepcli.models.lora import LORA_B
 from prepcli.models.param_tree import Tree
-from prepcli.models.position_bias import Alibi, RelativePositionBias
 from prepcli.models.rope_config import Rope
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.attention_mask import AttentionMask, EncoderOutput
-from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.kv_cache import KVCache
-from trainer.nn.linear import scale_by
-from trainer.nn.model_spec import ForwardConfig, ModelSpec
-from trainer.nn.position_encoding import CosSin
-from trainer.nn.score_bias import ScoreBias
+from trainer.distributed.zigzag_order import order_tokens
+from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput
+from trainer.nn.cache import KVCache
+from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout, RandomKey, drop
+from trainer.nn.model_spec import AttentionOptions, ForwardConfig, ModelSpec
+from trainer.nn.position_encoding import CosSin, ScoreBias
+from trainer.nn.projections import LORA_DROPOUT, scale_by
 
 # Entries in a layer's weights that are not parameters. They differ between layers, so a scan over
 # layers has to slice them as it slices the weights.
@@ -176,3 +180,63 @@ def with_score_bias(
         return mask
     # The reference kernel adds the bias of all queries and keys in every layer: compute it once.
     return dataclasses.replace(mask, bias=dataclasses.replace(bias, precomputed=mask.score_bias()))
+
+
+# Dropout of the inputs of adapters (LoRA): each adapted module drops elements of its own copy of its input.
+#
+# The mask of an element depends on the seed, the step, the stack, the layer, the module, the row, the token and the
+# feature. Projections in one tensor, such as GPT-2's queries, keys and values, are one module and have one mask.
+
+# Projections of the encoder's output, which has other tokens than the decoder's layers.
+SOURCE_PROJECTIONS = ("cross.k", "cross.v")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["keys"], meta_fields=["rate"])
+@dataclass(frozen=True, slots=True)
+class AdapterDropout:
+    """The random masks of the input of one adapter in one layer.
+
+    Attributes:
+        keys: Key of each token [B, T].
+        rate: Fraction of the elements to drop.
+    """
+
+    keys: RandomKey
+    rate: float
+
+    def apply(self, x: Array) -> Array:
+        """Drop elements of an input [B, T, *in], and scale the rest by 1 / (1 - rate)."""
+        features = x.shape[2:]
+        index = jnp.arange(math.prod(features)).reshape(features)
+        keys = self.keys.reshape(*x.shape[:2], *(1 for _ in features))
+        return drop(x, keys, index, self.rate)
+
+
+def with_adapter_dropout(
+    weights: Tree, context: LayerContext, sites: Mapping[str, int], name: str = ""
+) -> Tree:
+    """Return the weights of a layer, with the masks of each adapter next to its matrices.
+
+    Args:
+        weights: Weights of a layer, or of a part of it.
+        context: Inputs of the layer, with its random masks.
+        sites: Number of the module of each projection.
+        name: Name of the part, e.g. `attn.q`. Empty for the layer.
+    """
+    if context.dropout is None or not context.dropout.config.adapters:
+        return weights
+    changed: dict[str, Any] = {}
+    for key, value in weights.items():
+        changed[key] = value
+        if isinstance(value, dict):
+            part = f"{name}.{key}" if name else key
+            changed[key] = with_adapter_dropout(value, context, sites, part)
+    if LORA_B in weights and name in sites:
+        positions = context.dropout.positions
+        if name in SOURCE_PROJECTIONS and context.encoder_output is not None:
+            states = context.encoder_output.states
+            assert not isinstance(states, KV)
+            positions = order_tokens(jnp.arange(states.shape[1]), context.sharding)
+        keys = context.dropout.adapter_keys(sites[name], positions)
+        changed[LORA_DROPOUT] = AdapterDropout(keys, context.dropout.config.adapters)
+    return changed

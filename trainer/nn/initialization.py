@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from prepcli.models.architecture import ArchConfig
-from prepcli.models.leaf_matrices import DECAY_RATES
+from prepcli.models.layer_config import InitialSteps, Mixer
 from prepcli.models.lora import LORA_B, num_features
-from prepcli.models.mixer_config import InitialSteps, Mixer
-from prepcli.models.param_tree import ParamLeaf, Tree, unflatten_tree
+from prepcli.models.param_tree import DECAY_RATES, ParamLeaf, Tree, unflatten_tree
 from trainer.nn.model_spec import ModelSpec
 
 # (random key, shape of a layer) -> initial values

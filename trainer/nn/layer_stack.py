@@ -1,7 +1,7 @@
 """A stack of layers: the weights of each layer, the scan over layers, and the final norm.
 
 Weights that all layers have are one group. In a model with both dense and MoE layers, the MLPs of each kind are another
-group (`prepcli.models.layer_groups`). The weights of a group are stacked over its own layers.
+group (`prepcli.models.layer_config`). The weights of a group are stacked over its own layers.
 
 Axes: B rows of the batch, T tokens, D model width.
 """
@@ -21,21 +21,19 @@ from jax import Array, lax
 from prepcli.algebra.axis_map import LAYERS
 from prepcli.models.architecture import ArchConfig, LayerKind
 from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
-from trainer.nn.adapter_dropout import with_adapter_dropout
+from trainer.nn.attention import initial_lambdas
 from trainer.nn.block import BLOCKS
+from trainer.nn.cache import KVCache
 from trainer.nn.context import (
     LAYER_DROPOUT_KEYS,
     LAYER_INITIAL_LAMBDA,
     LAYER_INPUT,
     LAYER_SCORE_SCALE,
     StackContext,
+    with_adapter_dropout,
 )
-from trainer.nn.differential_attention import initial_lambdas
-from trainer.nn.kv_cache import KVCache
-from trainer.nn.layer_weights import BlockWeights
-from trainer.nn.model_spec import ForwardConfig, ModelSpec, unscannable_error
-from trainer.nn.norms import norm
-from trainer.nn.remat import with_remat
+from trainer.nn.model_spec import ForwardConfig, ModelSpec, unscannable_error, with_remat
+from trainer.nn.projections import BlockWeights, norm
 
 # Group of layers -> its weights, stacked on axis 0. Or one tree per layer.
 LayerWeights = dict[str, Tree] | list[Tree]

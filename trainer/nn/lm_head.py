@@ -10,7 +10,7 @@ Axes: B rows of the batch, T tokens, C tokens of a chunk, D model width, V vocab
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -19,11 +19,88 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from prepcli.core.errors import PrepError
+from prepcli.models.activation_memory import chunk_length
 from prepcli.models.architecture import NO_SOFTCAP
-from prepcli.models.chunk_sizes import chunk_length
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.loss_terms import NO_LOSS_TERMS, LossSums, LossTerms, TokenMetrics, TrainingSums
-from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
+from trainer.nn.token_chunks import join_chunks, pad_tokens, split_chunks
+
+# (logits [B, C, V], targets [B, C]) -> values [B, C]
+TokenFunction = Callable[[Array, Array], Array]
+TokenMetrics = Callable[[Array, Array], Mapping[str, Array]]
+
+
+class LossSums(NamedTuple):
+    """Sums over tokens, float32 [] each.
+
+    Attributes:
+        loss: Weighted loss of tokens.
+        weight: Token weights.
+        correct: Token weights where the most likely token is the target.
+    """
+
+    loss: Array
+    weight: Array
+    correct: Array
+
+
+class TrainingSums(NamedTuple):
+    """Sums over tokens, float32 [] each. The loss excludes the z-loss, as in evaluations.
+
+    Attributes:
+        loss: Weighted loss of tokens without the z-loss.
+        weight: Token weights.
+        correct: Token weights where the most likely token is the target.
+        z_loss: Weighted z-loss of tokens. None if there is no such term.
+    """
+
+    loss: Array
+    weight: Array
+    correct: Array
+    z_loss: Array | None
+
+    @property
+    def total(self) -> Array:
+        """The loss to differentiate."""
+        if self.z_loss is None:
+            return self.loss
+        return self.loss + self.z_loss
+
+    def by_name(self) -> dict[str, Array]:
+        """Return the sums that exist, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+class LossTerms(NamedTuple):
+    """Terms of a token's loss in addition to the cross entropy.
+
+    Attributes:
+        z_loss: Coefficient of log(Z)^2, where Z is the sum of the exponentials of a token's logits (PaLM,
+            arXiv:2204.02311, section 5).
+        label_smoothing: Share of the target distribution that is uniform over the true vocabulary, in [0, 1)
+            (arXiv:1512.00567, section 7).
+        token_loss: Computes the loss of each token in place of the cross entropy, from logits without padding.
+    """
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    token_loss: TokenFunction | None = None
+
+    @property
+    def has_z_loss(self) -> bool:
+        """Whether the loss has the z-loss. A user-defined `token_loss` replaces it."""
+        return self.z_loss > 0 and self.token_loss is None
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """Names of the sums of a batch."""
+        names = ("loss", "weight", "correct")
+        if self.has_z_loss:
+            return (*names, "z_loss")
+        return names
+
+
+NO_LOSS_TERMS = LossTerms()
+
 
 # The logit of padding. Finite: exp of its difference to any logit is 0, and 0 * -1e30 is not nan.
 MASKED_LOGIT = -1e30

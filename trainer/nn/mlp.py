@@ -12,13 +12,10 @@ import jax.numpy as jnp
 from jax import Array, nn
 
 from prepcli.models.architecture import ArchConfig
-from prepcli.models.moe_config import ClampedSwiglu
+from prepcli.models.layer_config import ClampedSwiglu
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.activation_names import name_activation
-from trainer.nn.layer_weights import MoeWeights, Projections
-from trainer.nn.linear import linear, scale_by
-from trainer.nn.norms import norm
-from trainer.nn.xielu import ALPHA_P, xielu
+from trainer.nn.model_spec import name_activation
+from trainer.nn.projections import ALPHA_P, MoeWeights, Projections, linear, norm, scale_by, xielu
 
 # Key of the norm of the input among the weights of an MLP.
 INPUT_NORM = "input_norm"

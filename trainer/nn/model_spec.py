@@ -1,24 +1,65 @@
-"""Static descriptions: a model's architecture and parameter shapes, and the execution options of a forward pass."""
+"""Static descriptions: architecture, shapes of parameters, execution options, and rematerialization."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+import jax
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
+from prepcli.models.activation_memory import (
+    OFFLOAD_NONE,
+    REMAT_NONE,
+    ActivationName,
+    RematPolicy,
+    check_remat,
+)
 from prepcli.models.architecture import ArchConfig
-from prepcli.models.attention_kernels import check_saved_scores, check_split_sequence
+from prepcli.models.attention_kernels import (
+    KernelSpec,
+    check_saved_scores,
+    check_split_sequence,
+    find_kernel,
+)
 from prepcli.models.lora import Adapters, build_adapters
 from prepcli.models.lora_config import LoraConfig, lora_from_manifest
 from prepcli.models.param_tree import ParamLeaf, param_leaves
 from prepcli.models.parameters import Family, HFConfig, true_vocab_size
 from prepcli.models.registry import family_of
-from prepcli.models.remat import OFFLOAD_NONE, REMAT_NONE, RematPolicy, check_remat
 from prepcli.models.rule_text import merge_rules
 from prepcli.models.rules import Rules, check_leaf_rules
-from trainer.distributed.sharding import ShardingContext
-from trainer.nn.kernels.options import AttentionOptions
+from trainer.distributed.sharding import HOST_MEMORY, ShardingContext
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """The way of computing attention. It changes results by rounding only.
+
+    Attributes:
+        kernel: One of `KERNEL_NAMES`.
+        q_chunk_size: Queries of a tile. -1 means all.
+        k_chunk_size: Keys of a tile. -1 means all.
+
+    Raises:
+        UsageError: `kernel` is unknown.
+    """
+
+    kernel: str = "reference"
+    q_chunk_size: int = 512
+    k_chunk_size: int = 512
+
+    def __post_init__(self) -> None:
+        """Check the name of the kernel."""
+        find_kernel(self.kernel)
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The capabilities of the kernel."""
+        return find_kernel(self.kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +228,67 @@ def check_mesh_divides(model: ModelSpec, sharding: ShardingContext) -> None:
                 Command("save-init"),
             )
             raise usage_error(error.what, error.why, hint) from error
+
+
+# Names of activations, by which rematerialization policies save them (`jax.ad_checkpoint.checkpoint_name`).
+#
+# In the forward pass of a `jax.custom_vjp` a name saves an array only if the backward pass reads it. Blockwise
+# attention therefore names its output and its normalizers there. An MLP in chunks of tokens computes hidden units
+# again, whatever the policy.
+
+# The residual stream before a layer. Every policy saves it.
+LAYER_INPUT = "layer_input"
+
+
+def name_activation(x: Array, name: ActivationName | Literal["layer_input"]) -> Array:
+    """Name an activation. Its values do not change."""
+    return checkpoint_name(x, name)
+
+
+# Rematerialization of layers: save the activations of a policy, and compute all other activations again.
+
+# ((residual stream, KV cache), weights) -> the same pair
+Layer = Callable[[Any, Any], Any]
+
+
+def with_remat(layer: Layer, forward_config: ForwardConfig, *, in_loop: bool = False) -> Layer:
+    """Apply the rematerialization policy to a layer.
+
+    Outside a loop, common subexpression elimination has to be prevented: the compiler would otherwise merge the
+    recomputation with the forward pass and save all activations.
+
+    Args:
+        layer: Computes (carry, weights) -> carry.
+        forward_config: The policy, and whether inputs of layers are saved in host memory.
+        in_loop: Whether the layer is the body of a loop.
+    """
+    if forward_config.remat_policy == REMAT_NONE:
+        return layer
+    if forward_config.offload == OFFLOAD_NONE:
+        return jax.checkpoint(layer, policy=_save_policy(forward_config), prevent_cse=not in_loop)
+
+    def run_named(carry: Any, weights: Any) -> Any:
+        return layer((name_activation(carry[0], LAYER_INPUT), carry[1]), weights)
+
+    return jax.checkpoint(
+        run_named, policy=_offload_policy(forward_config), prevent_cse=not in_loop
+    )
+
+
+def _save_policy(forward_config: ForwardConfig) -> Callable[..., Any]:
+    """Return the policy that saves activations on the device."""
+    policy = forward_config.remat_policy
+    if isinstance(policy, str):
+        return getattr(jax.checkpoint_policies, policy)
+    return jax.checkpoint_policies.save_only_these_names(*policy)
+
+
+def _offload_policy(forward_config: ForwardConfig) -> Callable[..., Any]:
+    """Return the policy that saves inputs of layers in host memory, and named activations on the device."""
+    policy = forward_config.remat_policy
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[] if isinstance(policy, str) else list(policy),
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst=HOST_MEMORY,
+    )

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, the relative position biases of T5, and ALiBi.
+"""Rotary position embeddings, and the position biases of attention scores: relative ones (T5) and ALiBi.
 
 Frequencies are computed in float32 in the order of operations of transformers (`modeling_rope_utils.py`).
 
@@ -8,14 +8,16 @@ Axes: B rows of the batch, T queries, S keys, H heads, E head width, R rotated e
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from prepcli.models.position_bias import RelativePositionBias
+from prepcli.models.layer_config import Alibi, RelativePositionBias
 from prepcli.models.rope_config import Rope
+from trainer.distributed.sharding import ShardingContext
 
 
 class CosSin(NamedTuple):
@@ -292,3 +294,37 @@ def _yarn_frequencies(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray
     return (default_frequencies / rope.factor * ramp + default_frequencies * (1 - ramp)).astype(
         np.float32
     )
+
+
+# The relative position bias of attention scores, computed for any tile of queries and keys.
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreBias:
+    """A bias that depends on the positions of a query and a key.
+
+    Attributes:
+        table: Bias by bucket [buckets, H], a parameter, or ALiBi's slopes [1, H], constants.
+        config: The kind of the bias.
+        sharding: The device mesh and its rules.
+        precomputed: Bias of all queries and keys, computed once for all layers. None computes it from positions.
+    """
+
+    table: Array
+    config: RelativePositionBias | Alibi
+    sharding: ShardingContext = field(default_factory=ShardingContext)
+    precomputed: Array | None = None
+
+    def materialize(self, q_positions: Array, kv_positions: Array) -> Array:
+        """Compute the bias for query positions [T] or [B, T] and key positions [S] or [B, S].
+
+        Returns:
+            float32 [H, T, S], or [B, H, T, S] if rows differ.
+        """
+        if self.precomputed is not None:
+            return self.precomputed
+        if isinstance(self.config, Alibi):
+            bias = alibi_bias(self.table[0], q_positions, kv_positions)
+        else:
+            bias = relative_position_bias(self.table, q_positions, kv_positions, self.config)
+        return self.sharding.constrain(bias, *("batch",) * (bias.ndim - 3), "heads", "seq", "seq")

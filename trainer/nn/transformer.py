@@ -32,11 +32,16 @@ from trainer.nn.attention_mask import (
 )
 from trainer.nn.context import LayerContext, StackContext, with_score_bias
 from trainer.nn.dropout import Dropout, Stack
-from trainer.nn.embedding import embed_tokens, project_width
-from trainer.nn.layer_inputs import layer_inputs
+from trainer.nn.embedding import embed_tokens, layer_inputs, project_width
 from trainer.nn.layer_stack import layer_outputs, layer_weights, run_stack
-from trainer.nn.lm_head import LMHead
-from trainer.nn.loss_terms import NO_LOSS_TERMS, LossSums, LossTerms, TokenMetrics, TrainingSums
+from trainer.nn.lm_head import (
+    NO_LOSS_TERMS,
+    LMHead,
+    LossSums,
+    LossTerms,
+    TokenMetrics,
+    TrainingSums,
+)
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.position_encoding import CosSin, rotary_cos_sin
 

@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from prepcli.models.activation_memory import SAVES_ALL
 from prepcli.models.layer_memory import LayerStack
 from prepcli.models.memory_estimate import layer_stacks
 from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
-from prepcli.models.remat import SAVES_ALL
-from prepcli.models.slices import ONE_SLICE, SliceCounts
+from prepcli.models.mesh import ONE_SLICE, SliceCounts
 from trainer.planning.step_flops import row_length
 
 # All-gathers of a weight per micro-batch: in the forward and in the backward pass.

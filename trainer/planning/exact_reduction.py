@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from prepcli.core.errors import Key, text, usage_error
+from prepcli.models.activation_memory import OFFLOAD_NONE
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.mesh import Mesh, format_sizes
 from prepcli.models.partition import num_batch_shards
-from prepcli.models.remat import OFFLOAD_NONE
 from prepcli.models.rules import Rules, activation_rules
 from trainer.recipe import BatchShape, Recipe
 

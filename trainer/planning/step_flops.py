@@ -19,13 +19,18 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from prepcli.models.activation_memory import (
+    SAVES_ALL,
+    SAVES_DOTS,
+    SAVES_WEIGHT_DOTS,
+    chunk_length,
+    saved_activations,
+)
 from prepcli.models.architecture import FULL_ATTENTION
-from prepcli.models.chunk_sizes import chunk_length
 from prepcli.models.layer_memory import LayerStack
 from prepcli.models.memory_estimate import layer_stacks
 from prepcli.models.memory_inputs import NO_SCORES, MemoryInputs
 from prepcli.models.param_tree import ParamLeaf
-from prepcli.models.remat import SAVES_ALL, SAVES_DOTS, SAVES_WEIGHT_DOTS, saved_activations
 
 # For y = x W: y in the forward pass, dx = dy W^T and dW = x^T dy in the backward pass. Each is a
 # product of 2 * N operations per token for N weights.

@@ -7,28 +7,32 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prepcli.core.errors import Key, UsageError, text, usage_error
+from prepcli.models.activation_memory import check_ring_blocks
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import (
     ANY_ACCELERATOR,
     AUTO,
     CPU,
+    AttentionNeeds,
     DeviceKind,
     check_features,
+    check_mixer,
     find_kernel,
     rank_kernels,
-)
-from prepcli.models.attention_needs import (
-    AttentionNeeds,
-    check_mixer,
     required_attention_features,
     run_features,
 )
-from prepcli.models.chunk_sizes import check_ring_blocks
 from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
-from prepcli.models.leaf_patterns import FREEZE_KEY, PATTERN_KEYS, check_used, matches_any
 from prepcli.models.memory_inputs import FLOAT32, MemoryInputs, StateLeaf
 from prepcli.models.mesh import Mesh
-from prepcli.models.param_tree import ParamLeaf, widest_head
+from prepcli.models.param_tree import (
+    FREEZE_KEY,
+    PATTERN_KEYS,
+    ParamLeaf,
+    check_used,
+    matches_any,
+    widest_head,
+)
 from prepcli.models.parameters import HFConfig
 from prepcli.models.partition import num_batch_shards, num_sequence_shards
 from prepcli.models.registry import family_of

@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 from prepcli.core.errors import Key
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.tables import format_table
+from prepcli.models.activation_memory import chunk_length
 from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
-from prepcli.models.chunk_sizes import chunk_length
 from prepcli.models.lora import build_adapters
 from prepcli.models.memory_estimate import MemoryEstimate, estimate_memory
 from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
-from prepcli.models.mesh import Mesh, parse_mesh
+from prepcli.models.mesh import Mesh, SliceCounts, check_slices, parse_mesh, parse_slice_counts
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.models.partition import leaf_spec
 from prepcli.models.registry import family_of
 from prepcli.models.rules import Rules, check_leaf_rules
-from prepcli.models.slices import SliceCounts, check_slices, parse_slice_counts
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.collectives import AxisTraffic, axis_traffic
 from trainer.planning.model_shapes import PlannedModel

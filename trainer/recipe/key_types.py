@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Required, TypedDict, cast
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from prepcli.models.remat import ActivationName
+from prepcli.models.activation_memory import ActivationName
 
 # TOML has types, so `"8"` for a number is a mistake and is not converted. It also has `inf` and `nan`,
 # which no key can use.

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from prepcli.models.activation_memory import Offload, PolicyName
 from prepcli.models.lora_config import DEFAULT_TARGETS, LoraConfig
-from prepcli.models.remat import Offload, PolicyName
 from trainer.recipe.key_types import (
     STRICT,
     ActivationNames,

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from prepcli.models.leaf_matrices import factored_axes, is_layer_matrix
-from prepcli.models.param_tree import ParamLeaf
+from prepcli.models.param_tree import ParamLeaf, factored_axes, is_layer_matrix
 from trainer.recipe.key_types import (
     STRICT,
     NonNegativeFloat,

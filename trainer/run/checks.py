@@ -20,11 +20,11 @@ from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.json_values import HFConfig
 from prepcli.core.observer import Observer
 from prepcli.engine.machine import cgroup_memory_limit, system_memory
+from prepcli.models.activation_memory import OFFLOAD_NONE, saved_activations
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU
 from prepcli.models.lora import Adapters, num_features, rank_axis
 from prepcli.models.param_tree import ParamLeaf
-from prepcli.models.remat import OFFLOAD_NONE, saved_activations
 from prepcli.planning.tensors import itemsize
 from trainer.data.files import DataFile, EmptyFileError, check_not_empty, check_readable
 from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, has_local_files, resolve_type

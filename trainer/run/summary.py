@@ -18,9 +18,9 @@ from prepcli.core.errors import Command, Option, text
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.json_values import JsonObject
 from prepcli.engine.machine import package_versions
+from prepcli.models.activation_memory import WHOLE
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import KernelChoice
-from prepcli.models.chunk_sizes import WHOLE
 from prepcli.models.dropout_config import DROPOUT_SITES, DropoutConfig
 from prepcli.models.rope_config import Rope
 from prepcli.models.rule_text import rule_texts
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from prepcli.models.param_tree import ParamLeaf
     from trainer.data.packing import Dataset
     from trainer.distributed.sharding import ShardingContext
-    from trainer.nn.kernels.options import AttentionOptions
-    from trainer.nn.model_spec import ModelSpec
+    from trainer.nn.model_spec import AttentionOptions, ModelSpec
     from trainer.run.start import StartCheckpoint
     from trainer.training.loop_config import LoopConfig
     from trainer.training.source_datasets import TokenStore

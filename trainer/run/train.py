@@ -257,8 +257,7 @@ def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingCon
     Returns:
         The checkpoint, and the sharding of the run.
     """
-    from prepcli.models.mesh import parse_mesh
-    from prepcli.models.slices import parse_slice_counts
+    from prepcli.models.mesh import parse_mesh, parse_slice_counts
     from trainer.distributed.sharding import make_sharding_context
     from trainer.training.setup import check_batch, partition_rules
 
@@ -312,9 +311,8 @@ def _recipe_sharding(run: Run) -> ShardingContext:
 
     In a dry run with too few devices, the error suggests `prep plan`, which needs none.
     """
-    from prepcli.models.mesh import parse_mesh
+    from prepcli.models.mesh import parse_mesh, parse_slice_counts
     from prepcli.models.rule_text import merge_rules
-    from prepcli.models.slices import parse_slice_counts
     from trainer.distributed.sharding import make_sharding_context
 
     recipe = run.recipe

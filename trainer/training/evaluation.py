@@ -19,7 +19,7 @@ from trainer.data.order import eval_batches, num_eval_batches
 from trainer.data.packing import Dataset
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn import transformer
-from trainer.nn.loss_terms import LossSums, TokenMetrics
+from trainer.nn.lm_head import LossSums, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.eval_metrics import METRIC_PREFIX
 from trainer.training.exact_reduction import ExactReduction, compiler_options

@@ -8,8 +8,13 @@ from typing import Any
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.json_values import HFConfig
-from prepcli.models.attention_kernels import AUTO, DeviceKind, KernelChoice, rank_kernels
-from prepcli.models.attention_needs import AttentionNeeds
+from prepcli.models.attention_kernels import (
+    AUTO,
+    AttentionNeeds,
+    DeviceKind,
+    KernelChoice,
+    rank_kernels,
+)
 from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.models.registry import family_of
@@ -18,10 +23,10 @@ from prepcli.models.rule_text import merge_rules
 from prepcli.models.rules import Rules
 from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.probe import find_mismatch
-from trainer.nn.loss_terms import LossTerms
+from trainer.nn.lm_head import LossTerms
 from trainer.nn.model_spec import (
+    AttentionOptions,
     ForwardConfig,
     ModelSpec,
     check_mesh_divides,

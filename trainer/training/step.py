@@ -19,12 +19,18 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 
 from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
-from prepcli.models.leaf_matrices import reduced_axes
-from prepcli.models.param_tree import ParamLeaf, Tree, find_param_path, flatten_tree, unflatten_tree
+from prepcli.models.param_tree import (
+    ParamLeaf,
+    Tree,
+    find_param_path,
+    flatten_tree,
+    reduced_axes,
+    unflatten_tree,
+)
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn import transformer
 from trainer.nn.dropout import Dropout, step_dropout
-from trainer.nn.loss_terms import NO_LOSS_TERMS, LossTerms, TokenMetrics
+from trainer.nn.lm_head import NO_LOSS_TERMS, LossTerms, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.events import STOP
 from trainer.training.exact_reduction import ExactReduction, compiler_options

@@ -159,8 +159,7 @@ def load_model(
     from trainer.distributed.compiled_function import CompiledFunction
     from trainer.distributed.mesh_devices import device_kind
     from trainer.generation.decode import inference_dtype
-    from trainer.nn.kernels.options import AttentionOptions
-    from trainer.nn.model_spec import ForwardConfig
+    from trainer.nn.model_spec import AttentionOptions, ForwardConfig
     from trainer.planning.step_inputs import check_token_split, chunk_sizes
     from trainer.training.evaluation import jit_eval_step, jit_row_eval_step
     from trainer.training.setup import choose_kernel

@@ -41,8 +41,7 @@ from prepcli.launch.job import (
     parse_env,
 )
 from prepcli.launch.local import GRACE_MARGIN_S, LocalOptions, ProcessWatcher, start_processes
-from prepcli.models.mesh import MESH_OPTION, parse_mesh
-from prepcli.models.slices import ONE_SLICE, num_slices, parse_slice_counts
+from prepcli.models.mesh import MESH_OPTION, ONE_SLICE, num_slices, parse_mesh, parse_slice_counts
 from prepcli.stores.files import io_error, write_file
 from trainer.recipe import Recipe, load_recipe
 

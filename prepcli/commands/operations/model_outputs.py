@@ -126,8 +126,7 @@ def _prep_output(
 
 def _forward_config(opened: OpenedModel, num_tokens: int) -> ForwardConfig:
     """Return a computation in float32, with attention in tiles for a long prompt."""
-    from trainer.nn.kernels.options import AttentionOptions
-    from trainer.nn.model_spec import ForwardConfig
+    from trainer.nn.model_spec import AttentionOptions, ForwardConfig
 
     kernel = "reference" if num_tokens <= MAX_DENSE_TOKENS else "blockwise"
     return ForwardConfig(

@@ -416,12 +416,15 @@ def _forward_config(model: ModelSpec, sharding: ShardingContext, options: Any) -
 
     Raise UsageError if the kernel cannot compute the model's attention.
     """
-    from prepcli.models.attention_kernels import KERNEL_SPECS, unmet_needs
-    from prepcli.models.attention_needs import AttentionNeeds, required_attention_features
+    from prepcli.models.attention_kernels import (
+        KERNEL_SPECS,
+        AttentionNeeds,
+        required_attention_features,
+        unmet_needs,
+    )
     from prepcli.models.param_tree import widest_head
     from trainer.distributed.mesh_devices import device_kind
-    from trainer.nn.kernels.options import AttentionOptions
-    from trainer.nn.model_spec import ForwardConfig
+    from trainer.nn.model_spec import AttentionOptions, ForwardConfig
 
     kernel = options.get("attention_kernel", "blockwise")
     dtype = options.get("dtype", "float32")

@@ -28,12 +28,11 @@ from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import ANY_ACCELERATOR
 from prepcli.models.memory_estimate import estimate_memory
 from prepcli.models.memory_inputs import FLOAT32
-from prepcli.models.mesh import parse_mesh, resolve_mesh
+from prepcli.models.mesh import num_slices, parse_mesh, resolve_mesh
 from prepcli.models.presets import PRESETS, preset_name
 from prepcli.models.registry import family_of
 from prepcli.models.rule_text import merge_rules
 from prepcli.models.rules import Rules
-from prepcli.models.slices import num_slices
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.folders import make_access

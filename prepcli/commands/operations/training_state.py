@@ -20,7 +20,7 @@ from prepcli.core.errors import (
     usage_error,
 )
 from prepcli.formats.manifest import NO_MANIFEST
-from prepcli.models.decayed_leaves import DecayRule
+from prepcli.models.param_tree import DecayRule
 from prepcli.planning.libraries import (
     LIBRARIES_BY_LAYOUT,
     NO_SETTINGS,

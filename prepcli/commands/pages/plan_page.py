@@ -13,7 +13,7 @@ from prepcli.commands.pages.html_page import html_blocks, html_table, write_html
 from prepcli.core.errors import Key, Option, text
 from prepcli.core.formatting import count_text, format_bytes, format_duration
 from prepcli.core.tables import Block, Paragraph, Table
-from prepcli.models.slices import num_slices
+from prepcli.models.mesh import num_slices
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.compiled_plan import CompiledPlan
 from trainer.planning.step_flops import StepFlops

@@ -56,8 +56,8 @@ from prepcli.core.formatting import count_text, did_you_mean
 from prepcli.core.json_values import HFConfig
 from prepcli.core.tables import Table
 from prepcli.models.architecture import OUTPUT_SCALE, XIELU_CONSTANTS
+from prepcli.models.layer_config import CORRECTION
 from prepcli.models.mesh import parse_mesh
-from prepcli.models.moe_config import CORRECTION
 from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
 from prepcli.models.registry import family_of
 from prepcli.sources.references import CONFIG

@@ -17,13 +17,13 @@ from prepcli.models.architecture import (
     uniform_windows,
 )
 from prepcli.models.declaration import (
+    AliasedConfig,
     Choices,
     Settings,
     Sizes,
     changed,
     declare,
 )
-from prepcli.models.field_aliases import AliasedConfig
 from prepcli.models.parameters import (
     MAX_LAYERS,
     NEVER,

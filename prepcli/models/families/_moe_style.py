@@ -11,7 +11,7 @@ from prepcli.models.architecture import read_positive
 from prepcli.models.declaration import NO_CHOICES, Choices, LayerGroup, LayerNumbers, Sizes
 from prepcli.models.families._llama_style import experts as expert_rows
 from prepcli.models.families._llama_style import llama_like, read_experts_per_token
-from prepcli.models.moe_config import Router
+from prepcli.models.layer_config import Router
 from prepcli.models.parameters import (
     ALWAYS,
     Condition,

@@ -25,7 +25,7 @@ from prepcli.models.families._moe_style import (
     shared_count,
     shared_experts,
 )
-from prepcli.models.moe_config import Router
+from prepcli.models.layer_config import Router
 from prepcli.models.parameters import HFConfig, if_set, read_size
 from prepcli.models.rope_config import ROPE_TYPES, Rope, read_rope, yarn_scores_scale
 from prepcli.models.rows import Parameters, linear, matrix, rms_norm, unless_false

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prepcli.models.architecture import read_positive, read_sliding_windows
-from prepcli.models.declaration import Sizes, by_name, under_condition
+from prepcli.models.declaration import AliasedConfig, Sizes, by_name, under_condition
 from prepcli.models.families._llama_style import (
     BIASED_ATTENTION,
     PRE_NORMS,
@@ -27,8 +27,7 @@ from prepcli.models.families._moe_style import (
     shared_experts,
 )
 from prepcli.models.families.other_norms import EXAONE4_WINDOWS
-from prepcli.models.field_aliases import AliasedConfig
-from prepcli.models.moe_config import Router
+from prepcli.models.layer_config import Router
 from prepcli.models.parameters import HFConfig, if_set, read_size
 from prepcli.models.rope_config import Rope, read_rope
 from prepcli.models.rows import Parameters, linear, matrix, rms_norm, unless_false

@@ -46,11 +46,14 @@ from prepcli.models.families._llama_style import (
     llama_like,
     rms_norms,
 )
+from prepcli.models.layer_config import Router
 from prepcli.models.layouts import hf_flax_layout
 from prepcli.models.levanter_layouts import levanter_layouts
-from prepcli.models.maxtext_gemma_layouts import maxtext_gemma2_layouts, maxtext_gemma3_layouts
-from prepcli.models.moe_config import Router
-from prepcli.models.orbax_layouts import tunix_gemma_layout
+from prepcli.models.orbax_layouts import (
+    maxtext_gemma2_layouts,
+    maxtext_gemma3_layouts,
+    tunix_gemma_layout,
+)
 from prepcli.models.parameters import Parameter, if_set, read_size
 from prepcli.models.rope_config import Rope, read_layer_rope, read_proportional_rope, read_rope
 from prepcli.models.rows import ALWAYS, Condition, Parameters, embedding, linear, matrix, rms_norm

@@ -29,6 +29,7 @@ from prepcli.models.families._gpt_style import (
     positive,
     qkv_by_head,
 )
+from prepcli.models.layer_config import Alibi, alibi_slopes
 from prepcli.models.levanter_layouts import levanter_layouts
 from prepcli.models.parameters import (
     ALWAYS,
@@ -39,7 +40,6 @@ from prepcli.models.parameters import (
     TreeLayout,
     read_size,
 )
-from prepcli.models.position_bias import Alibi, alibi_slopes
 from prepcli.models.rows import (
     Parameters,
     attention,

@@ -30,8 +30,7 @@ from prepcli.models.families._moe_style import (
     dense_and_sparse_layers,
     read_dense_layers_by_step,
 )
-from prepcli.models.mixer_config import Mixer
-from prepcli.models.moe_config import Router
+from prepcli.models.layer_config import Mixer, Router
 from prepcli.models.parameters import NEVER, Condition, Parameter, if_set, read_count, read_size
 from prepcli.models.rows import Parameters, linear, matrix, rms_norm, separate_qkv, unless_false
 

@@ -40,8 +40,7 @@ from prepcli.models.families.hybrid import (
     mark_part,
     read_layer_types,
 )
-from prepcli.models.mixer_config import InitialSteps, Mixer
-from prepcli.models.moe_config import Router
+from prepcli.models.layer_config import InitialSteps, Mixer, Router
 from prepcli.models.parameters import MAX_LAYERS, Parameter, if_set, read_size
 from prepcli.models.rows import (
     ALWAYS,

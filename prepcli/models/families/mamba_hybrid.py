@@ -55,8 +55,7 @@ from prepcli.models.families.mamba import (
     mamba_sizes,
     read_mamba2,
 )
-from prepcli.models.mixer_config import Mixer
-from prepcli.models.moe_config import Router
+from prepcli.models.layer_config import Mixer, Router
 from prepcli.models.parameters import if_set, read_count, read_size
 from prepcli.models.rope_config import Rope, read_rope
 from prepcli.models.rows import Parameters, matrix, rms_norm, unless_false

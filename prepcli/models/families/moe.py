@@ -32,8 +32,8 @@ from prepcli.models.families._moe_style import (
 )
 from prepcli.models.families.granite import GRANITE_FACTORS, SINKS, windows_and_sinks
 from prepcli.models.families.llama_extended import read_static_rope
+from prepcli.models.layer_config import ClampedSwiglu, Router
 from prepcli.models.levanter_layouts import levanter_layouts
-from prepcli.models.moe_config import ClampedSwiglu, Router
 from prepcli.models.orbax_layouts import maxtext_layouts
 from prepcli.models.parameters import HFConfig, Parameter, if_set, read_count, read_size
 from prepcli.models.rope_config import Rope, check_rotary_dim, read_rope

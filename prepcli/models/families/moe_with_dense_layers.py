@@ -38,8 +38,8 @@ from prepcli.models.families._moe_style import (
     shared_experts,
     shared_width,
 )
+from prepcli.models.layer_config import Router
 from prepcli.models.levanter_layouts import levanter_layouts
-from prepcli.models.moe_config import Router
 from prepcli.models.orbax_layouts import maxtext_layouts, tunix_layout
 from prepcli.models.parameters import HFConfig, Parameter, read_count, read_size
 from prepcli.models.rope_config import QueryScale, Rope, read_layer_rope

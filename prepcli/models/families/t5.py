@@ -10,6 +10,7 @@ from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.models.architecture import FULL_ATTENTION, ArchConfig, read_activation, read_positive
 from prepcli.models.declaration import Choices, MakeLayouts, Sizes, by_name, supporting
 from prepcli.models.dropout_config import DropoutFields
+from prepcli.models.layer_config import MAX_RELATIVE_DISTANCE, RelativePositionBias
 from prepcli.models.layouts import hf_flax_layout
 from prepcli.models.parameters import (
     MAX_LAYERS,
@@ -20,7 +21,6 @@ from prepcli.models.parameters import (
     WeightTying,
     read_size,
 )
-from prepcli.models.position_bias import MAX_RELATIVE_DISTANCE, RelativePositionBias
 from prepcli.models.rows import Parameters, attention, embedding, matrix, rms_norm, stack
 
 # --- Sizes

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from prepcli.models.attention_kernels import KERNEL_SPECS, KernelSpec
-from prepcli.models.attention_needs import AttentionFeature
+from prepcli.models.attention_kernels import KERNEL_SPECS, AttentionFeature, KernelSpec
 
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "attention.md"
 

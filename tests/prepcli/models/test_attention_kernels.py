@@ -16,12 +16,13 @@ from prepcli.models.attention_kernels import (
     KERNEL_NAMES,
     KERNEL_SPECS,
     MAX_DENSE_LENGTH,
+    AttentionFeature,
+    AttentionNeeds,
     DeviceKind,
     check_saved_scores,
     rank_kernels,
     unmet_needs,
 )
-from prepcli.models.attention_needs import AttentionFeature, AttentionNeeds
 from prepcli.models.memory_inputs import NO_SCORES
 
 TPU, ROCM = DeviceKind("tpu"), DeviceKind("rocm")

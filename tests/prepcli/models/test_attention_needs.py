@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.models.attention_needs import (
+from prepcli.models.activation_memory import SAVES_SCORES
+from prepcli.models.attention_kernels import (
     AttentionFeature,
     check_mixer,
     required_attention_features,
     run_features,
 )
 from prepcli.models.registry import family_of
-from prepcli.models.remat import SAVES_SCORES
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.nn.model_spec import ModelSpec, build_model
 

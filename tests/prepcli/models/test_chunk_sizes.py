@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prepcli.models.chunk_sizes import WHOLE, chunk_length, expert_block_length
+from prepcli.models.activation_memory import WHOLE, chunk_length, expert_block_length
 
 
 @pytest.mark.parametrize(("chunk_size", "expected"), [(WHOLE, 10), (4, 4), (10, 10), (99, 10)])

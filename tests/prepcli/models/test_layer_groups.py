@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.models.layer_groups import (
+from prepcli.models.layer_config import (
     LayerSchedule,
     group_indices,
     layer_schedule,

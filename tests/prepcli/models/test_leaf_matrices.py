@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 
-from prepcli.models.leaf_matrices import (
+from prepcli.models.param_tree import (
     LAYER_PARTS,
     FactoredAxes,
     MatrixAxes,
+    ParamLeaf,
     factored_axes,
     is_layer_matrix,
     matrix_axes,
+    param_leaves,
     reduce_leaf,
     reduced_axes,
 )
-from prepcli.models.param_tree import ParamLeaf, param_leaves
 from prepcli.models.registry import FAMILIES
 from tests.helpers.tiny_checkpoints import ALL_CONFIGS
 

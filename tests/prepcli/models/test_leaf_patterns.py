@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prepcli.models.leaf_patterns import matches_any
+from prepcli.models.param_tree import matches_any
 
 
 @pytest.mark.parametrize(

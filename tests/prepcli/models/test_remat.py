@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import USAGE, PrepError
-from prepcli.models.remat import (
+from prepcli.models.activation_memory import (
     ACTIVATION_NAMES,
     REMAT_NONE,
     REMAT_POLICIES,

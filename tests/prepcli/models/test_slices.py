@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prepcli.core.errors import UsageError
-from prepcli.models.mesh import parse_mesh
-from prepcli.models.slices import check_slices, num_slices, parse_slice_counts
+from prepcli.models.mesh import check_slices, num_slices, parse_mesh, parse_slice_counts
 
 
 @pytest.mark.parametrize(

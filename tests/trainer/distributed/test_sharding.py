@@ -33,8 +33,7 @@ from trainer.distributed.sharding import (
     make_sharding_context,
 )
 from trainer.nn import transformer
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.model_spec import ForwardConfig
+from trainer.nn.model_spec import AttentionOptions, ForwardConfig
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neo": {

@@ -37,7 +37,7 @@ from trainer.generation import decode, generator
 from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator
 from trainer.generation.sampling import Sampling
-from trainer.nn.kv_cache import KVCache
+from trainer.nn.cache import KVCache
 from trainer.nn.model_spec import ForwardConfig
 
 Rows = list[list[int]]

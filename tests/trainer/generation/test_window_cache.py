@@ -23,8 +23,8 @@ from tests.helpers.tiny_configs import GOLDEN, NEWER_FAMILY_VARIANTS
 from trainer.generation import decode
 from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator, _make_prompt_batch
-from trainer.nn import kv_cache, transformer
-from trainer.nn.kv_cache import KVCache
+from trainer.nn import cache, transformer
+from trainer.nn.cache import KVCache
 from trainer.nn.model_spec import ForwardConfig
 
 CONFIGS: dict[str, Any] = {
@@ -37,7 +37,7 @@ START_SLOTS, PREFILL_LENGTH, LENGTH = (0, 3, 6), 9, 24
 
 def use_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give all layers a slot for each token."""
-    monkeypatch.setattr(kv_cache, "layer_slots", lambda window, num_slots: num_slots)
+    monkeypatch.setattr(cache, "layer_slots", lambda window, num_slots: num_slots)
 
 
 def prefilled_logits(tiny: TinyTransformer, params: Tree, tokens: Array) -> Array:

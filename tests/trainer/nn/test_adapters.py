@@ -19,11 +19,10 @@ from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import ALL_CONFIGS, GPT2, LLAMA
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.nn import transformer
-from trainer.nn.adapter_dropout import AdapterDropout
-from trainer.nn.dropout import step_dropout
+from trainer.nn.context import AdapterDropout
+from trainer.nn.dropout import derive_key, step_dropout
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model
-from trainer.nn.random_bits import derive_key
 
 CONFIGS = {config["model_type"]: config for config in (*GOLDEN.values(), *ALL_CONFIGS)}
 TOKENS = jnp.asarray(np.arange(24, dtype=np.int32).reshape(2, 12) * 5 % 31)

@@ -15,8 +15,8 @@ from prepcli.commands.testing.tiny_model import tiny_transformer
 from prepcli.models.param_tree import unflatten_tree
 from tests.helpers.tiny_configs import LLAMA
 from trainer.nn import attention, mlp, transformer
-from trainer.nn.linear import linear
 from trainer.nn.model_spec import ForwardConfig
+from trainer.nn.projections import linear
 
 
 def calls_to_products(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.nn.causal_conv import causal_conv
+from trainer.nn.mixers import causal_conv
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 7, 3, 2)).astype(np.float32)

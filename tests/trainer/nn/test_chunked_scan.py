@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.models.chunk_sizes import SCAN_CHUNK_SIZE
-from trainer.nn.chunked_scan import Recurrence, chunked_scan
+from prepcli.models.activation_memory import SCAN_CHUNK_SIZE
+from trainer.nn.scans import Recurrence, chunked_scan
 
 ROWS, GROUPS, HEADS, KEY_DIM, VALUE_DIM = 2, 3, 2, 4, 5
 

@@ -7,13 +7,13 @@ import numpy as np
 
 from prepcli.models.architecture import LAMBDA_VECTORS
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.attention_mask import KV
-from trainer.nn.differential_attention import (
+from trainer.nn.attention import (
     initial_lambdas,
     pair_factors,
     pair_values,
     subtract_pairs,
 )
+from trainer.nn.attention_mask import KV
 
 EPS = 1e-3
 

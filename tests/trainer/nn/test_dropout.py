@@ -12,8 +12,16 @@ import pytest
 from jax import Array
 
 from prepcli.models.dropout_config import DropoutConfig
-from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout, Stack, drop, step_dropout
-from trainer.nn.random_bits import RandomKey, uint32
+from trainer.nn.dropout import (
+    Dropout,
+    DropoutSite,
+    LayerDropout,
+    RandomKey,
+    Stack,
+    drop,
+    step_dropout,
+    uint32,
+)
 
 SIGMAS = 5.0
 ROWS, LENGTH, WIDTH = 4, 64, 32

@@ -28,16 +28,12 @@ from trainer.nn.attention import attention
 from trainer.nn.attention_mask import causal_mask
 from trainer.nn.block import BLOCKS
 from trainer.nn.context import LayerContext
-from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout, step_dropout
-from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout, RandomKey, step_dropout
 from trainer.nn.layer_stack import layer_weights
-from trainer.nn.layer_weights import BlockWeights
-from trainer.nn.linear import linear
 from trainer.nn.mlp import mlp_hidden
-from trainer.nn.model_spec import ForwardConfig
-from trainer.nn.norms import norm
+from trainer.nn.model_spec import AttentionOptions, ForwardConfig
 from trainer.nn.position_encoding import rotary_cos_sin
-from trainer.nn.random_bits import RandomKey
+from trainer.nn.projections import BlockWeights, linear, norm
 
 ROWS, LENGTH, WIDTH = 2, 6, 24
 CONFIG = DropoutConfig(0.2, 0.3, 0.25, (0.1, 0.4))

@@ -16,13 +16,12 @@ from prepcli.commands.testing.tiny_model import (
     tiny_transformer,
 )
 from prepcli.core.errors import PrepError
+from prepcli.models.activation_memory import ACTIVATION_NAMES
 from prepcli.models.attention_kernels import AUTO, KERNEL_NAMES
-from prepcli.models.remat import ACTIVATION_NAMES
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.nn.kernels import KERNELS
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.model_spec import ForwardConfig
+from trainer.nn.model_spec import AttentionOptions, ForwardConfig
 from trainer.recipe.tables import Model as RecipeModel
 
 LENGTH = 40

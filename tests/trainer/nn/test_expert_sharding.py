@@ -15,9 +15,9 @@ from prepcli.models.param_tree import unflatten_tree
 from prepcli.models.rule_text import merge_rules
 from tests.trainer.nn.test_moe import make_moe_arch
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
-from trainer.nn.expert_sharding import EXPERT_DIMS, ExpertSharding, expert_sharding
-from trainer.nn.layer_weights import MoeWeights
+from trainer.nn.experts import EXPERT_DIMS, ExpertSharding, expert_sharding
 from trainer.nn.moe import moe_mlp
+from trainer.nn.projections import MoeWeights
 
 ROWS, LENGTH, D, F, EXPERTS = 8, 16, 32, 48, 4
 SIZES = {"experts": EXPERTS, "mlp": F, "embed": D}

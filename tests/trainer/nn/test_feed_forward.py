@@ -11,8 +11,8 @@ import pytest
 
 from tests.trainer.nn.test_attention import make_arch
 from trainer.nn.attention_mask import AttentionMask
+from trainer.nn.block import feed_forward
 from trainer.nn.context import LayerContext
-from trainer.nn.feed_forward import feed_forward
 
 
 def random_projection(

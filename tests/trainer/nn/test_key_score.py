@@ -10,9 +10,9 @@ from prepcli.commands.testing.tiny_model import model_logits, tiny_transformer
 from prepcli.core.errors import PrepError
 from prepcli.models.registry import FAMILIES
 from tests.helpers.later_configs import LATER_FAMILIES
+from trainer.nn.attention import append_key_scores
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.context import LayerContext
-from trainer.nn.key_score import append_key_scores
 
 DOGE = LATER_FAMILIES["doge"]
 

@@ -16,8 +16,8 @@ from tests.trainer.nn.test_attention import HEAD_DIM, D, T, attend, make_arch, r
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.cache import KVCache, empty_kv_cache
 from trainer.nn.context import LayerContext
-from trainer.nn.kv_cache import KVCache, empty_kv_cache
 
 X = np.random.default_rng(0).standard_normal((2, T, D)).astype(np.float32)
 WEIGHTS = random_weights(4, 2, True)

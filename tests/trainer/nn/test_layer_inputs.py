@@ -22,9 +22,8 @@ from tests.helpers.later_configs import GEMMA4
 from trainer.distributed.sharding import make_sharding_context
 from trainer.distributed.zigzag_order import order_tokens
 from trainer.nn import transformer
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.layer_inputs import layer_inputs
-from trainer.nn.model_spec import ForwardConfig
+from trainer.nn.embedding import layer_inputs
+from trainer.nn.model_spec import AttentionOptions, ForwardConfig
 
 LAYERS, ROWS, WIDTH, MODEL_WIDTH = 4, 31, 6, 24
 EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 30}

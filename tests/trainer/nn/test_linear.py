@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.nn.linear import linear
+from trainer.nn.projections import linear
 
 RANDOM = np.random.default_rng(0)
 

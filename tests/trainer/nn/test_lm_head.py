@@ -15,8 +15,15 @@ from prepcli.commands.testing.tiny_model import relative_error
 from prepcli.models.architecture import NO_SOFTCAP
 from tests.helpers.jaxprs import walk_equations
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.lm_head import LMHead, loss_sums, project_logits, row_loss_sums, training_sums
-from trainer.nn.loss_terms import LossSums, LossTerms
+from trainer.nn.lm_head import (
+    LMHead,
+    LossSums,
+    LossTerms,
+    loss_sums,
+    project_logits,
+    row_loss_sums,
+    training_sums,
+)
 
 ONE_DEVICE = ShardingContext()
 D = 5

@@ -15,16 +15,15 @@ from jax import Array
 
 from bench.moe import dense_moe_mlp
 from prepcli.commands.testing.tiny_model import relative_error
+from prepcli.models.activation_memory import expert_block_length
 from prepcli.models.architecture import ArchConfig
-from prepcli.models.chunk_sizes import expert_block_length
-from prepcli.models.moe_config import ClampedSwiglu, Router
+from prepcli.models.layer_config import ClampedSwiglu, Router
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.expert_sharding import ExpertSharding
-from trainer.nn.layer_weights import MoeWeights
-from trainer.nn.moe import moe_mlp
-from trainer.nn.router import route
+from trainer.nn.experts import ExpertSharding
+from trainer.nn.moe import moe_mlp, route
+from trainer.nn.projections import MoeWeights
 from trainer.nn.token_chunks import over_token_chunks
 
 EXPERTS, D, F, SHARED = 5, 6, 7, 9

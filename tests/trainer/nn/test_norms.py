@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.trainer.nn.test_attention import make_arch
-from trainer.nn.norms import norm
+from trainer.nn.projections import norm
 
 RNG = np.random.default_rng(0)
 X, SCALE, BIAS = (

@@ -28,8 +28,7 @@ from trainer.distributed.zigzag_order import zigzag_order
 from trainer.nn import transformer
 from trainer.nn.attention_mask import Segments
 from trainer.nn.dropout import Stack, step_dropout
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.model_spec import ForwardConfig
+from trainer.nn.model_spec import AttentionOptions, ForwardConfig
 
 LENGTHS, SEQ_LENGTH = (5, 12, 3, 9, 1, 16, 7), 16
 KERNELS = {"reference": AttentionOptions(), "blockwise": AttentionOptions("blockwise", 4, 8)}

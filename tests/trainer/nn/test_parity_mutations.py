@@ -10,8 +10,7 @@ import pytest
 
 from prepcli.commands.testing.tiny_model import model_logits, tiny_transformer
 from prepcli.models.architecture import FULL_ATTENTION, NO_CLIP, NO_SOFTCAP, ArchConfig
-from prepcli.models.moe_config import ClampedSwiglu
-from prepcli.models.position_bias import Alibi, RelativePositionBias, alibi_slopes
+from prepcli.models.layer_config import Alibi, ClampedSwiglu, RelativePositionBias, alibi_slopes
 from prepcli.models.rope_config import QueryScale, Rope
 from tests.golden.make_decoders import load
 from tests.helpers.slow_cases import slow_except

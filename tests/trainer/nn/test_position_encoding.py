@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prepcli.commands.testing.tiny_model import exact_log
-from prepcli.models.position_bias import RelativePositionBias, alibi_slopes
+from prepcli.models.layer_config import RelativePositionBias, alibi_slopes
 from prepcli.models.rope_config import QueryScale, Rope
 from trainer.nn.position_encoding import (
     CosSin,

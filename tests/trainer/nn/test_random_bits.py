@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
-from trainer.nn.random_bits import RandomKey, derive_key, random_bits, uint32
+from trainer.nn.dropout import RandomKey, derive_key, random_bits, uint32
 
 # A correct generator exceeds a bound of 5 standard deviations once in 1.7 million draws.
 SIGMAS = 5.0

@@ -11,15 +11,14 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 from prepcli.commands.testing.tiny_model import TinyTransformer, tiny_transformer
+from prepcli.models.activation_memory import ACTIVATION_NAMES, RematPolicy
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.param_tree import Tree, unflatten_tree
-from prepcli.models.remat import ACTIVATION_NAMES, RematPolicy
 from tests.helpers.jaxprs import walk_equations
 from tests.helpers.tiny_configs import LLAMA
 from trainer.distributed.sharding import make_sharding_context
 from trainer.nn import transformer
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.model_spec import ForwardConfig
+from trainer.nn.model_spec import AttentionOptions, ForwardConfig
 
 TILES = AttentionOptions("blockwise", 4, 4)
 ATTENTION = ("q", "k", "v", "attention_output")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.models.moe_config import Router
+from prepcli.models.layer_config import Router
 from tests.trainer.nn.test_moe import make_moe_arch
-from trainer.nn.expert_sharding import ExpertSharding
-from trainer.nn.layer_weights import RouterWeights
-from trainer.nn.router import route
+from trainer.nn.experts import ExpertSharding
+from trainer.nn.moe import route
+from trainer.nn.projections import RouterWeights
 
 NUM_EXPERTS, TOP_K, WIDTH = 12, 3, 5
 ROUTERS = {

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import Array
 
-from prepcli.models.chunk_sizes import SELECTIVE_SCAN_CHUNK_SIZE
-from trainer.nn.selective_scan import SelectiveInputs, selective_scan
+from prepcli.models.activation_memory import SELECTIVE_SCAN_CHUNK_SIZE
+from trainer.nn.scans import SelectiveInputs, selective_scan
 
 ROWS, CHANNELS, STATE = 2, 4, 3
 LENGTH = 2 * SELECTIVE_SCAN_CHUNK_SIZE + 5

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks, unpad_tokens
+from trainer.nn.token_chunks import join_chunks, pad_tokens, split_chunks, unpad_tokens
 
 X = jnp.asarray(np.arange(12, dtype=np.int32).reshape(1, 12))
 

@@ -26,8 +26,7 @@ from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.distributed.sharding import make_sharding_context
 from trainer.distributed.zigzag_order import zigzag_order
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.model_spec import ForwardConfig, build_model
+from trainer.nn.model_spec import AttentionOptions, ForwardConfig, build_model
 from trainer.nn.transformer import loss_sums
 
 MESH, LENGTH, SOURCE_LENGTH = "fsdp:2,mp:2,sp:2", 40, 32

@@ -19,8 +19,8 @@ from prepcli.commands.testing.tiny_model import (
     tiny_transformer,
 )
 from prepcli.core.errors import USAGE, PrepError
+from prepcli.models.activation_memory import REMAT_POLICIES
 from prepcli.models.param_tree import flatten_tree, unflatten_tree
-from prepcli.models.remat import REMAT_POLICIES
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GPT2, GPT_NEO, LLAMA
 from trainer.nn import transformer

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.nn.xielu import xielu
+from trainer.nn.projections import xielu
 
 X = np.array([-300.0, -2.0, -1e-7, 0.0, 1e-7, 0.5, 300.0], np.float32)
 ALPHA_P = 0.4

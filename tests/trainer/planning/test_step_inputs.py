@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
-from prepcli.models.attention_needs import AttentionFeature
+from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU, AttentionFeature, DeviceKind
 from prepcli.models.memory_estimate import estimate_memory
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.rules import DEFAULT_RULES

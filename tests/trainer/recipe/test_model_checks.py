@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.models.remat import SAVES_SCORES
+from prepcli.models.activation_memory import SAVES_SCORES
 from tests.trainer.recipe.test_errors import GOOD, error_of
 from trainer.recipe import load_recipe
 

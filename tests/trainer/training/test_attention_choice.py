@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import PrepError, UsageError
-from prepcli.models.attention_kernels import DeviceKind, KernelChoice, rank_kernels
-from prepcli.models.attention_needs import AttentionFeature, AttentionNeeds
+from prepcli.models.attention_kernels import (
+    AttentionFeature,
+    AttentionNeeds,
+    DeviceKind,
+    KernelChoice,
+    rank_kernels,
+)
 from prepcli.models.dropout_config import DropoutConfig
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.rules import DEFAULT_RULES

@@ -18,7 +18,7 @@ from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from trainer.data.packing import Dataset
 from trainer.nn import transformer
-from trainer.nn.loss_terms import LossSums, LossTerms
+from trainer.nn.lm_head import LossSums, LossTerms
 from trainer.training.evaluation import (
     EvaluationResult,
     combine_results,

@@ -18,7 +18,7 @@ from prepcli.models.mesh import parse_mesh
 from tests.helpers import runs
 from tests.helpers.optimizers import make_optimizer
 from trainer.distributed.sharding import make_sharding_context
-from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.model_spec import AttentionOptions
 from trainer.training.logs import MetricsFileLog
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE

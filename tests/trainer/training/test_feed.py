@@ -11,7 +11,7 @@ from trainer.data.order import SampleOrder, eval_batches
 from trainer.data.packing import PackedDataset
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
-from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.model_spec import AttentionOptions
 from trainer.training import feed
 
 

@@ -16,7 +16,7 @@ from prepcli.engine.checkpoint_store import HostLeaf, PendingSave
 from prepcli.planning.manifest_fields import Manifest
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
-from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.model_spec import AttentionOptions
 from trainer.training import loop
 from trainer.training.loading import restore_state
 from trainer.training.logs import MetricsFileLog

@@ -15,7 +15,7 @@ from tests.helpers.training_folder import write_tokenizer
 from tests.trainer.training import test_lora_step
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.nn.initialization import init_params
-from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.model_spec import AttentionOptions
 from trainer.training.logs import MetricsFileLog, SamplesFileLog, sample_line
 from trainer.training.loop import Loop
 from trainer.training.metrics import read_metrics

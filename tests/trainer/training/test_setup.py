@@ -12,8 +12,7 @@ from prepcli.models.registry import family_of
 from tests.helpers.tiny_configs import LLAMA
 from tests.trainer.training.test_preflight import RECIPE
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.model_spec import ForwardConfig, build_model
+from trainer.nn.model_spec import AttentionOptions, ForwardConfig, build_model
 from trainer.recipe import load_recipe
 from trainer.training.setup import build_step_setup, override_config
 

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from tests.helpers import runs
 from tests.helpers.optimizers import compile_step
 from tests.helpers.slow_cases import slow_except
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.loss_terms import LossTerms
+from trainer.nn.lm_head import LossTerms
+from trainer.nn.model_spec import AttentionOptions
 from trainer.training import feed
 from trainer.training.step import StepSetup, TrainState, find_param_path, state_shapes, train_step
 

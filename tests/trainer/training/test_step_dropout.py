@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import runs
 from tests.helpers.optimizers import compile_step
-from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.model_spec import AttentionOptions
 from trainer.training import feed
 from trainer.training.step import StepSetup, train_step
 

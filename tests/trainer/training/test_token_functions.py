@@ -21,9 +21,8 @@ from tests.helpers.training_plans import load_text
 from trainer.distributed.sharding import ShardingContext
 from trainer.distributed.zigzag_order import zigzag_order
 from trainer.nn import transformer
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.lm_head import LMHead, loss_sums
-from trainer.nn.loss_terms import LossTerms
+from trainer.nn.lm_head import LMHead, LossTerms, loss_sums
+from trainer.nn.model_spec import AttentionOptions
 from trainer.training import feed
 from trainer.training.eval_metrics import TokenFunctions, function_name
 from trainer.training.evaluation import evaluate, jit_eval_step

@@ -25,16 +25,17 @@ from jax import Array
 
 from prepcli.models.architecture import ArchConfig
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.kernels.accelerators import (
+    AttentionKernel,
+    attend_per_device,
+    cudnn_attention,
+    splash_attention,
+)
 from trainer.nn.kernels.blockwise import blockwise_attention
-from trainer.nn.kernels.call_features import check_call_features
-from trainer.nn.kernels.cudnn import cudnn_attention
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.kernels.pallas_splash import splash_attention
-from trainer.nn.kernels.per_device import AttentionKernel, attend_per_device
-from trainer.nn.kernels.reference import reference_attention
+from trainer.nn.kernels.reference import check_call_features, reference_attention
 from trainer.nn.kernels.ring import ring_attention
+from trainer.nn.model_spec import AttentionOptions, name_activation
 
 KERNELS: Mapping[str, AttentionKernel] = {
     "reference": reference_attention,

@@ -29,12 +29,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from prepcli.models.activation_memory import chunk_length
 from prepcli.models.architecture import NO_SOFTCAP, ArchConfig
-from prepcli.models.chunk_sizes import chunk_length
-from prepcli.models.position_bias import Alibi
-from trainer.nn.activation_names import name_activation
+from prepcli.models.layer_config import Alibi
 from trainer.nn.attention_mask import KV, AttentionMask
-from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.tiles import (
     AttentionInputs,
     Constants,
@@ -44,8 +42,9 @@ from trainer.nn.kernels.tiles import (
     has_visible,
     tile_config,
 )
-from trainer.nn.score_bias import ScoreBias
-from trainer.nn.token_axis import join_chunks, split_chunks
+from trainer.nn.model_spec import AttentionOptions, name_activation
+from trainer.nn.position_encoding import ScoreBias
+from trainer.nn.token_chunks import join_chunks, split_chunks
 
 # The initial maximum of the scores of a query. It is finite, so that no difference of maxima is nan.
 LOWEST = -1e30

@@ -16,17 +16,20 @@ import numpy as np
 from jax import Array
 
 from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
-from prepcli.models.attention_kernels import KERNEL_SPECS, DeviceKind
-from prepcli.models.attention_needs import AttentionFeature, AttentionNeeds
-from prepcli.models.position_bias import RelativePositionBias
+from prepcli.models.attention_kernels import (
+    KERNEL_SPECS,
+    AttentionFeature,
+    AttentionNeeds,
+    DeviceKind,
+)
+from prepcli.models.layer_config import RelativePositionBias
 from trainer.nn.attention_mask import KV, AttentionMask
-from trainer.nn.dropout import AttentionDropout
+from trainer.nn.dropout import AttentionDropout, RandomKey
 from trainer.nn.kernels import KERNELS
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.kernels.per_device import AttentionKernel
+from trainer.nn.kernels.accelerators import AttentionKernel
 from trainer.nn.kernels.reference import reference_attention
-from trainer.nn.random_bits import RandomKey
-from trainer.nn.score_bias import ScoreBias
+from trainer.nn.model_spec import AttentionOptions
+from trainer.nn.position_encoding import ScoreBias
 
 NUM_ROWS = 2
 NUM_KV_HEADS = 2

@@ -1,4 +1,4 @@
-"""Dense attention: materialize all scores [B, H, T, S] in float32.
+"""Dense attention, and the check that a kernel supports all features of a call.
 
 Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E width of queries and keys,
 V width of values.
@@ -6,13 +6,22 @@ V width of values.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax.numpy as jnp
 from jax import Array, nn
 
 from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
-from trainer.nn.activation_names import name_activation
+from prepcli.models.attention_kernels import (
+    AttentionFeature,
+    KernelSpec,
+    missing_features,
+    unsupported_error,
+)
 from trainer.nn.attention_mask import KV, AttentionMask
-from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.model_spec import AttentionOptions, name_activation
+
+# Dense attention: materialize all scores [B, H, T, S] in float32.
 
 # Finite, so that the softmax of a query without any visible key is not nan: -inf - -inf is.
 MASKED_SCORE = -1e30
@@ -69,3 +78,62 @@ def reference_attention(
     probabilities = mask.drop(probabilities).astype(v.dtype)
     output = jnp.einsum("bkgts,bske->btkge", probabilities, v)
     return name_activation(output.reshape(b, t, num_heads, v.shape[-1]), "attention_output")
+
+
+# The features that one call of an attention kernel uses, and their check against the kernel's capabilities.
+#
+# A kernel is chosen by the features of its model. This check also covers masks from other callers, so that no
+# kernel ignores a part of a mask.
+
+
+def check_call_features(
+    spec: KernelSpec, q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask
+) -> None:
+    """Check that a kernel supports all features of a call.
+
+    Raises:
+        UsageError: It does not support one of them.
+    """
+    features = frozenset(_call_features(q, kv, arch_config=arch_config, mask=mask))
+    if reasons := [*missing_features(spec, features)]:
+        raise unsupported_error(spec, reasons)
+
+
+def _call_features(
+    q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask
+) -> Iterator[AttentionFeature]:
+    """Yield what a call of attention requires of a kernel, such as a window or dropout.
+
+    Positions of queries and keys count as equal if their shapes are equal, because traced values are unknown.
+    """
+    is_causal = mask.is_causal and mask.q_positions is not None and mask.kv_positions is not None
+    yield AttentionFeature.CAUSAL if is_causal else AttentionFeature.BIDIRECTIONAL
+    if is_causal and mask.window != FULL_ATTENTION:
+        yield AttentionFeature.WINDOW
+    if is_causal and _has_unequal_positions(mask):
+        yield AttentionFeature.POSITIONS
+    if q.shape[2] != kv.keys.shape[2]:
+        yield AttentionFeature.GROUPED_HEADS
+    if mask.kv_valid is not None:
+        yield AttentionFeature.KEY_PADDING
+    if mask.q_segment_ids is not None and mask.kv_segment_ids is not None:
+        yield AttentionFeature.SEGMENTS
+    if mask.dropout is not None:
+        yield AttentionFeature.DROPOUT
+    if mask.bias is not None:
+        yield AttentionFeature.SCORE_BIAS
+    if q.shape[-1] != kv.values.shape[-1]:
+        yield AttentionFeature.VALUE_WIDTH
+    if mask.sinks is not None:
+        yield AttentionFeature.SINKS
+    if mask.layer_score_scale is not None:
+        yield AttentionFeature.LAYER_SCALE
+    if arch_config.attn_logit_softcap != NO_SOFTCAP:
+        yield AttentionFeature.SOFTCAP
+
+
+def _has_unequal_positions(mask: AttentionMask) -> bool:
+    """Return whether positions differ between rows of the batch, or between queries and keys."""
+    assert mask.q_positions is not None
+    assert mask.kv_positions is not None
+    return mask.q_positions.ndim != 1 or mask.q_positions.shape != mask.kv_positions.shape

@@ -35,13 +35,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+from prepcli.models.activation_memory import RING_BLOCKS, chunk_length
 from prepcli.models.architecture import ArchConfig
-from prepcli.models.chunk_sizes import RING_BLOCKS, chunk_length
 from prepcli.models.mesh import MeshAxes
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
-from trainer.nn.dropout import AttentionDropout
+from trainer.nn.dropout import AttentionDropout, RandomKey
 from trainer.nn.kernels.blockwise import (
     LOWEST,
     Residuals,
@@ -50,7 +49,6 @@ from trainer.nn.kernels.blockwise import (
     gradient_dots,
     sink_gradient,
 )
-from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.tiles import (
     AttentionInputs,
     Constants,
@@ -60,7 +58,7 @@ from trainer.nn.kernels.tiles import (
     has_visible,
     tile_config,
 )
-from trainer.nn.random_bits import RandomKey
+from trainer.nn.model_spec import AttentionOptions, name_activation
 
 
 @dataclass(frozen=True, slots=True)

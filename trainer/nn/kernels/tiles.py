@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from prepcli.models.architecture import FULL_ATTENTION, ArchConfig
-from prepcli.models.position_bias import Alibi, RelativePositionBias
+from prepcli.models.layer_config import Alibi, RelativePositionBias
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout, QueryDropout
-from trainer.nn.token_axis import pad_tokens, unpad_tokens
+from trainer.nn.token_chunks import pad_tokens, unpad_tokens
 
 # Beyond all positions, which are below 2^30 so that differences of two fit into int32.
 FAR = 1 << 30

@@ -15,8 +15,16 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from prepcli.models.leaf_matrices import FactoredAxes, factored_axes, matrix_axes, reduce_leaf
-from prepcli.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
+from prepcli.models.param_tree import (
+    FactoredAxes,
+    ParamLeaf,
+    Tree,
+    factored_axes,
+    flatten_tree,
+    matrix_axes,
+    reduce_leaf,
+    unflatten_tree,
+)
 
 
 class FactoredMoments(NamedTuple):

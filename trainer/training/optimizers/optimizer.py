@@ -10,8 +10,7 @@ import jax
 import optax
 from jax import Array
 
-from prepcli.models.leaf_patterns import matches_any
-from prepcli.models.param_tree import ParamLeaf, Tree
+from prepcli.models.param_tree import ParamLeaf, Tree, matches_any
 from trainer.recipe.lr_schedule import LRSchedule, build_lr_schedule
 from trainer.recipe.optimizer_tables import AnyOptimizerTable
 from trainer.training.optimizers.rounding import (

@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from prepcli.models.param_tree import ParamLeaf, Tree, find_param_path, flatten_tree, unflatten_tree
 from prepcli.models.rules import path_without_layers
-from trainer.nn.random_bits import RandomKey, derive_key, random_bits, uint32
+from trainer.nn.dropout import RandomKey, derive_key, random_bits, uint32
 
 # Second word of the seed's key. Dropout has 0, so the two random streams differ.
 ROUNDING_STREAM = 1

@@ -17,9 +17,15 @@ import optax
 import optax.contrib
 from jax import Array
 
-from prepcli.models.decayed_leaves import DecayRule
-from prepcli.models.leaf_matrices import MatrixAxes, is_layer_matrix, matrix_axes
-from prepcli.models.param_tree import ParamLeaf, Tree, unflatten_tree
+from prepcli.models.param_tree import (
+    DecayRule,
+    MatrixAxes,
+    ParamLeaf,
+    Tree,
+    is_layer_matrix,
+    matrix_axes,
+    unflatten_tree,
+)
 from trainer.recipe.optimizer_tables import (
     AdafactorTable,
     AdamWTable,

@@ -16,9 +16,8 @@ from prepcli.core.errors import PYTHON, TERMINAL, Command, Key, Option, PrepErro
 from prepcli.core.observer import Observer
 from prepcli.formats.run_steps import no_step_error
 from prepcli.formats.safetensors import ADAPTER_HINT
-from prepcli.models.mesh import parse_mesh, resolve_mesh
+from prepcli.models.mesh import parse_mesh, parse_slice_counts, resolve_mesh
 from prepcli.models.rule_text import merge_rules
-from prepcli.models.slices import parse_slice_counts
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 from trainer.planning.accelerators import parse_devices
 

@@ -12,7 +12,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.commands.operations.training_state import read_training_state
 from prepcli.core.errors import OK, DamagedError
-from prepcli.models.decayed_leaves import DecayRule
+from prepcli.models.param_tree import DecayRule
 from prepcli.planning.libraries import AdamSettings
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.locate import locate

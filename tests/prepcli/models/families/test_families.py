@@ -16,7 +16,7 @@ import pytest
 from prepcli.algebra.axis_map import bind_row, stack_axis
 from prepcli.core.errors import PrepError
 from prepcli.models.families._llama_style import PRE_NORMS, llama_like, partial_rope
-from prepcli.models.leaf_matrices import LAYER_PARTS
+from prepcli.models.param_tree import LAYER_PARTS
 from prepcli.models.parameters import HFConfig, dropped_patterns, parameter_rows
 from prepcli.models.registry import ADD_FAMILY_HINT, FAMILIES, MODEL_TYPES, family_of
 from tests.golden import make_families

@@ -17,7 +17,7 @@ from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import attend
-from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.model_spec import AttentionOptions
 
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 4, 64, 4, 2, 16
 

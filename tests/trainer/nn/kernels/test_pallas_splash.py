@@ -19,11 +19,10 @@ from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import AttentionKernel, attend
-from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.kernels.pallas_splash import splash_attention
-from trainer.nn.kernels.per_device import attend_per_device
+from trainer.nn.kernels.accelerators import attend_per_device, splash_attention
 from trainer.nn.kernels.reference import reference_attention
 from trainer.nn.kernels.splash_kernel import BlockMask, make_row_kernel
+from trainer.nn.model_spec import AttentionOptions
 
 HEADS, KV_HEADS, HEAD_DIM, ROWS = 4, 2, 8, 2
 ARCH = dataclasses.replace(make_arch(), attn_scale=0.3)

@@ -12,15 +12,14 @@ import pytest
 from jax import Array
 
 from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
-from prepcli.models.attention_kernels import DeviceKind
-from prepcli.models.attention_needs import AttentionFeature, AttentionNeeds
+from prepcli.models.attention_kernels import AttentionFeature, AttentionNeeds, DeviceKind
 from tests.helpers.slow_cases import slow_except
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import KERNELS, AttentionKernel, probe
 from trainer.nn.kernels.blockwise import blockwise_attention
-from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.probe import LENGTH, find_mismatch, relative_errors, tolerance
 from trainer.nn.kernels.reference import reference_attention
+from trainer.nn.model_spec import AttentionOptions
 
 CPU = DeviceKind("cpu")
 CAUSAL = frozenset({AttentionFeature.CAUSAL})

@@ -12,8 +12,8 @@ import pytest
 from jax import Array
 
 from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP
+from prepcli.models.layer_config import RelativePositionBias
 from prepcli.models.mesh import parse_mesh
-from prepcli.models.position_bias import RelativePositionBias
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.kernels.test_blockwise import (
     Draw,
@@ -28,10 +28,10 @@ from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext
 from trainer.distributed.zigzag_order import zigzag_order
 from trainer.nn.attention_mask import KV, AttentionMask
-from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.ring import ring_attention
 from trainer.nn.kernels.tiles import Labels, has_visible, tile_config
-from trainer.nn.score_bias import ScoreBias
+from trainer.nn.model_spec import AttentionOptions
+from trainer.nn.position_encoding import ScoreBias
 
 # Seeds of a causal problem with segments, window and bias, and of a problem with padding that is
 # not causal.

@@ -19,7 +19,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.distributed.zigzag_order import zigzag_order
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import attend
-from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.model_spec import AttentionOptions
 
 ROWS, LENGTH, KV_HEADS, GROUP, KEY_WIDTH, VALUE_WIDTH = 2, 24, 2, 3, 6, 4
 Inputs = dict[str, Array]
