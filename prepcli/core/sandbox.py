@@ -319,7 +319,7 @@ def write_message(stream: BinaryIO, kind: str, *items: Any) -> None:
     Args:
         stream: The pipe.
         kind: Kind of the message.
-        *items: JSON values and bytes. In the JSON, `[VALUE]` stands for a value and a number for that many bytes.
+        *items: JSON values and bytes. In the JSON, `[VALUE]` is a value, and a number is a count of bytes.
     """
     blocks: list[bytes | memoryview] = []
     values: list[Any] = [kind]

@@ -283,7 +283,7 @@ class StreamReader:
         for number in stream_numbers:
             stream = self.streams[number]
             if stream.reads:
-                streams[number] = replace(stream, writes=(), cast_to="", update=None, scale=None)
+                streams[number] = replace(stream, writes=(), operations=())
         with open_blobs(source.byte_sources, self.budget.cache_nbytes) as opened:
             return self.digest_streams(streams, opened)
 

@@ -235,7 +235,7 @@ def output_path(plan: Plan, path: str) -> str:
 
 
 def header_records(plan: Plan) -> dict[str, FileRecord]:
-    """Return the records of the headers of data files other than those of an Orbax item, by path."""
+    """Return the records of the headers of data files outside of Orbax items, by path."""
     return {file.path: _header_record(file) for file in plan.files}
 
 

@@ -43,7 +43,7 @@ class LayerSchedule(NamedTuple):
 def layer_schedule(kinds: Sequence[object]) -> LayerSchedule:
     """Return the schedule with the fewest different layers to compile.
 
-    The first layers are none, or those of the same kind as the first layer. For example the kinds of 3 dense
+    The first layers are none, or all at the start of the same kind as layer 0. For example the kinds of 3 dense
     layers and 58 MoE layers are compiled as 3 single layers and one period of 1 layer.
 
     Args:

@@ -61,7 +61,7 @@ class ValueOperation(ABC):
         return dtype
 
     def kept_nbytes(self, stream: Stream) -> int:
-        """Return its memory beside the slabs of a stream."""
+        """Return its memory without the slabs of a stream."""
         return 0
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Stream:
 
     @property
     def kept_nbytes(self) -> int:
-        """Memory of the operations beside the slabs."""
+        """Memory of the operations without the slabs."""
         return sum(operation.kept_nbytes(self) for operation in self.operations)
 
     @property

@@ -251,7 +251,7 @@ def detect(
 
 
 def _is_native_mistral(folder: Folder, top_names: Sequence[str], config: HFConfig | None) -> bool:
-    """Return whether the only weights beside `params.json` are those of a dense Mistral with the names of its own code.
+    """Return whether the only weights next to `params.json` belong to a dense Mistral with the names of its own code.
 
     Its other models, e.g. with experts or images, keep the names of their files.
     """

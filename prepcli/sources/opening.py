@@ -29,7 +29,7 @@ from prepcli.sources.references import CONFIG, KeptScales, SourceHints
 from prepcli.sources.side_files import check_patterns, unread_weights
 from prepcli.sources.source import Source, check_headers
 from prepcli.stores.files import list_folder
-from prepcli.stores.paths import SMALL_NBYTES, StorePath, fetch_copies, is_remote
+from prepcli.stores.paths import SMALL_NBYTES, AnyPath, StorePath, fetch_copies, is_remote
 
 # A note names at most this many tensors that the index does not name.
 MAX_UNINDEXED_NAMES = 5
@@ -69,7 +69,6 @@ def open_source(
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
             and excluded.
     """
-    row = FORMATS[located.kind]
     with again_hints(located.manifest):
         export_map: TensorMap | None = None
         if located.manifest is not None:
@@ -78,11 +77,12 @@ def open_source(
                 export_map = recorded_map(located.manifest)
         if layout is not None:
             _check_layout_option(located, layout)
+        # A map is about the names in the files.
+        uses_stored_names = True if tensor_map or export_map else verbatim
         hints = SourceHints(
             config_path,
             located.part,
-            # A map is about the names in the files.
-            True if tensor_map or export_map else verbatim,
+            uses_stored_names,
             copied_files,
             kept_scales=kept_scales,
             layout=layout,
@@ -98,13 +98,13 @@ def open_source(
         if training_state or source.manifest is not None:
             source = _with_training_state(source, located, is_requested=training_state)
         if source.manifest is not None:
-            folder = source.root if source.root.is_dir() else source.root.parent
-            check_headers(folder, source.manifest, source.file_stamps)
+            check_headers(_folder(source), source.manifest, source.file_stamps)
         source = _with_omitted(source, located.files)
         if is_remote(source.files):
             source = _with_store_stamps(source)
         if export_map is None and hints.verbatim:
             source = _with_model_digests(source, located, config_path)
+        row = FORMATS[located.kind]
         if row.is_hf_folder and (located.may_be_quantized or config_path is not None):
             source = without_unused_quantization(source)
         # The opener of GGUF files has already decoded the weights.
@@ -119,6 +119,11 @@ def open_source(
         if verbatim is False and source.family.is_verbatim:
             raise verbatim_error(located.display_name)
         return source
+
+
+def _folder(source: Source) -> AnyPath:
+    """Return the folder of a source that is a folder or a file."""
+    return source.root if source.root.is_dir() else source.root.parent
 
 
 def _with_model_digests(

@@ -136,7 +136,7 @@ class ShardLayout:
     Attributes:
         range_nbytes: Size of a range.
         starts: Start of each file.
-        ends: End of each undivided file. None for the others.
+        ends: End of each undivided file. None for divided files.
         ranges: Number of the range of each shard, ascending.
         nbytes: Bytes of the data of each shard.
     """

@@ -168,7 +168,7 @@ class ShardWriter:
 def writing_shard(
     store: Path, shard: int, dtype: str, *, has_weights: bool = False, layout: str = ""
 ) -> Iterator[ShardWriter]:
-    """Write a shard. It is complete and on disk at the end of the block. An error leaves nothing of it.
+    """Write a shard. It is complete and on disk at the end of the block. An error removes it.
 
     Args:
         store: Folder of the store. Its name is the identity.

@@ -180,7 +180,7 @@ def _open_known(config: TokenizeConfig, note: Note) -> TokenizedShare | None:
 def read_inputs(config: TokenizeConfig, note: Note, process: int = 0, of: int = 1) -> DataInputs:
     """Find the data files and read them for their digests.
 
-    Several processes trust the digests that the others have recorded for files of the same sizes and times. The
+    Several processes trust digests recorded by other processes for files of the same sizes and times. The
     readers compare them.
 
     Args:

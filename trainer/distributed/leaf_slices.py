@@ -127,7 +127,7 @@ class SlicePlan:
 def plan_own_reads(
     shape: tuple[int, ...], sharding: Sharding, unit: Sequence[int], itemsize: int
 ) -> SlicePlan | None:
-    """Plan the load of a leaf of which each device reads its own shard.
+    """Plan the load of a leaf when each device reads its own shard.
 
     Args:
         shape: Shape of the leaf.
@@ -154,7 +154,7 @@ def plan_exchange(
     unit: Sequence[int],
     itemsize: int,
 ) -> SlicePlan:
-    """Plan the load of a leaf of which each unit is read by one device.
+    """Plan the load of a leaf when one device reads each unit.
 
     Args:
         name: Name of the leaf. It chooses the device that reads a leaf of one unit.

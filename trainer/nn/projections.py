@@ -50,7 +50,7 @@ class MoeWeights(TypedDict):
 class BlockWeights(TypedDict):
     """The weights of a layer. A norm without parameters is absent.
 
-    A layer with experts beside its MLP has `moe`. A layer with a recurrent mixer has `mixer` in place of `attn` or
+    A layer with experts and an MLP has `moe`. A layer with a recurrent mixer has `mixer` in place of `attn` or
     beside it. A layer of the family mamba2 has no `mlp` either. A layer of one sublayer has `norm` and one of
     `attn`, `mixer` and `mlp`. Layers of other block types have `attn` and `mlp`. The residual connections of Doge have
     weights.

@@ -73,7 +73,7 @@ def search_meshes(
 
 
 def _meshes_of(num_devices: int, rules: Rules) -> Iterator[str]:
-    """Yield the meshes of a number of devices. Meshes with sp are left out if no rule splits tokens over sp."""
+    """Yield the meshes of a number of devices. Meshes with sp are skipped if no rule splits tokens over sp."""
     splits_seq = any("sp" in choice for choice in activation_rules(rules)["seq"])
     # If no rule splits tokens over sp, its devices would repeat the same work.
     axes = MESH_AXES if splits_seq else MESH_AXES[:3]

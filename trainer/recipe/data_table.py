@@ -406,7 +406,7 @@ def source_data(data: Data, source: DataSource) -> Data:
 
 
 def _source_fields(data_format: DataFormat | None, fields: str | None, default: str) -> str | None:
-    """Return the columns of a source that names none. None if those of its first record decide.
+    """Return the columns of a source that names none. None if the first record decides.
 
     Args:
         data_format: Format of the source. None for the one of `[data]`.

@@ -138,7 +138,7 @@ def _one_fall(schedule: LRSchedule, step: Any, xp: Any) -> Any:
 
 
 def _restarts(schedule: LRSchedule, step: Any, xp: Any) -> Any:
-    """Fall in each cycle anew, e.g. to the middle after half a cycle (arXiv:1608.03983)."""
+    """Fall in each cycle, e.g. to the middle after half a cycle (arXiv:1608.03983)."""
     length = max(schedule.decay - schedule.warmup, 1)
     # In integers: 3 cycles of 10 steps restart at step 10, where 3 * (10 / 30) may round to less than 1.
     done = xp.clip(step - schedule.warmup, 0, length)

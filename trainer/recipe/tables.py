@@ -249,7 +249,7 @@ class Checkpoint(BaseModel):
 
 
 class Log(BaseModel):
-    """The processes that print and write metrics, logs beside `metrics.jsonl`, and texts to generate during a run."""
+    """The processes that print and write metrics, further logs, and texts to generate during a run."""
 
     model_config = STRICT
 

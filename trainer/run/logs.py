@@ -184,7 +184,7 @@ class WandbLog(MetricsLog):
             folder: Folder of the run.
             table: The recipe's `log.wandb`.
             name: Name of the run, unless the table has one.
-            config: The recipe, to show beside the metrics.
+            config: The recipe, to show with the metrics.
             step: Start step of the run. At 0 a new W&B run is started.
             logged: Keys of the lines that W&B already has and that this start writes again, because
                 it repeats their steps. They are skipped: W&B does not overwrite a step.

@@ -209,7 +209,7 @@ def _check_stride(recipe: Recipe, datasets: Datasets) -> None:
 
 
 def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> Manifest:
-    """Return the manifest entries that tell which evaluations of saved steps are comparable.
+    """Return the manifest entries that identify which evaluations of saved steps are comparable.
 
     The data is fixed in a run.
     """

@@ -435,7 +435,7 @@ def begin_writing(
 
 
 class WatchdogLog(RunLog):
-    """Log that tells the watchdog of a run its phase."""
+    """Log that passes the phase of a run to its watchdog."""
 
     def __init__(self, run: Run) -> None:
         """Set the run."""

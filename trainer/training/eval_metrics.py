@@ -218,7 +218,7 @@ NO_TOKEN_FUNCTIONS = TokenFunctions()
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return module and name of a function. For another callable, return those of its class."""
+    """Return module and name of a function. For another callable, use its class."""
     named: Any = function
     # An object with `__call__` has no name, its class has.
     if not hasattr(function, "__qualname__"):

@@ -156,7 +156,7 @@ class RunLog:
         """Report an evaluation after a step."""
 
     def on_samples(self, step: int, samples: Sequence[Sample], num_new: int) -> None:
-        """Report the texts generated after a step, of which no earlier start has logged the last `num_new`."""
+        """Report the texts generated after a step. No earlier start has logged the last `num_new`."""
 
     def on_save(self, step: int, seconds: float) -> None:
         """Report a durable checkpoint, its step, and the seconds of saving it."""
