@@ -77,12 +77,11 @@ def open_source(
                 export_map = recorded_map(located.manifest)
         if layout is not None:
             _check_layout_option(located, layout)
-        # A map is about the names in the files.
-        uses_stored_names = True if tensor_map or export_map else verbatim
         hints = SourceHints(
             config_path,
             located.part,
-            uses_stored_names,
+            # A map is about the names in the files.
+            True if tensor_map or export_map else verbatim,
             copied_files,
             kept_scales=kept_scales,
             layout=layout,
