@@ -37,7 +37,7 @@ def quantize(
     # The kernel of bitsandbytes 0.50 for CPUs takes other scales if a block contains the end of a row, so the tensor
     # becomes one row.
     state.shape = torch.Size((1, weights.numel()))
-    # The table of fp4 has 0 for code 8. The kernels of some processors compute -0 for it, so zeros lose their sign here.
+    # The table of fp4 has 0 for code 8. The kernels of some processors compute -0 for it, so zeros lose their sign.
     values = to_numpy(functional.dequantize_4bit(packed, state) + 0.0).reshape(shape)
     state.shape = weights.shape
     arrays: Arrays = {"weight": packed.numpy()}
