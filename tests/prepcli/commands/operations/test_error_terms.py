@@ -160,10 +160,10 @@ def test_rule_in_a_hint_names_the_argument(tmp_path: Path):
 def test_warning_of_a_conversion_names_arguments(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def warn(display_name: str, manifest: object, observer: Observer) -> None:
+    def warn(source: object, observer: Observer) -> None:
         rule = Option("rules", "kv_heads=none")
         observer.warn(text("not split: {}, then {}", rule, Command("verify", "init")))
 
-    monkeypatch.setattr(opening, "note_missing_file_digests", warn)
+    monkeypatch.setattr(opening, "_note_unread", warn)
     (warning,) = prep.save_init(model, tmp_path / "init").warnings
     assert warning == 'not split: `rules="kv_heads=none"`, then `prep.verify("init")`'
