@@ -54,8 +54,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
         _rename(temporary, folder)
         fsync_path(folder.parent)
     except FileNotFoundError:
-        # The process that completed the folder has removed all others.
-        if temporary.exists() or not folder.exists():
+        # The process that completed the folder removes all others, file by file.
+        if not folder.exists():
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -62,6 +62,17 @@ def test_process_writes_on_after_another_has_finished(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
+def test_process_finds_its_temporary_folder_half_removed(tmp_path: Path):
+    folder = tmp_path / NAME
+    with new_folder(folder) as temporary:
+        write(folder, "first")
+        # The other process removes one file after another, and then the folder.
+        temporary.mkdir()
+        (temporary / "file").read_text()
+    assert (folder / "file").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
 def test_temporary_folder_of_a_killed_process_is_removed(tmp_path: Path):
     with new_folder(tmp_path / NAME) as temporary:
         shutil.copytree(temporary, tmp_path / f"{NAME}.0123456789ab.partial")
