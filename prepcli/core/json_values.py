@@ -246,6 +246,10 @@ class JsonRecord(dict[str, Any]):
         """Return both objects in one. As in a dict, a key of both keeps its place and has the value of `other`."""
         return type(self)(**{**self, **other})
 
+    def __ior__(self, other: Mapping[str, Any]) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return both objects in one, as `|` does. Other holders of this object keep it as it is."""
+        return self | other
+
 
 def _attribute(key: str, default: object, *, is_lenient: bool) -> property:
     def read(record: JsonRecord) -> object:

@@ -10,6 +10,7 @@ pipes cannot deadlock:
     parent                      child
     MAKE class, limits, arguments   ->
     CALL method, limits, arguments  ->
+    DROP                            ->                         without an answer
                                     <-  READ offset, length    as often as the method reads the parent's file
     DATA bytes                      ->
                                     <-  RETURN results, or RAISE an error
@@ -60,6 +61,7 @@ ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 
 MAKE = "make"
 CALL = "call"
+DROP = "drop"
 READ = "read"
 DATA = "data"
 RETURN = "return"
@@ -177,13 +179,19 @@ class _Child:
 
     def __init__(self) -> None:
         self._owner = os.getpid()
-        self._process = subprocess.Popen(
-            COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **ENVIRONMENT},
-        )
+        # The parent may have found prep through its `sys.path`, e.g. in a notebook beside a checkout.
+        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        python_path = os.pathsep.join(filter(None, paths))
+        try:
+            self._process = subprocess.Popen(
+                COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path},
+            )
+        except OSError as error:
+            raise SandboxError(f"its process cannot start: {error}") from error
         self._answers = cast(BinaryIO, self._process.stdout)
         self._requests = cast(BinaryIO, self._process.stdin)
         self._is_waiting = True
@@ -240,6 +248,11 @@ class _Child:
         except BrokenPipeError:
             raise EOFError from None
 
+    def drop(self) -> None:
+        """Free the object of the child, which may be large, while no sandbox uses it."""
+        with suppress(EOFError):
+            self._send(DROP)
+
     def stop(self) -> int:
         """End the child of this process. Return its exit code, or minus the number of its signal."""
         if self._owner != os.getpid():
@@ -271,6 +284,7 @@ def _release(children: list[_Child]) -> None:
     while children:
         child = children.pop()
         if child.is_usable and len(_idle) < MAX_IDLE:
+            child.drop()
             _idle.append(child)
         else:
             child.stop()
@@ -429,6 +443,9 @@ def main() -> None:
     # ended at once, the parent would report malformed input.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    # A program inherits ignored and blocked signals, and this one is the limit of CPU time.
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGXCPU])
     # The parent reports a crash, and nobody needs the dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -446,7 +463,13 @@ def _answer_requests(channel: _Channel) -> None:
     server = _Server()
     functions = {MAKE: server.make, CALL: server.call}
     while True:
+        # The limits of the last call are not for the next request, nor for its imports.
+        _set_soft_limit(resource.RLIMIT_DATA, resource.RLIM_INFINITY)
+        _set_soft_limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
         kind, items = read_message(channel.requests)
+        if kind == DROP:
+            server.drop()
+            continue
         answer = _run(functions[kind], *items)
         try:
             write_message(channel.answers, *answer)
@@ -464,13 +487,16 @@ class _Server:
     def make(self, class_name: str, memory_nbytes: int, cpu_s: int, *arguments: Any) -> tuple[()]:
         """Import a class, and create its object in place of the one before."""
         self._target = None
-        _set_soft_limit(resource.RLIMIT_DATA, resource.RLIM_INFINITY)
         module_name, _, name = class_name.partition(":")
         function = getattr(importlib.import_module(module_name), name)
         self._imported_nbytes = _private_memory_nbytes()
         self._limit(memory_nbytes, cpu_s)
         self._target = function(*arguments)
         return ()
+
+    def drop(self) -> None:
+        """Free the object."""
+        self._target = None
 
     def call(self, method: str, memory_nbytes: int, cpu_s: int, *arguments: Any) -> Any:
         """Call a method of the object, and return its results."""

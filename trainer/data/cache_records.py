@@ -57,11 +57,6 @@ def _stamp(file: Path | DataFile) -> Stamp:
     return str(file.resolve()), status.st_size, status.st_mtime_ns
 
 
-def stamps_digest(stamps: Sequence[Stamp]) -> str:
-    """Return a digest of the stamps of files."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(stamps).encode())
-
-
 def paths_digest(paths: Sequence[str], selection: Selection, settings: str) -> str:
     """Return a digest of the paths of a dataset and of settings, without the content of the files."""
     inputs = [paths, selection.config, selection.split, selection.revision, settings]

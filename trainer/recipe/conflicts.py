@@ -182,8 +182,8 @@ def _run_rows(recipe: Recipe) -> Rows:
     has_length = train.steps or train.epochs
     yield Conflict("train", not has_length, why, "`steps = 1000` in [train]", what)
     why = "both set the same interval"
-    yield Conflict("train.eval_every_epochs & train.eval_every", True, why, REMOVE_ONE)
-    yield Conflict("checkpoint.every_epochs & checkpoint.every", True, why, REMOVE_ONE)
+    yield Conflict("train.eval_every & train.eval_every_epochs", True, why, REMOVE_ONE)
+    yield Conflict("checkpoint.every & checkpoint.every_epochs", True, why, REMOVE_ONE)
     dtype = recipe.model.param_dtype
     is_resumed = checkpoint.optimizer_state and checkpoint.dtype != dtype
     why = f"to resume with its optimizer state, a run needs saved {dtype} parameters"
@@ -279,7 +279,8 @@ def _lora_rows(recipe: Recipe) -> Rows:
     what = "`lora` needs a checkpoint"
     why = "adapters are trained for a checkpoint, and `model.init` is random"
     hint = "remove [lora], or set `model.path`"
-    yield Conflict("lora.rank lora.path", recipe.model.is_random, why, hint, what)
+    key = "lora.rank" if _is_set(recipe, "lora.rank") else "lora.path"
+    yield Conflict(key, recipe.model.is_random, why, hint, what)
     why = "the adapters have moments of their own, which the checkpoint lacks"
     yield Conflict("model.training_state", lora.is_enabled, why, "remove [lora] or the key")
     changed = [key for key in LORA_KEYS if _is_set(recipe, key)]

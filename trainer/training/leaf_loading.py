@@ -383,10 +383,6 @@ def _checked_spec(name: str, spec: LeafSpec | None, shape: tuple[int, ...]) -> L
     return spec
 
 
-def _box_shape(box: Box) -> tuple[int, ...]:
-    return tuple(high - low for low, high in box)
-
-
 def _padded(array: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return an array of a shape that begins with `array`, followed by zeros."""
     if array is not None and array.shape == shape:

@@ -138,6 +138,13 @@ def test_record_has_attributes_of_its_keys_and_keeps_their_order():
     assert header == dict(header)
 
 
+def test_joining_a_record_in_place_leaves_other_references():
+    shared = Header(name="x")
+    header = shared
+    header |= {"step": 3}
+    assert (header.step, shared) == (3, {"name": "x"})
+
+
 @pytest.mark.parametrize("key", ["get", "self", "_fields", "__class__", "items"])
 def test_unknown_key_of_a_file_does_not_replace_a_method(key: str):
     header = Header(**{key: 1, "name": "x"})

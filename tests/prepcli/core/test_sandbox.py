@@ -135,6 +135,41 @@ def test_idle_child_that_was_killed_is_replaced():
     assert box.call("getpid", limits=LIMITS) != [pid]
 
 
+def test_limits_of_a_call_do_not_bound_the_next_request():
+    box = make("builtins:bytes")
+    assert box.call("__len__", limits=LIMITS) == [0]
+    data = bytes(200 * MIB)
+    assert box.call("find", data, limits=Limits(1024 * MIB, cpu_s=10)) == [-1]
+
+
+def test_ignored_signal_of_the_parent_does_not_lift_the_time_limit():
+    before = signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+    try:
+        box = make("builtins:int", 3)
+        with pytest.raises(SandboxLimitError, match="1 s of CPU time"):
+            box.call("__pow__", 10**9, limits=Limits(4096 * MIB, cpu_s=1))
+    finally:
+        signal.signal(signal.SIGXCPU, before)
+
+
+def test_idle_child_frees_the_object():
+    limits = Limits(1024 * MIB, cpu_s=10)
+    box = Sandbox("builtins:bytearray", (300 * MIB,), limits=limits)
+    box.start()
+    pid = child_pid(box)
+    assert _data_nbytes(pid) > 300 * MIB
+    del box
+    gc.collect()
+    wait_until(lambda: _data_nbytes(pid) < 300 * MIB)
+
+
+def _data_nbytes(pid: int) -> int:
+    """Return the private memory of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("VmData")]
+    return int(line.split()[1]) * 1024
+
+
 def test_next_sandbox_uses_the_same_child():
     (pid,) = module("os").call("getpid", limits=LIMITS)
     gc.collect()

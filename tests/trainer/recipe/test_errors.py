@@ -534,6 +534,19 @@ def test_only_the_first_unknown_keys_have_hints(monkeypatch: pytest.MonkeyPatch)
     assert len(searched) == 30
 
 
+def test_override_of_one_interval_is_named_and_not_the_file():
+    text = replaced("steps = 20", "steps = 20\n[checkpoint]\nevery = 5")
+    error = error_of(text, "checkpoint.every_epochs=1")
+    expected = "`--set`: `checkpoint.every` is 5 and `checkpoint.every_epochs` is 1.0"
+    assert str(error.what) == expected
+
+
+def test_adapters_without_a_checkpoint_are_one_error():
+    random_start = replaced('path = "m-init"', 'init = "random"\nconfig = "config.json"')
+    error = error_of(random_start, "lora.rank=3", "lora.path=x", "lora.targets=q")
+    assert str(error).count("`lora` needs a checkpoint") == 1
+
+
 def test_recipe_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("trainer.recipe.loading.MAX_RECIPE_NBYTES", 100)
     assert (
