@@ -180,15 +180,18 @@ class _Child:
     def __init__(self) -> None:
         self._owner = os.getpid()
         # The parent may have found prep through its `sys.path`, e.g. in a notebook beside a checkout.
-        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        python_path = os.pathsep.join(filter(None, paths))
+        paths = [str(Path(__file__).resolve().parents[2])]
+        for path in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+            paths.append(os.path.abspath(path))
         try:
             self._process = subprocess.Popen(
                 COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path},
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)},
+                # An idle child may outlive the folder in which it was started.
+                cwd="/",
             )
         except OSError as error:
             raise SandboxError(f"its process cannot start: {error}") from error

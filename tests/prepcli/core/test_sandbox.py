@@ -163,6 +163,17 @@ def test_idle_child_frees_the_object():
     wait_until(lambda: _data_nbytes(pid) < 300 * MIB)
 
 
+def test_child_outlives_the_folder_of_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    box = module("os")
+    box.start()
+    monkeypatch.chdir(tmp_path)
+    folder.rmdir()
+    assert box.call("getcwd", limits=LIMITS)
+
+
 def _data_nbytes(pid: int) -> int:
     """Return the private memory of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
