@@ -137,6 +137,11 @@ def share_digests(
             continue
         name = f"{key}-{part}"
         record = read_record(cache, name, stamps[items])
+        if record is None:
+            # The first process to know all digests has written the whole record, and then removed those of parts.
+            whole = read_record(cache, key, stamps)
+            if whole is not None and whole.digests is not None:
+                return [*whole.digests]
         if record is None or record.digests is None:
             record = DigestRecord("", [_digest_of(file) for file in found[items]])
             write_record(cache, name, stamps[items], record)

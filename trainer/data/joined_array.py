@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-# Files of an array that are mapped at the same time. Each one has a file descriptor.
+# Files that a process maps at the same time, of all arrays together. Each one has a file descriptor.
 MAX_MAPS = 128
 
 
@@ -64,7 +64,6 @@ class JoinedArray:
         self.dtype = dtype
         self._files = files
         self._ends = np.cumsum([file.n_items for file in files], dtype=np.int64)
-        self._map = lru_cache(MAX_MAPS)(self._map_file)
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -72,7 +71,7 @@ class JoinedArray:
 
     def __getitem__(self, items: slice, /) -> npt.NDArray[Any]:
         """Return consecutive items."""
-        return self._join(items, lambda index, low, high: self._map(index)[low:high])
+        return self._join(items, self._map_items)
 
     def read(self, items: slice) -> npt.NDArray[Any]:
         """Return consecutive items without a map. Its pages would count as memory of the process."""
@@ -105,10 +104,15 @@ class JoinedArray:
         offset = low * self.dtype.itemsize
         return np.fromfile(self._files[index].path, self.dtype, high - low, offset=offset)
 
-    def _map_file(self, index: int) -> npt.NDArray[Any]:
-        file = self._files[index]
-        # A plain array: each slice of a memmap creates another object of that class, which is slow.
-        return np.asarray(np.memmap(file.path, self.dtype, "r", shape=(file.n_items,)))
+    def _map_items(self, index: int, low: int, high: int) -> npt.NDArray[Any]:
+        return _map_file(self._files[index], self.dtype)[low:high]
+
+
+@lru_cache(MAX_MAPS)
+def _map_file(file: ArrayFile, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Map a file of one array. Another array maps its path anew, e.g. after a damaged shard was replaced."""
+    # A plain array: each slice of a memmap creates another object of that class, which is slow.
+    return np.asarray(np.memmap(file.path, dtype, "r", shape=(file.n_items,)))
 
 
 class ReadItems(Protocol):

@@ -19,15 +19,19 @@ from typing import BinaryIO
 import xxhash
 
 from prepcli.stores.files import fsync_path
+from trainer.data.files import io_error
 
 # Errors of renaming a folder to a name that a nonempty folder has.
 IN_USE = (errno.EEXIST, errno.ENOTEMPTY)
 PARTIAL_SUFFIX = ".partial"
 # The store of an identity, and temporary folders, also of earlier versions
 STORE_NAME = re.compile(r"[0-9a-f]{32}(\..*)?(\.partial)?|shards-[0-9a-f]{32}")
-# An incomplete store counts as abandoned if nothing was written for this time. A process that writes one creates a
-# folder in it for each shard. The time is far above the difference of two clocks.
+# A complete shard
+SHARD_NAME = re.compile(r"[0-9]{5}")
+# An incomplete store counts as abandoned if nothing was written for this time, which is far above the difference of two
+# clocks. A job may continue one with shards after days in a queue.
 ABANDONED_AFTER_S = 24 * 60 * 60
+ABANDONED_SHARDS_AFTER_S = 30 * ABANDONED_AFTER_S
 
 
 @contextmanager
@@ -78,15 +82,24 @@ def _rename(temporary: Path, folder: Path) -> None:
 
 
 def discard_folder(folder: Path) -> None:
-    """Remove a damaged folder. It loses its name at once. Another process may remove it too."""
+    """Remove a damaged folder. It loses its name at once. Another process may remove it too.
+
+    Raises:
+        PrepError: The folder cannot be renamed.
+    """
     removed = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}{PARTIAL_SUFFIX}")
-    with suppress(FileNotFoundError):
+    try:
         folder.rename(removed)
-        shutil.rmtree(removed)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise io_error(folder, error) from error
+    # NFS keeps files that a process has mapped. A later process removes them.
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def remove_abandoned(cache: Path, is_complete: Callable[[Path], bool]) -> None:
-    """Remove the incomplete stores of a cache without a write for a day.
+    """Remove the incomplete stores of a cache without a write for a day, or for a month if they have shards.
 
     Args:
         cache: The folder of stores.
@@ -94,9 +107,15 @@ def remove_abandoned(cache: Path, is_complete: Callable[[Path], bool]) -> None:
     """
     for folder in [*cache.iterdir()]:
         with suppress(FileNotFoundError):
-            age_s = time.time() - folder.stat().st_mtime
-            is_old = age_s > ABANDONED_AFTER_S and STORE_NAME.fullmatch(folder.name) is not None
-            if is_old and folder.is_dir() and not is_complete(folder):
+            if not STORE_NAME.fullmatch(folder.name) or not folder.is_dir() or is_complete(folder):
+                continue
+            # A large compressed file is one shard, and only its files change while it is written.
+            paths = [folder, *folder.rglob("*")]
+            age_s = time.time() - max(path.stat().st_mtime for path in paths)
+            limit_s = ABANDONED_AFTER_S
+            if any(SHARD_NAME.fullmatch(path.name) for path in paths):
+                limit_s = ABANDONED_SHARDS_AFTER_S
+            if age_s > limit_s:
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -78,13 +78,14 @@ def _kept_tokens(
     if rule.choice == "drop":
         return keeps
     first = 0
+    n_kept = rule.seq_length
     if rule.choice == "truncate_prompt" and weights is not None:
-        # The prompt is what precedes the first token with loss. Its start is cut, and the end of the
-        # document only if the rest does not fit alone.
+        # The prompt is what precedes the first token with loss. Its start is cut, without its
+        # beginning-of-sequence token, and the end of the document only if the rest does not fit alone.
         n_prompt = int(np.argmax(weights > 0)) if weights.any() else len(ids)
-        first = min(n_prompt, len(ids) - rule.seq_length)
-    keeps[first : first + rule.seq_length] = True
-    if first and ids[0] == rule.bos_id:
-        keeps[first] = False
-        keeps[0] = True
+        if n_prompt and ids[0] == rule.bos_id:
+            keeps[0] = True
+            n_kept -= 1
+        first = min(n_prompt, len(ids) - n_kept)
+    keeps[first : first + n_kept] = True
     return keeps

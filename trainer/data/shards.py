@@ -7,11 +7,13 @@ kill. No process waits for another one.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -186,7 +188,7 @@ def writing_shard(
     try:
         with new_folder(store / shard_name(shard)) as folder:
             with ExitStack() as stack:
-                files = {name: stack.enter_context((folder / name).open("xb")) for name in names}
+                files = {name: stack.enter_context(_create(folder / name)) for name in names}
                 hashing = {name: HashingFile(file) for name, file in files.items()}
                 writer = ShardWriter(hashing, dtype)
                 yield writer
@@ -194,6 +196,15 @@ def writing_shard(
             (folder / META_FILE).write_text(content + "\n")
     except OSError as error:
         raise io_error(store, error) from error
+
+
+def _create(path: Path) -> BinaryIO:
+    """Create a file of a shard. The bytes are dropped if another process has completed the shard meanwhile."""
+    try:
+        return path.open("xb")
+    except FileNotFoundError:
+        # The other process has removed the folder, and `new_folder` accepts that at the end.
+        return open(os.devnull, "wb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +238,14 @@ class StoreJob:
         return (self.folder / shard_name(shard)).exists()
 
     def read_shard(self, shard: int, *, checks_digests: bool = True) -> ShardMeta:
-        """Return the metadata of a shard. Raise DamagedStoreError if it is damaged, or of another division."""
+        """Return the metadata of a shard. Raise DamagedStoreError if it is damaged, or of another division or dtype."""
         meta = read_shard(self.folder, shard_name(shard), checks_digests=checks_digests)
         if meta.layout != self.layout.digest:
             raise damaged_store_error(self.folder, f"{shard_name(shard)} is of another division")
+        if meta.dtype != self.dtype:
+            # Ids as data have the dtype of the model's vocabulary, which is not part of the identity.
+            why = f"{shard_name(shard)} has {meta.dtype} ids, not {self.dtype}"
+            raise damaged_store_error(self.folder, why)
         return meta
 
     def writing(self, shard: int) -> AbstractContextManager[ShardWriter]:
@@ -389,7 +404,10 @@ def _reopen(folder: Path) -> None:
         # An earlier version has made it.
         discard_folder(folder)
         return
-    (folder / STORE_FILE).unlink(missing_ok=True)
+    try:
+        (folder / STORE_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise io_error(folder, error) from error
     for path in folder.glob("[0-9]" * len(shard_name(0))):
         try:
             read_shard(folder, path.name)

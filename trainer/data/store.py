@@ -30,7 +30,7 @@ import xxhash
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import JsonObject, load_json
-from prepcli.stores.files import open_regular_file, read_regular_file, write_file
+from prepcli.stores.files import fsync_path, open_regular_file, read_regular_file, write_file
 from trainer.data.document_packing import DocumentRows
 from trainer.data.files import io_error
 from trainer.data.joined_array import ArrayFile, JoinedArray, TokenArray
@@ -302,6 +302,9 @@ def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
         shards = {"": _parse_shard(folder, META_FILE, _read_json(folder, META_FILE))}
     for name, shard in shards.items():
         check_files(folder, name, shard, checks_digests=checks_digests)
+    dtypes = {shard.dtype for shard in shards.values()}
+    if len(dtypes) > 1:
+        raise damaged_store_error(folder, f"its shards have ids of {' and '.join(sorted(dtypes))}")
     return join_shards(folder.name, shards)
 
 
@@ -327,6 +330,8 @@ def write_meta(folder: Path, meta: StoreMeta) -> None:
     content = json.dumps({"identity": meta.identity, "shards": shards}, indent=1)
     try:
         write_file(folder / STORE_FILE, content.encode() + b"\n")
+        # The folder of the store may be new.
+        fsync_path(folder.parent)
     except OSError as error:
         raise io_error(folder / STORE_FILE, error) from error
 

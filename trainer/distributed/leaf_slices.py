@@ -142,6 +142,8 @@ def plan_own_reads(
     plans: list[SlicePlan] = []
     for row_dim, steps in _unit_slices(shape, unit):
         extents = _covered_extents(shape, sharding, steps, row_dim + 1)
+        # A unit may span several shards. Each device reads the part in its own.
+        steps = tuple(map(min, steps, extents))
         plans.append(SlicePlan(shape, sharding, row_dim, extents, steps, sharding, sharding))
     return _best_plan(plans, num_devices * itemsize)
 

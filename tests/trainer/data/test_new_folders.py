@@ -93,6 +93,14 @@ def test_only_abandoned_stores_are_removed(tmp_path: Path):
     for name in (*names, *kept):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (old, old))
+    # A store with a shard, and one whose shard is being written
+    for name, part in (("7" * 32, "00000"), ("8" * 32, "00000.0123456789ab.partial")):
+        (tmp_path / name / part).mkdir(parents=True)
+        kept.append(name)
+    written = tmp_path / ("8" * 32) / "00000.0123456789ab.partial" / "tokens.bin"
+    written.write_bytes(b"x")
+    for folder in (tmp_path / ("7" * 32) / "00000", tmp_path / ("7" * 32), tmp_path / ("8" * 32)):
+        os.utime(folder, (old, old))
     (tmp_path / ("6" * 32)).mkdir()
     remove_abandoned(tmp_path, lambda folder: folder.name == "4" * 32)
     assert {path.name for path in tmp_path.iterdir()} == {*kept, "6" * 32}

@@ -45,6 +45,12 @@ def fit(part: Document, choice: Overlong, limit: int, bos_id: int | None) -> Doc
     return part[:limit]
 
 
+def test_answer_after_a_prompt_of_one_token_keeps_its_start():
+    batch = make_batch([[(3, False), (5, True), (6, True)]], has_weights=True)
+    fitted = fit_documents(batch, OverlongRule("truncate_prompt", 2, bos_id=3))
+    assert fitted.ids.tolist() == [3, 5]
+
+
 @given(
     documents,
     st.sampled_from(CHOICES),

@@ -11,6 +11,8 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +32,18 @@ from trainer.data import cache_records, encode, new_folders, shards
 from trainer.data.files import DataFile
 from trainer.data.readers import text_file
 from trainer.data.records import divide_files
-from trainer.data.shards import ShardWriter, dtype_for
-from trainer.data.store import MappedTokens
+from trainer.data.shards import ShardWriter, dtype_for, writing_shard
+from trainer.data.store import (
+    DamagedStoreError,
+    MappedTokens,
+    join_shards,
+    read_meta,
+    read_shard,
+    write_meta,
+)
 from trainer.data.tokenize import TokenizedShare, open_tokens, tokenize_files, tokenize_share
-from trainer.data.tokenize_config import TokenizeConfig
+from trainer.data.tokenize_config import TokenizeConfig, find_config_files, record_key
+from trainer.data.tokenizer import load_tokenizer
 
 N_FILES = 7
 
@@ -610,6 +620,70 @@ def test_processes_with_the_same_share_agree(config: TokenizeConfig):
     outputs = [child.communicate()[0] for child in running]
     assert [output.splitlines()[-1] for output in outputs] == ["complete"] * 2
     assert read_files(tokenize(config).folder) == expected_files(config)
+
+
+def test_ids_of_two_dtypes_are_not_joined(tmp_path: Path):
+    """The size of the model's vocabulary is not part of the identity of ids."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    numbers = np.random.default_rng(0)
+    files = [numbers.integers(0, 200, 500).astype("<u2") for _ in range(4)]
+    for index, ids in enumerate(files):
+        np.save(folder / f"{index}.npy", ids)
+    config = make_config(tmp_path, folder, type="ids")
+    assert tokenize(change(config, vocab=5000), 0, 2).tokens is None
+    tokens = tokenize(change(config, vocab=100_000), 1, 2).tokens
+    assert tokens is not None
+    assert tokens.ids[:].tolist() == np.concatenate(files).tolist()
+
+
+def test_store_of_two_dtypes_is_damaged(tmp_path: Path):
+    folder = tmp_path / NAME
+    for shard, dtype in enumerate(("uint16", "uint32")):
+        with writing_shard(folder, shard, dtype) as writer:
+            fill(writer)
+    names = ("00000", "00001")
+    write_meta(folder, join_shards(NAME, {name: read_shard(folder, name) for name in names}))
+    with pytest.raises(DamagedStoreError, match="uint16 and uint32"):
+        read_meta(folder)
+
+
+def test_shard_is_accepted_when_another_process_has_removed_its_folder(tmp_path: Path):
+    store = tmp_path / NAME
+    with writing_shard(store, 0, "uint16") as first:
+        fill(first)
+    (whole,) = store.iterdir()
+    expected = read_files(store)
+    new = new_folders.new_folder
+    with pytest.MonkeyPatch.context() as patch:
+
+        @contextmanager
+        def removed(folder: Path) -> Iterator[Path]:
+            with new(folder) as temporary:
+                temporary.rmdir()
+                yield temporary
+
+        patch.setattr(shards, "new_folder", removed)
+        with writing_shard(store, 0, "uint16") as second:
+            fill(second)
+    assert [*store.iterdir()] == [whole]
+    assert read_files(store) == expected
+
+
+def test_digests_of_all_files_are_used_after_those_of_parts_are_removed(
+    config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
+):
+    tokenize(config, 0, 2)
+    hashed: list[object] = []
+    monkeypatch.setattr(cache_records, "hash_file", lambda path: hashed.append(path))
+    inputs = find_config_files(config, load_tokenizer(config.tokenizer), lambda text: None)
+    found = inputs[1]
+    key = record_key(inputs[0], load_tokenizer(config.tokenizer))
+    digests = cache_records.share_digests(
+        found, config.cache, key, cache_records.file_stamps(found), process=1, of=2
+    )
+    assert not hashed
+    assert all(digests)
 
 
 KILL_PROGRAM = """

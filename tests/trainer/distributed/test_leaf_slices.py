@@ -144,6 +144,15 @@ def test_slices_of_own_reads_cover_each_shard_once(case: Case, slice_nbytes: int
         assert (counts == 1).all()
 
 
+@pytest.mark.parametrize("unit_rows", [2048, 4096])
+def test_slice_of_own_reads_is_at_most_the_shard(unit_rows: int):
+    """A checkpoint for 2 or 4 devices has units with the rows of several of 8 devices."""
+    shape, sharding = (8192, 8192), sharding_of((1, 8, 1), "fsdp")
+    plan = plan_own_reads(shape, sharding, (unit_rows, 8192), 4)
+    assert plan is not None
+    assert plan.parts.shard_shape(plan.slice_shape) == sharding.shard_shape(shape)
+
+
 def test_plan_exchange_reads_whole_layers_of_a_stack():
     sharding = sharding_of((1, 2, 4), None, "mp", "fsdp")
     plan = plan_exchange("x", (24, 2048, 768), sharding, unit=(1, 682, 768), itemsize=4)
