@@ -82,6 +82,10 @@ class Limits:
     cpu_s: int
 
 
+class _ProcessEndedError(Exception):
+    """The process at the other end of the pipes has ended. The parent's file may raise EOFError itself."""
+
+
 class SandboxError(Exception):
     """A call in a child process failed.
 
@@ -99,7 +103,7 @@ class SandboxLimitError(SandboxError):
     """A call reached a limit. Whether it does may depend on the machine.
 
     Attributes:
-        is_memory: Whether it is the limit of memory. Otherwise it is the limit of CPU time.
+        is_memory: Whether an allocation failed. Otherwise a signal ended the child, e.g. at the limit of CPU time.
     """
 
     def __init__(self, why: str, *, is_memory: bool) -> None:
@@ -228,7 +232,7 @@ class _Child:
                 assert file is not None
                 file.seek(offset)
                 self._send(DATA, _read_range(file, nbytes))
-        except EOFError:
+        except _ProcessEndedError:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
             raise _end_error(self.stop(), limits) from None
@@ -249,11 +253,11 @@ class _Child:
         try:
             write_message(self._requests, kind, *items)
         except BrokenPipeError:
-            raise EOFError from None
+            raise _ProcessEndedError from None
 
     def drop(self) -> None:
         """Free the object of the child, which may be large, while no sandbox uses it."""
-        with suppress(EOFError):
+        with suppress(_ProcessEndedError):
             self._send(DROP)
 
     def stop(self) -> int:
@@ -307,8 +311,9 @@ def _end_error(code: int, limits: Limits) -> SandboxError:
         return SandboxLimitError(why, is_memory=False)
     if code in (-signal.SIGABRT, -signal.SIGKILL):
         # Libraries in C++ and Rust abort if they cannot allocate, and the kernel kills if the machine is full.
-        why = f"{_memory_text(limits)}, and was ended by {signal.Signals(-code).name}"
-        return SandboxLimitError(why, is_memory=True)
+        name = signal.Signals(-code).name
+        why = f"its process was ended by {name}, probably because {_memory_text(limits)}"
+        return SandboxLimitError(why, is_memory=False)
     if code >= 0:
         return SandboxError(f"its process ended with exit code {code}")
     return SandboxError(f"its process was ended by {signal.Signals(-code).name}")
@@ -361,7 +366,7 @@ def read_message(stream: BinaryIO, max_nbytes: int = sys.maxsize) -> tuple[str, 
         max_nbytes: Maximum bytes of the JSON, and of each item that is bytes.
 
     Raises:
-        EOFError: The other process has ended, or sends more.
+        _ProcessEndedError: The other process has ended, or sends more.
     """
     (nbytes,) = HEADER.unpack(_read_exactly(stream, HEADER.size, max_nbytes))
     kind, *values = json.loads(_read_exactly(stream, nbytes, max_nbytes))
@@ -376,10 +381,10 @@ def read_message(stream: BinaryIO, max_nbytes: int = sys.maxsize) -> tuple[str, 
 
 def _read_exactly(stream: BinaryIO, nbytes: int, max_nbytes: int) -> bytes:
     if nbytes > max_nbytes:
-        raise EOFError
+        raise _ProcessEndedError
     data = stream.read(nbytes)
     if len(data) < nbytes:
-        raise EOFError
+        raise _ProcessEndedError
     return data
 
 
@@ -458,7 +463,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    with suppress(EOFError, BrokenPipeError):
+    with suppress(_ProcessEndedError, BrokenPipeError):
         _answer_requests(channel)
 
 
@@ -547,7 +552,10 @@ def _private_memory_nbytes() -> int:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End the process when its parent has ended: a call may still compute, and forked processes keep pipes open."""
+    """End the process when its parent has ended: a call may still compute, and forked processes keep pipes open.
+
+    A call that keeps Python's lock ends at its limit of CPU time.
+    """
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
     os._exit(1)

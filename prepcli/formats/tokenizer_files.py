@@ -43,7 +43,8 @@ SENTENCEPIECE_CODEC = "prepcli.formats.tokenizer_codecs:SentencePieceCodec"
 # the size of its file.
 BASE_MEMORY_NBYTES = 2048 * MIB
 MEMORY_PER_FILE_BYTE = 32
-MEMORY_PER_TEXT_BYTE = 256
+# Encoding with offsets takes about 280 bytes per byte of a text with one token per byte.
+MEMORY_PER_TEXT_BYTE = 512
 # CPU time to load a tokenizer. transformers may have to convert it.
 LOAD_CPU_S = 600
 # CPU time of a call, and bytes of text that a second more is for: far slower than any tokenizer.

@@ -1,6 +1,6 @@
 """Recurrent mixers: a sublayer in which tokens read earlier tokens, in addition to attention or in its place.
 
-`prepcli.models.mixer_config.Mixer` has the equations of the mixers: the gated short convolution of LFM2
+`prepcli.models.layer_config.Mixer` has the equations of the mixers: the gated short convolution of LFM2
 (arXiv:2511.23404), the gated delta net (arXiv:2412.06464), Mamba (arXiv:2312.00752) and Mamba-2 (arXiv:2405.21060).
 
 Axes: B rows of the batch, T tokens, L taps of a convolution, C channels, G groups of heads with the same queries and

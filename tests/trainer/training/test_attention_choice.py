@@ -19,7 +19,7 @@ from prepcli.models.dropout_config import DropoutConfig
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.rules import DEFAULT_RULES
 from tests.trainer.planning.test_step_inputs import llama
-from tests.trainer.training.test_preflight import RECIPE
+from tests.trainer.run.test_checks import RECIPE
 from trainer.distributed.sharding import ShardingContext
 from trainer.planning.step_inputs import attention_needs
 from trainer.recipe import Recipe, load_recipe

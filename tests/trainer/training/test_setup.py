@@ -10,7 +10,7 @@ from prepcli.models.attention_kernels import ANY_ACCELERATOR, DeviceKind
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.registry import family_of
 from tests.helpers.tiny_configs import LLAMA
-from tests.trainer.training.test_preflight import RECIPE
+from tests.trainer.run.test_checks import RECIPE
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.model_spec import AttentionOptions, ForwardConfig, build_model
 from trainer.recipe import load_recipe
