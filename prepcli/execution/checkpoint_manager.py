@@ -21,9 +21,8 @@ from prepcli.core.process_group import ProcessGroup, SingleProcess
 from prepcli.core.unexpected import as_prep_error
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf, LeafSpec, PendingSave
-from prepcli.execution.step_writer import MEMORY_NBYTES
 from prepcli.execution.training_folder import FolderStorage
-from prepcli.execution.training_storage import RunStorage, StepSave, joint_work
+from prepcli.execution.training_storage import MEMORY_NBYTES, RunStorage, StepSave, joint_work
 from prepcli.formats.manifest import (
     NO_MANIFEST,
     STATE_ITEM,

@@ -11,14 +11,32 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, text
-from prepcli.execution.folder_store import acquire_lock, lock_in_folder, remove_work_folder
+from prepcli.core.observer import NullProgress
+from prepcli.engine.budget import make_budget
+from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
+from prepcli.engine.files import Files
+from prepcli.engine.host_leaves import HostLeafReader, write_shards
+from prepcli.engine.pipeline import Pipeline
+from prepcli.execution.finalize import finalize_folder
+from prepcli.execution.folder_run import check_free_space, missing_nbytes, open_sink
+from prepcli.execution.folder_store import (
+    FolderStore,
+    acquire_lock,
+    lock_in_folder,
+    remove_work_folder,
+)
 from prepcli.execution.output_paths import remove_path
-from prepcli.execution.step_writer import FolderStep, write_step
-from prepcli.execution.training_storage import StepSave
+from prepcli.execution.training_storage import (
+    MEMORY_NBYTES,
+    NOTE_STEM,
+    StepSave,
+    joint_work,
+    write_step,
+)
 from prepcli.formats.manifest import RECREATE_HINT
 from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader
@@ -108,7 +126,15 @@ class FolderStorage:
                 f"{folder} cannot be locked ({error.strerror}): start no second run there meanwhile"
             )
         self._is_acquired = True
-        self._remove_leftovers()
+        try:
+            for path in folder.iterdir():
+                if LEFTOVER_NAME.fullmatch(path.name):
+                    remove_path(path)
+            for step in self.steps():
+                remove_work_folder(step_folder(folder, step))
+        except OSError as error:
+            self._unlock()
+            raise io_error(folder, error) from error
 
     def _make_folder(self) -> None:
         folder = self.local_folder
@@ -116,37 +142,30 @@ class FolderStorage:
         folder.mkdir(parents=True, exist_ok=True)
         fsync_path(folder.parent)
 
-    def _remove_leftovers(self) -> None:
-        try:
-            for path in self.local_folder.iterdir():
-                if LEFTOVER_NAME.fullmatch(path.name):
-                    remove_path(path)
-            for step in self.steps():
-                remove_work_folder(step_folder(self.local_folder, step))
-        except OSError as error:
-            self._unlock()
-            raise io_error(self.local_folder, error) from error
-
     def release(self, *, after_error: bool = False) -> None:
         """Release the lock.
 
-        After an error, files of a run that has not begun are removed. The lock stays while a step is still being
+        After an error, the lock file of a run that has not begun is removed, with the folders that `acquire` created. The
+        lock stays while a step is still being
         written: other processes may write their shares of it. It then ends with this process.
 
         Args:
             after_error: Whether the run ended by an error.
         """
-        if after_error:
-            self._release_after_error()
-        else:
-            self._unlock()
-
-    def _release_after_error(self) -> None:
         try:
-            self._remove_unbegun()
+            if after_error and self._is_acquired and not self._has_begun():
+                with contextlib.suppress(OSError):  # tokens may be there
+                    (self.local_folder / LOCK).unlink(missing_ok=True)
+                    # `rmdir` removes empty folders only: files of other programs stay.
+                    for folder in self._new_folders:
+                        folder.rmdir()
         finally:
-            if not self._is_writing:
+            if not (after_error and self._is_writing):
                 self._unlock()
+
+    def _has_begun(self) -> bool:
+        """Return whether the run has a recipe or a step."""
+        return bool(self.steps()) or os.path.lexists(self.local_folder / RECIPE_FILE)
 
     def _unlock(self) -> None:
         if self._lock >= 0:
@@ -154,33 +173,19 @@ class FolderStorage:
         self._lock = -1
         self._is_acquired = False
 
-    def _remove_unbegun(self) -> None:
-        """Remove the lock file of a run without a recipe and steps, and the folders that `acquire` created."""
-        if (
-            not self._is_acquired
-            or self.steps()
-            or os.path.lexists(self.local_folder / RECIPE_FILE)
-        ):
-            return
-        with contextlib.suppress(OSError):  # tokens may be there
-            (self.local_folder / LOCK).unlink(missing_ok=True)
-            # `rmdir` removes empty folders only: files of other programs stay.
-            for folder in self._new_folders:
-                folder.rmdir()
-
     def write_step(self, save: StepSave) -> None:
         """Write a step. Remove it if an error occurs.
 
         Raises:
             PrepError: One of the processes cannot write its part.
         """
-        out = step_folder(self.local_folder, save.step)
+        step = FolderStep(save, step_folder(self.local_folder, save.step))
         self._is_writing = True
         try:
-            write_step(save, FolderStep(save, out))
+            write_step(save, step)
         except BaseException:
             if save.group.index == 0:
-                shutil.rmtree(out.with_name(f"{out.name}.partial"), ignore_errors=True)
+                shutil.rmtree(step.store.folder, ignore_errors=True)
             raise
         finally:
             self._is_writing = False
@@ -204,3 +209,74 @@ class FolderStorage:
 
     def store_file(self, name: str) -> None:
         """Do nothing: the file is in the folder of the run."""
+
+
+class FolderStep:
+    """A step in a folder shared by all processes. The caller holds the lock of the run.
+
+    Process 0 creates the data files, and each process writes at the offsets of the plan. The files therefore do not
+    depend on the number of processes.
+
+    Attributes:
+        save: The step, with the shards of this process.
+        plan: The plan of the step.
+        store: Folder of the step.
+    """
+
+    def __init__(self, save: StepSave, out: Path) -> None:
+        self.save = save
+        self.plan = save.plan
+        self.store = FolderStore(out)
+
+    def shared_streams(self) -> Sequence[int]:
+        """Return all streams, or none if one process writes the step."""
+        return range(len(self.plan.streams)) if self.save.group.count > 1 else ()
+
+    def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, str]:
+        """Write the shards of this process. See `StepOutput.write_own`."""
+        group = self.save.group
+        folder = self.store.folder
+        with joint_work(group, f"{self.save.name}-created"):
+            if group.index == 0:
+                try:
+                    remove_path(folder)
+                    self.store.work.mkdir(parents=True)
+                except OSError as error:
+                    raise io_error(folder, error) from error
+                check_free_space(folder, missing_nbytes(self.plan, folder))
+                open_sink(self.plan, folder).close()
+        with open_sink(self.plan, folder) as sink:
+            if group.count > 1:
+                leaves = [(leaf, self.save.leaves[leaf.name]) for leaf in self.plan.leaves]
+                write_shards(leaves, sink, checksums=checksums)
+                return {}
+            outcome = Pipeline(
+                self.plan.streams,
+                HostLeafReader(list(self.save.leaves.values())),
+                sink=sink,
+                budget=make_budget(MEMORY_NBYTES),
+                progress=NullProgress(),
+                checksums=checksums,
+            ).run()
+            return outcome.digests
+
+    def open_written(self) -> Files:
+        """Open the data files to read them."""
+        folder = self.store.folder / self.plan.item
+        return Files([folder / file.path for file in self.plan.files])
+
+    def write_note(self, index: int, content: bytes) -> None:
+        """Write the note of a process."""
+        self.store.write(f"{NOTE_STEM}-{index}", content)
+
+    def take_notes(self, indices: Sequence[int]) -> Sequence[bytes | None]:
+        """Return the notes of processes. They are deleted with the state."""
+        return [self.store.read(f"{NOTE_STEM}-{index}") for index in indices]
+
+    def publish(
+        self, identity: dict[str, object], digests: Mapping[int, str], sums: ChecksumArray
+    ) -> None:
+        """Write all other files, and rename the folder."""
+        folder = self.store.folder
+        finalize_folder(self.plan, folder, run_identity=identity, digests=digests, sums=sums)
+        self.store.publish()

@@ -1,6 +1,10 @@
-"""The storage of a training run, a local folder or a prefix of an object store, and joint work of its processes.
+"""The storage of a training run, a local folder or a prefix of an object store, and the joint work of its processes.
 
 If the work fails in one process, it fails in all of them.
+
+Each process writes its own shards of a step, and several processes may have shards of one tensor. After all bytes are
+durable, the tensors without a digest are divided among the processes, which read them back. Each process notes its
+digests and checksums, and process 0 publishes the step.
 """
 
 from __future__ import annotations
@@ -10,19 +14,33 @@ import contextlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+import numpy as np
 
 from prepcli.algebra.boxes import Box
-from prepcli.core.errors import RERUN_HINT, PrepError
+from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
+from prepcli.core.observer import NullProgress
 from prepcli.core.process_group import ProcessGroup
+from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf
+from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
+from prepcli.engine.files import RunReader
+from prepcli.execution.data_checks import StreamReader
+from prepcli.execution.run import make_run_identity, plan_digest
+from prepcli.execution.run_store import UnitNote
 from prepcli.formats.manifest import RECREATE_HINT
+from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.object_files import LeafBoxes
 from prepcli.planning.plan import Plan
+from prepcli.planning.work_units import divide_streams, subplan
 from prepcli.restore.item_reader import ItemReader
 
+MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf or shard that is fetched
+NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step is the note of process I
 TOKENS_FOLDER = "data"  # the tokens of the datasets
 
 
@@ -147,6 +165,41 @@ class RunStorage(Protocol):
         ...
 
 
+class StepOutput(Protocol):
+    """Where a step is written."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the step, with its data files."""
+        ...
+
+    def shared_streams(self) -> Sequence[int]:
+        """Return the streams without a digest after `write_own`, equal in all processes."""
+        ...
+
+    def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, str]:
+        """Write the shards of this process durably. Return the digests of its whole tensors."""
+        ...
+
+    def open_written(self) -> AbstractContextManager[RunReader]:
+        """Open the data files of all processes to read them."""
+        ...
+
+    def write_note(self, index: int, content: bytes) -> None:
+        """Write the note of a process."""
+        ...
+
+    def take_notes(self, indices: Sequence[int]) -> Sequence[bytes | None]:
+        """Return the notes of processes. They are no longer needed."""
+        ...
+
+    def publish(
+        self, identity: dict[str, object], digests: Mapping[int, str], sums: ChecksumArray
+    ) -> None:
+        """Write all other files, and make the step visible."""
+        ...
+
+
 @contextlib.contextmanager
 def joint_work(group: ProcessGroup, name: str) -> Iterator[None]:
     """Wait at the end of a `with` block for all processes. Raise in each one if the block failed in any of them.
@@ -166,20 +219,19 @@ def joint_work(group: ProcessGroup, name: str) -> Iterator[None]:
         yield
     except Exception as error:
         own_error = error
-        own_failure = _encode_error(error, group.index)
+        failed = error
+        if not isinstance(failed, PrepError):
+            why = f"{type(error).__name__}: {error}"
+            failed = PrepError("the work failed", why, RERUN_HINT)
+        own_failure = json.dumps(
+            {**failed.fields(), "what": f"process {group.index}: {failed.what}"}
+        )
     failures = group.gather(name, own_failure)
     failure = group.broadcast(f"{name}-outcome", next(filter(None, failures), ""))
     if own_error is not None:
         raise own_error
     if failure:
         raise PrepError(**json.loads(failure))
-
-
-def _encode_error(error: Exception, index: int) -> str:
-    """Return the fields of a PrepError with the name of the process, as JSON."""
-    if not isinstance(error, PrepError):
-        error = PrepError("the work failed", f"{type(error).__name__}: {error}", RERUN_HINT)
-    return json.dumps({**error.fields(), "what": f"process {index}: {error.what}"})
 
 
 def exchange_boxes(
@@ -200,8 +252,8 @@ def exchange_boxes(
     gathered = group.gather(f"{name}-boxes", encode_boxes([own]))
     # Only process 0 has the texts of all processes after a gather, so that it sends them to the others.
     collected: list[LeafBoxes] = []
-    for text in gathered:
-        collected += decode_boxes(text)
+    for encoded in gathered:
+        collected += decode_boxes(encoded)
     return decode_boxes(group.broadcast(f"{name}-all-boxes", encode_boxes(collected)))
 
 
@@ -210,14 +262,67 @@ def encode_boxes(processes: Sequence[LeafBoxes]) -> str:
     return base64.b64encode(zlib.compress(json.dumps(processes).encode())).decode()
 
 
-def decode_boxes(text: str) -> list[LeafBoxes]:
+def decode_boxes(encoded: str) -> list[LeafBoxes]:
     """Return the boxes of processes from `encode_boxes`."""
-    return list(map(_as_boxes, json.loads(zlib.decompress(base64.b64decode(text)))))
+    processes: list[LeafBoxes] = []
+    for process in json.loads(zlib.decompress(base64.b64decode(encoded))):
+        leaf_boxes: dict[str, list[Box]] = {}
+        for name, boxes in process.items():
+            # JSON has lists instead of tuples.
+            leaf_boxes[name] = [tuple((first, stop) for first, stop in box) for box in boxes]
+        processes.append(leaf_boxes)
+    return processes
 
 
-def _as_boxes(process: Mapping[str, Any]) -> LeafBoxes:
-    """Return the boxes of a process from JSON: lists become tuples."""
-    leaf_boxes: dict[str, list[Box]] = {}
-    for name, boxes in process.items():
-        leaf_boxes[name] = [tuple((first, stop) for first, stop in box) for box in boxes]
-    return leaf_boxes
+def step_reader(plan: Plan) -> StreamReader:
+    """Return the reader of a step's streams, within the memory budget of a save."""
+    return StreamReader(plan.streams, make_budget(MEMORY_NBYTES), NullProgress())
+
+
+def write_step(save: StepSave, output: StepOutput) -> None:
+    """Write a step together with the other processes. All of them call this.
+
+    Args:
+        save: The step, with the shards of this process.
+        output: The step's folder or URL.
+
+    Raises:
+        PrepError: One of the processes cannot write its part.
+    """
+    # Each part begins when all processes have ended the one before: all bytes are durable before they are
+    # read back, and process 0 has all notes before it publishes. A kill leaves an invisible step, which
+    # the next start removes.
+    group = save.group
+    plan = output.plan
+    checksums = ChecksumRecorder(chunk_extents(plan.leaves))
+    with joint_work(group, f"{save.name}-written"):
+        digests = dict(output.write_own(checksums))
+    with joint_work(group, f"{save.name}-digested"):
+        if shared := output.shared_streams():
+            positions = divide_streams(subplan(plan, shared), group.count)[group.index]
+            numbers = [shared[position] for position in positions]
+            with output.open_written() as written:
+                digests |= step_reader(plan).digest_written_streams(numbers, written)
+        if group.index:
+            # `sums` has an entry for every block of all files. A note of the known blocks alone is as small
+            # as this process's part of the files.
+            blocks = np.flatnonzero(checksums.sums).astype(np.uint64)
+            note = UnitNote(digests, blocks, checksums.sums[blocks.astype(np.int64)])
+            output.write_note(group.index, note.encode(save.name))
+    with joint_work(group, f"{save.name}-published"):
+        if group.index == 0:
+            indices = range(1, group.count)
+            for index, content in zip(indices, output.take_notes(indices)):
+                other = UnitNote.decode(content, save.name)
+                if other is None:
+                    hint = "set {} to a folder on a file system that all hosts share"
+                    raise PrepError(
+                        f"the note of process {index} is missing or damaged",
+                        "the process may have written it to a folder of the same name on another disk",
+                        text(hint, Option("out")),
+                    )
+                digests |= other.digests
+                checksums.sums[other.blocks.astype(np.int64)] = other.sums
+            # The small files are copied from the step before, so that their paths differ after each save.
+            run_id = plan_digest(replace(plan, small_files=()))
+            output.publish(make_run_identity(plan, run_id), digests, checksums.sums)

@@ -23,8 +23,8 @@ from prepcli.core.option_spec import PathLike
 from prepcli.core.process_group import SingleProcess
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import LeafSpec
-from prepcli.execution.step_writer import MEMORY_NBYTES, FolderStep, write_step
-from prepcli.execution.training_storage import StepSave
+from prepcli.execution.training_folder import FolderStep
+from prepcli.execution.training_storage import MEMORY_NBYTES, StepSave, write_step
 from prepcli.models.param_tree import Tree, param_leaves
 from prepcli.models.parameters import Family
 from prepcli.models.registry import family_of
