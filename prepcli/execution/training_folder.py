@@ -145,9 +145,9 @@ class FolderStorage:
     def release(self, *, after_error: bool = False) -> None:
         """Release the lock.
 
-        After an error, the lock file of a run that has not begun is removed, with the folders that `acquire` created. The
-        lock stays while a step is still being
-        written: other processes may write their shares of it. It then ends with this process.
+        After an error, the lock file of a run that has not begun is removed, with the folders that `acquire` created.
+        The lock stays while a step is still being written: other processes may write their shares of it. It then ends
+        with this process.
 
         Args:
             after_error: Whether the run ended by an error.
