@@ -29,9 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.meter import measure
-from prepcli.execution.output_paths import RETRIES
 from prepcli.stores.addresses import parse_url
-from prepcli.stores.object_store import Bucket
+from prepcli.stores.object_store import RETRIES, Bucket
 from tests.helpers import loopback
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 

@@ -1,5 +1,12 @@
 """Errors, JSON values, texts, and the protocols of progress and of processes."""
 
+from functools import cache
+
+PACKAGES = (
+    "prepcli", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "safetensors", "numpy", "ml_dtypes",
+    "huggingface_hub", "tokenizers", "typer", "rich", "transformers", "torch",
+)  # fmt: skip
+
 
 def version() -> str:
     """Return the installed version of prep, which results, manifests and reports name."""
@@ -7,3 +14,17 @@ def version() -> str:
     from importlib import metadata
 
     return metadata.version("prepcli")
+
+
+@cache
+def package_versions() -> dict[str, str | None]:
+    """Return the version of each package of prep, or None if it is not installed."""
+    from importlib import metadata
+
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions

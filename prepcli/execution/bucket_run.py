@@ -28,17 +28,13 @@ from prepcli.execution.bucket_store import (
 from prepcli.execution.data_checks import parse_source_state
 from prepcli.execution.finalize import (
     WORK_FOLDER,
+    CompressedChunks,
+    locate_chunks,
     raw_chunks,
     write_last_files,
 )
-from prepcli.execution.object_compressor import (
-    CompressedChunks,
-    compression_threads,
-    locate_chunks,
-)
-from prepcli.execution.object_writer import ObjectWriter
-from prepcli.execution.output_paths import RETRIES
-from prepcli.execution.run import ExecutionRequest, Run
+from prepcli.execution.object_writer import ObjectWriter, compression_threads
+from prepcli.execution.run import ConversionRun, ExecutionRequest
 from prepcli.execution.run_store import (
     DONE_FOLDER,
     RUN_FILE,
@@ -55,7 +51,7 @@ from prepcli.planning.work_units import find_bucket_units
 from prepcli.stores import object_store
 from prepcli.stores.bucket_lock import BucketLock, check_lock, is_locked_by
 from prepcli.stores.byte_ranges import RemoteFile, retry_policy_from_env
-from prepcli.stores.object_store import Bucket, ObjectStoreUrl, part_nbytes
+from prepcli.stores.object_store import RETRIES, Bucket, ObjectStoreUrl, part_nbytes
 from prepcli.stores.object_writes import (
     ObjectUploads,
     missing_object_error,
@@ -72,12 +68,12 @@ MAX_LOOK_S = 30.0
 MAX_LOOKED_UP = 32
 
 
-class BucketRun(Run):
+class BucketRun(ConversionRun):
     """Writes the output of a plan below a URL. The data files of the plan are from `plan_object_files`."""
 
     def __init__(self, request: ExecutionRequest, url: ObjectStoreUrl) -> None:
         plan = request.plan
-        self.bucket = Bucket(url, RETRIES, retry_policy_from_env(os.environ, request.note))
+        self.bucket = Bucket(url, RETRIES, retry_policy_from_env(os.environ, request.say))
         memory_nbytes = request.pool.memory_nbytes
         largest_nbytes = max((file.size for file in plan.files), default=0)
         kept_nbytes = max((stream.kept_nbytes for stream in plan.streams), default=0)
@@ -97,12 +93,12 @@ class BucketRun(Run):
             part_nbytes=part_nbytes(largest_nbytes),
             num_compressing=self._num_compressing,
         )
-        self.bucket_store = BucketStore(self.bucket, request.run_id, request.note)
+        self.bucket_store = BucketStore(self.bucket, request.plan_digest, request.say)
         super().__init__(request, self.bucket_store, find_bucket_units(plan), budget)
         self._writer: ObjectWriter | None = None
 
     def read_manifest(self) -> Manifest:
-        """Return the manifest of the published output. See `Run.read_manifest`."""
+        """Return the manifest of the published output. See `ConversionRun.read_manifest`."""
         file = self.bucket.find_file(MANIFEST_FILE)
         manifest = stored_manifest(self.bucket, [] if file is None else [file])
         if manifest is None:
@@ -112,7 +108,7 @@ class BucketRun(Run):
     # Joining
 
     def is_done(self) -> bool:
-        """Return whether the requested output exists. See `Run.is_done`."""
+        """Return whether the requested output exists. See `ConversionRun.is_done`."""
         self._check_restart()
         self._check_object_count()
         files = self.bucket.list_files()
@@ -125,7 +121,7 @@ class BucketRun(Run):
                 raise foreign_output_error(self.bucket.name)
             return False
         is_joint = self.pool.share.count > 1
-        is_same = manifest.plan == self.request.run_id and has_intact_files(
+        is_same = manifest.plan == self.request.plan_digest and has_intact_files(
             self.bucket, files, manifest
         )
         if is_joint and is_same:
@@ -133,7 +129,11 @@ class BucketRun(Run):
         if self.request.options.overwrite:
             return False
         check_stored_output(
-            self.bucket, files, manifest, self.request.run_id, restart=self.request.options.restart
+            self.bucket,
+            files,
+            manifest,
+            self.request.plan_digest,
+            restart=self.request.options.restart,
         )
         return True
 
@@ -160,10 +160,10 @@ class BucketRun(Run):
 
     def check_room(self) -> None:
         """Check that no other plan is being written there."""
-        check_lock(self.bucket, self.request.run_id)
+        check_lock(self.bucket, self.request.plan_digest)
 
     def join(self, identity: Mapping[str, object], source: JsonObject) -> bool:
-        """Join the run. Return False if the output was published meanwhile. See `Run.join`."""
+        """Join the run. Return False if the output was published meanwhile. See `ConversionRun.join`."""
         is_worker = PARENT_VARIABLE in os.environ
         self.bucket_store.join(
             identity,
@@ -181,8 +181,8 @@ class BucketRun(Run):
         # The output is complete, also if they stay.
         with suppress(PrepError):
             has_state = bool(self.bucket_store.list_state())
-            if has_state or is_locked_by(self.bucket, self.request.run_id):
-                with BucketLock(self.bucket, self.request.run_id, note=self.say):
+            if has_state or is_locked_by(self.bucket, self.request.plan_digest):
+                with BucketLock(self.bucket, self.request.plan_digest, say=self.say):
                     self.bucket_store.delete_state()
 
     # Notes
@@ -191,7 +191,7 @@ class BucketRun(Run):
         """Do nothing: `look` believes no note of another session, and its units are written again."""
 
     def read_note(self, folder: str, number: int) -> UnitNote | None:
-        """Return the note of a unit in this session. See `Run.read_note`."""
+        """Return the note of a unit in this session. See `ConversionRun.read_note`."""
         note = super().read_note(folder, number)
         return note if note is not None and note.session == self.session else None
 
@@ -216,17 +216,17 @@ class BucketRun(Run):
             self.result.resumed_nbytes = sum(self.units[number].nbytes for number in self.notes)
 
     def look_s(self) -> float:
-        """Return the seconds between two listings of the state. See `Run.look_s`."""
+        """Return the seconds between two listings of the state. See `ConversionRun.look_s`."""
         return min(MAX_LOOK_S, LOOK_S + LOOK_S_PER_PROCESS * self.pool.share.count)
 
     def find_noted(self) -> set[int]:
-        """Return the believed notes that still exist. See `Run.find_noted`."""
+        """Return the believed notes that still exist. See `ConversionRun.find_noted`."""
         return self.bucket_store.find_notes(self.notes.keys())
 
     # Writing
 
     def claim_units(self) -> Iterator[PipelineUnit]:
-        """Yield the units that this process can claim. See `Run.claim_units`."""
+        """Yield the units that this process can claim. See `ConversionRun.claim_units`."""
         pending = [number for number in self.order if number not in self.notes]
         for first in range(0, len(pending), MAX_CLAIMED):
             batch = pending[first : first + MAX_CLAIMED]
@@ -248,7 +248,7 @@ class BucketRun(Run):
                     return
 
     def write_units(self, units: Iterator[PipelineUnit]) -> None:
-        """Assemble and send the objects of units. See `Run.write_units`."""
+        """Assemble and send the objects of units. See `ConversionRun.write_units`."""
         # Objects of units without a note: a kill came between them and the note. Their bytes are computed
         # again and compared, because only the note has their digests and checksums.
         existing = {file.path: file for file in self.bucket.list_files()}
@@ -324,7 +324,7 @@ class BucketRun(Run):
     # Publication
 
     def publish(self) -> None:
-        """Publish the output, and delete the state of the run. See `Run.publish`.
+        """Publish the output, and delete the state of the run. See `ConversionRun.publish`.
 
         Raises:
             PrepError: An object is missing or was changed, or the store does not answer.

@@ -76,21 +76,21 @@ class BucketStore:
         session: Identifies the run since its last beginning.
     """
 
-    def __init__(self, bucket: Bucket, run_id: str, note: Callable[[str], object]) -> None:
+    def __init__(self, bucket: Bucket, plan_digest: str, say: Callable[[str], object]) -> None:
         """Describe the state without any request.
 
         Args:
             bucket: Client of the output's URL.
-            run_id: Digest of the plan.
-            note: Receives a line if the URL cannot be locked.
+            plan_digest: Digest of the plan.
+            say: Receives a line if the URL cannot be locked.
         """
         self.bucket = bucket
         self.session = ""
         # Its listings have the state alone: an output may have 100,000 objects.
         url = replace(bucket.url, path=bucket.url.key(WORK_FOLDER))
         self._state = Bucket(url, bucket.retries, bucket.retry_policy)
-        self._run_id = run_id
-        self._lock = BucketLock(bucket, run_id, note=note, is_shared=True)
+        self._plan_digest = plan_digest
+        self._lock = BucketLock(bucket, plan_digest, say=say, is_shared=True)
         self._process = f"{secrets.token_hex(8)}_{os.getpid()}_{socket.gethostname()}"
         self._left = threading.Event()
         self._source: JsonObject = {}
@@ -332,7 +332,7 @@ class BucketStore:
             file = self.bucket.find_file(MANIFEST_FILE)
             if file is not None:
                 manifest = stored_manifest(self.bucket, [file])
-                self._is_published = manifest is not None and manifest.plan == self._run_id
+                self._is_published = manifest is not None and manifest.plan == self._plan_digest
         return self._is_published
 
     def delete_state(self) -> None:

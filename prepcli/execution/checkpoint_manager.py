@@ -90,7 +90,7 @@ class CheckpointManager:
         manifest_changes: Manifest = NO_MANIFEST,
         group: ProcessGroup = SINGLE,
         free_memory_nbytes: Callable[[], int | None] = lambda: None,
-        note: Callable[[str], None] = lambda text: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Create the run, lock it, and remove the files of killed processes.
 
@@ -106,7 +106,7 @@ class CheckpointManager:
             group: Processes of the run.
             free_memory_nbytes: Returns the free memory of the host, or None if a copy of a state
                 always fits.
-            note: Prints a line for the user.
+            say: Prints a line for the user.
 
         Raises:
             PrepError: Another process holds the run.
@@ -127,7 +127,7 @@ class CheckpointManager:
         self._free_memory_nbytes = free_memory_nbytes
         self._pending: BackgroundSave | None = None
         if self._is_first:
-            self._storage.acquire(note)
+            self._storage.acquire(say)
 
     @property
     def _is_first(self) -> bool:
@@ -465,7 +465,7 @@ class StepExports:
         *,
         export: Callable[[int], None],
         warn: Callable[[str], None],
-        note: Callable[[str], None] = lambda text: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Set the interval. The thread starts with the first export.
 
@@ -473,12 +473,12 @@ class StepExports:
             every: Steps between two exports.
             export: Exports a step. Has no effect if its export is complete.
             warn: Called with a message for a step whose export failed, which does not end the run.
-            note: Called with a message about the exports that `wait` waits for.
+            say: Called with a message about the exports that `wait` waits for.
         """
         self._every = every
         self._export = export
         self._warn = warn
-        self._note = note
+        self._say = say
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._waiting: set[int] = set()
         self._thread: threading.Thread | None = None
@@ -522,7 +522,7 @@ class StepExports:
         """Wait until all exports have ended, unless they are abandoned."""
         if self._thread is not None:
             if steps := sorted(self.in_use()):
-                self._note(
+                self._say(
                     f"exporting step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
                 )
             self._queue.put(None)

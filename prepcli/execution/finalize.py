@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
+
+import numpy as np
+import numpy.typing as npt
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.engine.casts import Scale, parse_stream_digest, report_casts
 from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
 from prepcli.engine.digest import UNNAMED_ALGORITHM, TensorDigest, record_digest
 from prepcli.engine.files import Files
-from prepcli.execution.object_compressor import CompressedChunks
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, record_file
 from prepcli.formats.orbax import (
@@ -49,6 +52,8 @@ from prepcli.stores.output_files import check_no_symlinks, open_no_follow, write
 
 # Small files are written from their first byte again, also after an interruption.
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+# [chunks, 3]: file, offset, bytes. An object per chunk would need too much memory.
+_ChunkTable = npt.NDArray[np.int64]
 WORK_FOLDER = ".prep"  # state of the run, in an output that is not complete
 
 
@@ -437,3 +442,62 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> Manifest:
     if unslotted:
         manifest |= Manifest(others=unslotted)
     return manifest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompressedChunks:
+    """Locations of compressed chunks, in the order of the raw chunks.
+
+    Attributes:
+        places: [chunks, 3]: file number, offset and bytes of each chunk.
+        files: Paths of the data files, relative to the item.
+        sizes: Bytes of each data file.
+    """
+
+    places: _ChunkTable
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def relocate(self, raw: Iterable[WrittenChunk]) -> Iterator[WrittenChunk]:
+        """Yield the raw chunks of the plan, in the same order, with their compressed locations."""
+        for chunk, row in zip(raw, self.places, strict=True):
+            file, offset, nbytes = map(int, row)
+            yield replace(chunk, file=file, offset=offset, nbytes=nbytes)
+
+
+def locate_chunks(
+    chunks: Iterable[WrittenChunk],
+    lengths: Mapping[int, Sequence[int]],
+    paths: Sequence[str],
+    chunk_paths: Sequence[str] | None = None,
+) -> CompressedChunks:
+    """Return the locations of chunks, compressed file by file without gaps.
+
+    Args:
+        chunks: The raw chunks.
+        lengths: Compressed lengths of the chunks in each raw file, in the order of their offsets, by file number.
+        paths: Path of the compressed chunks of each raw file, relative to the item.
+        chunk_paths: Path of each chunk in a file of its own, in the order of `chunks`, instead of `paths`.
+    """
+    # `table` has one row [file, offset, bytes] per raw chunk. `places[order]` puts lengths in the order of the raw
+    # files back in the order of `chunks`: order [2, 0, 1] means that the first compressed chunk is chunk 2.
+    rows = ((chunk.file, chunk.offset, chunk.nbytes) for chunk in chunks)
+    table = np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, 3)
+    order = np.lexsort((table[:, 1], table[:, 0]))
+    places = np.empty_like(table)
+    sizes: list[int] = []
+    row = 0
+    for file in range(len(paths)):
+        offset = 0
+        for nbytes in lengths.get(file, ()):
+            places[order[row]] = file, offset, nbytes
+            offset += nbytes
+            row += 1
+        sizes.append(offset)
+    assert row == len(table)  # each complete unit has noted the lengths of all its chunks
+    if chunk_paths is None:
+        return CompressedChunks(places, tuple(paths), tuple(sizes))
+    places[order, 0] = np.arange(row)
+    places[:, 1] = 0
+    names = [chunk_paths[number] for number in map(int, order)]
+    return CompressedChunks(places, tuple(names), tuple(map(int, places[order, 2])))

@@ -30,10 +30,9 @@ from prepcli.execution.data_checks import (
     read_stamps,
     zero_gaps,
 )
-from prepcli.execution.finalize import finalize_folder
+from prepcli.execution.finalize import CompressedChunks, finalize_folder
 from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_work_folder
-from prepcli.execution.object_compressor import CompressedChunks
-from prepcli.execution.run import ExecutionRequest, Run
+from prepcli.execution.run import ConversionRun, ExecutionRequest
 from prepcli.execution.run_store import (
     DONE_FOLDER,
     PART_FOLDER,
@@ -65,7 +64,7 @@ CHECKED_NBYTES = 1 << 30
 MAX_CHECKED = 64
 
 
-class FolderRun(Run):
+class FolderRun(ConversionRun):
     """Writes the output of a plan to a folder."""
 
     def __init__(
@@ -109,7 +108,7 @@ class FolderRun(Run):
         self._manifest: Manifest | None = None
 
     def error_for_user(self, error: PrepError) -> PrepError:
-        """Name the output in the error of a full disk. See `Run.error_for_user`."""
+        """Name the output in the error of a full disk. See `ConversionRun.error_for_user`."""
         # A user knows the output, but not its data files. These are on one disk.
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -117,7 +116,7 @@ class FolderRun(Run):
         return error
 
     def is_done(self) -> bool:
-        """Return whether the requested output exists. See `Run.is_done`."""
+        """Return whether the requested output exists. See `ConversionRun.is_done`."""
         if not os.path.lexists(self.out):
             return False
         _check_replaceable(self.out)
@@ -127,7 +126,7 @@ class FolderRun(Run):
             if self.request.options.overwrite:
                 return False
             raise
-        is_same_plan = manifest is not None and manifest.plan == self.request.run_id
+        is_same_plan = manifest is not None and manifest.plan == self.request.plan_digest
         is_complete = is_same_plan and _is_complete(self.plan, self.out, manifest or NO_MANIFEST)
         is_joint = self.pool.share.count > 1
         if is_complete and (
@@ -146,7 +145,7 @@ class FolderRun(Run):
         raise OutputExistsError(f"{self.out} exists and is something else", why, hint)
 
     def read_manifest(self) -> Manifest:
-        """Return the manifest of the published output. See `Run.read_manifest`."""
+        """Return the manifest of the published output. See `ConversionRun.read_manifest`."""
         return self._manifest or read_manifest(self.out) or NO_MANIFEST
 
     def check_room(self) -> None:
@@ -177,7 +176,7 @@ class FolderRun(Run):
     # Notes of earlier sessions
 
     def check_earlier_notes(self) -> None:
-        """Read back what other sessions have noted. See `Run.check_earlier_notes`."""
+        """Read back what other sessions have noted. See `ConversionRun.check_earlier_notes`."""
         store = self.folder_store
         if store.is_published():
             return
@@ -301,7 +300,7 @@ class FolderRun(Run):
         return open_sink(self.plan, self.folder_store.folder)
 
     def write_units(self, units: Iterator[PipelineUnit]) -> None:
-        """Write units at their offsets. See `Run.write_units`."""
+        """Write units at their offsets. See `ConversionRun.write_units`."""
         sink, reader = self._open_files()
         recorder = self.recorder if self.plan.leaves else None
         self.pipeline = pipeline = Pipeline(
@@ -323,7 +322,7 @@ class FolderRun(Run):
         sink.check_unchanged()
 
     def prepare_unit(self, number: int) -> PipelineUnit:
-        """Return a claimed unit with its durable part, if there is any. See `Run.prepare_unit`."""
+        """Return a claimed unit with its durable part, if there is any. See `ConversionRun.prepare_unit`."""
         unit = super().prepare_unit(number)
         part = self.read_note(PART_FOLDER, number)
         # A process of this session may have read another source, before it has found that and deleted its notes.
@@ -369,7 +368,7 @@ class FolderRun(Run):
     # Publication
 
     def publish(self) -> None:
-        """Verify and publish the output. See `Run.publish`."""
+        """Verify and publish the output. See `ConversionRun.publish`."""
         store = self.folder_store
         notes = list(self.notes.values())
         digests = all_digests(self.plan, notes)

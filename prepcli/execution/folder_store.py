@@ -23,7 +23,6 @@ from pathlib import Path
 from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
 from prepcli.core.json_values import JsonObject, load_json
 from prepcli.execution.finalize import WORK_FOLDER
-from prepcli.execution.output_paths import is_same_file, remove_path
 from prepcli.execution.run_store import (
     CHECKSUM_KEY,
     CLAIMS_FOLDER,
@@ -40,8 +39,10 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.stores.files import MAX_NAME_NBYTES, fsync_path, io_error
 from prepcli.stores.output_files import (
     check_not_symlink,
+    is_same_file,
     open_no_follow,
     read_no_follow,
+    remove_path,
     sync_many,
 )
 

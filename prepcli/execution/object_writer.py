@@ -1,9 +1,15 @@
-"""Write units of work to an object store: their objects are assembled, compressed if necessary, and sent."""
+"""Write units of work to an object store: their objects are assembled, compressed if necessary, and sent.
+
+The length of a compressed chunk is known only after its compression. The notes of the units record the lengths, and the
+last process computes the places of all chunks from them. The bytes depend only on the raw chunk and the compression,
+not on the sizes of pieces.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,16 +17,23 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.object_assembler import ObjectAssembler, Piece, PieceLimits
 from prepcli.execution.finalize import output_path
-from prepcli.execution.object_compressor import ObjectCompressor
 from prepcli.execution.run_store import UnitNote
+from prepcli.formats.codecs import Encoder, codec_of
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import ChunkExtent, chunk_extents
+from prepcli.planning.item_storage import Compression
 from prepcli.planning.object_files import streams_of_spans
 from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.work_units import WorkUnit
-from prepcli.stores.buffers import ByteArray
+from prepcli.stores.buffers import ByteArray, allocate_buffer
 from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.object_writes import ObjectUploads
+
+# An encoder gets so many bytes at a time.
+SLICE_NBYTES = 1 << 20
+MAX_THREADS = 8
+# Encoders may use this part of the memory.
+CONTEXT_SHARE = 16
 
 
 class ObjectWriter:
@@ -193,3 +206,130 @@ def block_numbers(extents: Sequence[ChunkExtent]) -> list[int]:
             first = extent.first_block(position)
             numbers += range(first, first + extent.blocks.per_chunk.block_count)
     return numbers
+
+
+# --- Compression
+
+
+@dataclass(slots=True)
+class _ObjectState:
+    """The chunks of an object, and its progress.
+
+    Attributes:
+        chunks: Offset and size of each raw chunk, ascending.
+        lengths: Compressed lengths of the first chunks.
+        stream: Compressor of the current chunk, if its first bytes are compressed.
+        length: Compressed bytes of the current chunk so far.
+    """
+
+    chunks: Sequence[tuple[int, int]]
+    lengths: list[int] = field(default_factory=list[int])
+    stream: Encoder | None = None
+    length: int = 0
+
+
+class _Buffer:
+    """Compressed bytes of a piece.
+
+    It takes no memory for unused bytes, and returns its memory at once. Freed bytearrays of several threads stayed in
+    the process: up to 40 MiB at a limit of 128 MiB.
+    """
+
+    def __init__(self, max_nbytes: int) -> None:
+        self._memory = allocate_buffer(max_nbytes)
+        self._nbytes = 0
+
+    @property
+    def content(self) -> ByteArray:
+        """The bytes so far."""
+        return self._memory[: self._nbytes]
+
+    def append(self, data: bytes) -> None:
+        """Append bytes."""
+        stop = self._nbytes + len(data)
+        self._memory[self._nbytes : stop] = np.frombuffer(data, np.uint8)
+        self._nbytes = stop
+
+
+class ObjectCompressor:
+    """Compresses pieces of objects in several threads. The pieces of one object come in order, one at a time."""
+
+    def __init__(
+        self,
+        extents: Mapping[int, Sequence[ChunkExtent]],
+        compression: Compression,
+        num_threads: int,
+    ) -> None:
+        """Begin with no piece.
+
+        Args:
+            extents: Extents of each object, by file number, sorted by offset.
+            compression: Codec and level.
+            num_threads: Number of concurrent compressions.
+        """
+        self._codec = codec_of(compression)
+        self._level = compression.level
+        self._extents = extents
+        self._states: dict[int, _ObjectState] = {}
+        self._slots = threading.Semaphore(num_threads)
+
+    def compress(self, piece: Piece) -> ByteArray:
+        """Return the compressed bytes of a piece. They may be empty before the last piece of an object."""
+        state = self._state(piece.file)
+        num_chunks = len(state.chunks) - len(state.lengths)
+        compressed = _Buffer(self._codec.max_encoded_nbytes(piece.data.size, num_chunks))
+        with self._slots:
+            while len(state.lengths) < len(state.chunks):
+                offset, nbytes = state.chunks[len(state.lengths)]
+                first = max(offset, piece.start)
+                stop = min(offset + nbytes, piece.start + piece.data.size)
+                if first >= stop:
+                    # The chunk begins in a later piece.
+                    break
+                self._compress_run(
+                    state, piece.data[first - piece.start : stop - piece.start], compressed
+                )
+                if stop < offset + nbytes:
+                    # The next piece continues the chunk.
+                    break
+                self._end_chunk(state, compressed)
+        return compressed.content
+
+    def lengths(self, file: int) -> list[int]:
+        """Return the compressed lengths of the chunks of a complete object, in the order of their offsets."""
+        return self._state(file).lengths
+
+    def _state(self, file: int) -> _ObjectState:
+        if file not in self._states:
+            self._states[file] = _ObjectState(sorted(_chunk_ranges(self._extents.get(file, ()))))
+        return self._states[file]
+
+    def _compress_run(self, state: _ObjectState, run: ByteArray, compressed: _Buffer) -> None:
+        if state.stream is None:
+            _, nbytes = state.chunks[len(state.lengths)]
+            state.stream = self._codec.open_encoder(self._level, nbytes)
+        for start in range(0, run.size, SLICE_NBYTES):
+            data = state.stream.compress(run[start : start + SLICE_NBYTES].data)
+            compressed.append(data)
+            state.length += len(data)
+
+    def _end_chunk(self, state: _ObjectState, compressed: _Buffer) -> None:
+        assert state.stream is not None
+        data = state.stream.flush()
+        compressed.append(data)
+        state.lengths.append(state.length + len(data))
+        state.stream = None
+        state.length = 0
+
+
+def _chunk_ranges(extents: Sequence[ChunkExtent]) -> Iterator[tuple[int, int]]:
+    """Yield the offset and the size of each chunk."""
+    for extent in extents:
+        for position in range(extent.chunk_count):
+            offset = extent.offset + position * extent.stride_nbytes
+            yield offset, extent.blocks.per_chunk.chunk_nbytes
+
+
+def compression_threads(encoder_nbytes: int, memory_nbytes: int) -> int:
+    """Return the number of threads for the compression within a memory limit."""
+    return max(1, min(MAX_THREADS, memory_nbytes // CONTEXT_SHARE // encoder_nbytes))

@@ -27,10 +27,9 @@ from prepcli.engine.checksum_recorder import compute_unknown
 from prepcli.engine.files import Files, RunReader, allocate
 from prepcli.engine.pipeline import MOST_UNSYNCED_NBYTES, PipelineUnit
 from prepcli.execution.data_checks import changed_error, file_holes
-from prepcli.execution.finalize import raw_chunks
+from prepcli.execution.finalize import CompressedChunks, locate_chunks, raw_chunks
 from prepcli.execution.folder_run import FolderRun, allocated_size, check_free_space
 from prepcli.execution.folder_store import RAW_FOLDER
-from prepcli.execution.object_compressor import CompressedChunks, locate_chunks
 from prepcli.execution.object_writer import block_numbers
 from prepcli.execution.run import ExecutionRequest
 from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, UnitNote
@@ -84,7 +83,7 @@ class PackedFolderRun(FolderRun):
         self._stop_s = 0.0
 
     def check_room(self) -> None:
-        """Raise PrepError if the disk has no room for the remaining units. See `Run.check_room`."""
+        """Raise PrepError if the disk has no room for the remaining units. See `ConversionRun.check_room`."""
         # The compressed size is unknown. Each process has raw units on disk, too: of one point that is compressed, of
         # the next one, and one in progress.
         noted = self.store.units_with(DONE_FOLDER)
@@ -101,7 +100,7 @@ class PackedFolderRun(FolderRun):
     # Notes of earlier sessions
 
     def read_note(self, folder: str, number: int) -> UnitNote | None:
-        """Return the note of a unit, or None if it does not have the lengths of its chunks. See `Run.read_note`."""
+        """Return the note of a unit, or None without the lengths of its chunks. See `ConversionRun.read_note`."""
         note = super().read_note(folder, number)
         if note is None or folder == PART_FOLDER:
             return note

@@ -52,7 +52,7 @@ LOOK_S = 0.2
 LOOK_S_PER_PROCESS = 0.005
 
 
-class Run(ABC):
+class ConversionRun(ABC):
     """A run of one process. Subclasses know how units become durable.
 
     Attributes:
@@ -78,11 +78,11 @@ class Run(ABC):
         self.plan = request.plan
         self.source = request.source
         self.pool = request.pool
-        self.say = request.note
+        self.say = request.say
         self.store = store
         self.units = units
         self.budget = budget
-        self.identity = make_run_identity(self.plan, request.run_id)
+        self.identity = make_run_identity(self.plan, request.plan_digest)
         self.session = ""
         self.notes: dict[int, UnitNote] = {}
         self.earlier_notes: dict[int, UnitNote] = {}
@@ -290,7 +290,7 @@ class Run(ABC):
         """Return the note of a unit from its content, or None if it is not a note of this unit."""
         if content is None:
             return None
-        note = UnitNote.decode(content, self.request.run_id)
+        note = UnitNote.decode(content, self.request.plan_digest)
         if note is None or number >= len(self.units):
             return None
         streams = {*note.digests} | ({note.prefix.stream_number} if note.prefix else set())
@@ -348,7 +348,7 @@ class Run(ABC):
         if note.prefix:
             nbytes += note.prefix.nbytes
         note = replace(note, nbytes=nbytes, source=self.source_digest)
-        self.store.write(f"{folder}/{number}", note.encode(self.request.run_id))
+        self.store.write(f"{folder}/{number}", note.encode(self.request.plan_digest))
         return note
 
     def add_result(self, result: ConversionResult) -> None:
@@ -454,32 +454,32 @@ class ExecutionRequest:
 
     Attributes:
         plan: The plan of the whole output.
-        run_id: Digest of the plan. It identifies the run in notes and manifests.
+        plan_digest: Digest of the plan. It identifies the run in notes and manifests.
         source: The opened source of the plan.
         pool: The workers of this process, its share of the plan, its memory and its progress.
         options: How the output is written.
-        note: Prints a line for the user.
+        say: Prints a line for the user.
     """
 
     plan: Plan
-    run_id: str
+    plan_digest: str
     source: Source
     pool: WorkerPool
     options: RunOptions
-    note: Callable[[str], None]
+    say: Callable[[str], None]
 
 
-def plan_digest(plan: Plan) -> str:
+def digest_plan(plan: Plan) -> str:
     """Return the digest of a plan. Equal digests imply equal outputs, given unchanged sources."""
     return "xxh3:" + record_digest_of_pieces(piece.encode() for piece in iter_text(plan))
 
 
-def make_run_identity(plan: Plan, run_id: str) -> dict[str, object]:
+def make_run_identity(plan: Plan, plan_digest: str) -> dict[str, object]:
     """Return the identity of a run, given the digest of its plan. Runs with equal identities write equal bytes."""
     source_digest = record_digest(encode_text(plan.source_files).encode())
     return {
         "request": plan.request,
         "source": source_digest,
-        "plan": run_id,
+        "plan": plan_digest,
         "prep": version(),
     }

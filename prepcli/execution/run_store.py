@@ -159,15 +159,15 @@ class UnitNote:
     prefix: StreamPrefix | None = None
     nbytes: int = 0
 
-    def encode(self, run_id: str) -> bytes:
+    def encode(self, plan_digest: str) -> bytes:
         """Return the content of the note.
 
         Args:
-            run_id: Digest of the plan. A process that still runs may note a unit in the state of a later run.
+            plan_digest: Digest of the plan. A process that still runs may note a unit in the state of a later run.
         """
         known = np.stack([self.blocks.astype(CHECKSUM_DTYPE), self.sums.astype(CHECKSUM_DTYPE)])
         content: dict[str, object] = {
-            "run": run_id,
+            "run": plan_digest,
             "session": self.session,
             "writer": self.writer,
             "source": self.source,
@@ -183,11 +183,11 @@ class UnitNote:
         return encode_record(content)
 
     @classmethod
-    def decode(cls, data: bytes | None, run_id: str) -> UnitNote | None:
+    def decode(cls, data: bytes | None, plan_digest: str) -> UnitNote | None:
         """Return the note, or None if it is missing, damaged, of another version or of another run."""
         try:
             content = decode_record(data or b"")
-            if content.get("run") != run_id:
+            if content.get("run") != plan_digest:
                 return None
             return _parse_note(content)
         except ValueError:

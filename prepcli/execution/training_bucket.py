@@ -24,14 +24,12 @@ from prepcli.algebra.grids import ChunkIndex
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.engine.blobs import open_blobs
-from prepcli.engine.checkpoint_store import HostLeaf, HostShard
+from prepcli.engine.checkpoint_store import HostLeaf, HostLeafReader, HostShard
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
-from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.execution.bucket_store import NUM_THREADS
 from prepcli.execution.finalize import WORK_FOLDER, write_last_files
-from prepcli.execution.output_paths import RETRIES
 from prepcli.execution.training_storage import (
     NOTE_STEM,
     StepSave,
@@ -53,7 +51,7 @@ from prepcli.stores.bucket_lock import BucketLock
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import RemoteFile, RetryPolicy, map_in_daemon_threads
 from prepcli.stores.files import io_error, open_regular_file
-from prepcli.stores.object_store import Bucket, part_nbytes
+from prepcli.stores.object_store import RETRIES, Bucket, part_nbytes
 from prepcli.stores.object_writes import publish_content
 from prepcli.stores.paths import StoreListing, read_all
 
@@ -140,7 +138,7 @@ class BucketStorage:
         open_source(located)
         return open_reader(located.files.path, verify, hint)
 
-    def acquire(self, note: Callable[[str], None]) -> None:
+    def acquire(self, say: Callable[[str], None]) -> None:
         """Lock the URL, then delete the objects of steps without a manifest. Killed processes left them.
 
         If this process holds the lock already, the call has no effect.
@@ -150,7 +148,7 @@ class BucketStorage:
         """
         if self._lock is not None:
             return
-        lock = BucketLock(self._bucket, self._recipe_digest, note=note)
+        lock = BucketLock(self._bucket, self._recipe_digest, say=say)
         lock.acquire()
         try:
             files = self._list_files()

@@ -17,9 +17,9 @@ from pathlib import Path
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import make_budget
+from prepcli.engine.checkpoint_store import HostLeafReader, write_shards
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import Files
-from prepcli.engine.host_leaves import HostLeafReader, write_shards
 from prepcli.engine.pipeline import Pipeline
 from prepcli.execution.finalize import finalize_folder
 from prepcli.execution.folder_run import check_free_space, missing_nbytes, open_sink
@@ -29,7 +29,6 @@ from prepcli.execution.folder_store import (
     lock_in_folder,
     remove_work_folder,
 )
-from prepcli.execution.output_paths import remove_path
 from prepcli.execution.training_storage import (
     MEMORY_NBYTES,
     NOTE_STEM,
@@ -41,6 +40,7 @@ from prepcli.formats.manifest import RECREATE_HINT
 from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.stores.files import fsync_path, io_error
+from prepcli.stores.output_files import remove_path
 
 LOCK = ".lock"
 NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -103,10 +103,10 @@ class FolderStorage:
         """Open a step. See `open_reader`."""
         return open_reader(step_folder(self.local_folder, step), verify, hint)
 
-    def acquire(self, note: Callable[[str], None]) -> None:
+    def acquire(self, say: Callable[[str], None]) -> None:
         """Create and lock the folder, and remove the files of killed processes.
 
-        If this process has acquired it already, the call has no effect. On a file system without locks, `note` gets
+        If this process has acquired it already, the call has no effect. On a file system without locks, `say` gets
         a warning.
 
         Raises:
@@ -122,7 +122,7 @@ class FolderStorage:
         except OSError as error:
             if error.errno not in NO_LOCK_ERRORS:
                 raise io_error(folder, error) from error
-            note(
+            say(
                 f"{folder} cannot be locked ({error.strerror}): start no second run there meanwhile"
             )
         self._is_acquired = True

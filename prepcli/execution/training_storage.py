@@ -30,7 +30,7 @@ from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import RunReader
 from prepcli.execution.data_checks import StreamReader
-from prepcli.execution.run import make_run_identity, plan_digest
+from prepcli.execution.run import digest_plan, make_run_identity
 from prepcli.execution.run_store import UnitNote
 from prepcli.formats.manifest import RECREATE_HINT
 from prepcli.planning.chunk_placement import chunk_extents
@@ -98,13 +98,13 @@ class RunStorage(Protocol):
         """
         ...
 
-    def acquire(self, note: Callable[[str], None]) -> None:
+    def acquire(self, say: Callable[[str], None]) -> None:
         """Lock the run if possible, and remove leftovers of killed processes.
 
         A second call has no effect if the first one got a lock.
 
         Args:
-            note: Receives a warning if the storage has no locks.
+            say: Receives a warning if the storage has no locks.
 
         Raises:
             PrepError: Another process holds the run.
@@ -324,5 +324,5 @@ def write_step(save: StepSave, output: StepOutput) -> None:
                 digests |= other.digests
                 checksums.sums[other.blocks.astype(np.int64)] = other.sums
             # The small files are copied from the step before, so that their paths differ after each save.
-            run_id = plan_digest(replace(plan, small_files=()))
-            output.publish(make_run_identity(plan, run_id), digests, checksums.sums)
+            digest = digest_plan(replace(plan, small_files=()))
+            output.publish(make_run_identity(plan, digest), digests, checksums.sums)

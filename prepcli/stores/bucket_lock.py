@@ -4,7 +4,7 @@ Object stores have conditional writes instead of locks. The lock is the object `
 owner. The owner rewrites it every RENEW_S seconds: the store's time of the last write shows that the owner is alive. A
 kill leaves the lock. The same plan takes it over at once, another plan after STALE_S seconds.
 
-with BucketLock(bucket, plan_digest, note=ui.note) as lock:
+with BucketLock(bucket, plan_digest, say=ui.note) as lock:
     bucket.write(...)
     lock.confirm()
     publish_content(bucket, "prep-manifest.json", content)  # the output becomes visible
@@ -25,7 +25,7 @@ from datetime import datetime, timedelta
 
 from prepcli.core.errors import RERUN_HINT, PrepError
 from prepcli.core.json_values import load_json
-from prepcli.stores.byte_ranges import LOCK_FILE, ignore_note
+from prepcli.stores.byte_ranges import LOCK_FILE, say_nothing
 from prepcli.stores.object_store import Bucket
 from prepcli.stores.object_writes import (
     ConditionsNotSupportedError,
@@ -131,7 +131,7 @@ class BucketLock:
         bucket: Bucket,
         plan_digest: str,
         *,
-        note: Callable[[str], object] = ignore_note,
+        say: Callable[[str], object] = say_nothing,
         renew_s: float = RENEW_S,
         is_shared: bool = False,
     ) -> None:
@@ -140,12 +140,12 @@ class BucketLock:
         Args:
             bucket: Client of the URL to lock.
             plan_digest: Digest of the plan. A holder with the same plan is replaced.
-            note: Receives a line if the URL cannot be locked or unlocked.
+            say: Receives a line if the URL cannot be locked or unlocked.
             renew_s: Seconds between two renewals.
             is_shared: Share the lock with processes of the same plan, instead of replacing them.
         """
         self._bucket = bucket
-        self._note = note
+        self._say = say
         self._renew_s = renew_s
         self._is_shared = is_shared
         # Version of the lock object of another process with the same plan, and the time since when it has it
@@ -179,7 +179,7 @@ class BucketLock:
         try:
             self._version = self._write_first()
         except ConditionsNotSupportedError:
-            self._note(
+            self._say(
                 f"{self._bucket.name} cannot be locked (the store has no conditional writes): start no second writer "
                 "there meanwhile"
             )
@@ -333,7 +333,7 @@ class BucketLock:
             if is_own or (is_over and owner.plan == self._owner.plan):
                 self._bucket.delete(LOCK_FILE)
         except PrepError as error:
-            self._note(f"{self._bucket.name}/{LOCK_FILE} was not removed: {error.why}")
+            self._say(f"{self._bucket.name}/{LOCK_FILE} was not removed: {error.why}")
 
 
 def check_lock(bucket: Bucket, plan_digest: str) -> None:

@@ -62,8 +62,8 @@ READ_AHEAD_CACHE_NBYTES = 6 << 20
 LOCK_FILE = ".prep-lock"  # files whose names begin with it belong to the lock, too
 
 
-def ignore_note(text: str) -> None:
-    """Ignore a note."""
+def say_nothing(text: str) -> None:
+    """Ignore a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,14 @@ class RetryPolicy:
 
     Attributes:
         timeout_s: Seconds to wait for an answer, and for each part of its body.
-        note: Called with a text before each retry.
+        say: Called with a text before each retry.
     """
 
     timeout_s: float = TIMEOUT_S
-    note: Callable[[str], object] = ignore_note
+    say: Callable[[str], object] = say_nothing
 
     def __reduce__(self) -> tuple[type[RetryPolicy], tuple[float]]:
-        """Pickle only the time-out: `note` is local to the process."""
+        """Pickle only the time-out: `say` is local to the process."""
         return RetryPolicy, (self.timeout_s,)
 
     def backoff_s(self, tries: int) -> float:
@@ -115,13 +115,13 @@ class RetryPolicy:
             delay = f" in {wait_s:.0f} s"
         else:
             delay = ""
-        self.note(f"{failure}; trying again{delay} ({tries + 1} of {max_tries})")
+        self.say(f"{failure}; trying again{delay} ({tries + 1} of {max_tries})")
 
 
 DEFAULT_RETRY_POLICY = RetryPolicy()
 
 
-def retry_policy_from_env(environ: Mapping[str, str], note: Callable[[str], object]) -> RetryPolicy:
+def retry_policy_from_env(environ: Mapping[str, str], say: Callable[[str], object]) -> RetryPolicy:
     """Read the time-out from PREP_TIMEOUT, or from HF_HUB_DOWNLOAD_TIMEOUT."""
     if environ.get(TIMEOUT_VARIABLE):
         name = TIMEOUT_VARIABLE
@@ -129,7 +129,7 @@ def retry_policy_from_env(environ: Mapping[str, str], note: Callable[[str], obje
         name = HUB_TIMEOUT_VARIABLE
     text = environ.get(name, "").strip()
     if not text:
-        return RetryPolicy(note=note)
+        return RetryPolicy(say=say)
     try:
         timeout_s = float(text)
     except ValueError:
@@ -141,7 +141,7 @@ def retry_policy_from_env(environ: Mapping[str, str], note: Callable[[str], obje
             "it must be a number of seconds above 0, at most 86400",
             f"{name}=30",
         )
-    return RetryPolicy(timeout_s, note)
+    return RetryPolicy(timeout_s, say)
 
 
 def call_with_timeout(
@@ -352,8 +352,8 @@ def read_range(
             tries.reset()
             continue
         spent_s = time.monotonic() - began_s
-        note = f"{file.path}: {failure}"
-        if not tries.wait_for_next(note, spent_s, retry_after_s=failure.retry_after_s):
+        message = f"{file.path}: {failure}"
+        if not tries.wait_for_next(message, spent_s, retry_after_s=failure.retry_after_s):
             what = f"cannot read {file.path} of {reader.name}"
             why = f"{tries.count} tries in a row failed: {failure}"
             raise PrepError(what, why, f"check the network, then {RESUME_HINT}")
@@ -407,7 +407,7 @@ class FailedTries:
         self.spent_s = 0.0
 
     def wait_for_next(self, failure: str, spent_s: float, *, retry_after_s: float = 0.0) -> bool:
-        """Count a failed try, note it and wait. Return False after the last try."""
+        """Count a failed try, report it and wait. Return False after the last try."""
         self.count += 1
         self.spent_s += spent_s
         limit_s = MAX_STALLED_TIMEOUTS * self.policy.timeout_s

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta, WritableFile
     from obstore.store import ObjectStore
 
+RETRIES = 10  # of obstore, for each request
 MAX_OBJECTS = 200_000  # in one checkpoint
 MAX_ERROR_CHARS = 300
 # Size of a part of a multipart upload
@@ -383,7 +384,7 @@ class Bucket:
         timeout_s = self.retry_policy.timeout_s
 
         def note_wait() -> None:
-            self.retry_policy.note(f"no answer from {self.name} for {timeout_s:g} s; waiting")
+            self.retry_policy.say(f"no answer from {self.name} for {timeout_s:g} s; waiting")
 
         return call_with_timeout(
             call, MAX_WRITE_TIMEOUTS * timeout_s, on_late=note_wait, late_s=timeout_s

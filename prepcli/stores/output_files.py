@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import TypeVar
 
 from prepcli.core.errors import PrepError
 from prepcli.core.worker_thread import run_in_threads
-from prepcli.stores.files import fsync_path
+from prepcli.stores.files import fsync_path, io_error
 
 # Journalling file systems commit concurrent syncs together: on ext4, 1,500 files of 64 KiB took 8.1 s one after
 # another, 0.3 s in 8 threads and 0.2 s in 32.
@@ -128,3 +129,21 @@ def sync_many(sync: Callable[[T], object], items: Sequence[T]) -> None:
     errors = run_in_threads(sync_pending, SYNC_THREADS, on_interruption=pending.clear)
     if errors:
         raise errors[0]
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file, a link or a folder with its contents, if it exists. The target of a link stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def is_same_file(file_stat: os.stat_result, path: Path) -> bool:
+    """Return whether a path leads to the file or folder of the stat result. Raise PrepError if nobody can tell."""
+    try:
+        return os.path.samestat(file_stat, path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise io_error(path, error) from error

@@ -19,7 +19,7 @@ from prepcli.core.errors import Key, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.json_values import HFConfig
 from prepcli.core.observer import Observer
-from prepcli.engine.machine import cgroup_memory_limit, system_memory
+from prepcli.engine.budget import cgroup_memory_limit, system_memory
 from prepcli.models.activation_memory import OFFLOAD_NONE, saved_activations
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU

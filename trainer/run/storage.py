@@ -20,11 +20,11 @@ from prepcli.core.observer import Observer
 from prepcli.engine.digest import record_digest
 from prepcli.execution.checkpoint_manager import StepExports
 from prepcli.execution.hub_push import check_push, parse_push_target
-from prepcli.execution.output_paths import parse_out_url
 from prepcli.execution.signals import exit_with_report
 from prepcli.execution.training_bucket import BucketStorage
 from prepcli.execution.training_folder import FolderStorage
 from prepcli.execution.training_storage import TOKENS_FOLDER, RunStorage, joint_work
+from prepcli.stores.addresses import parse_out_url
 from prepcli.stores.byte_ranges import retry_policy_from_env
 from prepcli.stores.files import io_error, write_file
 from trainer.data.store import has_shard, is_complete
@@ -262,7 +262,7 @@ def step_exports(run: Run) -> StepExports | None:
         _make_parent(out)
         run.export(run.storage.step_name(step), out, None)
 
-    return StepExports(every, export=export_step, warn=run.observer.warn, note=run.observer.note)
+    return StepExports(every, export=export_step, warn=run.observer.warn, say=run.observer.note)
 
 
 def _export_folder(run: Run, step: int) -> Path:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.algebra.axis_map import dim_name
+from prepcli.core import package_versions
 from prepcli.core.errors import Command, Option, text
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.json_values import JsonObject
-from prepcli.engine.machine import package_versions
 from prepcli.models.activation_memory import WHOLE
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import KernelChoice

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.core.errors import Command, Key, UsageError, text
 from prepcli.core.observer import RunObserver
 from prepcli.core.unexpected import label_errors
-from prepcli.engine.machine import free_memory
+from prepcli.engine.budget import free_memory
 from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule, StepExports
 from prepcli.execution.signals import (
     note_durable_work,
@@ -402,7 +402,7 @@ def open_checkpoints(
         manifest_changes=changes,
         group=run.group,
         free_memory_nbytes=free_nbytes_per_process,
-        note=run.observer.warn,
+        say=run.observer.warn,
     )
 
 

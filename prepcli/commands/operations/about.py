@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from prepcli.core import package_versions
 from prepcli.core.errors import Command, PrepError, UsageError, text, usage_error
 from prepcli.core.formatting import did_you_mean, did_you_mean_start
 from prepcli.core.process_address import ProcessSettings, process_address, single_process_reason
-from prepcli.engine.machine import cgroup_memory_limit, package_versions, system_memory
+from prepcli.engine.budget import cgroup_memory_limit, system_memory
 from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, Alias
 
 SUFFIX = ".md"

@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Unpack
 
 from prepcli.algebra.boxes import Range
+from prepcli.commands.operations.checkpoint_options import (
+    CommonOptions,
+    common_options,
+    open_checkpoint,
+)
 from prepcli.commands.operations.compared_settings import CONFIG as CONFIG_KIND
 from prepcli.commands.operations.compared_settings import setting_differences
 from prepcli.commands.operations.inspection_options import ChainOptions
-from prepcli.commands.operations.opening import CommonOptions, common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Chain, ChainLink, LinkStatus
 from prepcli.commands.operations.tokens import ADD, REMOVE, recorded_additions

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
 from prepcli.commands.console.stdio import silence_jax
+from prepcli.commands.operations.checkpoint_options import common_options
 from prepcli.commands.operations.compute_options import GenerateOptions
 from prepcli.commands.operations.generate import MAX_PROMPTS_NBYTES
 from prepcli.commands.operations.generation_model import (
@@ -22,7 +23,6 @@ from prepcli.commands.operations.generation_model import (
     open_generation_model,
     read_tools,
 )
-from prepcli.commands.operations.opening import common_options
 from prepcli.commands.operations.operation import reject_without
 from prepcli.core.errors import (
     TERMINAL,

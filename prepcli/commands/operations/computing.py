@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from prepcli.commands.console.notebook import run_observer_of
 from prepcli.commands.console.stdio import silence_jax
-from prepcli.commands.operations.opening import (
+from prepcli.commands.operations.checkpoint_options import (
     CommonOptions,
     check_config_option,
     open_checkpoint,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from prepcli.commands.operations.opening import (
+from prepcli.commands.operations.checkpoint_options import (
     CommonOptions,
     check_config_option,
     check_output_location,
@@ -21,20 +22,32 @@ from prepcli.commands.operations.opening import (
     source_line,
 )
 from prepcli.commands.operations.results import Conversion
-from prepcli.core.errors import Command, Option, PrepError, join_texts, text, usage_error
+from prepcli.core.errors import (
+    Command,
+    Option,
+    PrepError,
+    UsageError,
+    join_texts,
+    text,
+    usage_error,
+)
 from prepcli.core.formatting import count_text, format_bytes, join_names
+from prepcli.core.json_values import quote_name
 from prepcli.core.observer import LEAVES, Observer, Progress, RecordingObserver, observer_of
 from prepcli.core.option_spec import format_command_line
 from prepcli.engine.casts import format_cast, report_casts
 from prepcli.engine.fills import fill_of
 from prepcli.engine.pipeline import ConversionResult
+from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.execution.folder_run import FolderRun
-from prepcli.execution.output_paths import check_output_paths, parse_out_url
-from prepcli.execution.run import ExecutionRequest, plan_digest
+from prepcli.execution.run import ExecutionRequest, digest_plan
 from prepcli.execution.workers import WorkerPool
-from prepcli.formats.manifest import NO_MANIFEST, origin_record
+from prepcli.formats.checksums import CHECKSUMS_FILE
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, origin_record
 from prepcli.formats.ocdbt import MAX_ENTRIES
+from prepcli.formats.orbax import CHECKPOINT_METADATA_FILE, COMMIT_MARKER, STRINGS_FILE
 from prepcli.models.verbatim import CANNOT_TRAIN
+from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
@@ -42,13 +55,17 @@ from prepcli.planning.work_units import requested_share
 from prepcli.sources.locate import LocatedCheckpoint, check_stream
 from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import prediction_vocabulary
-from prepcli.stores.addresses import ObjectStoreUrl
+from prepcli.stores.addresses import ObjectStoreUrl, parse_out_url
+from prepcli.stores.files import name_fault
 from prepcli.targets.planner import Draft, Placed, make_plan
 
 # Stands for the path of the output in the next command.
 OUT_PLACEHOLDER = "{out}"
 # A message names at most this many files left out of the output.
 MAX_LEFT_FILES = 5
+# Files that prep writes beside the data: in the folder of an item, and in the folder of the output.
+ITEM_FILES = (METADATA_FILE, CHECKPOINT_METADATA_FILE, STRINGS_FILE, COMMIT_MARKER)
+OUTPUT_FILES = (MANIFEST_FILE, CHECKSUMS_FILE, WORK_FOLDER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +134,7 @@ class OpenedConversion:
                 "bytes": sum(stamp.size for stamp in source.file_stamps),
             },
             **fields,
-            "plan_digest": plan_digest(plan),
+            "plan_digest": digest_plan(plan),
             "accounting": _accounting(plan),
             "chunks": plan.chunk_count,
             "casts": report_casts(plan.streams),
@@ -159,11 +176,11 @@ class OpenedConversion:
         ) as pool:
             request = ExecutionRequest(
                 plan=plan,
-                run_id=details["plan_digest"],
+                plan_digest=details["plan_digest"],
                 source=source,
                 pool=pool,
                 options=options,
-                note=self.observer.note,
+                say=self.observer.note,
             )
             # Most outputs are folders of raw chunks, and need neither obstore nor an encoder.
             if not isinstance(out, Path):
@@ -396,3 +413,74 @@ def _warn_of_prediction_rows(plan: Plan, source: Source, observer: Observer) -> 
         command = Command("export", source.display_name, Option("text_only", True))
         what = f"multi-token prediction has other vocabulary rows than its model: {listed}"
         observer.warn(text("{} ({} leaves it out)", what, command))
+
+
+# --- The paths of an output
+
+
+def check_output_paths(plan: Plan) -> None:
+    """Check that each file of a plan is inside of the output, and that none is in the place of another.
+
+    Names of tensors and files come from untrusted checkpoints. Every writer (raw, compressed, several processes, a
+    bucket) joins only paths that follow from the plan, so that one check of the plan covers all of them.
+
+    Raises:
+        UsageError: The storage makes a folder of the name of a leaf, and the name cannot be one.
+        PrepError: The path of another file leaves the output, or has the place of another one.
+    """
+    if plan.storage.has_chunk_files:
+        for leaf in plan.leaves:
+            if fault := name_fault(leaf.name):
+                raise _folder_name_error(plan, leaf.name, fault)
+    paths: list[tuple[str, ...]] = []
+    for path in _planned_paths(plan):
+        parts = tuple(path.split("/"))
+        for part in parts:
+            if fault := name_fault(part):
+                raise PrepError(
+                    f"{quote_name(path)} cannot be a file of the output",
+                    fault,
+                    "rename it in the source",
+                )
+        paths.append(parts)
+    # After sorting, a path comes directly before the first path below it, e.g. (x), (x, y), (z).
+    for first, second in itertools.pairwise(sorted(paths)):
+        if second[: len(first)] == first:
+            raise _shared_path_error(plan, "/".join(first), "/".join(second))
+
+
+def _planned_paths(plan: Plan) -> Iterator[str]:
+    """Yield the paths of the files in the output. A leaf in a folder of its own counts as one path."""
+    yield from OUTPUT_FILES
+    for item, leaves in plan.items.items():
+        folder = PurePosixPath(plan.item, item or "")
+        for name in ITEM_FILES:
+            yield str(folder / name)
+        if plan.storage.has_chunk_files:
+            for leaf in leaves:
+                # Not `/`, which drops a part `.` and everything before an absolute path.
+                yield "/".join((*folder.parts, leaf.name))
+    data_files = () if plan.storage.has_chunk_files else plan.files
+    for file in (*data_files, *plan.small_files):
+        yield "/".join((*PurePosixPath(plan.item).parts, file.path))
+
+
+def _folder_name_error(plan: Plan, name: str, fault: str) -> UsageError:
+    """Return the error for a leaf with a name that cannot be the name of its folder."""
+    option = Option("storage", plan.settings.get("storage"))
+    return usage_error(
+        text("{} cannot store {}", option, quote_name(name)),
+        f"each array is a folder of its name, and {fault}",
+        text("{} has no such limit", Option("storage", "ocdbt")),
+    )
+
+
+def _shared_path_error(plan: Plan, first: str, second: str) -> PrepError:
+    """Return the error for two files of which the first has the path of the second, or of a folder above it."""
+    what = f"two files of the output would have the name {quote_name(first)}"
+    if first != second:
+        what = f"{quote_name(first)} would be a file of the output, and the folder of another one"
+    hint = "rename the file in the source"
+    if plan.storage.has_chunk_files:
+        hint = text("{} makes no folder for an array", Option("storage", "ocdbt"))
+    return PrepError(what, f"the other one is {quote_name(second)}", hint)

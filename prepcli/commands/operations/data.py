@@ -29,8 +29,8 @@ from prepcli.core.errors import Option, text, usage_error
 from prepcli.core.observer import Observer, Progress, RunObserver
 from prepcli.core.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
 from prepcli.core.unexpected import label_errors
-from prepcli.execution.output_paths import check_local_path
 from prepcli.execution.signals import raise_on_signal
+from prepcli.stores.addresses import check_local_path
 from trainer.data.batches import BatchDigest, Batches, check_share
 from trainer.data.data_samples import SampleCounts, SamplePart, TokenSample
 from trainer.data.token_formats import check_exportable, export_tokens

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Unpack
 
 from prepcli.commands.console.stdio import silence_jax
+from prepcli.commands.operations.checkpoint_options import CommonOptions, common_options
 from prepcli.commands.operations.compute_options import (
     EFFECTIVE_KEYS,
     EvaluateOptions,
@@ -32,7 +33,6 @@ from prepcli.commands.operations.computing import (
     source_generation_defaults,
     tokenizer_path,
 )
-from prepcli.commands.operations.opening import CommonOptions, common_options
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Evaluation, EvaluationScores
 from prepcli.core.errors import Key, Option, PrepError, Style, text, usage_error

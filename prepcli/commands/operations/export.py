@@ -14,6 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
+from prepcli.commands.operations.checkpoint_options import (
+    CommonOptions,
+    check_allow_overflow,
+    checkpoint_access,
+    common_options,
+)
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     OpenedConversion,
@@ -31,12 +37,6 @@ from prepcli.commands.operations.export_request import (
     shard_nbytes,
     take_quantized_bytes,
     written_storage,
-)
-from prepcli.commands.operations.opening import (
-    CommonOptions,
-    check_allow_overflow,
-    checkpoint_access,
-    common_options,
 )
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions, MergeOptions

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prepcli.commands.operations.opening import CommonOptions, open_checkpoint
+from prepcli.commands.operations.checkpoint_options import CommonOptions, open_checkpoint
 from prepcli.commands.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.core.errors import Command, Option, PrepError, join_texts, text, usage_error
 from prepcli.core.formatting import count_text, did_you_mean, format_bytes, parse_bytes

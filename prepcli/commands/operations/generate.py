@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from prepcli.commands.console.stdio import silence_jax
+from prepcli.commands.operations.checkpoint_options import CommonOptions, common_options
 from prepcli.commands.operations.compute_options import GenerateOptions, format_token_ids
 from prepcli.commands.operations.computing import compute_together, process_index
 from prepcli.commands.operations.generation_model import (
@@ -26,7 +27,6 @@ from prepcli.commands.operations.generation_model import (
     open_generation_model,
     read_tools,
 )
-from prepcli.commands.operations.opening import CommonOptions, common_options
 from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.results import Generation, NewTokens
 from prepcli.core.errors import Option, PrepError, text, usage_error

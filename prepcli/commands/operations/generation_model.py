@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from prepcli.commands.operations.checkpoint_options import CommonOptions
 from prepcli.commands.operations.compute_options import GenerateOptions
 from prepcli.commands.operations.computing import (
     find_source_tokenizer,
@@ -21,7 +22,6 @@ from prepcli.commands.operations.computing import (
     source_generation_defaults,
     tokenizer_path,
 )
-from prepcli.commands.operations.opening import CommonOptions
 from prepcli.commands.operations.operation import reject_without
 from prepcli.core.errors import DamagedError, Option, PrepError, text, usage_error
 from prepcli.core.json_values import JsonObject, JsonValue, load_json

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
 from prepcli.commands.console.stdio import silence_jax
+from prepcli.commands.operations.checkpoint_options import common_options, open_checkpoint
 from prepcli.commands.operations.computing import (
     open_params,
     resolve_compute_dtype,
     source_generation_defaults,
     tokenizer_path,
 )
-from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public, rendered_for_python
 from prepcli.commands.operations.options import SourceOptions
 from prepcli.core.errors import PrepError, usage_error

@@ -18,8 +18,7 @@ from prepcli.core.formatting import suggest
 from prepcli.core.observer import Observer, SilentObserver
 from prepcli.core.option_spec import PathLike
 from prepcli.engine.blobs import open_blobs
-from prepcli.engine.budget import MIN_MEMORY_NBYTES
-from prepcli.engine.collector import collector_paused
+from prepcli.engine.budget import MIN_MEMORY_NBYTES, collector_paused
 from prepcli.formats.manifest import again_hint
 from prepcli.formats.registry import FORMATS, Kind
 from prepcli.inspection.contents import (

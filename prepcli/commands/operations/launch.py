@@ -27,7 +27,6 @@ from prepcli.core.errors import (
 )
 from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import QUIET, Observer
-from prepcli.execution.output_paths import check_local_path, parse_out_url
 from prepcli.execution.signals import remember_signal
 from prepcli.launch.engines import ENGINES
 from prepcli.launch.hardware import Training, check_hardware, plain_hardware
@@ -42,6 +41,7 @@ from prepcli.launch.job import (
 )
 from prepcli.launch.local import GRACE_MARGIN_S, LocalOptions, ProcessWatcher, start_processes
 from prepcli.models.mesh import MESH_OPTION, ONE_SLICE, num_slices, parse_mesh, parse_slice_counts
+from prepcli.stores.addresses import check_local_path, parse_out_url
 from prepcli.stores.files import io_error, write_file
 from trainer.recipe import Recipe, load_recipe
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Unpack
 
 from prepcli.algebra.boxes import Range
-from prepcli.commands.operations.inspection_options import LockOptions
-from prepcli.commands.operations.opening import (
+from prepcli.commands.operations.checkpoint_options import (
     check_result_path,
     common_options,
     open_checkpoint,
     source_line,
     write_result,
 )
+from prepcli.commands.operations.inspection_options import LockOptions
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import LockedModel
 from prepcli.commands.pages.html_page import check_page_path

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Unpack
 
 from prepcli.algebra.axis_map import ParsedAxisMap
+from prepcli.commands.operations.checkpoint_options import common_options, make_match_options
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     OpenedConversion,
     open_conversion,
 )
-from prepcli.commands.operations.opening import common_options, make_match_options
 from prepcli.commands.operations.operation import check_mutually_exclusive, public, reject_without
 from prepcli.commands.operations.options import PadVocabOptions, SaveInitOptions
 from prepcli.commands.operations.results import Conversion

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
+from prepcli.commands.operations.checkpoint_options import common_options, open_checkpoint
 from prepcli.commands.operations.computing import open_params
-from prepcli.commands.operations.opening import common_options, open_checkpoint
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import ModuleOptions, SourceOptions
 from prepcli.core.errors import Option, OutputExistsError, PrepError, text, usage_error

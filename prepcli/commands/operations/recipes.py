@@ -9,9 +9,9 @@ from pathlib import Path
 
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import did_you_mean, join_names, suggest
-from prepcli.execution.output_paths import check_local_path
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.presets import preset_name
+from prepcli.stores.addresses import check_local_path
 from prepcli.stores.files import io_error, write_file
 from trainer.recipe import load_recipe
 

@@ -20,7 +20,7 @@ from prepcli.commands.pages.report_page import (
 from prepcli.core.errors import Command, text, usage_error
 from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.execution.output_paths import parse_out_url
+from prepcli.stores.addresses import parse_out_url
 from prepcli.stores.byte_ranges import retry_policy_from_env
 from prepcli.stores.object_store import Bucket
 from trainer.run.run_record import RunRecord, read_bucket_run, read_run

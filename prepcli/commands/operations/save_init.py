@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
+from prepcli.commands.operations.checkpoint_options import (
+    check_allow_overflow,
+    common_options,
+    make_match_options,
+)
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     OpenedConversion,
     open_conversion,
-)
-from prepcli.commands.operations.opening import (
-    check_allow_overflow,
-    common_options,
-    make_match_options,
 )
 from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.options import ReshardOptions, SaveInitOptions

@@ -15,21 +15,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.commands.operations.inspection_options import SuggestMapOptions
-from prepcli.commands.operations.opening import (
+from prepcli.commands.operations.checkpoint_options import (
     CommonOptions,
     check_result_path,
     common_options,
     open_checkpoint,
     write_result,
 )
+from prepcli.commands.operations.inspection_options import SuggestMapOptions
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import MapSuggestion
 from prepcli.core.errors import PrepError, UsageError, usage_error
 from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
 from prepcli.engine.casts import parse_stream_digest, value_operations
-from prepcli.execution.output_paths import check_local_path
 from prepcli.models.parameters import MAX_AXIS_SIZE
 from prepcli.models.registry import FAMILIES
 from prepcli.models.verbatim import dim_atoms, split_numbers
@@ -48,6 +47,7 @@ from prepcli.sources.maps import (
     parse_map,
 )
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.stores.addresses import check_local_path
 
 # A longer first dim is no stack of layers or experts.
 MAX_STACK = 1024

@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack, cast, get_args
 
+from prepcli.commands.operations.checkpoint_options import common_options, make_match_options
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     OpenedConversion,
     open_conversion,
 )
-from prepcli.commands.operations.opening import common_options, make_match_options
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.options import (
     AddTokensOptions,

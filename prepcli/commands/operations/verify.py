@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.commands.operations.compared_settings import setting_differences
-from prepcli.commands.operations.inspection_options import VerifyOptions
-from prepcli.commands.operations.opening import (
+from prepcli.commands.operations.checkpoint_options import (
     CommonOptions,
     check_config_option,
     common_options,
@@ -22,6 +20,8 @@ from prepcli.commands.operations.opening import (
     open_checkpoint,
     source_line,
 )
+from prepcli.commands.operations.compared_settings import setting_differences
+from prepcli.commands.operations.inspection_options import VerifyOptions
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.verification_results import (
     TensorDifference,

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prepcli.commands.console.stdio import silence_jax
+from prepcli.commands.operations.checkpoint_options import CommonOptions, common_options
 from prepcli.commands.operations.compute_options import MAX_ID_DIGITS, split_token_ids
 from prepcli.commands.operations.computing import open_parameters
 from prepcli.commands.operations.generate import read_prompts
@@ -27,7 +28,6 @@ from prepcli.commands.operations.model_outputs import (
     transformers_folder,
     transformers_outputs,
 )
-from prepcli.commands.operations.opening import CommonOptions, common_options
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.verification_results import LogitComparison, PromptComparison
 from prepcli.core.errors import Option, PrepError, text, usage_error

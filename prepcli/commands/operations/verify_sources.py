@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.algebra.boxes import Range
-from prepcli.commands.operations.opening import CommonOptions
+from prepcli.commands.operations.checkpoint_options import CommonOptions
 from prepcli.commands.operations.verification_results import (
     AcceptedChange,
     LeftOutTensor,

@@ -10,7 +10,7 @@ from prepcli.commands.pages.charts import CHART_STYLE
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import printable
 from prepcli.core.tables import Block, Cell, Table
-from prepcli.execution.output_paths import check_local_path
+from prepcli.stores.addresses import check_local_path
 from prepcli.stores.files import (
     check_parent_folder,
     check_replaceable,

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from prepcli.engine.collector import collector_paused
+from prepcli.engine.budget import collector_paused
 
 
 def fail_while_paused() -> None:

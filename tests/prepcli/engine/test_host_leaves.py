@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.engine.checkpoint_store import HostLeaf
+from prepcli.engine.checkpoint_store import HostLeaf, HostLeafReader
 from prepcli.engine.files import PAGE
-from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.stores.buffers import allocate_buffer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prepcli.engine.machine import cgroup_memory_limit, system_memory
+from prepcli.engine.budget import cgroup_memory_limit, system_memory
 
 GIB = 1 << 30
 

@@ -406,7 +406,7 @@ def test_steps_are_in_use_until_their_export_ends():
         notes.append(text)
         may_end.set()
 
-    exports = StepExports(1, export=lambda step: _wait(may_end), warn=print, note=note)
+    exports = StepExports(1, export=lambda step: _wait(may_end), warn=print, say=note)
     exports.start_missing([1, 2])
     assert set(exports.in_use()) == {1, 2}
     exports.wait()

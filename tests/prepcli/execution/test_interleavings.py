@@ -50,7 +50,7 @@ class FileRun(Run):
             worker_pids=list,
         )
         request = SimpleNamespace(
-            plan=PLAN, source=SOURCE, pool=pool, note=lambda text: None, run_id="b",
+            plan=PLAN, source=SOURCE, pool=pool, say=lambda text: None, plan_digest="b",
             options=RunOptions(memory_nbytes=1 << 25, restart=restart),
         )  # fmt: skip
         self.folder_store = FolderStore(out)

@@ -365,7 +365,7 @@ def test_part_of_another_source_is_written_again(
         # As a process of this session leaves it that has found its source changed, and has deleted its notes
         if part and not parts:
             note = replace(part, source="other")
-            self.store.write(f"part/{number}", note.encode(self.request.run_id))
+            self.store.write(f"part/{number}", note.encode(self.request.plan_digest))
             raw = self.files[number]
             raw.write_bytes(bytes(raw.stat().st_size))
             parts.append(number)

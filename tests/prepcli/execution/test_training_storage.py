@@ -186,7 +186,7 @@ def test_checkpoint_manager_warns_without_file_locks(
 
     monkeypatch.setattr("fcntl.flock", flock)
     notes: list[str] = []
-    with CheckpointManager(tmp_path / "run", init, name="tuned", note=notes.append) as store:
+    with CheckpointManager(tmp_path / "run", init, name="tuned", say=notes.append) as store:
         store.save(1, host_leaves(state), {})
         assert store.steps() == [1]
     assert notes == [

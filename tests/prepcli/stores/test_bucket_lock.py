@@ -160,7 +160,7 @@ def test_malformed_lock_counts_as_foreign(content: bytes, store: FakeObjectStore
 def test_store_without_conditional_writes_gives_a_note(store: FakeObjectStore, bucket: Bucket):
     store.has_conditions = False
     notes = list[str]()
-    with BucketLock(bucket, "plan", note=notes.append) as lock:
+    with BucketLock(bucket, "plan", say=notes.append) as lock:
         lock.check()
     assert ["cannot be locked" in note for note in notes] == [True]
     assert store.objects == {}

@@ -81,7 +81,7 @@ def test_retries_name_the_status_of_the_store(
     notes: list[str] = []
     store.failing_requests = "PUT"
     store.status = 503
-    policy = RetryPolicy(timeout_s=1.0, note=notes.append)
+    policy = RetryPolicy(timeout_s=1.0, say=notes.append)
     with pytest.raises(PrepError, match="503"):
         put(Bucket(bucket.url, 1, policy), "a")
     retries = [note for note in notes if "trying again" in note]

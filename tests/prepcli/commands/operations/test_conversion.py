@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations.opening import source_line
+from prepcli.commands.operations.checkpoint_options import source_line
 from prepcli.sources.source import SourceTensor
 from tests.helpers.run_cli import exported_tensors, run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import (

@@ -133,7 +133,7 @@ def test_env_shows_why_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_env_text_lists_missing_packages_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prepcli.engine.machine.PACKAGES", ("typer", "no-such-package"))
+    monkeypatch.setattr("prepcli.core.PACKAGES", ("typer", "no-such-package"))
     lines = env(list_devices=False).text.splitlines()
     assert "no-such-package  not installed" in lines
     assert any(line.startswith("total ") for line in lines)

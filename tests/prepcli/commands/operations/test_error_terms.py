@@ -10,7 +10,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations import opening
+from prepcli.commands.operations import checkpoint_options
 from prepcli.commands.operations.operation import check_mutually_exclusive
 from prepcli.core.errors import PYTHON, TERMINAL, Command, Key, Option, PrepError, text
 from prepcli.core.observer import Observer
@@ -164,6 +164,6 @@ def test_warning_of_a_conversion_names_arguments(
         rule = Option("rules", "kv_heads=none")
         observer.warn(text("not split: {}, then {}", rule, Command("verify", "init")))
 
-    monkeypatch.setattr(opening, "_note_unread", warn)
+    monkeypatch.setattr(checkpoint_options, "_note_unread", warn)
     (warning,) = prep.save_init(model, tmp_path / "init").warnings
     assert warning == 'not split: `rules="kv_heads=none"`, then `prep.verify("init")`'

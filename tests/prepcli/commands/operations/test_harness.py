@@ -72,7 +72,7 @@ def model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def log_probabilities(checkpoint: Path) -> Any:
     """Return a function from token ids to the log probabilities [T, V] of each next token."""
     params = prep.load_params(checkpoint)
-    from prepcli.commands.operations.opening import common_options, open_checkpoint
+    from prepcli.commands.operations.checkpoint_options import common_options, open_checkpoint
     from prepcli.core.observer import SilentObserver
     from trainer.run.params import open_model
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from prepcli.algebra.grids import ChunkGrid
+from prepcli.commands.operations.conversion import check_output_paths
 from prepcli.core.errors import PrepError, UsageError
-from prepcli.execution.output_paths import check_output_paths, parse_out_url
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
-from prepcli.stores.addresses import ObjectStoreUrl
+from prepcli.stores.addresses import ObjectStoreUrl, parse_out_url
 
 
 def make_plan(*paths: str, small: tuple[str, ...] = (), item: str = "") -> Plan:

@@ -16,7 +16,6 @@ from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.engine.budget import parse_memory
 from prepcli.execution.folder_store import remove_leftover
-from prepcli.execution.output_paths import check_local_path
 from prepcli.execution.workers import ONE_PROCESS, ProcessOptions, RunOptions
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.restore.digest_checks import note_missing_file_digests
@@ -29,7 +28,7 @@ from prepcli.sources.quantization import is_quantized
 from prepcli.sources.references import KeptScales, default_checkpoint
 from prepcli.sources.source import Source, use_averaged_params
 from prepcli.sources.tensor_match import MatchOptions
-from prepcli.stores.addresses import ObjectStoreUrl, is_url, parse_url
+from prepcli.stores.addresses import ObjectStoreUrl, check_local_path, is_url, parse_url
 from prepcli.stores.files import (
     check_parent_folder,
     io_error,

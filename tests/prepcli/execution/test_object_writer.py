@@ -10,7 +10,7 @@ import zstandard
 
 from prepcli.algebra.grids import StridedChunks
 from prepcli.engine.object_assembler import Piece
-from prepcli.execution.object_compressor import ObjectCompressor
+from prepcli.execution.object_writer import ObjectCompressor
 from prepcli.planning.arrays import LeafBlocks, chunk_blocks
 from prepcli.planning.chunk_placement import ChunkExtent
 from prepcli.planning.item_storage import Compression
