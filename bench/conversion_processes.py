@@ -27,7 +27,7 @@ from bench.models import write_model
 from bench.published import published_config
 from prepcli.core.tables import format_table
 from prepcli.engine.budget import anonymous_nbytes
-from prepcli.execution.finalize import write_last_files
+from prepcli.execution.finalize import encode_metadata, write_last_files
 from prepcli.execution.run import make_run_identity
 from prepcli.execution.run_store import UnitNote, all_checksums, all_digests
 from prepcli.formats.manifest import encode_manifest
@@ -125,6 +125,7 @@ def publish(plan: Plan, notes: Sequence[UnitNote]) -> dict[str, int]:
 
     manifest = write_last_files(
         plan,
+        encode_metadata(plan),
         make_run_identity(plan, RUN_ID),
         digests=all_digests(plan, notes),
         sums=all_checksums(count_blocks(chunk_extents(plan.leaves)), notes),

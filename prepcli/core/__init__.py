@@ -16,15 +16,17 @@ def version() -> str:
     return metadata.version("prepcli")
 
 
-@cache
 def package_versions() -> dict[str, str | None]:
     """Return the version of each package of prep, or None if it is not installed."""
+    return {name: _package_version(name) for name in PACKAGES}
+
+
+# An installed version does not change while a process runs, and parsing its metadata takes a millisecond.
+@cache
+def _package_version(package: str) -> str | None:
     from importlib import metadata
 
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

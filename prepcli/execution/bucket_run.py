@@ -29,6 +29,7 @@ from prepcli.execution.data_checks import parse_source_state
 from prepcli.execution.finalize import (
     WORK_FOLDER,
     CompressedChunks,
+    encode_metadata,
     locate_chunks,
     raw_chunks,
     write_last_files,
@@ -353,13 +354,15 @@ class BucketRun(ConversionRun):
             data = np.frombuffer(content, np.uint8)
             uploads.send(path, data, start=0, size=data.size)
 
+        compressed = self._compressed_chunks(notes)
         manifest = write_last_files(
             self.plan,
+            encode_metadata(self.plan, compressed),
             self.identity,
             digests=digests,
             sums=all_checksums(self.num_blocks, notes),
             put=put,
-            compressed=self._compressed_chunks(notes),
+            compressed=compressed,
             num_threads=NUM_THREADS,
         )
         store.confirm()

@@ -61,6 +61,7 @@ def finalize_folder(
     plan: Plan,
     folder: Path,
     *,
+    metadata: dict[str, bytes],
     run_identity: dict[str, object],
     digests: Mapping[int, str],
     sums: ChecksumArray,
@@ -71,6 +72,7 @@ def finalize_folder(
     Args:
         plan: The plan of the output.
         folder: The staging folder, with complete data files.
+        metadata: Index and metadata of the items, from `encode_metadata`.
         run_identity: Identity of the run, for the manifest.
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks. Unknown ones are computed from the data files.
@@ -92,6 +94,7 @@ def finalize_folder(
                 compute_unknown(sums, chunk_extents(plan.leaves), written)
         manifest = write_last_files(
             plan,
+            metadata,
             run_identity,
             digests=digests,
             sums=sums,
@@ -107,6 +110,7 @@ def finalize_folder(
 
 def write_last_files(
     plan: Plan,
+    metadata: dict[str, bytes],
     run_identity: dict[str, object],
     *,
     digests: Mapping[int, str],
@@ -120,6 +124,7 @@ def write_last_files(
 
     Args:
         plan: The plan of the output.
+        metadata: Index and metadata of the items, from `encode_metadata`.
         run_identity: Identity of the run, for the manifest.
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks.
@@ -136,14 +141,13 @@ def write_last_files(
     Raises:
         PrepError: A file cannot be read or written.
     """
-    metadata = encode_metadata(plan, compressed)
     markers: dict[str, bytes] = {}
-    for item in plan.items:
-        path = output_path(plan, PurePosixPath(item or "", COMMIT_MARKER).as_posix())
-        if path in metadata:
-            markers[path] = metadata.pop(path)
-
-    sources: list[tuple[str, bytes | SmallFile]] = [*metadata.items()]
+    sources: list[tuple[str, bytes | SmallFile]] = []
+    for path, content in metadata.items():
+        if PurePosixPath(path).name == COMMIT_MARKER:
+            markers[path] = content
+        else:
+            sources.append((path, content))
     sources += [(output_path(plan, file.path), file) for file in plan.small_files]
 
     def write_file(entry: tuple[str, bytes | SmallFile]) -> tuple[str, FileRecord]:

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from prepcli.core import version
@@ -132,7 +132,9 @@ class ConversionRun(ABC):
                         self.pool.start()
                         while not self.store.is_published():
                             self.write_all()
-                            self.publish_once()
+                            with self.claim_publication() as may_publish:
+                                if may_publish:
+                                    self.publish()
                 peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
             self.remove_leftovers()
         except PrepError as error:
@@ -416,23 +418,21 @@ class ConversionRun(ABC):
             if find_outdated(self.readback, digests, source=self.source):
                 raise source_changed_error(touched, self.source)
 
-    def publish_once(self) -> None:
-        """Publish the output, or wait until another process has done so. Return early if notes are missing."""
-        while not self.store.is_published():
+    @contextmanager
+    def claim_publication(self) -> Iterator[bool]:
+        """Wait for the claim `publish`. Yield whether the output is complete, and no other process has published it."""
+        claim: Claim | None = None
+        while claim is None and not self.store.is_published():
             claim = self.store.claim(PUBLISH)
             if claim is None:
                 self._wait()
-                continue
-            with claim:
-                if self.store.is_published():
-                    return
+        with claim or nullcontext():
+            is_missing = not self.store.is_published()
+            if is_missing:
                 # A process that has found its source changed deletes its notes.
                 noted = self.find_noted()
                 self.notes = {number: self.notes[number] for number in self.notes.keys() & noted}
-                if len(self.notes) < len(self.units):
-                    return
-                self.publish()
-                return
+            yield is_missing and len(self.notes) == len(self.units)
 
     def _describe_durable(self) -> str:
         """Describe the durable part of the output, for the message of a stopped run, or empty if there is none."""

@@ -29,7 +29,7 @@ from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.execution.bucket_store import NUM_THREADS
-from prepcli.execution.finalize import WORK_FOLDER, write_last_files
+from prepcli.execution.finalize import WORK_FOLDER, encode_metadata, write_last_files
 from prepcli.execution.training_storage import (
     NOTE_STEM,
     StepSave,
@@ -371,6 +371,7 @@ class BucketStep:
         self.check_lock()
         manifest = write_last_files(
             self.plan,
+            encode_metadata(self.plan),
             identity,
             digests=digests,
             sums=sums,

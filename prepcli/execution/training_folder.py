@@ -21,7 +21,7 @@ from prepcli.engine.checkpoint_store import HostLeafReader, write_shards
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
-from prepcli.execution.finalize import finalize_folder
+from prepcli.execution.finalize import encode_metadata, finalize_folder
 from prepcli.execution.folder_run import check_free_space, missing_nbytes, open_sink
 from prepcli.execution.folder_store import (
     FolderStore,
@@ -277,6 +277,12 @@ class FolderStep:
         self, identity: dict[str, object], digests: Mapping[int, str], sums: ChecksumArray
     ) -> None:
         """Write all other files, and rename the folder."""
-        folder = self.store.folder
-        finalize_folder(self.plan, folder, run_identity=identity, digests=digests, sums=sums)
+        finalize_folder(
+            self.plan,
+            self.store.folder,
+            metadata=encode_metadata(self.plan),
+            run_identity=identity,
+            digests=digests,
+            sums=sums,
+        )
         self.store.publish()

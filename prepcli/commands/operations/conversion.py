@@ -40,7 +40,7 @@ from prepcli.engine.fills import fill_of
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.execution.folder_run import FolderRun
-from prepcli.execution.run import ExecutionRequest, digest_plan
+from prepcli.execution.run import ConversionRun, ExecutionRequest, digest_plan
 from prepcli.execution.workers import WorkerPool
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, origin_record
@@ -117,15 +117,17 @@ class OpenedConversion:
         line = format_command_line(command, source.display_name, options, recorded_values(values))
         plan = make_plan(draft, placed, command=self.command, request=line, name=name)
         check_index_size(plan)
-        plan = _with_origin(plan, source, self.located)
+        settings = plan.settings | (source.manifest or NO_MANIFEST).earlier_drops
+        if origin := origin_record(source.manifest, self.located.files.commit):
+            settings |= Manifest(origin=origin)
+        plan = replace(plan, settings=settings)
         check_output_paths(plan)
         out = parse_out_url(self.common.out) or self.common.out or Path(out_name or name)
         check_output_location(out, source)
         if not isinstance(out, Path):
             # The objects of a bucket are written from memory.
             plan = plan_object_files(plan)
-        unsupported_reason = _unsupported_reason(source)
-        _note_plan(plan, notes, source, unsupported_reason, self.observer)
+        not_computed = _note_plan(plan, notes, source, self.observer)
         details: dict[str, Any] = {
             "source": {
                 "name": source.display_name,
@@ -138,13 +140,33 @@ class OpenedConversion:
             "accounting": _accounting(plan),
             "chunks": plan.chunk_count,
             "casts": report_casts(plan.streams),
-            "not_computed": unsupported_reason,
+            "not_computed": not_computed,
         }
         result = ConversionResult()
         if self.common.dry_run:
             details = {"output": str(out), "dry_run": True, **details}
         else:
-            result = self._execute(plan, source_view or draft.source, out, details)
+            with self._open_pool() as pool:
+                run = _open_run(
+                    ExecutionRequest(
+                        plan=plan,
+                        plan_digest=details["plan_digest"],
+                        source=source_view or draft.source,
+                        pool=pool,
+                        options=self.common,
+                        say=self.observer.note,
+                    ),
+                    out,
+                )
+                result = run.run()
+                manifest = run.read_manifest()
+            num_changed = sum(cast.get("changed", 0) for cast in manifest.casts)
+            details["accounting"]["changed_values"] = num_changed
+            details |= self._report(plan, out, result, manifest)
+            if pool.share.count > 1:
+                processes = {"count": pool.share.count, "index": pool.share.index}
+                processes["workers"] = self.common.process_options.num_workers
+                details["processes"] = processes
         return Conversion(
             path=Path(str(out)),
             bytes_read=result.read_nbytes,
@@ -159,50 +181,18 @@ class OpenedConversion:
             warnings=tuple(self.observer.warnings),
         )
 
-    def _execute(
-        self, plan: Plan, source: Source, out: Path | ObjectStoreUrl, details: dict[str, Any]
-    ) -> ConversionResult:
-        """Write the output, and add the JSON fields of the result to `details`."""
+    def _open_pool(self) -> WorkerPool:
+        """Return the workers of this process, with its share of the plan."""
         options = self.common
-        process_options = options.process_options
-        share, launcher = requested_share(process_options.processes, os.environ)
+        share, launcher = requested_share(options.process_options.processes, os.environ)
         if launcher:
             self.observer.note(f"process {share.index} of {share.count}, according to {launcher}")
-        with WorkerPool(
-            process_options,
+        return WorkerPool(
+            options.process_options,
             share,
             memory_nbytes=options.memory_nbytes,
             progress=self.observer.progress(),
-        ) as pool:
-            request = ExecutionRequest(
-                plan=plan,
-                plan_digest=details["plan_digest"],
-                source=source,
-                pool=pool,
-                options=options,
-                say=self.observer.note,
-            )
-            # Most outputs are folders of raw chunks, and need neither obstore nor an encoder.
-            if not isinstance(out, Path):
-                from prepcli.execution.bucket_run import BucketRun
-
-                run = BucketRun(request, out)
-            elif plan.compression:
-                from prepcli.execution.packed_folder_run import PackedFolderRun
-
-                run = PackedFolderRun(request, out)
-            else:
-                run = FolderRun(request, out)
-            result = run.run()
-            manifest = run.read_manifest()
-        num_changed = sum(cast.get("changed", 0) for cast in manifest.casts)
-        details["accounting"]["changed_values"] = num_changed
-        details |= self._report(plan, out, result, manifest)
-        share = pool.share
-        if share.count > 1:
-            processes = {"count": share.count, "index": share.index}
-            details["processes"] = {**processes, "workers": process_options.num_workers}
-        return result
+        )
 
     def _report(
         self,
@@ -299,24 +289,20 @@ def check_index_size(plan: Plan) -> None:
         raise usage_error(what, why, hint)
 
 
-def _with_origin(plan: Plan, source: Source, located: LocatedCheckpoint) -> Plan:
-    """Return the plan with the identity of its source in the manifest of the output, and with its earlier drops."""
-    settings = plan.settings | (source.manifest or NO_MANIFEST).earlier_drops
-    if origin := origin_record(source.manifest, located.files.commit):
-        settings |= Manifest(origin=origin)
-    return replace(plan, settings=settings)
+def _open_run(request: ExecutionRequest, out: Path | ObjectStoreUrl) -> ConversionRun:
+    # Most outputs are folders of raw chunks, and need neither obstore nor an encoder.
+    if not isinstance(out, Path):
+        from prepcli.execution.bucket_run import BucketRun
+
+        return BucketRun(request, out)
+    if request.plan.compression:
+        from prepcli.execution.packed_folder_run import PackedFolderRun
+
+        return PackedFolderRun(request, out)
+    return FolderRun(request, out)
 
 
 # --- The plan for the user
-
-
-def _unsupported_reason(source: Source) -> str | None:
-    """Return why prep cannot run a model, or None if it can."""
-    try:
-        source.family.arch_config(source.config)
-    except PrepError as error:
-        return join_texts(" - ", [error.what, error.why])
-    return None
 
 
 def _accounting(plan: Plan) -> dict[str, Any]:
@@ -358,15 +344,18 @@ def dropped_text(plan: Plan) -> str:
     return ", ".join(f"{count} dropped ({rule})" for rule, count in rules.items())
 
 
-def _note_plan(
-    plan: Plan,
-    notes: Iterable[str],
-    source: Source,
-    unsupported_reason: str | None,
-    observer: Observer,
-) -> None:
-    """Note the source and the plan, at `-v` also each leaf and each dropped tensor."""
+def _note_plan(plan: Plan, notes: Iterable[str], source: Source, observer: Observer) -> str | None:
+    """Note the source and the plan, at `-v` also each leaf and each dropped tensor.
+
+    Returns:
+        Why prep cannot run the model, or None if it can.
+    """
     observer.note(source_line(source))
+    unsupported_reason: str | None = None
+    try:
+        source.family.arch_config(source.config)
+    except PrepError as error:
+        unsupported_reason = join_texts(" - ", [error.what, error.why])
     if source.family.is_verbatim:
         observer.warn(f"{source.display_name}: {CANNOT_TRAIN}")
     elif unsupported_reason:
@@ -391,6 +380,7 @@ def _note_plan(
     for dropped in plan.dropped:
         name = plan.display_names.get(dropped.name, dropped.name)
         observer.note(f"  dropped {name}: {dropped.rule}", LEAVES)
+    return unsupported_reason
 
 
 def _warn_of_prediction_rows(plan: Plan, source: Source, observer: Observer) -> None:

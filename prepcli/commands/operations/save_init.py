@@ -17,7 +17,6 @@ from prepcli.commands.operations.checkpoint_options import (
 )
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
-    OpenedConversion,
     open_conversion,
 )
 from prepcli.commands.operations.operation import public, reject_without
@@ -102,7 +101,30 @@ def save_init(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         progress,
     )
-    return _write_orbax_item(opened, options)
+    source = opened.source
+    if source.tree_manifest:
+        name = source.display_name
+        hint = text(
+            "{} changes its mesh, {} writes a Hugging Face folder",
+            Command("reshard", name, Option("mesh", "DP,FSDP,MP")),
+            Command("export", name),
+        )
+        what = f"{name} is already an Orbax checkpoint"
+        raise usage_error(what, "save-init does not read the format that it writes", hint)
+    draft, layout = _draft_item(options, source)
+    placed = layout.place(draft)
+    name = opened.located.model_name
+    return opened.convert(
+        draft,
+        placed,
+        SaveInitOptions,
+        options,
+        name=name,
+        out_name=f"{name}-{'step' if layout.is_training_step else 'init'}",
+        notes=_layout_lines(draft, layout, placed),
+        fields=_layout_fields(draft, placed),
+        next_command=f"prep reshard {OUT_PLACEHOLDER} --mesh DP,FSDP,MP",
+    )
 
 
 @public
@@ -141,9 +163,30 @@ def reshard(
         progress,
         _is_unresharded,
     )
+    source = opened.source
+    if source.tensor_file_names:
+        command_line = Command("save-init", source.display_name, Option("mesh", "DP,FSDP,MP"))
+        raise usage_error(
+            f"{source.display_name} is not an Orbax checkpoint written by prep",
+            "reshard reads the output of save-init and training runs",
+            text("{}", command_line),
+        )
     # `reshard` has none of the options of new rows and casts.
     values = with_defaults(SaveInitOptions, options)
-    return _write_orbax_item(opened, values, params_only=options["params_only"])
+    draft, layout = _draft_item(values, source, params_only=options["params_only"])
+    placed = layout.place(draft)
+    name = opened.located.model_name
+    mesh = layout.partitioning.mesh
+    return opened.convert(
+        draft,
+        placed,
+        ReshardOptions,
+        options,
+        name=name,
+        out_name=f"{name}-{'init' if mesh is None else folder_suffix(mesh)}",
+        notes=_layout_lines(draft, layout, placed),
+        fields=_layout_fields(draft, placed),
+    )
 
 
 def _check_padding_options(options: SaveInitOptions) -> None:
@@ -167,14 +210,18 @@ def _is_unresharded(folder: Path) -> bool:
     return find_item(folder) is not None and manifest is not None and manifest.command != "reshard"
 
 
-def _write_orbax_item(
-    opened: OpenedConversion, options: SaveInitOptions, *, params_only: bool = False
-) -> Conversion:
-    """Copy every tensor to its leaf, in chunks for the mesh. The command is `save-init` or `reshard`."""
-    source = opened.source
-    command = opened.command
-    _check_source_kind(command, source)
-    source, left = _converted_part(options, source, params_only)
+def _draft_item(
+    options: SaveInitOptions, source: Source, *, params_only: bool = False
+) -> tuple[Draft, OrbaxLayout]:
+    """Return the draft of an Orbax item with every tensor of a source, and the layout for its mesh."""
+    left: tuple[DroppedTensor, ...] = ()
+    if options["training_state"]:
+        check_imported_state(options, source)
+    else:
+        source, left = _without_state(source, params_only)
+    if options["layers"] is not None:
+        source, later_layers = truncate_layers(source, options["layers"])
+        left = (*later_layers, *left)
     if source.family.is_verbatim:
         _check_verbatim_options(options, source)
         if options["dtype"]:
@@ -198,52 +245,7 @@ def _write_orbax_item(
     check_leaf_rules(layout.partitioning.rules, dims)
     num_rows = padded_vocab_rows(options, draft, layout.partitioning)
     draft = with_rows(draft, num_rows, make_fill(options["init"], options["seed"], source))
-    draft = replace(with_source_state(draft), left=left)
-    placed = layout.place(draft)
-    notes = [*source.made_files.remarks, *_layout_lines(draft, layout, placed)]
-    if source.training_record is not None and layout.is_training_step:
-        notes += imported_state_notes(source.training_record)
-    schema = SaveInitOptions
-    next_command = f"prep reshard {OUT_PLACEHOLDER} --mesh DP,FSDP,MP"
-    if command == "reshard":
-        schema = ReshardOptions
-        next_command = f"prep verify {OUT_PLACEHOLDER}"
-    name = opened.located.model_name
-    suffix = "init"
-    if command == "reshard" and layout.partitioning.mesh is not None:
-        suffix = folder_suffix(layout.partitioning.mesh)
-    elif command == "save-init" and layout.is_training_step:
-        suffix = "step"
-    meshes = {"from": source.tree_manifest.mesh, "to": placed.settings.mesh}
-    return opened.convert(
-        draft,
-        placed,
-        schema,
-        {**options, "params_only": params_only},
-        name=name,
-        out_name=f"{name}-{suffix}",
-        notes=notes,
-        fields={"leaves": len(placed.leaves), "layout": NATIVE_TREE, "mesh": meshes},
-        next_command=next_command,
-    )
-
-
-def _converted_part(
-    options: SaveInitOptions, source: Source, params_only: bool
-) -> tuple[Source, tuple[DroppedTensor, ...]]:
-    """Return a source with the layers and the state to convert, and a record of each dropped tensor.
-
-    See `_without_state`.
-    """
-    dropped: tuple[DroppedTensor, ...] = ()
-    if options["training_state"]:
-        check_imported_state(options, source)
-    else:
-        source, dropped = _without_state(source, params_only)
-    if options["layers"] is None:
-        return source, dropped
-    source, later_layers = truncate_layers(source, options["layers"])
-    return source, (*later_layers, *dropped)
+    return replace(with_source_state(draft), left=left), layout
 
 
 def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[DroppedTensor, ...]]:
@@ -320,31 +322,16 @@ def _check_verbatim_options(options: SaveInitOptions, source: Source) -> None:
             )
 
 
-def _check_source_kind(command: str, source: Source) -> None:
-    """Raise UsageError if `save-init` gets an Orbax checkpoint of prep, or `reshard` gets tensor files."""
-    if command == "save-init" and source.tree_manifest:
-        name = source.display_name
-        hint = text(
-            "{} changes its mesh, {} writes a Hugging Face folder",
-            Command("reshard", name, Option("mesh", "DP,FSDP,MP")),
-            Command("export", name),
-        )
-        raise usage_error(
-            f"{name} is already an Orbax checkpoint",
-            "save-init does not read the format that it writes",
-            hint,
-        )
-    if command == "reshard" and source.tensor_file_names:
-        command_line = Command("save-init", source.display_name, Option("mesh", "DP,FSDP,MP"))
-        raise usage_error(
-            f"{source.display_name} is not an Orbax checkpoint written by prep",
-            "reshard reads the output of save-init and training runs",
-            text("{}", command_line),
-        )
+def _layout_fields(draft: Draft, placed: Placed) -> dict[str, object]:
+    """Return the fields of a layout for JSON."""
+    meshes = {"from": draft.source.tree_manifest.mesh, "to": placed.settings.mesh}
+    return {"leaves": len(placed.leaves), "layout": NATIVE_TREE, "mesh": meshes}
 
 
 def _layout_lines(draft: Draft, layout: OrbaxLayout, placed: Placed) -> Iterator[str]:
-    """Yield the notes about a layout: padding, mesh, unsharded dims, and the dropped optimizer state."""
+    """Yield lines for the user: padding, mesh, unsharded dims, and the training state."""
+    source = draft.source
+    yield from source.made_files.remarks
     stored_size = draft.resize.vocabulary.stored_size
     vocab_rows = draft.vocabulary.stored_size
     if vocab_rows != stored_size:
@@ -353,7 +340,7 @@ def _layout_lines(draft: Draft, layout: OrbaxLayout, placed: Placed) -> Iterator
     mesh = layout.partitioning.mesh
     if mesh is not None:
         axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes))
-        source_mesh = draft.source.tree_manifest.mesh
+        source_mesh = source.tree_manifest.mesh
         # If the number of devices is no multiple of DEVICES_PER_HOST, e.g. 6, they count as one host.
         devices_per_host = (
             DEVICES_PER_HOST if mesh.n_devices % DEVICES_PER_HOST == 0 else mesh.n_devices
@@ -371,3 +358,5 @@ def _layout_lines(draft: Draft, layout: OrbaxLayout, placed: Placed) -> Iterator
     dropped = [part.nbytes for part in draft.left if part.rule == OPT_STATE_RULE]
     if sum(dropped):
         yield f"optimizer state ({format_bytes(sum(dropped))}) dropped"
+    if source.training_record is not None and layout.is_training_step:
+        yield from imported_state_notes(source.training_record)

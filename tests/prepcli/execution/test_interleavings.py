@@ -134,14 +134,16 @@ class Life:
         return self.attempt < later.attempt and self.share == later.share
 
     def run(self, out: Path) -> None:
-        """Run the steps of `Run.run` without the checks of the plan."""
+        """Run the steps of `ConversionRun.run` without the checks of the plan."""
         run = FileRun(out, self.share, restart=self.restart, fails=self.fails)
         if not run.is_done():
             try:
                 if run.join({**run.identity, "units": "equal"}, {"files": []}):
                     while not run.store.is_published():
                         run.write_all()
-                        run.publish_once()
+                        with run.claim_publication() as may_publish:
+                            if may_publish:
+                                run.publish()
             finally:
                 run.close()
         run.remove_leftovers()
