@@ -51,7 +51,7 @@ from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import find_bucket_units
 from prepcli.stores import object_store
 from prepcli.stores.bucket_lock import BucketLock, check_lock, is_locked_by
-from prepcli.stores.byte_ranges import RemoteFile, retry_policy_from_env
+from prepcli.stores.byte_ranges import map_in_daemon_threads, retry_policy_from_env
 from prepcli.stores.object_store import RETRIES, Bucket, ObjectStoreUrl, part_nbytes
 from prepcli.stores.object_writes import (
     ObjectUploads,
@@ -110,8 +110,23 @@ class BucketRun(ConversionRun):
 
     def is_done(self) -> bool:
         """Return whether the requested output exists. See `ConversionRun.is_done`."""
-        self._check_restart()
-        self._check_object_count()
+        is_restarted = self.request.options.restart
+        # Another process may already have joined the unfinished run, except for the workers of one command.
+        is_alone = len(self.pool.indices) == self.pool.share.count
+        if is_restarted and not is_alone and PARENT_VARIABLE not in os.environ:
+            raise usage_error(
+                text("{} is not supported with several processes", Option("restart", True)),
+                "another process may already write there",
+                text("delete the objects below {}, then {}", self.bucket.name, RERUN_HINT),
+            )
+        count = len(self.plan.files) + len(self.plan.small_files) + 2 * len(self.units)
+        if count > object_store.MAX_OBJECTS:
+            # A listing would not have all of them.
+            raise usage_error(
+                f"{self.bucket.name} would have {count:,} objects",
+                f"up to {object_store.MAX_OBJECTS:,} are supported",
+                text("{}, or another mesh", Option("storage", "ocdbt")),
+            )
         files = self.bucket.list_files()
         manifest = stored_manifest(self.bucket, files)
         if manifest is None:
@@ -137,27 +152,6 @@ class BucketRun(ConversionRun):
             restart=self.request.options.restart,
         )
         return True
-
-    def _check_restart(self) -> None:
-        """Raise UsageError for a restart in several processes, except for the workers of one command."""
-        # Another process may already have joined the unfinished run.
-        is_alone = len(self.pool.indices) == self.pool.share.count
-        if self.request.options.restart and not is_alone and PARENT_VARIABLE not in os.environ:
-            raise usage_error(
-                text("{} is not supported with several processes", Option("restart", True)),
-                "another process may already write there",
-                text("delete the objects below {}, then {}", self.bucket.name, RERUN_HINT),
-            )
-
-    def _check_object_count(self) -> None:
-        """Raise UsageError if the output and its state would have more objects than a listing may have."""
-        count = len(self.plan.files) + len(self.plan.small_files) + 2 * len(self.units)
-        if count > object_store.MAX_OBJECTS:
-            raise usage_error(
-                f"{self.bucket.name} would have {count:,} objects",
-                f"up to {object_store.MAX_OBJECTS:,} are supported",
-                text("{}, or another mesh", Option("storage", "ocdbt")),
-            )
 
     def check_room(self) -> None:
         """Check that no other plan is being written there."""
@@ -231,7 +225,9 @@ class BucketRun(ConversionRun):
         pending = [number for number in self.order if number not in self.notes]
         for first in range(0, len(pending), MAX_CLAIMED):
             batch = pending[first : first + MAX_CLAIMED]
-            claims = self.bucket_store.claim_many(map(str, batch))
+            claims = map_in_daemon_threads(
+                self.bucket_store.claim, map(str, batch), num_threads=NUM_THREADS
+            )
             claimed = [number for number, claim in zip(batch, claims) if claim is not None]
             if not claimed:
                 continue
@@ -343,7 +339,16 @@ class BucketRun(ConversionRun):
         store = self.bucket_store
         notes = list(self.notes.values())
         listed = {file.path: file for file in self.bucket.list_files()}
-        self._check_objects(listed)
+        damaged: dict[int, str] = {}
+        for number, note in self.notes.items():
+            for file in note.objects:
+                # Stores may list objects late.
+                if listed.get(file.path) != file and self.bucket.find_file(file.path) != file:
+                    damaged[number] = file.path
+        if damaged:
+            # The next run writes these units again.
+            store.delete(f"{DONE_FOLDER}/{number}" for number in damaged)
+            raise missing_object_error(self.bucket, next(iter(damaged.values())))
         digests = all_digests(self.plan, notes)
         # Units of earlier runs, and of other processes, were read at other times.
         self.check_source(digests, parse_source_state(store.source_at_start().get("files")))
@@ -354,7 +359,13 @@ class BucketRun(ConversionRun):
             data = np.frombuffer(content, np.uint8)
             uploads.send(path, data, start=0, size=data.size)
 
-        compressed = self._compressed_chunks(notes)
+        compressed: CompressedChunks | None = None
+        if self.plan.compression:
+            lengths: dict[int, Sequence[int]] = {}
+            for note in notes:
+                lengths |= note.lengths
+            paths = [file.path for file in self.plan.files]
+            compressed = locate_chunks(raw_chunks(self.plan.leaves), lengths, paths)
         manifest = write_last_files(
             self.plan,
             encode_metadata(self.plan, compressed),
@@ -369,31 +380,6 @@ class BucketRun(ConversionRun):
         publish_content(self.bucket, MANIFEST_FILE, encode_manifest(manifest))
         assert store.is_published()
         store.delete_state()
-
-    def _check_objects(self, listed: Mapping[str, RemoteFile]) -> None:
-        """Raise PrepError if a data object is missing or differs from the note of its unit.
-
-        The notes of damaged units are deleted. The next run writes these units again.
-        """
-        damaged: dict[int, str] = {}
-        for number, note in self.notes.items():
-            for file in note.objects:
-                # Stores may list objects late.
-                if listed.get(file.path) != file and self.bucket.find_file(file.path) != file:
-                    damaged[number] = file.path
-        if damaged:
-            self.store.delete(f"{DONE_FOLDER}/{number}" for number in damaged)
-            raise missing_object_error(self.bucket, next(iter(damaged.values())))
-
-    def _compressed_chunks(self, notes: Sequence[UnitNote]) -> CompressedChunks | None:
-        """Return the locations of compressed chunks, or None if the chunks are raw."""
-        if not self.plan.compression:
-            return None
-        lengths: dict[int, Sequence[int]] = {}
-        for note in notes:
-            lengths |= note.lengths
-        paths = [file.path for file in self.plan.files]
-        return locate_chunks(raw_chunks(self.plan.leaves), lengths, paths)
 
 
 def _expected(writer: ObjectWriter, units: Iterator[PipelineUnit]) -> Iterator[PipelineUnit]:

@@ -155,7 +155,14 @@ class BucketStore:
         earlier = self._read_record(RUN_FILE)
         files = self.bucket.list_files()
         has_manifest = any(file.path == MANIFEST_FILE for file in files)
-        is_replaceable = has_manifest or restart or _has_records_only(files)
+        # A refused source or an early kill leaves a run without data objects and notes. Its objects are deleted without
+        # a request of the user.
+        records = [f"{WORK_FOLDER}/{name}" for name in (RUN_FILE, SOURCE_FILE)]
+        folders = (f"{WORK_FOLDER}/{CLAIMS_FOLDER}/", f"{WORK_FOLDER}/{ALIVE_FOLDER}/")
+        has_records_only = all(
+            file.path in records or file.path.startswith(folders) for file in files
+        )
+        is_replaceable = has_manifest or restart or has_records_only
         if earlier is not None and earlier != identity and not is_replaceable:
             raise other_run_error(self.name, earlier, identity)
         # The order of requests, and what a kill between two of them leaves:
@@ -269,10 +276,6 @@ class BucketStore:
         """Read objects of the state concurrently."""
         return map_in_daemon_threads(self.read, names, num_threads=NUM_THREADS)
 
-    def claim_many(self, names: Iterable[str]) -> list[Claim | None]:
-        """Claim units concurrently. See `Store.claim`."""
-        return map_in_daemon_threads(self.claim, names, num_threads=NUM_THREADS)
-
     def claim(self, name: str) -> Claim | None:
         """Return a claim, also the claim of an ended process, or None while another process has it."""
         path = f"{CLAIMS_FOLDER}/{name}"
@@ -290,10 +293,13 @@ class BucketStore:
                 if owner == self._process:
                     # An earlier request arrived, and its answer was lost.
                     version = stored.version
-                elif self._is_alive(owner):
-                    self._owners[name] = owner
-                    return None
                 else:
+                    alive = self._state.find_file(f"{ALIVE_FOLDER}/{owner}")
+                    if alive is not None:
+                        self._seen[owner] = self._see(owner, alive)
+                    if alive is not None and self._is_recent(owner):
+                        self._owners[name] = owner
+                        return None
                     version = replace_object(self._state, path, content, stored.version)
         except ConditionsNotSupportedError:
             # Processes may write the same unit twice.
@@ -310,17 +316,13 @@ class BucketStore:
             with contextlib.suppress(PrepError):
                 self._state.delete(path)
 
-    def _is_alive(self, process: str) -> bool:
-        """Return whether the process of a claim may still run."""
-        file = self._state.find_file(f"{ALIVE_FOLDER}/{process}")
-        if file is None:
-            return False
-        self._seen[process] = self._see(process, file)
-        return self._is_recent(process)
-
     def _is_recent(self, process: str) -> bool:
         """Return whether a process may still run, by what this one has seen of it."""
-        if process not in self._seen or _has_ended(process):
+        # Its name has a token, its number and its host.
+        _, _, place = process.partition("_")
+        pid, _, host = place.partition("_")
+        is_here = host == socket.gethostname() and pid.isdecimal()
+        if process not in self._seen or (is_here and not Path(f"/proc/{pid}").exists()):
             return False
         return time.monotonic() - self._seen[process][1] < STALE_S
 
@@ -359,14 +361,6 @@ class BucketStore:
         self._state.write_pieces(path, [data], size=len(data))
 
 
-def _has_ended(process: str) -> bool:
-    """Return whether a process, named by a token, its number and its host, was on this host and has ended."""
-    _, _, place = process.partition("_")
-    pid, _, host = place.partition("_")
-    is_here = host == socket.gethostname() and pid.isdecimal()
-    return is_here and not Path(f"/proc/{pid}").exists()
-
-
 def _claim_process(content: bytes) -> str:
     """Return the process of a claim, or an empty text if the claim is damaged."""
     try:
@@ -376,16 +370,6 @@ def _claim_process(content: bytes) -> str:
     except ValueError:
         pass
     return ""
-
-
-def _has_records_only(files: Collection[RemoteFile]) -> bool:
-    """Return whether an unfinished run has no data objects and no notes.
-
-    A refused source or an early kill leaves such a run. Its objects are deleted without a request of the user.
-    """
-    records = {f"{WORK_FOLDER}/{name}" for name in (RUN_FILE, SOURCE_FILE)}
-    folders = (f"{WORK_FOLDER}/{CLAIMS_FOLDER}/", f"{WORK_FOLDER}/{ALIVE_FOLDER}/")
-    return all(file.path in records or file.path.startswith(folders) for file in files)
 
 
 def _is_marker(path: str) -> bool:

@@ -141,7 +141,13 @@ class FolderRun(ConversionRun):
             if is_complete:
                 why = "this command created it earlier"
             raise OutputExistsError(f"{self.out} already exists", why, hint)
-        why = _describe_origin(manifest, self.plan)
+        if manifest is None:
+            why = "it is empty"
+        elif manifest.request != self.plan.request:
+            why = f"made by `{manifest.request}`, asked for `{self.plan.request}`"
+        else:
+            request = self.plan.request
+            why = f"made by the same `{request}` from a source that has changed since"
         raise OutputExistsError(f"{self.out} exists and is something else", why, hint)
 
     def read_manifest(self) -> Manifest:
@@ -241,7 +247,14 @@ class FolderRun(ConversionRun):
                     num_damaged += 1
                     note = replace(note, prefix=None)
                 intact = {key: value for key, value in note.digests.items() if key not in damaged}
-                self._renew(folder, number, replace(note, digests=intact, session=self.session))
+                note = replace(note, digests=intact, session=self.session)
+                streams = [self.plan.streams[stream] for stream in self.units[number].streams]
+                num_streams = sum(stream.nbytes > 0 for stream in streams)
+                if folder == DONE_FOLDER and len(note.digests) == num_streams:
+                    self.note_unit(number, note)
+                    self.result.resumed_nbytes += self.units[number].nbytes
+                else:
+                    self.keep_part(folder, number, note)
         if num_damaged:
             count = len(digests) + sum(note.prefix is not None for note in batch.values())
             self.say(
@@ -266,17 +279,6 @@ class FolderRun(ConversionRun):
         for note in batch.values():
             digests |= note.digests
         return find_damaged(self.readback, digests, written)
-
-    def _renew(self, folder: str, number: int, note: UnitNote) -> None:
-        """Write a checked note of this session, or keep the intact streams of a damaged unit."""
-        num_streams = sum(
-            self.plan.streams[stream].nbytes > 0 for stream in self.units[number].streams
-        )
-        if folder == DONE_FOLDER and len(note.digests) == num_streams:
-            self.note_unit(number, note)
-            self.result.resumed_nbytes += self.units[number].nbytes
-            return
-        self.keep_part(folder, number, note)
 
     def keep_part(self, folder: str, number: int, note: UnitNote) -> None:
         """Make the intact streams of a damaged unit its part."""
@@ -452,14 +454,6 @@ def _is_complete(plan: Plan, out: Path, manifest: Manifest) -> bool:
     if manifest.checksums is not None and not (out / CHECKSUMS_FILE).is_file():
         return False
     return are_files_intact(out, manifest)
-
-
-def _describe_origin(manifest: Manifest | None, plan: Plan) -> str:
-    if manifest is None:
-        return "it is empty"
-    if manifest.request != plan.request:
-        return f"made by `{manifest.request}`, asked for `{plan.request}`"
-    return f"made by the same `{plan.request}` from a source that has changed since"
 
 
 def open_sink(plan: Plan, folder: Path) -> Files:

@@ -367,7 +367,10 @@ class FolderStore:
         self.leave()
         door = self.work / JOIN_LOCK_FILE
         with contextlib.suppress(OSError, PrepError), exclusive_lock(door):
-            if not self._is_same_folder() or is_locked(self.work / LOCK_FILE):
+            # Another process may have removed the folder, and created a new one.
+            folder_stat = self._folder_stat
+            is_same_folder = folder_stat is not None and is_same_file(folder_stat, self.folder)
+            if not is_same_folder or is_locked(self.work / LOCK_FILE):
                 return
             for folder in (self.folder, self.work):
                 for path in folder.iterdir():
@@ -472,10 +475,6 @@ class FolderStore:
         why = "it was removed or replaced"
         raise PrepError(f"{self.folder} was changed by another program", why, RERUN_HINT)
 
-    def _is_same_folder(self) -> bool:
-        """Return whether the path still leads to the joined folder."""
-        return self._folder_stat is not None and is_same_file(self._folder_stat, self.folder)
-
     def publish(self, *, overwrite: bool = False) -> None:
         """Sync all files and folders bottom-up, then rename the folder to its final name.
 
@@ -546,13 +545,9 @@ def remove_leftover(out: Path) -> None:
     work = out / WORK_FOLDER
     # NAME.partial has a manifest too, shortly before the rename. A resumed run needs its work folder.
     is_output = (out / MANIFEST_FILE).is_file() and out.suffix != PARTIAL_SUFFIX
-    if is_output and work.is_dir() and not work.is_symlink() and not _is_in_use(work):
-        remove_work_folder(out)
-
-
-def _is_in_use(work: Path) -> bool:
-    """Return whether a process holds the lock of a work folder."""
-    try:
-        return is_locked(work / LOCK_FILE)
-    except OSError:
-        return False
+    if is_output and work.is_dir() and not work.is_symlink():
+        is_in_use = False
+        with contextlib.suppress(OSError):
+            is_in_use = is_locked(work / LOCK_FILE)
+        if not is_in_use:
+            remove_work_folder(out)

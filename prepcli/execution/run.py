@@ -241,10 +241,7 @@ class ConversionRun(ABC):
 
     def _begin_progress(self) -> None:
         total_nbytes = sum(unit.nbytes for unit in self.units)
-        done_nbytes = sum(self.units[number].nbytes for number in self.notes)
-        for number in self.store.units_with(PART_FOLDER):
-            if number not in self.notes and (part := self.read_note(PART_FOLDER, number)):
-                done_nbytes += part.nbytes
+        done_nbytes = self._durable_nbytes(self.notes.keys())
         if done_nbytes and not self.has_begun:
             sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
             self.say(f"resuming {self.store.name}: {sizes} are durable")
@@ -269,16 +266,11 @@ class ConversionRun(ABC):
     def add_note(self, number: int, note: UnitNote) -> None:
         """Add a believed note of another process."""
         self.notes[number] = note
-        if self._shows_progress and self._is_foreign(note):
+        # The parent of a worker reads the notes itself. The progress has the bytes of this process and its workers.
+        pids = [os.getpid(), *self.pool.worker_pids()]
+        is_counted = note.writer in {f"{socket.gethostname()}:{pid}" for pid in pids}
+        if self._shows_progress and not is_counted and PARENT_VARIABLE not in os.environ:
             self.pool.progress.advance(self.units[number].nbytes)
-
-    def _is_foreign(self, note: UnitNote) -> bool:
-        """Return whether the bytes of a note are missing in the progress of this process and its workers."""
-        # The parent of a worker reads the notes itself.
-        return PARENT_VARIABLE not in os.environ and note.writer not in {
-            self.writer,
-            *(f"{socket.gethostname()}:{pid}" for pid in self.pool.worker_pids()),
-        }
 
     def find_noted(self) -> AbstractSet[int]:
         """Return the units with an existing note."""
@@ -436,16 +428,20 @@ class ConversionRun(ABC):
 
     def _describe_durable(self) -> str:
         """Describe the durable part of the output, for the message of a stopped run, or empty if there is none."""
-        done = self.store.units_with(DONE_FOLDER)
-        done_nbytes = sum(self.units[number].nbytes for number in done)
-        for number in self.store.units_with(PART_FOLDER):
-            if number not in done and (part := self.read_note(PART_FOLDER, number)):
-                done_nbytes += part.nbytes
+        done_nbytes = self._durable_nbytes(self.store.units_with(DONE_FOLDER))
         if not done_nbytes:
             return ""
         total_nbytes = sum(unit.nbytes for unit in self.units)
         sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
         return f"{sizes} are kept in {self.store.name}"
+
+    def _durable_nbytes(self, done: AbstractSet[int]) -> int:
+        """Return the bytes of complete units, and of the durable parts of others."""
+        nbytes = sum(self.units[number].nbytes for number in done)
+        for number in self.store.units_with(PART_FOLDER) - done:
+            if part := self.read_note(PART_FOLDER, number):
+                nbytes += part.nbytes
+        return nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,39 +187,39 @@ class UnitNote:
         """Return the note, or None if it is missing, damaged, of another version or of another run."""
         try:
             content = decode_record(data or b"")
-            if content.get("run") != plan_digest:
-                return None
-            return _parse_note(content)
+            prefix: StreamPrefix | None = None
+            match content.get("prefix"):
+                case [int(stream), int(durable_nbytes), str(digest)]:
+                    prefix = StreamPrefix(stream, durable_nbytes, digest)
+            match content:
+                case {
+                    "run": str(run),
+                    "session": str(session),
+                    "writer": str(writer),
+                    "source": str(source),
+                    "objects": list(objects),
+                    "digests": dict(digests),
+                    "checksums": str(checksums),
+                    "lengths": dict(lengths),
+                    "nbytes": int(nbytes),
+                } if run == plan_digest:
+                    known = np.frombuffer(base64.b64decode(checksums), CHECKSUM_DTYPE)
+                    blocks, sums = known.reshape(2, -1)
+                    return UnitNote(
+                        {int(number): str(text) for number, text in digests.items()},
+                        blocks,
+                        sums,
+                        session,
+                        writer,
+                        source,
+                        tuple(map(_parse_object, objects)),
+                        {int(file): _parse_lengths(entry) for file, entry in lengths.items()},
+                        prefix,
+                        nbytes,
+                    )
         except ValueError:
-            return None
-
-
-def _parse_note(content: JsonObject) -> UnitNote | None:
-    match content:
-        case {
-            "session": str(session),
-            "writer": str(writer),
-            "source": str(source),
-            "objects": list(objects),
-            "digests": dict(digests),
-            "checksums": str(checksums),
-            "lengths": dict(lengths),
-            "nbytes": int(nbytes),
-        }:
-            known = np.frombuffer(base64.b64decode(checksums), CHECKSUM_DTYPE).reshape(2, -1)
-            return UnitNote(
-                {int(number): str(text) for number, text in digests.items()},
-                known[0],
-                known[1],
-                session,
-                writer,
-                source,
-                tuple(map(_parse_object, objects)),
-                {int(file): _parse_lengths(entry) for file, entry in lengths.items()},
-                _parse_prefix(content.get("prefix")),
-                nbytes,
-            )
-    return None
+            pass
+        return None
 
 
 def _parse_object(entry: object) -> RemoteFile:
@@ -234,13 +234,6 @@ def _parse_lengths(entry: object) -> list[int]:
         case list(lengths):
             return list(map(int, lengths))
     raise ValueError("it has invalid lengths")
-
-
-def _parse_prefix(entry: object) -> StreamPrefix | None:
-    match entry:
-        case [int(number), int(nbytes), str(text)]:
-            return StreamPrefix(number, nbytes, text)
-    return None
 
 
 def all_digests(plan: Plan, notes: Collection[UnitNote]) -> dict[int, str]:
