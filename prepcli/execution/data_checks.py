@@ -39,13 +39,12 @@ from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.formats.manifest import again_hint
 from prepcli.planning import coverage
 from prepcli.planning.arrays import location_copies
-from prepcli.planning.coverage import FileSpan, stream_write_spans
+from prepcli.planning.coverage import stream_write_spans
 from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream
 from prepcli.planning.tensors import is_decoded_tensor, itemsize, split_name
 from prepcli.restore.digest_checks import RecordedDigests, checkpoint_of
 from prepcli.sources.source import Source
 from prepcli.sources.tensor_match import not_equal_error
-from prepcli.stores.buffers import Blob
 from prepcli.stores.files import io_error
 from prepcli.stores.output_files import open_no_follow
 from prepcli.stores.paths import AnyPath, is_remote, local_copy
@@ -171,7 +170,9 @@ class IntegrityChecker:
     def _digest_error(self, stream: Stream, digest: str, expected: str) -> PrepError:
         """Return the error for a stream with another digest than the recorded one."""
         name = self._display_name(stream.name)
-        blob = self._byte_source(stream)
+        # The file or blob with the first byte of the stream
+        first_copy = next(location_copies(stream.reads, stream.box))
+        blob = self._source.byte_sources[first_copy.file]
         if isinstance(blob, DerivedArrays) and is_decoded_tensor(stream.name):
             return PrepError(
                 f"{name} of {blob.name} has other values than {self._source.display_name}",
@@ -242,10 +243,6 @@ class IntegrityChecker:
     def _find_stream(self, name: str, rows: tuple[int, int]) -> Stream:
         return next(s for s in self._plan.streams if s.name == name and s.rows == rows)
 
-    def _byte_source(self, stream: Stream) -> Path | Blob:
-        """Return the file or blob with the first byte of a stream."""
-        return self._source.byte_sources[next(location_copies(stream.reads, stream.box)).file]
-
     def _display_name(self, name: str) -> str:
         if is_decoded_tensor(name):
             _, name = split_name(name)
@@ -274,18 +271,6 @@ class StreamReader:
         """Read streams back from the data files. Return the digest of each, over its bytes in tensor order."""
         streams = {number: readback_stream(self.streams[number]) for number in stream_numbers}
         return self.digest_streams(streams, written)
-
-    def digest_source_streams(
-        self, stream_numbers: Iterable[int], source: Source
-    ) -> dict[int, str]:
-        """Read streams again from the source. Return the digest of each."""
-        streams: dict[int, Stream] = {}
-        for number in stream_numbers:
-            stream = self.streams[number]
-            if stream.reads:
-                streams[number] = replace(stream, writes=(), operations=())
-        with open_blobs(source.byte_sources, self.budget.cache_nbytes) as opened:
-            return self.digest_streams(streams, opened)
 
     def digest_streams(self, streams: Mapping[int, Stream], files: RunReader) -> dict[int, str]:
         """Read streams, given by number. Return the digest of each."""
@@ -340,8 +325,15 @@ def find_damaged(reader: StreamReader, digests: Mapping[int, str], written: RunR
 
 def find_outdated(reader: StreamReader, digests: Mapping[int, str], *, source: Source) -> set[int]:
     """Return the numbers of streams with other digests in the source."""
+    streams: dict[int, Stream] = {}
+    for number in digests:
+        stream = reader.streams[number]
+        if stream.reads:
+            streams[number] = replace(stream, writes=(), operations=())
+    with open_blobs(source.byte_sources, reader.budget.cache_nbytes) as opened:
+        found = reader.digest_streams(streams, opened)
     outdated: set[int] = set()
-    for number, digest in reader.digest_source_streams(digests, source).items():
+    for number, digest in found.items():
         if digest != parse_stream_digest(digests[number]).read:
             outdated.add(number)
     return outdated
@@ -354,18 +346,14 @@ def zero_gaps(plan: Plan, files: Sequence[Path]) -> None:
         for number, start, stop in coverage.unwritten_spans(plan):
             if number not in fds:
                 fds[number] = open_no_follow(files[number], os.O_RDWR)
-            _zero_range(fds[number], start, stop)
+            # A read of a hole allocates nothing, a write of zeros would fill it.
+            if any(os.pread(fds[number], stop - start, start)):
+                os.pwrite(fds[number], bytes(stop - start), start)
     except OSError as error:
         raise io_error(files[0].parent, error) from error
     finally:
         for fd in fds.values():
             os.close(fd)
-
-
-def _zero_range(fd: int, start: int, stop: int) -> None:
-    # A read of a hole allocates nothing, a write of zeros would fill it.
-    if any(os.pread(fd, stop - start, start)):
-        os.pwrite(fd, bytes(stop - start), start)
 
 
 def check_data_files(
@@ -384,16 +372,18 @@ def check_data_files(
     """
     # A hole inside written bytes means that another program truncated the file while it was written:
     # later writes extend it again. Planned gaps and bytes of zeros are holes too, which is harmless.
-    holes: list[FileSpan] = []
+    holes: dict[int, list[tuple[int, int]]] = {}
     for number, file in enumerate(plan.files):
         for start, stop in file_holes(files[number], file.size):
-            holes.append((number, start - HOLE_MARGIN_NBYTES, stop + HOLE_MARGIN_NBYTES))
+            span = (start - HOLE_MARGIN_NBYTES, stop + HOLE_MARGIN_NBYTES)
+            holes.setdefault(number, []).append(span)
     if not holes:
         return
     touched: dict[int, str] = {}
-    for number, stream in enumerate(plan.streams):
-        if number in digests and _overlap_any_hole(holes, stream_write_spans(stream)):
-            touched[number] = digests[number]
+    for number, digest in digests.items():
+        for file, low, high in stream_write_spans(plan.streams[number]):
+            if any(low < stop and start < high for start, stop in holes.get(file, ())):
+                touched[number] = digest
     with Files(files) as written:
         if find_damaged(reader, touched, written):
             raise changed_error(files[0].parent)
@@ -426,14 +416,6 @@ def file_holes(path: Path, size: int) -> Iterator[tuple[int, int]]:
             os.close(fd)
     except OSError as error:
         raise io_error(path, error) from error
-
-
-def _overlap_any_hole(holes: Sequence[FileSpan], spans: Sequence[FileSpan]) -> bool:
-    for file, low, high in spans:
-        for hole_file, start, stop in holes:
-            if file == hole_file and low < stop and start < high:
-                return True
-    return False
 
 
 def read_stamps(files: Sequence[Path]) -> FileStamps:

@@ -29,7 +29,7 @@ from prepcli.stores.hub_client import (
 )
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import HfApi
 
 _REPO_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _REVISION_PATTERN = re.compile(r"[A-Za-z0-9][\w./-]*", re.ASCII)
@@ -142,7 +142,13 @@ def push_folder(
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api = HfApi()
-    names = _file_names(folder)
+    names: list[str] = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.is_file() and name.parts[0] != WORK_FOLDER:
+            # A link must not leave the folder.
+            resolve_small_file(path, folder)
+            names.append(name.as_posix())
     with _hub_errors(target):
         # None lets the hub choose: public, or the default of the organization. False would make the repository public
         # where an organization defaults to private.
@@ -151,7 +157,17 @@ def push_folder(
             api.create_branch(target.repo, branch=target.revision, exist_ok=True)
         stale_names = _stale_weights(_list_repo(api, target), names)
         additions = [CommitOperationAdd(name, str(folder / name)) for name in names]
-        _upload_files(api, target, additions, progress)
+        # One file after another, so that progress can be reported
+        progress.begin("push", sum(addition.upload_info.size for addition in additions))
+        try:
+            # `free_memory=False` keeps the path in the addition, which the commit reads for small files.
+            for addition in additions:
+                api.preupload_lfs_files(
+                    target.repo, [addition], revision=target.revision, free_memory=False
+                )
+                progress.advance(addition.upload_info.size)
+        finally:
+            progress.end()
         # The same commit adds the new weights and deletes the old ones. Otherwise a revision would have both, and
         # transformers reads an old model.safetensors before the index of the new files.
         deletions = [CommitOperationDelete(name) for name in stale_names]
@@ -161,8 +177,13 @@ def push_folder(
             commit_message=f"{folder.name} by prep",
             revision=target.revision,
         )
+        if not isinstance(commit.commit_url, str):
+            raise PrepError(f"cannot push to {target.repo}", MALFORMED_ANSWER, CHECK_ENDPOINT)
         # The hub skips files that a .gitignore of the repository excludes, and reports success.
-        _check_pushed_files(commit.commit_url, names, _list_repo(api, target), target)
+        if missing := sorted({*names} - {*_list_repo(api, target)}):
+            why = f"the hub made a commit without {join_names(missing)}"
+            hint = "does a .gitignore in the repository exclude them?"
+            raise PrepError(f"cannot push all files to {target.repo}", why, hint)
     return commit.commit_url
 
 
@@ -172,18 +193,6 @@ def _list_repo(api: HfApi, target: PushTarget) -> list[str]:
     if not all(isinstance(name, str) for name in names):
         raise PrepError(f"cannot push to {target.repo}", MALFORMED_ANSWER, CHECK_ENDPOINT)
     return names
-
-
-def _check_pushed_files(
-    url: object, names: Sequence[str], remote_names: Sequence[str], target: PushTarget
-) -> None:
-    """Raise PrepError unless the commit has a URL and the repository holds all files."""
-    if not isinstance(url, str):
-        raise PrepError(f"cannot push to {target.repo}", MALFORMED_ANSWER, CHECK_ENDPOINT)
-    if missing := sorted({*names} - {*remote_names}):
-        why = f"the hub made a commit without {join_names(missing)}"
-        hint = "does a .gitignore in the repository exclude them?"
-        raise PrepError(f"cannot push all files to {target.repo}", why, hint)
 
 
 def _stale_weights(remote_names: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -197,33 +206,6 @@ def _stale_weights(remote_names: Sequence[str], names: Sequence[str]) -> list[st
             if name not in names and pattern.fullmatch(name):
                 stale.append(name)
     return stale
-
-
-def _upload_files(
-    api: HfApi, target: PushTarget, added: Sequence[CommitOperationAdd], progress: Progress
-) -> None:
-    """Upload files one after another, so that progress can be reported."""
-    progress.begin("push", sum(addition.upload_info.size for addition in added))
-    try:
-        # `free_memory=False` keeps the path in the addition, which the commit reads for small files.
-        for addition in added:
-            api.preupload_lfs_files(
-                target.repo, [addition], revision=target.revision, free_memory=False
-            )
-            progress.advance(addition.upload_info.size)
-    finally:
-        progress.end()
-
-
-def _file_names(folder: Path) -> list[str]:
-    """Return the paths of all files relative to the folder. Raise PrepError for a link that leaves it."""
-    names: list[str] = []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        if path.is_file() and name.parts[0] != WORK_FOLDER:
-            resolve_small_file(path, folder)
-            names.append(name.as_posix())
-    return names
 
 
 def _set_hub_variables() -> None:
@@ -257,13 +239,13 @@ def _explain_hub_error(raised: Exception, what: str) -> PrepError | None:
     for error in causes(raised):
         if isinstance(error, NoAnswerError):
             if error.status:
-                return _status_error(what, error.status)
+                return PrepError(what, *_explain_status(error.status))
             return PrepError(what, str(error), RESUME_HINT)
         # Compared by name: the class is from the installed HTTP library, requests or httpx.
         if type(error).__name__ == "TooManyRedirects":
             return PrepError(what, "the hub answers with a redirect loop", CHECK_ENDPOINT)
         if isinstance(error, HfHubHTTPError):
-            return _status_error(what, error.response.status_code)
+            return PrepError(what, *_explain_status(error.response.status_code))
         if is_network_error(error):
             return PrepError(
                 what, "the hub cannot be reached, or closed the connection", RESUME_HINT
@@ -273,28 +255,14 @@ def _explain_hub_error(raised: Exception, what: str) -> PrepError | None:
     return None
 
 
-def _status_error(what: str, status: int) -> PrepError:
-    """Return the error for an HTTP status."""
-    if status == 401:
-        return PrepError(
-            what, "HTTP 401 from the hub: the token is invalid", "`hf auth login`, or set HF_TOKEN"
-        )
-    if status == 403:
-        return PrepError(
-            what,
-            "HTTP 403 from the hub: the token has no write access",
-            "use a token with write access",
-        )
-    if status == 404:
-        return PrepError(
-            what, "HTTP 404 from the hub: unknown owner, repository or branch", "check the spelling"
-        )
-    if status == 409:
-        return PrepError(what, "HTTP 409 from the hub: the branch changed meanwhile", RESUME_HINT)
-    if status == 413:
-        return PrepError(
-            what,
-            "HTTP 413 from the hub: a file is too large",
-            text("{}", Option("shard_size", "5GB")),
-        )
-    return PrepError(what, f"HTTP {status} from the hub", RESUME_HINT)
+def _explain_status(status: int) -> tuple[str, str]:
+    """Return the cause of an HTTP status of the hub, and a hint."""
+    hints: dict[int, tuple[str, str]] = {
+        401: (": the token is invalid", "`hf auth login`, or set HF_TOKEN"),
+        403: (": the token has no write access", "use a token with write access"),
+        404: (": unknown owner, repository or branch", "check the spelling"),
+        409: (": the branch changed meanwhile", RESUME_HINT),
+        413: (": a file is too large", text("{}", Option("shard_size", "5GB"))),
+    }
+    why, hint = hints.get(status, ("", RESUME_HINT))
+    return f"HTTP {status} from the hub{why}", hint

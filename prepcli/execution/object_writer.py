@@ -8,7 +8,7 @@ not on the sizes of pieces.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -148,7 +148,13 @@ class ObjectWriter:
         if self._compressor is None:
             sent = self._uploads.send(path, piece.data, start=piece.start, size=file.size)
         else:
-            sent = self._send_compressed(path, self._compressor.compress(piece), piece)
+            data = self._compressor.compress(piece)
+            start = self._compressed_nbytes.get(piece.file, 0)
+            self._compressed_nbytes[piece.file] = start + data.size
+            # The size of the object is known at its last piece.
+            is_last = piece.start + piece.data.size == file.size
+            size = start + data.size if is_last else None
+            sent = self._uploads.send(path, data, start=start, size=size, max_nbytes=file.size)
         # More pieces of the object follow.
         if sent is None:
             return
@@ -156,16 +162,6 @@ class ObjectWriter:
         with self._lock:
             self._objects[number].append(sent)
         self._count_part(number)
-
-    def _send_compressed(self, path: str, data: ByteArray, piece: Piece) -> RemoteFile | None:
-        """Send the compressed bytes of a piece. Return the object after its last piece."""
-        raw_nbytes = self._plan.files[piece.file].size
-        start = self._compressed_nbytes.get(piece.file, 0)
-        self._compressed_nbytes[piece.file] = start + data.size
-        size: int | None = None
-        if piece.start + piece.data.size == raw_nbytes:
-            size = start + data.size
-        return self._uploads.send(path, data, start=start, size=size, max_nbytes=raw_nbytes)
 
     def add_digest(self, stream: int, digest: str) -> None:
         """Add the digest of a stream of the plan."""
@@ -180,22 +176,21 @@ class ObjectWriter:
             self._num_pending[number] -= 1
             is_done = self._num_pending[number] == 0
         # Outside of the lock: the note is a request, which other threads need not wait for.
-        if is_done:
-            self._on_done(number, self._note(number))
-
-    def _note(self, number: int) -> UnitNote:
+        if not is_done:
+            return
         blocks: list[int] = []
+        lengths: dict[int, Sequence[int]] = {}
         for file in self._units[number].files:
             blocks += block_numbers(self._extents.get(file, ()))
-        numbers = np.array(blocks, np.uint64)
-        objects = sorted(self._objects.pop(number), key=lambda file: file.path)
-        sums = self._recorder.sums[numbers.astype(np.int64)]
-        lengths: dict[int, Sequence[int]] = {}
-        if self._compressor is not None:
-            for file in self._units[number].files:
+            if self._compressor is not None:
                 lengths[file] = self._compressor.lengths(file)
+        numbers = np.array(blocks, np.uint64)
+        sums = self._recorder.sums[numbers.astype(np.int64)]
+        objects = sorted(self._objects.pop(number), key=lambda file: file.path)
         digests = self._digests.pop(number)
-        return UnitNote(digests, numbers, sums, objects=tuple(objects), lengths=lengths)
+        self._on_done(
+            number, UnitNote(digests, numbers, sums, objects=tuple(objects), lengths=lengths)
+        )
 
 
 def block_numbers(extents: Sequence[ChunkExtent]) -> list[int]:
@@ -286,13 +281,21 @@ class ObjectCompressor:
                 if first >= stop:
                     # The chunk begins in a later piece.
                     break
-                self._compress_run(
-                    state, piece.data[first - piece.start : stop - piece.start], compressed
-                )
+                if state.stream is None:
+                    state.stream = self._codec.open_encoder(self._level, nbytes)
+                run = piece.data[first - piece.start : stop - piece.start]
+                for start in range(0, run.size, SLICE_NBYTES):
+                    data = state.stream.compress(run[start : start + SLICE_NBYTES].data)
+                    compressed.append(data)
+                    state.length += len(data)
                 if stop < offset + nbytes:
                     # The next piece continues the chunk.
                     break
-                self._end_chunk(state, compressed)
+                data = state.stream.flush()
+                compressed.append(data)
+                state.lengths.append(state.length + len(data))
+                state.stream = None
+                state.length = 0
         return compressed.content
 
     def lengths(self, file: int) -> list[int]:
@@ -301,33 +304,13 @@ class ObjectCompressor:
 
     def _state(self, file: int) -> _ObjectState:
         if file not in self._states:
-            self._states[file] = _ObjectState(sorted(_chunk_ranges(self._extents.get(file, ()))))
+            chunks: list[tuple[int, int]] = []
+            for extent in self._extents.get(file, ()):
+                for position in range(extent.chunk_count):
+                    offset = extent.offset + position * extent.stride_nbytes
+                    chunks.append((offset, extent.blocks.per_chunk.chunk_nbytes))
+            self._states[file] = _ObjectState(sorted(chunks))
         return self._states[file]
-
-    def _compress_run(self, state: _ObjectState, run: ByteArray, compressed: _Buffer) -> None:
-        if state.stream is None:
-            _, nbytes = state.chunks[len(state.lengths)]
-            state.stream = self._codec.open_encoder(self._level, nbytes)
-        for start in range(0, run.size, SLICE_NBYTES):
-            data = state.stream.compress(run[start : start + SLICE_NBYTES].data)
-            compressed.append(data)
-            state.length += len(data)
-
-    def _end_chunk(self, state: _ObjectState, compressed: _Buffer) -> None:
-        assert state.stream is not None
-        data = state.stream.flush()
-        compressed.append(data)
-        state.lengths.append(state.length + len(data))
-        state.stream = None
-        state.length = 0
-
-
-def _chunk_ranges(extents: Sequence[ChunkExtent]) -> Iterator[tuple[int, int]]:
-    """Yield the offset and the size of each chunk."""
-    for extent in extents:
-        for position in range(extent.chunk_count):
-            offset = extent.offset + position * extent.stride_nbytes
-            yield offset, extent.blocks.per_chunk.chunk_nbytes
 
 
 def compression_threads(encoder_nbytes: int, memory_nbytes: int) -> int:

@@ -105,11 +105,10 @@ class PackedFolderRun(FolderRun):
         if note is None or folder == PART_FOLDER:
             return note
         lengths = {file: len(lengths) for file, lengths in note.lengths.items()}
-        counts = {file: self._count_chunks(file) for file in self.units[number].files}
+        counts: dict[int, int] = {}
+        for file in self.units[number].files:
+            counts[file] = sum(extent.chunk_count for extent in self._extents.get(file, ()))
         return note if lengths == counts and len(note.objects) == len(counts) else None
-
-    def _count_chunks(self, file: int) -> int:
-        return sum(extent.chunk_count for extent in self._extents.get(file, ()))
 
     @contextlib.contextmanager
     def open_written(self, folder: str, batch: Mapping[int, UnitNote]) -> Iterator[RunReader]:
@@ -235,7 +234,11 @@ class PackedFolderRun(FolderRun):
             for path, chunks_of_file in itertools.groupby(chunks, key=lambda chunk: chunk[0]):
                 ranges = ((offset, nbytes) for _, offset, nbytes in chunks_of_file)
                 try:
-                    self._make_folders(path)
+                    # Not the folder of the run, which may be gone
+                    folder = self.folder_store.folder
+                    *parents, _ = path.relative_to(folder).parents
+                    for parent in reversed(parents):
+                        (folder / parent).mkdir(exist_ok=True)
                     lengths[file] += self._write_file(file, path, ranges, state)
                 except FileNotFoundError as error:
                     raise changed_error(path) from error
@@ -252,13 +255,6 @@ class PackedFolderRun(FolderRun):
             objects=tuple(objects),
             lengths=lengths,
         )
-
-    def _make_folders(self, path: Path) -> None:
-        """Make the folders of an output file, but not the folder of the run, which may be gone."""
-        folder = self.folder_store.folder
-        *parents, _ = path.relative_to(folder).parents
-        for parent in reversed(parents):
-            (folder / parent).mkdir(exist_ok=True)
 
     def _write_file(
         self, file: int, path: Path, chunks: Iterable[tuple[int, int]], state: xxhash.xxh3_128
@@ -442,7 +438,9 @@ def plan_unit_files(plan: Plan) -> tuple[Plan, tuple[WorkUnit, ...]]:
                 # A tensor that stays one run keeps the page offset of its source, as in `place_chunks`.
                 offset = -(-size // PAGE) * PAGE + box.chunks.offset % PAGE
                 positions[box.chunks] = len(sizes), offset
-                size = offset + _group_nbytes(leaf, box)
+                # From the first to the last byte of the group
+                last_offset = box.chunks.find([stop - 1 for stop in box.stop])[1]
+                size = offset + last_offset - box.chunks.offset + leaf.chunk_nbytes
                 files = (len(sizes),)
         if files:
             sizes.append(size)
@@ -465,12 +463,6 @@ def _join_small(units: Iterable[WorkUnit], min_nbytes: int) -> list[list[WorkUni
         rest = joined.pop()
         joined[-1] += rest
     return joined
-
-
-def _group_nbytes(leaf: OutputLeaf, box: PlacedChunks) -> int:
-    """Return the number of bytes from the first to the last byte of a group of chunks."""
-    last_index = [stop - 1 for stop in box.stop]
-    return box.chunks.find(last_index)[1] - box.chunks.offset + leaf.chunk_nbytes
 
 
 def _place_groups(

@@ -104,10 +104,12 @@ class _Stop:
         self._wake_thread()
 
     def _raise(self, name: str, frame: FrameType | None) -> None:
-        if _is_inside(frame, _Stop.keep_dropped):
-            # Nothing catches an exception of the hook.
-            self.dropped = name
-            return
+        while frame is not None:
+            if frame.f_code is _Stop.keep_dropped.__code__:
+                # Nothing catches an exception of the hook.
+                self.dropped = name
+                return
+            frame = frame.f_back
         self.name = name
         self.dropped = ""
         raise_stop(name)
@@ -324,24 +326,10 @@ class _ReactingThread(threading.Thread):
             self._answer(self.first)
         if stop.name:
             return None
-        signal.pthread_kill(_main_thread_id(), NUDGE)
+        main_id = threading.main_thread().ident
+        assert main_id is not None
+        signal.pthread_kill(main_id, NUDGE)
         return NUDGE_S
-
-
-def _main_thread_id() -> int:
-    main_id = threading.main_thread().ident
-    assert main_id is not None
-    return main_id
-
-
-def _is_inside(frame: FrameType | None, function: Callable[..., object]) -> bool:
-    """Return whether a frame is a call of a function, or a call inside of it."""
-    code = function.__code__
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def exit_with_report(report: Callable[[], int]) -> NoReturn:
