@@ -280,8 +280,13 @@ class ObjectAssembler:
             with self._lock:
                 self._split_files.add(file)
         data = allocate_buffer(max(1, nbytes))[:nbytes]
-        for offset, constant in self._constants(file):
-            _copy_overlap(data, start, np.frombuffer(constant, np.uint8), offset)
+        for offset, constant in ((0, self._files[file].header), *self._files[file].constant_ranges):
+            # The common bytes of the constant and the piece
+            low = max(start, offset)
+            high = min(start + nbytes, offset + len(constant))
+            if low < high:
+                common = constant[low - offset : high - offset]
+                data[low - start : high - start] = np.frombuffer(common, np.uint8)
         missing_nbytes = sum(_overlaps(self._spans.get(file, ()), start, start + nbytes))
         piece = Piece(file, number, start, data, missing_nbytes)
         self._open[file, number] = piece
@@ -298,11 +303,6 @@ class ObjectAssembler:
                 return
             if (file, number) in self._missed or not self._open_piece(file, number):
                 return
-
-    def _constants(self, file: int) -> Iterator[tuple[int, bytes]]:
-        output = self._files[file]
-        yield 0, output.header
-        yield from output.constant_ranges
 
     def _count_bytes(self, piece: Piece, nbytes: int) -> None:
         """Count written bytes of a piece, and send the piece if it is complete."""
@@ -379,14 +379,6 @@ def _overlaps(spans: Spans, start: int, stop: int) -> Iterator[int]:
         nbytes = min(high, stop) - max(low, start)
         if nbytes > 0:
             yield nbytes
-
-
-def _copy_overlap(data: ByteArray, start: int, source: ByteArray, offset: int) -> None:
-    """Copy the common bytes of `source`, at `offset` of the object, to `data`, at `start`."""
-    low = max(start, offset)
-    high = min(start + data.size, offset + source.size)
-    if low < high:
-        data[low - start : high - start] = source[low - offset : high - offset]
 
 
 def make_object_budget(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -19,7 +19,6 @@ import numpy as np
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.observer import Progress
 from prepcli.core.worker_thread import WorkerThread, wait_for_threads
-from prepcli.engine.background_sync import BackgroundSync, StreamPrefix, SyncPoint, UnitPart
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
 from prepcli.engine.casts import StreamDigest, ValueTransform
 from prepcli.engine.checksum_recorder import ChecksumRecorder
@@ -35,6 +34,115 @@ from prepcli.stores.buffers import ByteArray
 MOST_UNSYNCED_NBYTES = 256 << 20
 # A claim of a unit holds a file descriptor until the unit is synced, e.g. seconds on a slow disk.
 MAX_UNSYNCED_UNITS = 64
+# Time between syncs. A kill loses the units in progress, except for the synced bytes of large ones. Compression of a
+# unit begins again.
+SYNC_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPrefix:
+    """The durable first bytes of a partly written stream.
+
+    Attributes:
+        stream_number: Number of the stream in the plan, e.g. 17.
+        nbytes: Number of bytes, as they are read.
+        digest: Digest of the bytes as they are written, in the tensor's order.
+    """
+
+    stream_number: int
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPart:
+    """The durable part of an incomplete unit.
+
+    Attributes:
+        unit: Number of the unit.
+        digests: Digests of its complete streams, by number.
+        prefix: The partly written stream.
+    """
+
+    unit: int
+    digests: Mapping[int, str]
+    prefix: StreamPrefix | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPoint:
+    """A position of the writer.
+
+    Attributes:
+        complete: Numbers of the units completed since the last point.
+        part: Progress of the unit in the writer.
+    """
+
+    complete: tuple[int, ...] = ()
+    part: UnitPart | None = None
+
+
+class BackgroundSync:
+    """A thread that makes sync points durable in order. The writer waits if too many written bytes are not durable."""
+
+    def __init__(
+        self,
+        sink: Files,
+        record: Callable[[SyncPoint], None],
+        *,
+        max_unsynced_nbytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create the sync of `sink`. Its thread starts with the first point.
+
+        The writer waits for a sync once it has written `max_unsynced_nbytes` bytes since the last point.
+        """
+        self._sink = sink
+        self._record = record
+        self._max_unsynced_nbytes = max_unsynced_nbytes
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, "prep-sync")
+        self._running: Future[None] | None = None
+        self._ended_s = clock()
+
+    def is_due(self, unsynced_nbytes: int) -> bool:
+        """Return whether the writer should call `submit` now, given the bytes written since the last sync point."""
+        if unsynced_nbytes >= self._max_unsynced_nbytes:
+            return True
+        if not unsynced_nbytes:
+            return False
+        # A new point waits for the running sync, so an early one would stop the writer.
+        is_idle = self._running is None or self._running.done()
+        return is_idle and self._clock() - self._ended_s >= SYNC_INTERVAL_S
+
+    def submit(self, point: SyncPoint) -> None:
+        """Wait for the previous sync and raise its error. Then start to sync `point` in the background."""
+        self._wait_for_sync()
+        self._running = self._thread.submit(self._sync_and_record, point)
+
+    def finish(self, point: SyncPoint) -> None:
+        """Sync the last point, wait for it, and stop the thread."""
+        try:
+            self.submit(point)
+            self._wait_for_sync()
+        finally:
+            self._thread.shutdown()
+
+    def _wait_for_sync(self) -> None:
+        """Wait for the running sync, and raise its error."""
+        running = self._running
+        self._running = None
+        if running:
+            running.result()
+
+    def _sync_and_record(self, point: SyncPoint) -> None:
+        """Make a point durable and record it."""
+        # The record is a promise about the data. A kill before it leaves bytes that no record lists, and
+        # they are written again.
+        self._sink.sync()
+        self._sink.check_unchanged()
+        self._record(point)
+        self._ended_s = self._clock()
 
 
 @dataclass(slots=True)
@@ -272,7 +380,7 @@ class Pipeline:
             stream = self.streams[number]
             for slab in split_stream(number, stream, max_nbytes=self.budget.slab_nbytes):
                 task = self._make_task(slab)
-                self._run_stage(task, self._read_slab, next_stage=self._submit_move)
+                self._run_stage(task, 0)
                 if self.error:
                     return
         self._pass_in_order(partial(self._end_unit, unit.number))
@@ -345,37 +453,24 @@ class Pipeline:
         """Return the number of the stream's bytes up to the end of a slab."""
         return slab.start + slab.nbytes - self.streams[slab.stream_number].byte_range[0]
 
-    def _run_stage(
-        self,
-        task: _SlabTask,
-        work: Callable[[_SlabTask], None],
-        *,
-        next_stage: Callable[[_SlabTask], None] | None,
-    ) -> None:
-        """Run one stage of a slab, and submit the next one.
+    def _run_stage(self, task: _SlabTask, stage: int) -> None:
+        """Run a stage of a slab: 0 reads, 1 moves, 2 writes. Submit the next one.
 
         After an error in any stage the work is skipped. Buffers are always released.
         """
         passed_on = False
         try:
             if self.error is None:
-                work(task)
-                if next_stage:
-                    next_stage(task)
+                (self._read_slab, self._move_slab, self._checksum_and_write)[stage](task)
+                if stage < 2:
+                    next_thread = (self.mover, self.writer)[stage]
+                    next_thread.submit(partial(self._run_stage, task, stage + 1))
                     passed_on = True
         except BaseException as error:
             self._set_error(error)
         finally:
             if not passed_on:
                 self.buffers.release(task.buffers)
-
-    def _submit_move(self, task: _SlabTask) -> None:
-        self.mover.submit(
-            lambda: self._run_stage(task, self._move_slab, next_stage=self._submit_write)
-        )
-
-    def _submit_write(self, task: _SlabTask) -> None:
-        self.writer.submit(lambda: self._run_stage(task, self._checksum_and_write, next_stage=None))
 
     def _read_slab(self, task: _SlabTask) -> None:
         """Read a slab's runs into its first buffer."""
@@ -431,21 +526,18 @@ class Pipeline:
             task.data = self.change.apply(task.data, task.swap_buffers(slab.written_nbytes))
             self.result.copied_nbytes += slab.written_nbytes
         if slab.start + slab.nbytes == stream.byte_range[1]:
-            task.digests = {number: str(self._finish_stream_digest())}
+            digest = self.digest.hexdigest()
+            self.digest = TensorDigest()
+            stream_digest = StreamDigest(digest, digest)
+            if self.change:
+                stream_digest = self.change.stream_digest(digest)
+            task.digests = {number: str(stream_digest)}
             self.result.digests |= task.digests
             self.on_digest(number, task.digests[number])
         elif self.background_sync and slab.writes:
             # A later run compares the written bytes with it, which differ from the read ones after a cast.
             digest = self.change.digest() if self.change else self.digest.hexdigest()
             task.prefix = StreamPrefix(number, self._stream_nbytes_through(slab), digest)
-
-    def _finish_stream_digest(self) -> StreamDigest:
-        """Return the digests of the completed stream, and begin the next one."""
-        digest = self.digest.hexdigest()
-        self.digest = TensorDigest()
-        if self.change:
-            return self.change.stream_digest(digest)
-        return StreamDigest(digest, digest)
 
     def _checksum_and_write(self, task: _SlabTask) -> None:
         """Record a slab's checksums, write it, and submit a sync point if one is due."""
@@ -455,38 +547,30 @@ class Pipeline:
         recording = contextlib.nullcontext()
         if self.checksums:
             recording = self.checksums.recording(task.slab.writes, task.data)
+        slab = task.slab
         with recording:
             if task.new_nbytes:
-                self._write_slab(task)
+                if self.sink and slab.writes:
+                    self.sink.write(slab.writes, task.data)
+                    self.result.written_nbytes += slab.written_nbytes
+                    self.unsynced_nbytes += slab.written_nbytes
+                self.progress.advance(task.new_nbytes)
+                self.prefix = task.prefix
+                self.written_digests |= task.digests
+        # Later slabs write short runs to the same pages. A sync between them would write each page to disk several
+        # times and read it back.
+        shares_pages = not task.digests and any(
+            copy.repeats and copy.run_nbytes < LONG_RUN_NBYTES for copy in slab.writes
+        )
         is_full = len(self.unsynced_units) >= MAX_UNSYNCED_UNITS
         if (
             self.background_sync
             and (is_full or self.background_sync.is_due(self.unsynced_nbytes))
-            and not self._shares_pages_with_next(task)
+            and not shares_pages
         ):
             self.background_sync.submit(self._take_sync_point())
         self.result.peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
         self.result.seconds["write"] += time.perf_counter() - start_s
-
-    def _shares_pages_with_next(self, task: _SlabTask) -> bool:
-        """Whether later slabs write short runs to the pages of this slab.
-
-        A sync between them would write each page to disk several times and read it back.
-        """
-        return not task.digests and any(
-            copy.repeats and copy.run_nbytes < LONG_RUN_NBYTES for copy in task.slab.writes
-        )
-
-    def _write_slab(self, task: _SlabTask) -> None:
-        """Write the slab of a task, and record the progress."""
-        slab = task.slab
-        if self.sink and slab.writes:
-            self.sink.write(slab.writes, task.data)
-            self.result.written_nbytes += slab.written_nbytes
-            self.unsynced_nbytes += slab.written_nbytes
-        self.progress.advance(task.new_nbytes)
-        self.prefix = task.prefix
-        self.written_digests |= task.digests
 
     def _take_sync_point(self) -> SyncPoint:
         """Return the writer's position, and start collecting the next sync point."""

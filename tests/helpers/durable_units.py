@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prepcli.engine.background_sync import SyncPoint, UnitPart
-from prepcli.engine.pipeline import PipelineUnit
+from prepcli.engine.pipeline import PipelineUnit, SyncPoint, UnitPart
 from prepcli.planning.plan import Stream
 
 

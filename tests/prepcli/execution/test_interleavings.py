@@ -17,7 +17,7 @@ from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.pipeline import PipelineUnit
 from prepcli.execution.folder_store import FolderStore, remove_work_folder
-from prepcli.execution.run import Run
+from prepcli.execution.run import ConversionRun
 from prepcli.execution.run_store import DONE_FOLDER, UnitNote
 from prepcli.execution.workers import RunOptions
 from prepcli.formats.manifest import NO_MANIFEST
@@ -38,7 +38,7 @@ UNITS = [WorkUnit((number,), (), 16) for number in range(STREAMS)]
 SOURCE = SimpleNamespace(files=(), remote_files=None, manifest=None, all_tensors=())
 
 
-class FileRun(Run):
+class FileRun(ConversionRun):
     """A run in a folder with a file for each unit. It reads a file back before it believes an older note."""
 
     def __init__(self, out: Path, share: Share, *, restart: bool, fails: bool) -> None:

@@ -26,6 +26,7 @@ from prepcli.stores.addresses import parse_url
 from prepcli.stores.bucket_lock import BucketLock, LockOwner
 from prepcli.stores.byte_ranges import LOCK_FILE
 from prepcli.stores.object_store import Bucket
+from prepcli.targets.planner import Draft, Placed, make_plan
 from tests.helpers.faults import change_and_restore_time, replace_by_copy
 from tests.helpers.fork_server import ForkedProcess, start_prep
 from tests.helpers.object_server import FakeObjectStore
@@ -66,13 +67,12 @@ def words(name: str, home: Path) -> list[str]:
 def convert_locally(site: StoreSite, arguments: Sequence[str]) -> dict[str, bytes]:
     """Execute the plan of a bucket output in a local folder, and return its files."""
     # The plan is the same object, so that manifest and index are equal too.
-    finish_plan = conversion._with_origin  # pyright: ignore[reportPrivateUsage]
 
-    def plan_objects(plan: Plan, *args: Any) -> Plan:
-        return plan_object_files(finish_plan(plan, *args))
+    def plan_objects(draft: Draft, placed: Placed, **options: Any) -> Plan:
+        return plan_object_files(make_plan(draft, placed, **options))
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(conversion, "_with_origin", plan_objects)
+        patches.setattr(conversion, "make_plan", plan_objects)
         report = site.run_prep(*arguments, "--out", "local")
     assert report["ok"], report
     return read_files(Path("local"))
