@@ -34,7 +34,10 @@ def check(plan: Plan, slab_nbytes: int) -> None:
             pieces.
     """
     for stream in plan.streams:
-        _check_stream(stream)
+        if not stream.reads and not stream.is_generated:
+            raise _coverage_error(f"{stream.name} is neither read nor filled")
+        _check_disjoint(stream.name, stream.reads)
+        _check_disjoint(stream.name, stream.writes)
     for equality in plan.checks:
         rows = _read_rows(plan, equality.name)
         original_rows = _read_rows(plan, equality.duplicate_of)
@@ -96,19 +99,15 @@ def stream_write_spans(stream: Stream) -> list[FileSpan]:
     return _stream_spans(stream, stream.writes)
 
 
-def _check_stream(stream: Stream) -> None:
-    """Raise PrepError if a stream has no bytes to read or generate, or if two of its regions share an element."""
-    if not stream.reads and not stream.is_generated:
-        raise _coverage_error(f"{stream.name} is neither read nor filled")
-    for locations in (stream.reads, stream.writes):
-        regions = [location for location in locations if location.axis_map is not None]
-        for a, b in itertools.combinations(regions, 2):
-            # Two regions share an element if they have a common index in every dim.
-            dims = zip(a.axis_map.source_dims, b.axis_map.source_dims)
-            if not any(_row_indices(x).isdisjoint(_row_indices(y)) for x, y in dims):
-                raise _coverage_error(
-                    f"two rows map the same part of {stream.name}: `{a.axis_map.text}` and `{b.axis_map.text}`"
-                )
+def _check_disjoint(name: str, locations: Locations) -> None:
+    """Raise PrepError if two regions of a tensor share an element: they have a common index in every dim."""
+    regions = [location for location in locations if location.axis_map is not None]
+    for a, b in itertools.combinations(regions, 2):
+        dims = zip(a.axis_map.source_dims, b.axis_map.source_dims)
+        if not any(_row_indices(x).isdisjoint(_row_indices(y)) for x, y in dims):
+            raise _coverage_error(
+                f"two rows map the same part of {name}: `{a.axis_map.text}` and `{b.axis_map.text}`"
+            )
 
 
 def _row_indices(dim: TensorDim) -> set[int]:

@@ -475,15 +475,10 @@ LIBRARIES = (
 )
 
 
-def _entries_by_layout() -> dict[str, list[Library]]:
-    entries: dict[str, list[Library]] = {}
-    for library in LIBRARIES:
-        for layout in library.layouts:
-            entries.setdefault(layout, []).append(library)
-    return entries
-
-
-LIBRARIES_BY_LAYOUT: Mapping[str, Sequence[Library]] = _entries_by_layout()
+LIBRARIES_BY_LAYOUT: dict[str, list[Library]] = {}
+for _library in LIBRARIES:
+    for _layout in _library.layouts:
+        LIBRARIES_BY_LAYOUT.setdefault(_layout, []).append(_library)
 
 
 def find_library(layout: str, file_format: str | None = None) -> Library:

@@ -378,24 +378,18 @@ class Plan:
         for file in self.files:
             lines.append(f"file  {file.path}  {count_text(file.size, 'byte')}")
         for stream in self.streams:
-            lines.append(_describe_stream(stream, self.display_names.get(stream.name, stream.name)))
+            dtypes = stream.dtype
+            if stream.written_dtype != stream.dtype:
+                dtypes += f" as {stream.written_dtype}"
+            name = self.display_names.get(stream.name, stream.name)
+            rows = f"rows {stream.rows[0]}:{stream.rows[1]}"
+            size = count_text(stream.written_nbytes, "byte")
+            parts = [f"{name}  {dtypes} {list(stream.shape)}", rows, size]
+            parts += filter(None, map(str, stream.operations))
+            lines.append(f"move  {'  '.join(parts)}")
         for tensor in self.dropped:
             lines.append(f"drop  {tensor.name}  {count_text(tensor.nbytes, 'byte')}  {tensor.rule}")
         return "\n".join(lines)
-
-
-def _describe_stream(stream: Stream, display_name: str) -> str:
-    """Return one line with a stream's name, dtypes, shape, range of rows, bytes written and operations."""
-    dtypes = stream.dtype
-    if stream.written_dtype != stream.dtype:
-        dtypes += f" as {stream.written_dtype}"
-    parts = [
-        f"{display_name}  {dtypes} {list(stream.shape)}",
-        f"rows {stream.rows[0]}:{stream.rows[1]}",
-        count_text(stream.written_nbytes, "byte"),
-    ]
-    parts += filter(None, map(str, stream.operations))
-    return f"move  {'  '.join(parts)}"
 
 
 # Class -> its name in the text, and the fields whose names in the text differ from those in code
@@ -475,21 +469,15 @@ def encode_text(value: Any, axis_map_texts: dict[int, str] | None = None) -> str
         else:
             field_texts.append(label + repr(field))
     if type(value) is Stream:
-        field_texts += _operation_texts(value)
+        # The first release wrote these two fields of every stream.
+        texts = {"fill": "None", "cast": "''"}
+        for operation in value.operations:
+            texts |= operation.encode(value)
+        field_texts += [f"{name}={text}" for name, text in texts.items()]
     text = f"{NAMES[type(value)][0]}({', '.join(field_texts)})"
     if type(value) is AxisMap:
         axis_map_texts[id(value)] = text
     return text
-
-
-def _operation_texts(stream: Stream) -> Iterator[str]:
-    """Yield the fields of the operations in the text of a stream."""
-    # The first release wrote these two fields of every stream.
-    texts = {"fill": "None", "cast": "''"}
-    for operation in stream.operations:
-        texts |= operation.encode(stream)
-    for name, text in texts.items():
-        yield f"{name}={text}"
 
 
 def _array_text(array: Array) -> str:

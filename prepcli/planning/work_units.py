@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from prepcli.algebra.grids import FilePosition
 from prepcli.core.errors import Option, text, usage_error
 from prepcli.core.launchers import JAX_VARIABLES, MAX_PROCESSES, SLURM, detect_launcher
-from prepcli.planning.plan import Plan, Stream
+from prepcli.planning.plan import Plan
 
 Member = TypeVar("Member", str, int)
 # Smaller tensors of a folder are joined to units of 1/256 of the output, within these limits: a kill loses little, and
@@ -47,7 +47,8 @@ class WorkUnit:
 def find_bucket_units(plan: Plan) -> tuple[WorkUnit, ...]:
     """Return the units of a plan, in the order of their data files. Tensors without elements and files have none."""
     groups = DisjointSets[str]()
-    file_members = [_file_member(number) for number in range(len(plan.files))]
+    # No tensor has the name of a data file in the sets: it begins with NUL.
+    file_members = [f"\0{number}" for number in range(len(plan.files))]
     for member in file_members:
         groups.join(member, member)
     for stream in plan.streams:
@@ -68,7 +69,14 @@ def find_bucket_units(plan: Plan) -> tuple[WorkUnit, ...]:
     # file come last.
     for root in dict.fromkeys([*files, *streams]):
         numbers = streams.get(root, [])
-        numbers.sort(key=lambda number: _first_position(plan.streams[number]))
+        # Streams of one tensor have equal positions, and keep their order: the mean of true rows needs these rows
+        # before the new ones. A stream without writes comes first.
+        first_positions: dict[int, FilePosition] = {}
+        for number in numbers:
+            writes = plan.streams[number].writes
+            positions = (location.position for location in writes)
+            first_positions[number] = min(positions, default=(-1, 0))
+        numbers.sort(key=first_positions.__getitem__)
         nbytes = sum(plan.streams[number].nbytes for number in numbers)
         unit = WorkUnit(tuple(numbers), tuple(files.get(root, ())), nbytes)
         # A tensor without elements may have no file.
@@ -129,18 +137,6 @@ def order_units(units: Sequence[WorkUnit], *, count: int, index: int) -> list[in
     return [*large[large_begin:], *large[:large_begin], *others[begin:], *others[:begin]]
 
 
-def _first_position(stream: Stream) -> FilePosition:
-    """Return the first written position of a stream. A stream without writes comes first."""
-    # Streams of one tensor have equal positions, and keep their order: the mean of true rows needs
-    # these rows before the new ones.
-    first: FilePosition = (-1, 0)
-    for location in stream.writes:
-        position = location.position
-        if first[0] < 0 or position < first:
-            first = position
-    return first
-
-
 class DisjointSets(Generic[Member]):
     """Disjoint sets of numbers or names (union-find)."""
 
@@ -158,11 +154,6 @@ class DisjointSets(Generic[Member]):
     def join(self, a: Member, b: Member) -> None:
         """Put two members into one set."""
         self._parents[self.root(a)] = self.root(b)
-
-
-def _file_member(number: int) -> str:
-    """Return the name of a data file in the sets. No tensor has it: it begins with NUL."""
-    return f"\0{number}"
 
 
 @dataclass(frozen=True, slots=True)

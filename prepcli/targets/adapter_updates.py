@@ -380,7 +380,13 @@ def _expert_updates(
             prefix = module.removesuffix(nested_module(name, projection, targeted))
             parameter = f"{prefix}{name}.{projection.parameter}"
             pair = matrices[module]
-            _check_ranks(adapter.source, pair, settings.rank_of(parameter) * num_experts)
+            rank = settings.rank_of(parameter) * num_experts
+            for stream, axis in ((pair["A"], 0), (pair["B"], 1)):
+                if stream.shape[axis] != rank:
+                    shape = list(stream.shape)
+                    why = f"{stream.name} is {shape}, and the rank of all experts is {rank}"
+                    what = f"{adapter.source.display_name} does not fit the base"
+                    raise PrepError(what, why, "get or export the adapter again")
             update = ExpertUpdate(
                 pair["A"],
                 pair["B"],
@@ -433,15 +439,6 @@ def _tensors_by_layer(source: Source) -> dict[tuple[str, int], list[tuple[str, i
             entry = (name, indices.get(EXPERTS), is_transposed)
             tensors.setdefault((projection.path, indices[projection.stack]), []).append(entry)
     return tensors
-
-
-def _check_ranks(adapter: Source, pair: Matrices, rows: int) -> None:
-    """Raise PrepError unless both matrices have the rank of all experts together."""
-    for stream, axis in ((pair["A"], 0), (pair["B"], 1)):
-        if stream.shape[axis] != rows:
-            why = f"{stream.name} is {list(stream.shape)}, and the rank of all experts is {rows}"
-            hint = "get or export the adapter again"
-            raise PrepError(f"{adapter.display_name} does not fit the base", why, hint)
 
 
 # --- Export

@@ -125,8 +125,12 @@ class OrbaxLayout:
         sizes = family.sizes(source.config) | {"vocab": draft.vocabulary.stored_size}
         bound = {path: bind_row(row, sizes) for path, row in draft.axis_maps.items()}
         uses: list[LeafUse] = []
-        if source.tower_tensors:
-            uses += _tower_uses(source, draft.row_counts)
+        rows = draft.row_counts
+        for tensor in source.tower_tensors:
+            if 0 not in tensor.shape:
+                leaf = tower_leaf(tensor)
+                shape, _ = resized_shape_and_nbytes(tensor, rows[tensor.name])
+                uses.append(LeafUse(tensor, leaf, identity_axis_map(leaf, shape), path=leaf))
         uses += _leaf_uses(source, draft.match, bound)
         # Compressed chunks are written from raw chunks in data files.
         storage = OCDBT if self.compression else self.storage
@@ -321,15 +325,6 @@ class LeafUse:
     parameter_map: AxisMap | None = None
 
 
-def _tower_uses(source: Source, rows: Mapping[str, int]) -> Iterator[LeafUse]:
-    """Yield each tensor of a tower with its leaf, given the rows of each tensor in the item."""
-    for tensor in source.tower_tensors:
-        if 0 not in tensor.shape:
-            leaf = tower_leaf(tensor)
-            shape, _ = resized_shape_and_nbytes(tensor, rows[tensor.name])
-            yield LeafUse(tensor, leaf, identity_axis_map(leaf, shape), path=leaf)
-
-
 def _leaf_uses(
     source: Source, match: TensorMatch, bound: Mapping[str, AxisMap]
 ) -> Iterator[LeafUse]:
@@ -342,8 +337,11 @@ def _leaf_uses(
     leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
     if any(slot != PARAMS and is_leaf_path(name) for _, slot, name in tensors):
         leaf_by_name = index_state_tensors(bound)
-    if any(slot == QUANTIZATION for _, slot, _ in tensors):
-        yield from _quantization_uses(source)
+    scales = {name: tensor for tensor, slot, name in tensors if slot == QUANTIZATION}
+    if scales:
+        types = {name: (tensor.dtype, tensor.shape) for name, tensor in scales.items()}
+        for name, leaf, axis_map, indices in quantization_leaves(types):
+            yield LeafUse(scales[name], leaf, axis_map, indices)
     for tensor, slot, name in tensors:
         if slot == QUANTIZATION:
             continue
@@ -359,17 +357,6 @@ def _leaf_uses(
         for use in match.uses.get(name, ()):
             leaf = f"{slot}.{use.path}"
             yield LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
-
-
-def _quantization_uses(source: Source) -> Iterator[LeafUse]:
-    """Yield the scales of dequantised weights with their leaves."""
-    tensors: dict[str, SourceTensor] = {}
-    for tensor in source.state_tensors:
-        if is_quantization_tensor(tensor.name):
-            tensors[split_name(tensor.name)[1]] = tensor
-    types = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    for name, leaf, axis_map, indices in quantization_leaves(types):
-        yield LeafUse(tensors[name], leaf, axis_map, indices)
 
 
 def _leaf_layouts(

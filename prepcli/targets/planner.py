@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prepcli.algebra.axis_map import ParsedAxisMap
-from prepcli.algebra.boxes import Range
 from prepcli.core.json_values import HFConfig
 from prepcli.engine.casts import LowRankUpdate, value_operations
 from prepcli.engine.fills import Fill
@@ -233,24 +232,15 @@ def _vocab_streams(
         ((kept_rows, added_stop), added_fill),
         ((added_stop, target.rows), resize.fill),
     ):
-        if fill is not None and rows[0] < rows[1]:
-            yield _filled_stream(true_stream, rows, fill)
-
-
-def _filled_stream(true_stream: Stream, rows: Range, fill: Fill) -> Stream:
-    """Return the stream of new rows of a tensor."""
-    # New rows of a head's bias are zeros, except for the mean of a token's pieces.
-    if len(true_stream.shape) == 1 and fill.kind != "pieces":
-        fill = Fill("zeros")
-    return replace(
-        true_stream,
+        if fill is None or rows[0] >= rows[1]:
+            continue
+        # New rows of a head's bias are zeros, except for the mean of a token's pieces.
+        if len(shape) == 1 and fill.kind != "pieces":
+            fill = Fill("zeros")
         # A fill writes values of the output's dtype, so nothing is left to cast. An export fills with zeros, which a
         # root keeps.
-        dtype=true_stream.written_dtype,
-        rows=rows,
-        reads=(),
-        operations=(fill,),
-    )
+        dtype = true_stream.written_dtype
+        yield replace(true_stream, dtype=dtype, rows=rows, reads=(), operations=(fill,))
 
 
 def dropped_state(source: Source) -> Iterator[DroppedTensor]:
@@ -272,11 +262,6 @@ def dropped_state(source: Source) -> Iterator[DroppedTensor]:
             rule = OPT_STATE_RULE
         yield DroppedTensor(name, nbytes, rule)
     yield from source.extra_entries
-
-
-def optimizer_nbytes(source: Source) -> int:
-    """Return the bytes of the optimizer state."""
-    return sum(part.nbytes for part in dropped_state(source) if part.rule == OPT_STATE_RULE)
 
 
 def dropped_padding(
@@ -512,8 +497,17 @@ def make_plan(draft: Draft, placed: Placed, *, command: str, request: str, name:
     streams = list(draft.digested)
     for stream in build_streams(source, targets, resize=draft.resize, compared=compared):
         replacement = draft.replaced.get(stream.name)
-        if replacement is not None and stream.name in targets:
-            stream = _replaced_stream(stream, replacement, targets[stream.name])
+        if replacement is None or stream.name not in targets or not stream.reads:
+            streams.append(stream)
+            continue
+        # Rows of padding stay those of the base.
+        if stream.rows[0] < replacement.shape[0]:
+            stream = replace(
+                stream,
+                dtype=replacement.dtype,
+                reads=replacement.placement,
+                operations=targets[stream.name].operations(replacement.dtype),
+            )
         streams.append(stream)
     return Plan(
         command=command,
@@ -536,14 +530,6 @@ def make_plan(draft: Draft, placed: Placed, *, command: str, request: str, name:
         compression=placed.compression,
         empty_nodes=placed.empty_nodes,
     )
-
-
-def _replaced_stream(stream: Stream, tensor: SourceTensor, target: TensorTarget) -> Stream:
-    """Return the stream of a tensor with the values of an adapter. Its rows of padding stay those of the base."""
-    if not stream.reads or stream.rows[0] >= tensor.shape[0]:
-        return stream
-    operations = target.operations(tensor.dtype)
-    return replace(stream, dtype=tensor.dtype, reads=tensor.placement, operations=operations)
 
 
 def _small_files(draft: Draft, placed: Placed) -> tuple[SmallFile, ...]:

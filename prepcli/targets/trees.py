@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 
 import numpy as np
@@ -35,7 +35,6 @@ from prepcli.planning.item_storage import ItemStorage
 from prepcli.planning.libraries import (
     HF_LAYOUT,
     STREAM_FORMAT,
-    ItemPlace,
     LayoutScale,
     OptaxState,
     bind_scale,
@@ -263,12 +262,25 @@ def place_trainer_item(draft: Draft, tree: str, storage: ItemStorage) -> Placed:
     place = library.item
     assert place is not None
     state = draft.state
-    uses = list(_parameter_uses(draft, tree, place))
+    tensors = {tensor.name: tensor for tensor in draft.tensors}
+    uses: list[LeafUse] = []
+    for name, leaves in find_layout_leaves(draft, tree).items():
+        for path, axis_map, indices in leaves:
+            leaf = f"{place.root}{path}{place.suffix}"
+            uses.append(LeafUse(tensors[name], leaf, axis_map, indices, path))
     if state is None:
         placed = place_leaves(draft.source, uses, UNSPLIT, storage=storage)
         return replace(placed, folder=place.folder(EXPORTED_STEP))
     optax = _optax_of(tree, state)
-    state_uses = list(_slot_uses(uses, state, optax, place))
+    # Moments and averages have the leaves of their parameters.
+    slots = dict(zip(optax.slots, (state.first, state.second, state.averages), strict=True))
+    state_uses: list[LeafUse] = []
+    for use in uses:
+        path = use.name.removeprefix(place.root)
+        for prefix, slot in slots.items():
+            if slot:
+                moment = replace(use, tensor=slot[use.tensor.name], name=f"{prefix}{path}")
+                state_uses.append(moment)
     by_name = {split_name(tensor.name)[1]: tensor for tensor in draft.state_tensors}
     others = {
         f"{leaf}{place.suffix}": state.counters[name] for leaf, name in optax.counters.items()
@@ -328,27 +340,6 @@ def _optax_of(tree: str, state: AdamState) -> OptaxState:
     assert library.state is not None
     assert library.state.optax is not None
     return library.state.optax.bind(state)
-
-
-def _parameter_uses(draft: Draft, tree: str, place: ItemPlace) -> Iterator[LeafUse]:
-    """Yield each tensor with its leaf."""
-    by_name = {tensor.name: tensor for tensor in draft.tensors}
-    for name, leaves in find_layout_leaves(draft, tree).items():
-        for path, axis_map, indices in leaves:
-            leaf = f"{place.root}{path}{place.suffix}"
-            yield LeafUse(by_name[name], leaf, axis_map, indices, path)
-
-
-def _slot_uses(
-    uses: Sequence[LeafUse], state: AdamState, optax: OptaxState, place: ItemPlace
-) -> Iterator[LeafUse]:
-    """Yield the moments and averages with their leaves, given those of the parameters."""
-    slots = dict(zip(optax.slots, (state.first, state.second, state.averages), strict=True))
-    for use in uses:
-        path = use.name.removeprefix(place.root)
-        for prefix, tensors in slots.items():
-            if tensors:
-                yield replace(use, tensor=tensors[use.tensor.name], name=f"{prefix}{path}")
 
 
 def _join_items(items: Mapping[str, Placed]) -> Placed:

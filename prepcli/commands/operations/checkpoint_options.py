@@ -18,6 +18,7 @@ from prepcli.engine.budget import parse_memory
 from prepcli.execution.folder_store import remove_leftover
 from prepcli.execution.workers import ONE_PROCESS, ProcessOptions, RunOptions
 from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.restore.digest_checks import note_missing_file_digests
 from prepcli.sources.dropped_tensors import drop_tensors
 from prepcli.sources.folders import Access, make_access
@@ -37,7 +38,7 @@ from prepcli.stores.files import (
     write_file,
 )
 from prepcli.stores.paths import AnyPath, StorePath
-from prepcli.targets.planner import optimizer_nbytes
+from prepcli.targets.planner import dropped_state
 
 if TYPE_CHECKING:
     from prepcli.formats.lock_file import Lock
@@ -217,31 +218,19 @@ def open_checkpoint(
         check_verbatim(source)
     if notes_names and source.family.is_verbatim:
         note_file_names(common, source, observer)
-    _note_unread(source, observer)
-    if lock is not None:
-        source = _apply_lock(source, lock, common, located)
-    if common.drop:
-        source = drop_tensors(source, common.drop)
-    return located, use_averaged_params(source) if common.ema else source
-
-
-def _apply_lock(
-    source: Source, lock: Lock, common: CommonOptions, located: LocatedCheckpoint
-) -> Source:
-    """Return a source whose files and tensors are checked against a lock."""
-    from prepcli.sources.recorded_sources import apply_lock
-
-    commit = located.files.commit
-    is_mapped = common.tensor_map is not None
-    return apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
-
-
-def _note_unread(source: Source, observer: Observer) -> None:
-    """Note what a command does not read or check of an output of prep."""
     if source.manifest is not None:
         note_missing_file_digests(source.display_name, source.manifest, observer)
     if UNREAD_STATE in source.extra_entries:
         observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")
+    if lock is not None:
+        from prepcli.sources.recorded_sources import apply_lock
+
+        is_mapped = tensor_map is not None
+        commit = located.files.commit
+        source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
+    if common.drop:
+        source = drop_tensors(source, common.drop)
+    return located, use_averaged_params(source) if common.ema else source
 
 
 def note_file_names(common: CommonOptions, source: Source, observer: Observer) -> None:
@@ -322,7 +311,8 @@ def source_line(source: Source) -> str:
         num_decoded = sum(bool(tensor.default_dtype) for tensor in stored)
         method = source.quantization.get("quant_method")
         parts.append(f"{num_decoded} decoded from {method}")
-    if nbytes := optimizer_nbytes(source):
+    state = dropped_state(source)
+    if nbytes := sum(part.nbytes for part in state if part.rule == OPT_STATE_RULE):
         parts.append(f"optimizer state {format_bytes(nbytes)}")
     if len(source.files) > 1:
         parts.append(count_text(len(source.files), "file"))

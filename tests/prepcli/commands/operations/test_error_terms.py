@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations import checkpoint_options
+from prepcli.commands.operations import conversion
+from prepcli.commands.operations.checkpoint_options import CommonOptions, open_checkpoint
 from prepcli.commands.operations.operation import check_mutually_exclusive
 from prepcli.core.errors import PYTHON, TERMINAL, Command, Key, Option, PrepError, text
 from prepcli.core.observer import Observer
@@ -18,6 +20,8 @@ from prepcli.formats.run_steps import no_step_error
 from prepcli.formats.safetensors import ADAPTER_HINT
 from prepcli.models.mesh import parse_mesh, parse_slice_counts, resolve_mesh
 from prepcli.models.rule_text import merge_rules
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import Source
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 from trainer.planning.accelerators import parse_devices
 
@@ -160,10 +164,13 @@ def test_rule_in_a_hint_names_the_argument(tmp_path: Path):
 def test_warning_of_a_conversion_names_arguments(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def warn(source: object, observer: Observer) -> None:
+    def open_with_warning(
+        common: CommonOptions, observer: Observer, *args: Any, **options: Any
+    ) -> tuple[LocatedCheckpoint, Source]:
         rule = Option("rules", "kv_heads=none")
         observer.warn(text("not split: {}, then {}", rule, Command("verify", "init")))
+        return open_checkpoint(common, observer, *args, **options)
 
-    monkeypatch.setattr(checkpoint_options, "_note_unread", warn)
+    monkeypatch.setattr(conversion, "open_checkpoint", open_with_warning)
     (warning,) = prep.save_init(model, tmp_path / "init").warnings
     assert warning == 'not split: `rules="kv_heads=none"`, then `prep.verify("init")`'
