@@ -350,14 +350,9 @@ def _check_available(bucket: Bucket, lock_object: SmallObject, plan_digest: str)
         return
     age = _store_time(bucket) - lock_object.modified
     if age < timedelta(seconds=STALE_S):
-        raise locked_error(bucket, owner)
-
-
-def locked_error(bucket: Bucket, owner: LockOwner) -> PrepError:
-    """Return the error for a URL in use by another process."""
-    why = f"{owner} writes another output there"
-    hint = f"wait until it ends; a lock that a killed process left expires after {STALE_S / 60:.0f} minutes"
-    return PrepError(f"{bucket.name} is locked", why, hint)
+        why = f"{owner} writes another output there"
+        hint = f"wait until it ends; a lock that a killed process left expires after {STALE_S / 60:.0f} minutes"
+        raise PrepError(f"{bucket.name} is locked", why, hint)
 
 
 def _store_time(bucket: Bucket) -> datetime:

@@ -494,7 +494,14 @@ class ReadAheadCache:
             )
         # A large read through the cache would copy its bytes and evict the ranges of small reads.
         if into.size >= DIRECT_READ_NBYTES or not reads_ahead:
-            done = self._copy_cached(file, offset, into)
+            # The first bytes may be in the cache.
+            done = 0
+            with self._lock:
+                for cached in self._cached_ranges:
+                    if cached.covers(file.path, offset):
+                        done = min(cached.stop - offset, into.size)
+                        start = offset - cached.start
+                        into[:done] = cached.data[start : start + done]
             if done < into.size:
                 read_range_in_parallel(self._reader, file, offset=offset + done, into=into[done:])
             return
@@ -505,17 +512,6 @@ class ReadAheadCache:
                 into[start - offset : stop - offset] = cached.data[
                     start - cached.start : stop - cached.start
                 ]
-
-    def _copy_cached(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
-        """Copy the first bytes of a read from the cache, and return their number."""
-        done = 0
-        with self._lock:
-            for cached in self._cached_ranges:
-                if cached.covers(file.path, offset):
-                    done = min(cached.stop - offset, into.size)
-                    start = offset - cached.start
-                    into[:done] = cached.data[start : start + done]
-        return done
 
     def _ranges_covering(
         self, file: RemoteFile, offset: int, stop: int

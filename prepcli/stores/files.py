@@ -78,7 +78,9 @@ def replacing_file(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     check_replaceable(path, overwrite=overwrite)
     # The temporary file is in the same folder, because a rename cannot cross file systems. A kill
     # leaves it: its name begins with a dot and is random, so no later write meets it.
-    temporary = path.with_name(_temporary_name(path.name))
+    suffix = f".{secrets.token_hex(4)}.new"
+    stem = os.fsencode(path.name)[: MAX_NAME_NBYTES - len(suffix) - 1]
+    temporary = path.with_name(f".{os.fsdecode(stem)}{suffix}")
     try:
         # O_EXCL creates the file or fails. With O_NOFOLLOW, nobody who can write to the folder makes
         # this process write elsewhere through a prepared link.
@@ -115,13 +117,6 @@ def _rename_to_free_name(temporary: Path, path: Path) -> None:
     # Reserve the name with an empty file. A kill before the next line leaves it.
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     os.replace(temporary, path)
-
-
-def _temporary_name(name: str) -> str:
-    """Return a name that no file of the folder has, within the length limit of file systems."""
-    suffix = f".{secrets.token_hex(4)}.new"
-    stem = os.fsencode(name)[: MAX_NAME_NBYTES - len(suffix) - 1]
-    return f".{os.fsdecode(stem)}{suffix}"
 
 
 def check_replaceable(path: Path, *, overwrite: bool = True) -> None:
@@ -234,7 +229,14 @@ def check_not_lfs_pointer(start: bytes, path: AnyPath) -> None:
 def read_regular_file(path: AnyPath, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
     """Read a whole small file."""
     if isinstance(path, StorePath):
-        return _read_small_copy(path, max_nbytes)
+        if path.is_dir():
+            raise not_regular_error(path)
+        if path.file.size > max_nbytes:
+            raise _too_large_error(path, path.file.size, max_nbytes)
+        # The file is fetched once.
+        content = path.local().read_bytes()
+        check_not_lfs_pointer(content, path)
+        return content
     with open_regular_file(path, buffering=0) as file:
         nbytes = os.fstat(file.fileno()).st_size
         # `read(max_nbytes)` would allocate that many bytes, also for a file of ten.
@@ -244,17 +246,6 @@ def read_regular_file(path: AnyPath, max_nbytes: int = MAX_SMALL_FILE_NBYTES) ->
     # The file may have grown meanwhile.
     if max(nbytes, len(content)) > max_nbytes:
         raise _too_large_error(path, max(nbytes, len(content)), max_nbytes)
-    return content
-
-
-def _read_small_copy(path: StorePath, max_nbytes: int) -> bytes:
-    """Read the local copy of a small file in a store. It is fetched once."""
-    if path.is_dir():
-        raise not_regular_error(path)
-    if path.file.size > max_nbytes:
-        raise _too_large_error(path, path.file.size, max_nbytes)
-    content = path.local().read_bytes()
-    check_not_lfs_pointer(content, path)
     return content
 
 
@@ -397,7 +388,10 @@ def io_error(path: AnyPath, error: OSError) -> PrepError:
             hint = "check the name"
         return PrepError(f"cannot read or write {path}", why, hint)
     if error.errno == errno.ENOTDIR:
-        hint = f"use another folder than {_first_file(path)}, which is a file"
+        # The file in the middle of the path, e.g. `a.txt` of `a.txt/b`
+        outer = reversed(path.parents)
+        file = next((parent for parent in outer if parent.exists() and not parent.is_dir()), path)
+        hint = f"use another folder than {file}, which is a file"
         return PrepError(f"cannot read or write {path}", why, hint)
     return PrepError(f"cannot read or write {path}", why, ACCESS_HINT)
 
@@ -409,14 +403,6 @@ def check_parent_folder(path: Path) -> None:
         os.stat(f"{path.parent}/")
     except OSError as error:
         raise io_error(path, error) from error
-
-
-def _first_file(path: AnyPath) -> AnyPath:
-    """Return the file in the middle of a path, e.g. `a.txt` of `a.txt/b`."""
-    for folder in reversed(path.parents):
-        if folder.exists() and not folder.is_dir():
-            return folder
-    return path
 
 
 def not_regular_error(path: AnyPath) -> PrepError:

@@ -68,7 +68,11 @@ def check_download(path: Path, digest: str, display_name: str) -> None:
         computed = _hash_file(path, start(path.stat().st_size))
         if computed != digest.removeprefix(prefix):
             # The next run would find the file in the cache, and would not download or check it.
-            _delete_from_cache(path)
+            blob = path.resolve()
+            path.unlink(missing_ok=True)
+            # On file systems without links the snapshot holds the content itself.
+            with suppress(FileNotFoundError):
+                blob.unlink()
             why = f"the hub lists {digest}, the downloaded bytes have {prefix}{computed}"
             what = f"{path.name} of {display_name} is damaged"
             raise DamagedError(what, why, f"{RERUN_HINT}: the file is downloaded again")
@@ -82,14 +86,10 @@ def sha256_of_file(path: AnyPath) -> str:
         raise io_error(path, error) from error
 
 
-def _start_git_blob(nbytes: int) -> _Hash:
-    """Return the hash of a blob's header in git's object format."""
-    return hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False)
-
-
 _HASHES: dict[str, Callable[[int], _Hash]] = {
     SHA256: lambda _: hashlib.sha256(),
-    GIT_BLOB: _start_git_blob,
+    # The header of a blob in git's object format
+    GIT_BLOB: lambda nbytes: hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False),
 }
 
 
@@ -99,15 +99,6 @@ def _hash_file(path: AnyPath, content_hash: _Hash) -> str:
         while piece := stream.read(PIECE_NBYTES):
             content_hash.update(piece)
     return content_hash.hexdigest()
-
-
-def _delete_from_cache(path: Path) -> None:
-    """Delete a file of a snapshot and the blob to which it links."""
-    blob = path.resolve()
-    path.unlink(missing_ok=True)
-    # On file systems without links the snapshot holds the content itself.
-    with suppress(FileNotFoundError):
-        blob.unlink()
 
 
 @contextmanager
@@ -156,7 +147,13 @@ def _to_prep_error(
     what = f"cannot read {hub_id}"
     page = page_url(hub_id, repo_type)
     if isinstance(error, NoAnswerError):
-        return _no_answer_error(what, error, repo_type, page=page)
+        if error.status:
+            return _status_error(what, error.status, repo_type, page=page, is_gated=False)
+        why = f"{error}, and the {repo_type} is not in the cache"
+        hint = (
+            f"check the network, or wait longer: {TIMEOUT_VARIABLE}=60 sets the seconds per answer"
+        )
+        return PrepError(what, why, hint)
     if isinstance(error, RevisionNotFoundError):
         return PrepError(
             f"{hub_id} has no revision `{revision or 'main'}`",
@@ -196,17 +193,6 @@ def page_url(hub_id: str, repo_type: str = "model") -> str:
     from huggingface_hub.constants import ENDPOINT
 
     return f"{ENDPOINT}/datasets/{hub_id}" if repo_type == "dataset" else f"{ENDPOINT}/{hub_id}"
-
-
-def _no_answer_error(what: str, error: NoAnswerError, repo_type: str, *, page: str) -> PrepError:
-    if error.status:
-        return _status_error(what, error.status, repo_type, page=page, is_gated=False)
-    why = f"{error}, and the {repo_type} is not in the cache"
-    return PrepError(
-        what,
-        why,
-        f"check the network, or wait longer: {TIMEOUT_VARIABLE}=60 sets the seconds per answer",
-    )
 
 
 def at_endpoint() -> str:
@@ -437,13 +423,14 @@ def _set_hub_variables(offline: bool) -> None:
 def _missing_files(listing: HubListing, names: Sequence[str]) -> list[str]:
     from huggingface_hub import try_to_load_from_cache
 
-    def is_cached(name: str) -> bool:
+    missing: list[str] = []
+    for name in names:
         path = try_to_load_from_cache(
             listing.hub_id, name, revision=listing.commit, repo_type=listing.repo_type
         )
-        return isinstance(path, str)
-
-    return [name for name in names if not is_cached(name)]
+        if not isinstance(path, str):
+            missing.append(name)
+    return missing
 
 
 def _check_disk_space(hub_id: str, needed_bytes: int, cache: Path) -> None:

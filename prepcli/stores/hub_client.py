@@ -68,22 +68,17 @@ def install_retrying_client(retry_policy: RetryPolicy) -> None:
     state = _RetryState()
 
     def make() -> Any:
-        client = _default_client()
+        # `default_client_factory` is private. The public `set_client_factory` replaces the client as a whole, and
+        # without the library's own one its hooks would be lost: request ids, offline mode and the limits of the cloud
+        # environment. Tested with huggingface_hub 2.4.0.
+        from huggingface_hub.utils._http import default_client_factory
+
+        client = default_client_factory()
         http = sys.modules[type(client).__module__.partition(".")[0]]  # httpx, or a fork of it
         client.send = _RetryingSender(client.send, http, retry_policy, state)
         return client
 
     set_client_factory(make)
-
-
-def _default_client() -> Any:
-    """Return the default client of huggingface_hub, with its proxies, event hooks and TLS settings."""
-    # `default_client_factory` is private. The public `set_client_factory` replaces the client as
-    # a whole, and without the library's own one its hooks would be lost: request ids, offline
-    # mode and the limits of the cloud environment. Tested with huggingface_hub 2.4.0.
-    from huggingface_hub.utils._http import default_client_factory
-
-    return default_client_factory()
 
 
 def is_malformed_answer(error: BaseException) -> bool:
@@ -319,8 +314,13 @@ class HubRangeReader:
         self, file_url: _FileUrl, file: RemoteFile, offset: int, into: ByteArray
     ) -> int | _FileUrl:
         """Return the number of bytes received, or the URL of a redirect."""
-        headers = self._request_headers(file_url) | {
-            "Range": f"bytes={offset}-{offset + into.size - 1}"
+        from huggingface_hub.utils import build_hf_headers
+
+        # Only the hub's own endpoint receives the token. Ranges count unencoded bytes.
+        headers = build_hf_headers(token=False if file_url.is_external else None)
+        headers |= {
+            "Accept-Encoding": "identity",
+            "Range": f"bytes={offset}-{offset + into.size - 1}",
         }
         try:
             with contextlib.closing(self._send_get(file_url.url, headers)) as response:
@@ -349,13 +349,6 @@ class HubRangeReader:
         return call_with_timeout(
             lambda: session.send(request, stream=True, follow_redirects=False), timeout_s
         )
-
-    def _request_headers(self, file_url: _FileUrl) -> dict[str, str]:
-        """Return the request headers. Only the hub's own endpoint receives the token."""
-        from huggingface_hub.utils import build_hf_headers
-
-        headers = build_hf_headers(token=False if file_url.is_external else None)
-        return {**headers, "Accept-Encoding": "identity"}  # ranges count unencoded bytes
 
     def _follow_redirect(
         self, file_url: _FileUrl, file: RemoteFile, headers: Mapping[str, str]

@@ -145,7 +145,9 @@ class Bucket:
     def _connected(self, retries: int, *, is_write: bool) -> ObjectStore:
         kind = (retries, is_write)
         if kind not in self.connections:
-            _check_installed(self.url)
+            if find_spec("obstore") is None:
+                hint = "`pip install 'prepcli[cloud]'`"
+                raise PrepError(f"cannot reach {self.url}", "obstore is not installed", hint)
             with self.translate_errors("reach"):
                 self.connections[kind] = _connect(self.url, self.retry_policy.timeout_s, *kind)
         return self.connections[kind]
@@ -262,6 +264,8 @@ class Bucket:
             raise RetryableError(self._failure_text(error)) from error
 
     def _get_range(self, file: RemoteFile, options: Any, offset: int, into: ByteArray) -> int:
+        from obstore import exceptions
+
         result = self.store.get(self.url.key(file.path), options=options)
         if result.meta["size"] != file.size:
             raise file_changed_error(
@@ -271,7 +275,11 @@ class Bucket:
             raise RetryableError("the server sends another range than the requested one")
         # `min_chunk_size` joins small network reads, so that each pass of the loop copies at least
         # 64 KiB.
-        return receive_body(result.stream(min_chunk_size=64 << 10), into, _is_request_error)
+        return receive_body(
+            result.stream(min_chunk_size=64 << 10),
+            into,
+            lambda error: isinstance(error, exceptions.BaseError | OSError),
+        )
 
     def download(self, file: RemoteFile, path: Path) -> None:
         """Replace a local file by the content of an object of any size, in bounded memory."""
@@ -383,11 +391,12 @@ class Bucket:
         """
         timeout_s = self.retry_policy.timeout_s
 
-        def note_wait() -> None:
-            self.retry_policy.say(f"no answer from {self.name} for {timeout_s:g} s; waiting")
-
+        message = f"no answer from {self.name} for {timeout_s:g} s; waiting"
         return call_with_timeout(
-            call, MAX_WRITE_TIMEOUTS * timeout_s, on_late=note_wait, late_s=timeout_s
+            call,
+            MAX_WRITE_TIMEOUTS * timeout_s,
+            on_late=lambda: self.retry_policy.say(message),
+            late_s=timeout_s,
         )
 
     def request_error(self, verb: str, error: Exception) -> PrepError:
@@ -446,13 +455,6 @@ _HINTS = {
     " for public objects",
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION; AWS_SKIP_SIGNATURE=true for public objects",
 }
-
-
-def _check_installed(url: ObjectStoreUrl) -> None:
-    if find_spec("obstore") is None:
-        raise PrepError(
-            f"cannot reach {url}", "obstore is not installed", "`pip install 'prepcli[cloud]'`"
-        )
 
 
 def client_settings(prefix: str, environ: Mapping[str, str]) -> dict[str, bool | str]:
@@ -515,13 +517,6 @@ def _is_timeout(error: BaseException) -> bool:
     """Return whether a request ended with a time-out, of prep or of obstore."""
     text = redacted_error_text(error).lower()
     return isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text
-
-
-def _is_request_error(error: Exception) -> bool:
-    """Return whether a request failed."""
-    from obstore import exceptions
-
-    return isinstance(error, exceptions.BaseError | OSError)
 
 
 def redacted_error_text(error: BaseException) -> str:

@@ -339,7 +339,14 @@ class ObjectUploads:
             what = f"{path} of {self.bucket.name} appeared during its upload"
             # The next run compares the object.
             raise PrepError(what, "another process has written it", RERUN_HINT)
-        return self._complete(path, size)
+        with self._lock:
+            upload = self._uploads.pop(path)
+        written = self.bucket.complete_upload(upload)
+        if written is None or written.size != size:
+            # The next run must not compare the short object, but send it again.
+            self.bucket.delete(path)
+            raise self.bucket.incomplete_error(path, written, size)
+        return written
 
     def _append(self, path: str, data: ByteArray, size: int) -> None:
         """Append bytes to the multipart upload of an object."""
@@ -355,17 +362,6 @@ class ObjectUploads:
                 self.on_sent(part.size)
         with self._lock:
             self._uploads[path] = upload
-
-    def _complete(self, path: str, size: int) -> RemoteFile:
-        """Complete the multipart upload of an object. Return the object."""
-        with self._lock:
-            upload = self._uploads.pop(path)
-        written = self.bucket.complete_upload(upload)
-        if written is None or written.size != size:
-            # The next run must not compare the short object, but send it again.
-            self.bucket.delete(path)
-            raise self.bucket.incomplete_error(path, written, size)
-        return written
 
 
 def missing_object_error(bucket: Bucket, path: str) -> PrepError:

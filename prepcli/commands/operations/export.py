@@ -29,7 +29,6 @@ from prepcli.commands.operations.export_request import (
     DEFAULT_SHARD_NBYTES,
     check_request,
     file_format,
-    map_settings,
     names_tied_head,
     no_effect_error,
     read_export_map,
@@ -53,6 +52,7 @@ from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike, with_defaults
+from prepcli.engine.digest import record_digest
 from prepcli.execution.hub_push import PushTarget, check_push, parse_push_target, push_folder
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import NO_MANIFEST, SAMPLE_DIGEST_KEY, read_manifest
@@ -64,6 +64,7 @@ from prepcli.planning.work_units import requested_share
 from prepcli.restore.digest_checks import sample_digest
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.mapped import CONTENT_KEY
 from prepcli.sources.maps import TensorMap
 from prepcli.sources.openers.peft_folder import is_adapter
 from prepcli.sources.source import Source, stored_axis_maps
@@ -239,7 +240,13 @@ def draft_export(
     if not options["keep_padding"]:
         draft = with_rows(draft, draft.vocabulary.true_size)
     if tensor_map is not None:
-        draft = replace(draft, settings=map_settings(tensor_map))
+        # With the content of its map, the output is read without a file.
+        record = {
+            "name": tensor_map.name,
+            "xxh3": record_digest(tensor_map.content.encode()),
+            CONTENT_KEY: tensor_map.content,
+        }
+        draft = replace(draft, settings=Manifest(map=record))
     if options["training_state"]:
         draft = draft_state(options, draft)
     if options["layout"] in source.family.layouts:

@@ -19,7 +19,6 @@ from prepcli.core.errors import Command, Option, PrepError, join_texts, text, us
 from prepcli.core.formatting import count_text, did_you_mean, format_bytes, parse_bytes
 from prepcli.core.json_values import quote_name
 from prepcli.core.observer import Observer
-from prepcli.engine.digest import record_digest
 from prepcli.formats.safetensors import SUFFIX
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.item_storage import LEVANTER, OCDBT, ORBAX_STORAGES, ItemStorage
@@ -33,12 +32,11 @@ from prepcli.planning.libraries import (
     TENSORSTORE_FORMAT,
     find_library,
 )
-from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.digest_checks import towers_digest
 from prepcli.sources.dequantized import DECODED_DTYPE, has_quantized_weights, with_quantized_bytes
 from prepcli.sources.folders import Access, cached_model
 from prepcli.sources.locate import LocatedCheckpoint, locate
-from prepcli.sources.mapped import CONTENT_KEY, read_map
+from prepcli.sources.mapped import read_map
 from prepcli.sources.maps import TensorMap
 from prepcli.sources.model_family import (
     models_title,
@@ -91,16 +89,6 @@ def read_export_map(options: ExportOptions, source: Source) -> TensorMap | None:
             text("{} is not supported for {}", option, other), why, text("remove {}", option)
         )
     return read_map(Path(path))
-
-
-def map_settings(tensor_map: TensorMap) -> Manifest:
-    """Return the entry of a map in the manifest. With its content, the output is read without a file."""
-    record = {
-        "name": tensor_map.name,
-        "xxh3": record_digest(tensor_map.content.encode()),
-        CONTENT_KEY: tensor_map.content,
-    }
-    return Manifest(map=record)
 
 
 def names_tied_head(tensor_map: TensorMap, source: Source) -> bool:
@@ -179,8 +167,22 @@ def check_request(options: ExportOptions, source: Source) -> None:
     check_storage(options)
     _check_format(layout, options["format"])
     _check_layout_of_model(layout, source)
-    _check_shard_size(options)
-    _check_is_changed(options, source)
+    if shard_nbytes(options) != DEFAULT_SHARD_NBYTES and file_format(options) in UNSPLIT_FORMATS:
+        name, why = UNSPLIT_FORMATS[file_format(options)]
+        raise usage_error(
+            text("{} is not supported for {}", Option("shard_size"), name),
+            why,
+            text("remove {}", Option("shard_size")),
+        )
+    is_safetensors = all(path.name.endswith(f".{SUFFIX}") for path in source.files)
+    is_copied = layout == HF_LAYOUT and file_format(options) != DCP_FORMAT
+    is_changed = options["dtype"] or options["text_only"] or options["map"] or source.manifest
+    if is_copied and not is_changed and source.tensor_file_names and is_safetensors:
+        raise usage_error(
+            f"cannot export {source.display_name}",
+            "it is a Hugging Face folder that transformers reads already",
+            text("{}", Command("save-init", source.display_name)),
+        )
 
 
 def _check_format(layout: str, requested_format: str | None) -> None:
@@ -221,34 +223,6 @@ def _check_layout_of_model(layout: str, source: Source) -> None:
         )
 
 
-def _check_shard_size(options: ExportOptions) -> None:
-    """Raise UsageError for a size of files in a format of one file."""
-    if shard_nbytes(options) == DEFAULT_SHARD_NBYTES:
-        return
-    if file_format(options) in UNSPLIT_FORMATS:
-        name, why = UNSPLIT_FORMATS[file_format(options)]
-        raise usage_error(
-            text("{} is not supported for {}", Option("shard_size"), name),
-            why,
-            text("remove {}", Option("shard_size")),
-        )
-
-
-def _check_is_changed(options: ExportOptions, source: Source) -> None:
-    """Raise UsageError if the output would be a copy of a Hugging Face folder."""
-    if options["layout"] != HF_LAYOUT or file_format(options) == DCP_FORMAT:
-        return
-    if options["dtype"] or options["text_only"] or options["map"] or source.manifest:
-        return
-    is_safetensors = all(path.name.endswith(f".{SUFFIX}") for path in source.files)
-    if source.tensor_file_names and is_safetensors:
-        raise usage_error(
-            f"cannot export {source.display_name}",
-            "it is a Hugging Face folder that transformers reads already",
-            text("{}", Command("save-init", source.display_name)),
-        )
-
-
 # --- Towers, and quantised bytes
 
 
@@ -284,7 +258,13 @@ def select_parts(
     if not isinstance(path, str):
         what = f"the manifest of {source.display_name} does not name the model with the towers"
         raise PrepError(what, "its `towers` entry has no `path`", TOWERS_HINT)
-    other = _open_towers(source, path, access)
+    what = f"the towers of {source.display_name} cannot be read"
+    try:
+        other = open_source(locate(path, access=access))
+    except PrepError as error:
+        raise PrepError(what, f"{error.what}: {error.why}", TOWERS_HINT) from error
+    if other.wrapper is None:
+        raise PrepError(what, f"{path} has no towers", TOWERS_HINT)
     if check_digest:
         _check_digest(source, other, recorded)
     _check_tokens(source, other)
@@ -295,19 +275,6 @@ def no_effect_error(option: Option, source: Source, why: str) -> PrepError:
     """Return the error for an option without effect on the export of a source."""
     what = text("{} has no effect for {}", option, source.display_name)
     return usage_error(what, why, text("remove {}", Option(option.name)))
-
-
-def _open_towers(source: Source, path: str, access: Access) -> Source:
-    """Open the model with the towers of a training step."""
-    what = f"the towers of {source.display_name} cannot be read"
-    try:
-        other = open_source(locate(path, access=access))
-    except PrepError as error:
-        why = f"{error.what}: {error.why}"
-        raise PrepError(what, why, TOWERS_HINT) from error
-    if other.wrapper is not None:
-        return other
-    raise PrepError(what, f"{path} has no towers", TOWERS_HINT)
 
 
 def _check_tokens(source: Source, other: Source) -> None:
